@@ -1,0 +1,52 @@
+"""What a boundary is: the narrow place between two stages, inside autograd.
+
+The sender encodes its output x into z; z crosses; the receiver decodes z into x. The gradient
+that comes back has z's shape: the receiver sends dL/dz and the sender backpropagates it through
+its encode. So whatever encode and decode do is differentiated as part of the model.
+
+Shapes: B sequences, T positions, D model width.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.typed import option
+
+
+@dataclass(frozen=True)
+class BoundaryConfig:
+    """`[boundary]`: what crosses the cut."""
+
+    mode: str = option("dense", "dense: the whole activation crosses", ("dense",))
+    rank: int = option(0, "width of what crosses; 0 for dense, where the width is model.dim")
+
+
+class Boundary(nn.Module, ABC):
+    """Both ends of one cut. A stage holds one for each neighbour and uses its own side of it."""
+
+    needs_ids = False
+    """Whether encode and decode read the token ids of the microbatch."""
+
+    @abstractmethod
+    def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """What the sender puts on the wire, as a differentiable function of its output."""
+
+    @abstractmethod
+    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """What the receiver's first layer reads, as a differentiable function of z."""
+
+    @abstractmethod
+    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
+        """The shape of z: part of the contract that both ends check on every frame."""
+
+
+def check_boundary(config: BoundaryConfig, dim: int) -> None:
+    """Refuse boundary settings that cannot work for a model of width `dim`."""
+    if config.mode == "dense" and config.rank not in (0, dim):
+        raise ConfigError(
+            f'boundary.rank = {config.rank} has no meaning with boundary.mode = "dense", where '
+            f"all {dim} channels cross: leave it at 0"
+        )

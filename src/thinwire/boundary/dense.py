@@ -1,0 +1,25 @@
+"""The dense boundary: the activation crosses as it is. The baseline of every comparison."""
+
+from torch import Tensor
+
+from thinwire.boundary.base import Boundary
+
+
+class DenseBoundary(Boundary):
+    """Encode and decode are the identity."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+
+    def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """The activation itself."""
+        return x_BTD
+
+    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """The activation itself."""
+        return z
+
+    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
+        """All channels cross."""
+        return (batch, context, self.dim)

@@ -1,0 +1,23 @@
+"""Codec names as users write them, and the config section that holds them."""
+
+from dataclasses import dataclass
+
+from thinwire.codec.base import Codec
+from thinwire.codec.cast import FORMATS, Cast
+from thinwire.errors import ConfigError
+from thinwire.typed import nearest, option
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """`[codec]`: how tensors become bytes at the cut, chosen per direction."""
+
+    forward: str = option("bf16", "activations: fp32, bf16 or fp16 (fp64 for exact tests)")
+    backward: str = option("bf16", "gradients: fp32, bf16 or fp16 (fp64 for exact tests)")
+
+
+def parse_codec(name: str, where: str = "codec") -> Codec:
+    """The codec a name stands for; `where` is the config key, for the message."""
+    if name in FORMATS:
+        return Cast(name)
+    raise ConfigError(f'{where} = "{name}" is not a codec{nearest(name, FORMATS)}')

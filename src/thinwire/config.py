@@ -1,0 +1,80 @@
+"""run.toml: reading it, overriding keys from the command line, writing a commented one."""
+
+import dataclasses
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any
+
+from thinwire.engine import Settings
+from thinwire.errors import ConfigError
+from thinwire.typed import nearest, parse_literal
+
+
+def load_settings(path: Path | None, overrides: list[str]) -> Settings:
+    """Settings from a TOML file (or the defaults) with `section.key=value` overrides applied."""
+    values = _read(path) if path is not None else {}
+    for override in overrides:
+        apply_override(values, override)
+    return Settings.from_plain(values)
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Put one `section.key=value` into the plain values, read as the key's own type."""
+    place, equals, text = override.partition("=")
+    section, dot, key = place.strip().partition(".")
+    if not equals or not dot:
+        raise ConfigError(
+            f'--set {override!r} must look like section.key=value, as "train.steps=50"'
+        )
+    sections = typing.get_type_hints(Settings)
+    if section not in sections:
+        raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
+    parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
+    table = values.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} must be a table of keys, got {table!r}")
+    table[key] = parsed
+
+
+def template(settings: Settings) -> str:
+    """A run.toml with every key, its value and what it means."""
+    lines = [
+        "# A run of thinwire. Every key is here with its value; delete what you do not change.",
+        "",
+    ]
+    for section in dataclasses.fields(settings):
+        config = getattr(settings, section.name)
+        lines.append(f"[{section.name}]")
+        entries = []
+        for entry in dataclasses.fields(config):
+            choices = entry.metadata.get("choices", ())
+            note = entry.metadata["help"]
+            if choices and not all(choice in note for choice in choices):
+                note += f" ({', '.join(choices)})"
+            entries.append((f"{entry.name} = {_literal(getattr(config, entry.name))}", note))
+        width = max(len(text) for text, _ in entries)
+        lines += [f"{text:<{width}}  # {note}" for text, note in entries]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: `thinwire init {path}` writes one") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)

@@ -1,0 +1,153 @@
+"""Which tokens a step trains on, computed from numbers alone.
+
+Shapes: B sequences of a microbatch, T tokens of context, N indices.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.errors import ConfigError, DataError
+
+_ROUNDS = 8
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Token ids of a few windows; the target of each position is the token after it."""
+
+    inputs_BT: np.ndarray
+    targets_BT: np.ndarray
+    examples_B: np.ndarray  # the window's number in the corpus, the same in every epoch
+
+
+class Order:
+    """(step, microbatch) -> Batch, the same on every machine, with no state and no table.
+
+    The corpus is cut into windows of `context` tokens that do not overlap. Every epoch
+    visits each window once, in an order that the seed and the epoch number decide. `batch`
+    counts the sequences of a whole step; a microbatch has `batch // microbatches` of them.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, context: int, batch: int, microbatches: int, seed: int
+    ) -> None:
+        if min(context, batch, microbatches) < 1 or batch % microbatches:
+            raise ConfigError(
+                f"a batch of {batch} sequences of {context} tokens cannot be cut into "
+                f"{microbatches} equal microbatches: all must be positive, and the batch a "
+                "multiple of the number of microbatches"
+            )
+        self.tokens = tokens
+        self.context = context
+        self.batch = batch
+        self.microbatches = microbatches
+        self.seed = seed
+        self.windows = _count_windows(tokens, context)
+        if self.windows < batch:
+            raise DataError(
+                f"the training corpus is shorter than one batch: {len(tokens)} tokens make "
+                f"{self.windows} windows of {context} tokens, {batch} are needed; lower the "
+                "batch size or the context, or use a larger corpus"
+            )
+
+    def microbatch(self, step: int, microbatch: int) -> Batch:
+        """The windows that belong to one microbatch of one step, both counted from 0."""
+        if step < 0 or not 0 <= microbatch < self.microbatches:
+            raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
+        size = self.batch // self.microbatches
+        first = step * self.batch + microbatch * size
+        examples_B = np.empty(size, dtype=np.int64)
+        done = 0
+        while done < size:  # twice at most: a batch may end one epoch and begin the next
+            epoch, index = divmod(first + done, self.windows)
+            count = min(size - done, self.windows - index)
+            indices_N = np.arange(index, index + count, dtype=np.uint64)
+            examples_B[done : done + count] = permuted(
+                indices_N, self.windows, round_keys(self.seed, epoch)
+            )
+            done += count
+        return _gather(self.tokens, self.context, examples_B)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which the first window of this step lies, counted from 0."""
+        return step * self.batch // self.windows
+
+
+def validation_batches(tokens: np.ndarray, context: int, batch: int, limit: int) -> list[Batch]:
+    """The first `limit` batches of the validation tokens (0: all of them), in corpus order.
+
+    All batches have the same size, so that a pipeline keeps its shapes; windows that do not
+    fill a last batch are left out. Validation with fewer windows than `batch` gives one
+    smaller batch.
+    """
+    if min(context, batch) < 1:
+        raise ConfigError(f"context {context} and batch {batch} must be positive")
+    windows = _count_windows(tokens, context)
+    if windows < 1:
+        raise DataError(
+            f"the validation part is shorter than one window: it has {len(tokens)} tokens, "
+            f"{context + 1} are needed; lower the context, raise data.valid_fraction, or use a "
+            "larger corpus"
+        )
+    size = min(batch, windows)
+    count = windows // size
+    if limit > 0:
+        count = min(count, limit)
+    return [
+        _gather(tokens, context, np.arange(i * size, (i + 1) * size, dtype=np.int64))
+        for i in range(count)
+    ]
+
+
+def round_keys(seed: int, epoch: int) -> list[int]:
+    """The keys of one epoch's permutation, 64 bits for each round."""
+    text = f"thinwire order {seed} {epoch}".encode()
+    raw = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+    return [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
+
+
+def permuted(indices_N: np.ndarray, size: int, keys: list[int]) -> np.ndarray:
+    """Where a keyed permutation of range(size) sends each index.
+
+    A Feistel network permutes the smallest range of an even number of bits that holds
+    `size`; an index that it sends outside range(size) is sent on until it falls inside
+    ("cycle walking"), which keeps it a permutation. It takes no memory beyond its input, and
+    is plain arithmetic modulo 2**64, so no version of numpy can change the order.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    values_N = _feistel(indices_N.astype(np.uint64), half, keys)
+    while True:
+        outside_N = values_N >= np.uint64(size)
+        if not outside_N.any():
+            return values_N.astype(np.int64)
+        values_N[outside_N] = _feistel(values_N[outside_N], half, keys)
+
+
+def _feistel(values_N: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left_N, right_N = values_N >> shift, values_N & mask
+    for key in keys:
+        mixed_N = right_N ^ np.uint64(key)
+        for multiplier in _MIX:
+            mixed_N = (mixed_N ^ (mixed_N >> np.uint64(31))) * np.uint64(multiplier)
+        # The high half of a product depends on all bits below it, the low half does not.
+        left_N, right_N = right_N, left_N ^ ((mixed_N >> np.uint64(32)) & mask)
+    return (left_N << shift) | right_N
+
+
+def _count_windows(tokens: np.ndarray, context: int) -> int:
+    """The last window, too, needs one token after its end as a target."""
+    return max(0, len(tokens) - 1) // context
+
+
+def _gather(tokens: np.ndarray, context: int, examples_B: np.ndarray) -> Batch:
+    positions = examples_B[:, None] * context + np.arange(context + 1)
+    ids = tokens[positions].astype(np.int64)
+    return Batch(
+        inputs_BT=np.ascontiguousarray(ids[:, :-1]),
+        targets_BT=np.ascontiguousarray(ids[:, 1:]),
+        examples_B=examples_B,
+    )

@@ -1,0 +1,200 @@
+"""From the settings to a prepared corpus: read, train a tokenizer, tokenise, once."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thinwire.data.cache import found_or_made
+from thinwire.data.corpus import Corpus, CorpusWriter, writing
+from thinwire.data.files import stdlib_files, text_files
+from thinwire.data.shards import (
+    Shards,
+    ShardScan,
+    chunks,
+    count_tokens,
+    cut_for_validation,
+    find_shards,
+    scan_shards,
+)
+from thinwire.data.sources import Document, read_documents
+from thinwire.data.split import ContentHash, DocumentHash, Scan, Split, scan_documents
+from thinwire.data.tokenizer import Tokenizer, check_trainable
+from thinwire.errors import ConfigError, DataError
+from thinwire.typed import option
+
+Progress = Callable[[str, int, int], None]
+
+SOURCES = ("stdlib", "text", "tokens")
+# More text hardly changes the merges of a BPE, but its training time grows with it.
+TOKENIZER_SAMPLE_BYTES = 128_000_000
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    source: str = option("stdlib", "what to train on", SOURCES)
+    path: str = option("", 'file or folder, for source "text" and "tokens"')
+    tokenizer: str = option("", "path of a tokenizer.json; empty: train one on the corpus")
+    valid_fraction: float = option(0.02, "share of the corpus kept for validation")
+
+
+def prepare(
+    config: DataConfig, vocab: int, cache: str | Path, progress: Progress | None = None
+) -> Corpus:
+    """Make the corpus of these settings under `cache`, or find it there, and open it.
+
+    `vocab` is the number of ids that the model has. `progress(phase, done, total)` is told
+    the bytes read so far. Only the coordinating process calls this.
+    """
+    if config.source not in SOURCES:
+        raise ConfigError(f"data.source = {config.source!r} is not one of {', '.join(SOURCES)}")
+    if not 0 < config.valid_fraction < 1:
+        raise ConfigError(f"data.valid_fraction = {config.valid_fraction} must lie between 0 and 1")
+    tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > vocab:
+        raise DataError(
+            f"the tokenizer {config.tokenizer} has {tokenizer.vocab_size} entries, model.vocab "
+            f"is {vocab}: set model.vocab to at least {tokenizer.vocab_size} or choose a "
+            "smaller tokenizer"
+        )
+    report = progress or (lambda phase, done, total: None)
+    build = _token_shards if config.source == "tokens" else _text
+    return build(config, vocab, Path(cache), tokenizer, report)
+
+
+def _text(
+    config: DataConfig, vocab: int, cache: Path, tokenizer: Tokenizer | None, report: Progress
+) -> Corpus:
+    if tokenizer is None:
+        check_trainable(vocab)  # before the corpus is read, which may take long
+    from_stdlib = config.source == "stdlib"
+    files = stdlib_files() if from_stdlib else text_files(config.path)
+
+    def texts(phase: str) -> Iterator[str]:
+        documents = read_documents(files, skip_undecodable=from_stdlib)
+        return _reported(documents, report, phase, sum(file.size for file in files))
+
+    def make(scan: Scan, folder: Path) -> None:
+        split = Split.of(scan, config.valid_fraction)
+        used = tokenizer
+        if used is None:
+            sample = _tokenizer_sample(texts("training the tokenizer"), split, scan)
+            used = Tokenizer.train(sample, vocab)
+        with writing(folder, config.source, used.vocab_size) as writer:
+            _tokenise(texts("tokenising"), used, split, scan, writer)
+
+    encoding = tokenizer.digest if tokenizer else f"train {vocab}"
+    key = [config.source, encoding, config.valid_fraction]
+    return found_or_made(cache, files, key, lambda: scan_documents(texts("reading")), make)
+
+
+def _token_shards(
+    config: DataConfig, vocab: int, cache: Path, tokenizer: Tokenizer | None, report: Progress
+) -> Corpus:
+    shards = find_shards(config.path)
+
+    def read() -> ShardScan:
+        scan = scan_shards(shards, lambda done: report("reading", done, shards.size))
+        _check_ids(scan.largest, str(scan.largest_in), tokenizer, vocab)
+        return scan
+
+    def make(scan: ShardScan, folder: Path) -> None:
+        used = tokenizer.vocab_size if tokenizer else scan.largest + 1
+        with writing(folder, config.source, used) as writer:
+            done = 0
+            for side, ids in _sides_of(shards, config.valid_fraction, tokenizer):
+                writer.append(side, ids)
+                done += ids.nbytes
+                report("copying", done, shards.size)
+            writer.finish(tokenizer, valid_bytes=0, documents=0)
+
+    encoding = tokenizer.digest if tokenizer else "no tokenizer"
+    key = [config.source, encoding, config.valid_fraction]
+    corpus = found_or_made(cache, shards.files, key, read, make)
+    _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
+    return corpus
+
+
+def _tokenise(
+    texts: Iterable[str], tokenizer: Tokenizer, split: Split, scan: Scan, writer: CorpusWriter
+) -> None:
+    """Write the ids of every document to its side, each followed by the end of text."""
+    content = ContentHash()
+    sides: deque[str] = deque()
+    valid_bytes = 0
+
+    def parts() -> Iterator[str]:
+        nonlocal valid_bytes
+        for text in texts:
+            document = DocumentHash.of(text)
+            content.add(document)
+            for side, part in split.parts(text, document):
+                sides.append(side)
+                valid_bytes += len(part.encode()) if side == "valid" else 0
+                yield part
+
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    end_ids = np.array(end, dtype=np.uint32)
+    for ids in tokenizer.encode_documents(parts()):
+        side = sides.popleft()
+        writer.append(side, ids)
+        writer.append(side, end_ids)
+    if content.hexdigest() != scan.content:
+        raise DataError("the corpus changed while it was being read: start again")
+    writer.finish(tokenizer, valid_bytes, scan.documents)
+
+
+def _tokenizer_sample(texts: Iterable[str], split: Split, scan: Scan) -> Iterator[str]:
+    """Training text for the tokenizer: all of a small corpus, drawn documents of a large one."""
+    share = TOKENIZER_SAMPLE_BYTES / scan.size
+    taken = False
+    for text in texts:
+        document = DocumentHash.of(text)
+        for side, part in split.parts(text, document):
+            if side == "train" and (document.sample < share or not taken):
+                taken = True
+                yield part
+
+
+def _sides_of(
+    shards: Shards, fraction: float, tokenizer: Tokenizer | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    total = count_tokens(shards.train)
+    end_of_text = tokenizer.end_of_text if tokenizer else None
+    cut = total if shards.valid else cut_for_validation(shards.train, fraction, end_of_text)
+    for ids in chunks(shards.train, 0, cut):
+        yield "train", ids
+    for ids in chunks(shards.train, cut, total):
+        yield "valid", ids
+    for ids in chunks(shards.valid, 0, count_tokens(shards.valid)):
+        yield "valid", ids
+
+
+def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:
+    if tokenizer is not None and largest >= tokenizer.vocab_size:
+        raise DataError(
+            f"{where} holds token id {largest}, but the tokenizer given for it has "
+            f"{tokenizer.vocab_size} entries: it is not the tokenizer of these shards"
+        )
+    if largest >= vocab:
+        raise DataError(
+            f"{where} holds token id {largest}, model.vocab is {vocab}: "
+            f"set model.vocab to at least {largest + 1}"
+        )
+
+
+def _reported(
+    documents: Iterable[Document], report: Progress, phase: str, total: int
+) -> Iterator[str]:
+    """Pass the texts on and report, about two hundred times, how far the reading is."""
+    due = 0
+    for document in documents:
+        yield document.text
+        if document.consumed >= due:
+            report(phase, document.consumed, total)
+            due = document.consumed + max(1, total // 200)
+    report(phase, total, total)

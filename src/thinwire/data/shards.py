@@ -1,0 +1,207 @@
+"""Corpora that are tokens already: `.bin` files with or without a header.
+
+Two layouts are understood. nanoGPT: nothing but little-endian uint16 ids. llm.c and
+modded-nanogpt: 256 little-endian int32 (magic, version, count, zeros), then the ids.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thinwire.data.files import SourceFile, existing, source_file, walk
+from thinwire.errors import DataError
+
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+_CHUNK = 1 << 22  # tokens read at a time
+_REACH = 1 << 20  # how far from the wanted place the cut looks for an end of text
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ids of a shard are stored, and the id that its writers put between documents."""
+
+    version: int
+    dtype: str
+    end_of_text: int
+
+
+RAW = Layout(version=0, dtype="<u2", end_of_text=50256)
+WITH_HEADER = {
+    20240520: Layout(version=1, dtype="<u2", end_of_text=50256),
+    20240801: Layout(version=7, dtype="<u4", end_of_text=128000),
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One checked token file."""
+
+    file: SourceFile
+    layout: Layout
+    offset: int
+    count: int
+
+    def tokens(self) -> np.ndarray:
+        """The ids, mapped into memory rather than read."""
+        if self.count == 0:
+            return np.empty(0, dtype=self.layout.dtype)
+        path, dtype = self.file.path, self.layout.dtype
+        return np.memmap(path, dtype=dtype, mode="r", offset=self.offset, shape=(self.count,))
+
+
+@dataclass(frozen=True)
+class ShardScan:
+    """What one reading of all shards tells: a hash of the ids, and the largest one."""
+
+    content: str
+    largest: int
+    largest_in: Path
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The token files of a corpus, by side, in name order."""
+
+    train: tuple[Shard, ...]
+    valid: tuple[Shard, ...]
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """All files, training first."""
+        return [shard.file for shard in (*self.train, *self.valid)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all ids."""
+        shards = (*self.train, *self.valid)
+        return sum(shard.count * np.dtype(shard.layout.dtype).itemsize for shard in shards)
+
+
+def find_shards(path: str) -> Shards:
+    """The shards at `path`: one file, or a folder of `*train*.bin` and `*val*.bin`.
+
+    A folder whose .bin files name neither is taken as training shards throughout.
+    """
+    root = existing(path, "tokens")
+    if not root.is_dir():
+        return Shards((open_shard(source_file(root, root.name)),), ())
+    shards = walk(root, lambda name: name.lower().endswith(".bin") and not name.startswith("."))
+    if not shards:
+        raise DataError(f"no .bin token shards in {root}: check data.path")
+    train = [name for name in shards if "train" in name.lower()]
+    valid = [name for name in shards if "val" in name.lower() and name not in train]
+    if not train and not valid:
+        train = shards
+    if not train:
+        raise DataError(f"no training shards (*train*.bin) in {root}, only {', '.join(valid[:4])}")
+
+    def opened(names: list[str]) -> tuple[Shard, ...]:
+        return tuple(open_shard(source_file(root / name, name)) for name in names)
+
+    return Shards(opened(train), opened(valid))
+
+
+def open_shard(file: SourceFile) -> Shard:
+    """Read the header, if there is one, and check that the file is as long as it says."""
+    try:
+        with file.path.open("rb") as stream:
+            start = stream.read(HEADER_BYTES)
+    except OSError as error:
+        raise DataError(
+            f"cannot read {file.path}: {error.strerror}; repair or remove it"
+        ) from error
+    header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4")
+    magic = int(header[0]) if len(header) else 0
+    if magic not in WITH_HEADER:
+        _refuse_foreign_header(file, header)
+        if file.size % 2:
+            raise DataError(
+                f"{file.path} has no known header and an odd size of {file.size} bytes, so it is "
+                "not uint16 tokens: it is truncated or of another format; write it again"
+            )
+        return Shard(file, RAW, 0, file.size // 2)
+    layout = WITH_HEADER[magic]
+    if len(start) < HEADER_BYTES:
+        raise DataError(f"{file.path} is truncated within its header: write it again")
+    version, count = int(header[1]), int(header[2])
+    if version != layout.version:
+        raise DataError(
+            f"{file.path} has magic {magic} with version {version}; "
+            f"version {layout.version} is supported: write it again with that version"
+        )
+    expected = HEADER_BYTES + count * np.dtype(layout.dtype).itemsize
+    if count < 0 or file.size != expected:
+        raise DataError(
+            f"{file.path} has {file.size} bytes, but its header promises {count} tokens, "
+            f"that is {expected} bytes: it is truncated or damaged; write it again"
+        )
+    return Shard(file, layout, HEADER_BYTES, count)
+
+
+def _refuse_foreign_header(file: SourceFile, header: np.ndarray) -> None:
+    """A number and then a kilobyte of zeros is a header, not the beginning of a raw shard."""
+    if len(header) == HEADER_INTS and header[0] != 0 and not header[4:].any():
+        known = ", ".join(map(str, WITH_HEADER))
+        raise DataError(
+            f"{file.path} begins with a header of unknown magic {header[0]} (known: {known}): "
+            "it is not a token shard of a supported format"
+        )
+
+
+def chunks(shards: tuple[Shard, ...], start: int, stop: int) -> Iterator[np.ndarray]:
+    """Tokens [start, stop) of the shards laid end to end, a few million at a time."""
+    first = 0
+    for shard in shards:
+        low, high = max(start - first, 0), min(stop - first, shard.count)
+        tokens = shard.tokens()
+        for at in range(low, high, _CHUNK):
+            yield np.asarray(tokens[at : min(at + _CHUNK, high)])
+        first += shard.count
+
+
+def count_tokens(shards: tuple[Shard, ...]) -> int:
+    """Tokens of several shards together."""
+    return sum(shard.count for shard in shards)
+
+
+def scan_shards(shards: Shards, report: Callable[[int], None]) -> ShardScan:
+    """Read everything once; `report` gets the number of bytes read as it grows."""
+    content = hashlib.blake2b(digest_size=16)
+    largest, largest_in, done = -1, Path(), 0
+    for side in (shards.train, shards.valid):
+        content.update(f"{count_tokens(side)} tokens".encode())
+        for shard in side:
+            for ids in chunks((shard,), 0, shard.count):
+                content.update(ids.tobytes())
+                highest = int(ids.max())
+                if highest > largest:
+                    largest, largest_in = highest, shard.file.path
+                done += ids.nbytes
+                report(done)
+    if largest < 0:
+        raise DataError(f"the corpus is empty: no tokens in {shards.files[0].path.parent}")
+    return ShardScan(content.hexdigest(), largest, largest_in)
+
+
+def cut_for_validation(train: tuple[Shard, ...], fraction: float, end_of_text: int | None) -> int:
+    """Where validation begins when no shard is named for it: the last `fraction` of the tokens.
+
+    The cut moves to just after the nearest end of text, if one is near.
+    """
+    total = count_tokens(train)
+    if total < 2:
+        raise DataError(f"{total} tokens cannot be cut into training and validation")
+    length = min(max(1, round(total * fraction)), total - 1)
+    cut = total - length
+    separator = train[-1].layout.end_of_text if end_of_text is None else end_of_text
+    reach = min(length // 2, cut // 2, _REACH)
+    nearby = [np.empty(0, "<u4"), *chunks(train, cut - reach, cut + reach)]
+    found = np.flatnonzero(np.concatenate(nearby) == separator)
+    if len(found) == 0:
+        return cut
+    after = cut - reach + found + 1
+    return int(after[np.argmin(np.abs(after - cut))])

@@ -1,0 +1,153 @@
+"""A thin wrapper of the `tokenizers` library: byte-level BPE, trained here or loaded."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from thinwire.errors import DataError
+
+# Said before the library is loaded: encode on all cores, and print no warning when a process
+# that did so starts another one. A setting of the user's own is kept.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+SMALLEST_VOCAB = 257  # every byte, and the end of text
+
+# The library needs over a hundred bytes of memory for each character it works on.
+_BATCH_CHARACTERS = 1_000_000
+_PIECE_CHARACTERS = 128_000
+
+
+class Tokenizer:
+    """Text to token ids and back. Special tokens spelled out in a text stay plain text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # "<|endoftext|>" in a document ends nothing
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        # The largest id, not the number of entries: ids of some published files have holes.
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.end_of_text: int | None = next(
+            (vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read a tokenizer.json, the format of the `tokenizers` and `transformers` libraries."""
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"cannot read the tokenizer {path}: {error}; "
+                "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
+            ) from error
+        try:
+            loaded = cls(tokenizers.Tokenizer.from_str(text))
+        except Exception as error:  # the library raises nothing more specific
+            raise DataError(f"{path} is not a valid tokenizer.json: {error}") from error
+        if loaded.vocab_size == 0:
+            raise DataError(f"{path} is a tokenizer with an empty vocabulary")
+        return loaded
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
+        """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one."""
+        check_trainable(vocab)
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[END_OF_TEXT],
+            # All 256, so that text with bytes never seen in training still has an encoding.
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything that decides how text is encoded."""
+        return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write a tokenizer.json."""
+        Path(path).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text, without any begin or end token."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of token ids; special tokens are spelled out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of each text in turn, computed in batches on all cores, in bounded memory.
+
+        A text over 128,000 characters is encoded in pieces that meet at line ends.
+        """
+        parts: list[np.ndarray] = []
+        for batch in _batches(_pieces_of(texts)):
+            encodings = self._backend.encode_batch_fast(
+                [piece for piece, _ in batch], add_special_tokens=False
+            )
+            for (_, last), encoding in zip(batch, encodings, strict=True):
+                parts.append(np.array(encoding.ids, dtype=np.uint32))
+                if last:
+                    yield np.concatenate(parts)
+                    parts = []
+
+
+def check_trainable(vocab: int) -> None:
+    """Refuse a vocabulary that has no room for every byte."""
+    if vocab < SMALLEST_VOCAB:
+        raise DataError(
+            f"model.vocab = {vocab} is too small for a byte-level tokenizer: "
+            f"set it to at least {SMALLEST_VOCAB} (256 bytes and {END_OF_TEXT})"
+        )
+
+
+def _pieces_of(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Pieces of every text, each with whether it is the last of its text."""
+    for text in texts:
+        start = 0
+        while len(text) - start > _PIECE_CHARACTERS:
+            seam = _seam(text, start)
+            yield text[start:seam], False
+            start = seam
+        yield text[start:], True
+
+
+def _seam(text: str, start: int) -> int:
+    """Where to cut: after a newline between two visible characters, where byte-level BPE
+    never merges across, so that the pieces give the ids that the whole text would give.
+    """
+    lowest, limit = start + _PIECE_CHARACTERS // 2, start + _PIECE_CHARACTERS
+    at = text.rfind("\n", lowest, limit)
+    while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
+        at = text.rfind("\n", lowest, at)
+    return at + 1 if at > 0 else limit
+
+
+def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

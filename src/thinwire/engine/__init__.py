@@ -1,0 +1,17 @@
+"""The engine: runner, worker, peer, host and checkpoints (floor 4)."""
+
+from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
+from thinwire.engine.host import Host
+from thinwire.engine.settings import RunConfig, Settings, TrainConfig
+from thinwire.engine.worker import Assignment, Worker
+
+__all__ = [
+    "Assignment",
+    "Checkpoint",
+    "Host",
+    "RunConfig",
+    "Settings",
+    "TrainConfig",
+    "Worker",
+    "list_checkpoints",
+]

@@ -1,0 +1,240 @@
+"""The coordinator: starts a peer process per stage, introduces neighbours, relays what they say.
+
+Peers dial the coordinator, never the other way round. Everything they say arrives in one queue,
+and the coordinator reads it from one thread.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from thinwire.engine.control import MAX_MESSAGE, Channel, Message
+from thinwire.engine.settings import Settings
+from thinwire.errors import StageError, WireError
+from thinwire.wire import Authority, Listener
+
+JOIN_SECONDS = 120.0
+SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
+LOG_LINES = 12
+
+
+class Host:
+    """Coordinates one run of peers on this machine; a context manager that leaves no orphans."""
+
+    def __init__(self, settings: Settings, run_folder: Path, corpus: Path, resume: Path | None):
+        self.settings = settings
+        self.stages = settings.pipeline.stages
+        self.run_folder = run_folder
+        self.descriptions: list[dict[str, str]] = [{} for _ in range(self.stages)]
+        self.versions: dict[str, str] = {}
+        self._corpus = corpus
+        self._resume = resume
+        self._said: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: dict[int, Channel] = {}
+        self._last_step = [0] * self.stages
+        authority = Authority.create(settings.run.name)
+        self._issue = authority.issue
+        self._listener = Listener(
+            authority.issue("coordinator"), settings.link.listen, settings.link.port, MAX_MESSAGE
+        )
+
+    def __enter__(self) -> "Host":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._listener.close()
+
+    def launch(self) -> None:
+        """Start all peers and bring them to the point where training can begin."""
+        logs = self.run_folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        accepting = []
+        for stage in range(self.stages):
+            self._spawn(stage, logs / f"stage-{stage}.log")
+            accepting.append(threading.Thread(target=self._accept, args=(stage,), daemon=True))
+            accepting[-1].start()
+        assignment = {
+            "type": "assign",
+            "settings": self.settings.to_plain(),
+            "corpus": str(self._corpus.resolve()),
+            "run_folder": str(self.run_folder.resolve()),
+            "resume": str(self._resume.resolve()) if self._resume else "",
+        }
+        hellos = self._gather("hello")
+        for thread in accepting:
+            thread.join()
+        self.versions = hellos[0]["versions"]
+        self._tell_all(assignment)
+        ready = self._gather("ready")
+        self.descriptions = [{k: m[k] for k in ("layers", "device")} for m in ready]
+        for stage, channel in self._channels.items():
+            below = ready[stage - 1]["address"] if stage > 0 else ""
+            channel.send({"type": "connect", "below": below})
+        self._gather("linked")
+        self._tell_all({"type": "start"})
+
+    def messages(self) -> Iterator[tuple[int, Message]]:
+        """What the stages report, until all have finished; StageError when one fails."""
+        finished: set[int] = set()
+        while len(finished) < self.stages:
+            stage, message = self._said.get()
+            if message["type"] == "finished":
+                finished.add(stage)
+            elif message["type"] in ("failed", "exit", "lost"):
+                if not (message["type"] != "failed" and stage in finished):
+                    raise self._explain(stage, message)
+            else:
+                if message["type"] == "step":
+                    self._last_step[stage] = message["step"] + 1
+                elif message["type"] == "stopping":
+                    self._channels[0].send({"type": "stop"})
+                yield stage, message
+        self._wait_for_exits()
+
+    def interrupt(self) -> None:
+        """Ask the run to end after the step under way, with a checkpoint.
+
+        Safe in a signal handler: it only queues a note to ourselves.
+        """
+        self._said.put((0, {"type": "stopping"}))
+
+    def kill(self) -> None:
+        """End every peer that still runs, at once."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdin:
+                process.stdin.close()
+
+    def _spawn(self, stage: int, log: Path) -> None:
+        order = {
+            "stage": stage,
+            "coordinator": self._listener.address,
+            "identity": self._issue(f"stage-{stage}").to_plain(),
+        }
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "thinwire.engine.peer"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C reaches the coordinator alone
+            )
+        self._processes.append(process)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
+        threading.Thread(target=self._watch, args=(stage, process), daemon=True).start()
+
+    def _watch(self, stage: int, process: subprocess.Popen[bytes]) -> None:
+        self._said.put((stage, {"type": "exit", "code": process.wait()}))
+
+    def _accept(self, stage: int) -> None:
+        """Wait for a peer to dial and listen to it; runs on a thread of its own per peer."""
+        try:
+            pipe = self._listener.accept(f"control-{stage}", JOIN_SECONDS)
+        except WireError as error:
+            self._said.put((stage, {"type": "lost", "error": str(error)}))
+            return
+        self._channels[stage] = Channel(
+            pipe,
+            f"control of stage {stage}",
+            on_message=lambda message: self._said.put((stage, message)),
+            on_lost=lambda error: self._said.put((stage, {"type": "lost", "error": str(error)})),
+        )
+
+    def _gather(self, wanted: str) -> list[Message]:
+        """One message of the wanted type from every stage, in stage order."""
+        got: dict[int, Message] = {}
+        while len(got) < self.stages:
+            try:
+                stage, message = self._said.get(timeout=JOIN_SECONDS)
+            except queue.Empty:
+                missing = sorted(set(range(self.stages)) - set(got))
+                raise StageError(
+                    f"stages {missing} did not say {wanted!r} within {JOIN_SECONDS:.0f} s; "
+                    f"their logs are in {self.run_folder / 'logs'}"
+                ) from None
+            if message["type"] != wanted:
+                raise self._explain(stage, message)
+            got[stage] = message
+        return [got[stage] for stage in range(self.stages)]
+
+    def _tell_all(self, message: Message) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
+
+    def _explain(self, stage: int, message: Message) -> StageError:
+        """The error of the stage that failed first in truth, not the first to be heard of.
+
+        A stage that dies takes its neighbours' links down, and they may complain before the
+        coordinator sees the death. So listen a moment, then blame by the strongest evidence.
+        """
+        heard = [(stage, message)]
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                heard.append(self._said.get(timeout=left))
+            except queue.Empty:
+                break
+        culprit, evidence = min(heard, key=lambda item: _evidence_rank(item[1]))
+        where = (
+            f"at step {self._last_step[culprit]}" if self._last_step[culprit] else "at the start"
+        )
+        if evidence["type"] == "failed":
+            reason = f"failed {where}: {evidence['error']}"
+        elif evidence["type"] == "exit" and evidence["code"] < 0:
+            reason = f"died {where}: killed by {signal.Signals(-evidence['code']).name}"
+        elif evidence["type"] == "exit":
+            reason = f"died {where}: exit code {evidence['code']}"
+        else:
+            reason = f"was lost {where}: {evidence.get('error', evidence['type'])}"
+        return StageError(f"stage {culprit} {reason}" + self._last_words(culprit))
+
+    def _last_words(self, stage: int) -> str:
+        log = self.run_folder / "logs" / f"stage-{stage}.log"
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.is_file() else []
+        if not lines:
+            return f"\n  its log {log} is empty"
+        return f"\n  last lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines)
+
+    def _wait_for_exits(self) -> None:
+        deadline = time.monotonic() + 10.0
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _evidence_rank(message: Message) -> int:
+    """How sure a message makes us that its stage is the cause: smaller is surer."""
+    if message["type"] == "exit" and message["code"] < 0:
+        return 0
+    if message["type"] == "failed" and message["kind"] != "WireError":
+        return 1
+    if message["type"] == "failed":
+        return 2
+    if message["type"] == "exit" and message["code"] != 0:
+        return 3
+    if message["type"] == "lost":
+        return 4
+    return 5

@@ -1,0 +1,153 @@
+"""A peer: the process that holds one stage. Started by a coordinator, lives as long as it does.
+
+The coordinator writes one JSON line to the peer's standard input: which stage it is, where to
+dial, and its certificate (so private keys never touch a disk). When that input closes, the
+coordinator is gone and the peer leaves at once: no orphans, whatever happened.
+"""
+
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import thinwire
+from thinwire.engine.control import MAX_MESSAGE, Channel, Message
+from thinwire.engine.settings import Settings
+from thinwire.engine.worker import Assignment, Worker
+from thinwire.errors import ThinwireError
+from thinwire.wire import Identity, Link, Listener, Meter, Nic, dial, handshake
+
+JOIN_SECONDS = 120.0
+
+
+def versions() -> dict[str, str]:
+    """What computed a run: reported by every peer and kept in the summary."""
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+class Peer:
+    """Joins a run as one stage: assignment, links to the neighbours, training, goodbye."""
+
+    def __init__(self, stage: int, coordinator: str, identity: Identity):
+        self.stage = stage
+        self.identity = identity
+        self.worker: Worker | None = None
+        self._start = threading.Event()
+        self._stop_early = False
+        pipe = dial(
+            coordinator, f"control-{stage}", identity, "coordinator", JOIN_SECONDS, MAX_MESSAGE
+        )
+        self.control = Channel(pipe, f"control of stage {stage}")
+
+    def run(self) -> None:
+        """The whole life of a peer; errors leave through `fail`."""
+        self.control.send({"type": "hello", "stage": self.stage, "versions": versions()})
+        worker = Worker(self._assignment(self.control.receive("assign", JOIN_SECONDS)))
+        listener = None
+        if self.stage < worker.last:
+            listener = Listener(
+                self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
+            )
+        address = listener.address if listener else ""
+        self.control.send({"type": "ready", "address": address, **worker.describe()})
+        connect = self.control.receive("connect", JOIN_SECONDS)
+        below, above = self._join(worker, connect["below"], listener)
+        self.control.send({"type": "linked"})
+        self.control.receive("start", JOIN_SECONDS)
+        threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
+        worker.run(below, above, self.control.send)
+        self.control.send({"type": "finished"})
+        self.control.close()
+        if listener:
+            listener.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the coordinator why this stage cannot go on, if it still listens."""
+        known = isinstance(error, ThinwireError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        try:
+            self.control.send({"type": "failed", "kind": type(error).__name__, "error": text})
+            self.control.close()
+        except ThinwireError:
+            pass  # the coordinator sees the exit code and the log
+
+    def _assignment(self, message: Message) -> Assignment:
+        return Assignment(
+            settings=Settings.from_plain(message["settings"]),
+            stage=self.stage,
+            corpus=Path(message["corpus"]),
+            run_folder=Path(message["run_folder"]),
+            resume=Path(message["resume"]) if message["resume"] else None,
+        )
+
+    def _join(
+        self, worker: Worker, below_address: str, listener: Listener | None
+    ) -> tuple[Link | None, Link | None]:
+        """Dial the stage below, accept the stage above, and agree with both on the contract."""
+        nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
+        below = above = None
+        if self.stage > 0:
+            server = f"stage-{self.stage - 1}"
+            limit = worker.max_payload() + 64
+            name = f"boundary-{self.stage - 1}"
+            pipe = dial(below_address, name, self.identity, server, JOIN_SECONDS, limit)
+            below = self._agree(worker, pipe, self.stage - 1, nic)
+        if listener is not None:
+            pipe = listener.accept(f"boundary-{self.stage}", JOIN_SECONDS)
+            above = self._agree(worker, pipe, self.stage, nic)
+        return below, above
+
+    def _agree(self, worker: Worker, pipe: Any, boundary: int, nic: Nic | None) -> Link:
+        contract = worker.contract(boundary)
+        handshake(pipe, contract, contract, JOIN_SECONDS)
+        return Link(pipe, Meter(), nic, f"boundary-{boundary}", worker.max_payload())
+
+    def _obey(self, worker: Worker) -> None:
+        """While training, the only message a coordinator sends is to stop after this step."""
+        try:
+            self.control.receive("stop", timeout=10 * 365 * 86400.0)
+        except ThinwireError:
+            return
+        worker.stop_requested.set()
+
+
+def _leave_with_coordinator() -> None:
+    sys.stdin.read()
+    os._exit(3)
+
+
+def main() -> None:
+    """Entry point of `python -m thinwire.engine.peer`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_leave_with_coordinator, daemon=True).start()
+    identity = Identity.from_plain(order["identity"])
+    peer = None
+    try:
+        peer = Peer(order["stage"], order["coordinator"], identity)
+        peer.run()
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        if peer is not None:
+            peer.fail(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # transport threads must not keep a finished stage alive
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A stage's end of one boundary: codec, contract and link, on the way out and on the way in."""
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import Codec, Leg, Place, TensorSpec
+from thinwire.engine.mailbox import Mailbox
+from thinwire.errors import WireError
+from thinwire.wire import Frame, FrameKind, Link
+
+_LEGS = {
+    FrameKind.FORWARD: Leg.FORWARD,
+    FrameKind.EVALUATE: Leg.FORWARD,
+    FrameKind.BACKWARD: Leg.BACKWARD,
+}
+
+
+class Port:
+    """Sends tensors to one neighbour and receives the neighbour's.
+
+    Packing runs on the link's sending thread and unpacking on its receiving one, so neither
+    costs the compute thread anything. Every received frame is held against the contract
+    (kind, shape, codec, size) before memory is allocated for it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        stage: int,
+        codecs: dict[Leg, Codec],
+        spec: TensorSpec,
+        mailbox: Mailbox,
+        receives: set[FrameKind],
+    ):
+        self.link = link
+        self._stage = stage
+        self._codecs = codecs
+        self._spec = spec
+        self._mailbox = mailbox
+        self._receives = receives
+        link.start(self._on_frame, mailbox.fail, self._on_end)
+
+    def send_tensor(
+        self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, version: int
+    ) -> None:
+        """Hand a tensor over; returns at once. The tensor must not be changed afterwards."""
+        codec = self._codecs[_LEGS[kind]]
+        place = Place(_LEGS[kind], step, microbatch)
+
+        def packed() -> Frame:
+            return Frame(
+                kind=kind,
+                sender=self._stage,
+                step=step,
+                microbatch=microbatch,
+                weight_version=version,
+                codec=codec.tag,
+                shape=tuple(tensor.shape),
+                payload=codec.pack(tensor, place),
+            )
+
+        self.link.send(packed)
+
+    def take_tensor(self, kind: FrameKind, step: int, microbatch: int, version: int) -> Tensor:
+        """The neighbour's tensor, waiting for it; it must come from the same weights' version."""
+        tensor, theirs = self._mailbox.take((kind, step, microbatch))
+        if theirs != version:
+            raise WireError(
+                f"{self.link.name}: {kind.name} of step {step}, microbatch {microbatch} was made "
+                f"with weight version {theirs}, but this stage is at version {version}"
+            )
+        return tensor
+
+    def send_message(self, kind: FrameKind, step: int, payload: bytes) -> None:
+        """Hand over a small message that is not a tensor (a tally or a verdict)."""
+        self.link.send(Frame(kind=kind, sender=self._stage, step=step, payload=payload))
+
+    def take_message(self, kind: FrameKind, step: int) -> bytes:
+        """The neighbour's tally or verdict of this step, waiting for it."""
+        return self._mailbox.take((kind, step, 0))
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind not in self._receives:
+            raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
+        key = (frame.kind, frame.step, frame.microbatch)
+        if frame.kind not in _LEGS:
+            self._mailbox.put(key, frame.step, bytes(frame.payload))
+            return
+        leg = _LEGS[frame.kind]
+        codec = self._codecs[leg]
+        self._check_contract(frame, codec)
+        place = Place(leg, frame.step, frame.microbatch)
+        tensor = codec.unpack(frame.payload, self._spec, place)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        self._mailbox.put(key, frame.step, (tensor, frame.weight_version))
+
+    def _check_contract(self, frame: Frame, codec: Codec) -> None:
+        what = f"{self.link.name}: {frame.kind.name} of step {frame.step}"
+        if frame.codec != codec.tag:
+            raise WireError(f"{what} was not packed by {codec.name}: the ends' codecs differ")
+        if frame.shape != self._spec.shape:
+            raise WireError(f"{what} has shape {frame.shape}, agreed was {self._spec.shape}")
+        limit = codec.payload_limit(frame.shape)
+        if len(frame.payload) > limit:
+            raise WireError(f"{what} has {len(frame.payload)} bytes, agreed were at most {limit}")
+
+    def _on_end(self) -> None:
+        # What it sent before is already in the mailbox; only a wait for more is in vain.
+        self._mailbox.fail(WireError(f"{self.link.name}: the neighbour has left the run"))

@@ -1,0 +1,245 @@
+"""The runner: executes one schedule on one stage.
+
+Compute never waits for a send (links queue), receives are posted early (link threads fill the
+mailbox), and the only things the compute thread waits for are the tensors it needs next.
+
+The end of a step needs one decision for all stages: commit the update or not, with which global
+gradient norm, and whether to checkpoint or stop. It travels with the pipeline's own traffic:
+tallies of squared gradient norms ride down behind the last gradients, so the first stage knows
+the total as soon as it has finished its own backward, and the verdict rides up ahead of the next
+step's first activation. Nobody waits an extra round trip for it.
+"""
+
+import math
+import struct
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.feed import Feed
+from thinwire.engine.port import Port
+from thinwire.engine.trace import StepTrace
+from thinwire.errors import StageError
+from thinwire.model import Stage, token_loss
+from thinwire.optim import StageOptimizer
+from thinwire.schedule import Kind, Schedule, forward_only
+from thinwire.wire import FrameKind
+
+_VERDICT = struct.Struct("<d???")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the first stage decides for all at the end of a step."""
+
+    grad_norm: float
+    commit: bool
+    checkpoint: bool
+    stop: bool
+
+    def to_bytes(self) -> bytes:
+        """Eleven bytes: the norm and three flags."""
+        return _VERDICT.pack(self.grad_norm, self.commit, self.checkpoint, self.stop)
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> "Verdict":
+        """The inverse of `to_bytes`; StageError when the payload is not a verdict."""
+        if len(payload) != _VERDICT.size:
+            raise StageError(f"a verdict has {_VERDICT.size} bytes, {len(payload)} arrived")
+        return cls(*_VERDICT.unpack(payload))
+
+
+Decide = Callable[[int, bool], tuple[bool, bool]]
+"""On the first stage: (step, commit) -> (checkpoint?, stop?)."""
+
+
+@dataclass
+class _InFlight:
+    """What a microbatch leaves behind between its forward and its backward."""
+
+    received: Tensor | None
+    output: Tensor
+
+
+class Runner:
+    """Runs training steps and validations of one stage, in the order its schedule gives."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        feed: Feed,
+        optimizer: StageOptimizer,
+        below: Port | None,
+        above: Port | None,
+        schedule: Schedule,
+        index: int,
+        clip: float,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self.stage = stage
+        self.version = 0
+        self.trace = StepTrace()
+        self._feed = feed
+        self._optimizer = optimizer
+        self._below, self._above = below, above
+        self._schedule, self._index = schedule, index
+        self._actions = schedule.rows[index]
+        self._clip = clip
+        self._autocast = autocast
+        self._device = next(stage.parameters()).device
+        self._in_flight: dict[int, _InFlight] = {}
+        self._losses: list[Tensor] = []
+
+    def train_step(self, step: int, lr: float, decide: Decide) -> tuple[Verdict, float | None]:
+        """All of this stage's actions of one step; the loss is known on the last stage only."""
+        self.trace = StepTrace()
+        self._losses = []
+        verdict = None
+        for action in self._actions:
+            if action.kind is Kind.F:
+                self._forward(step, action.microbatch)
+            elif action.kind is Kind.B:
+                self._backward(step, action.microbatch)
+            else:
+                verdict = self._update(step, lr, decide)
+        assert verdict is not None, "a validated training schedule ends with an update"
+        loss = float(torch.stack(self._losses).sum()) if self._losses else None
+        return verdict, loss
+
+    @torch.no_grad()
+    def evaluate(self, step: int, batches: int) -> float | None:
+        """Mean validation loss over `batches` microbatches, known on the last stage only."""
+        losses = []
+        self.stage.eval()
+        for action in forward_only(self._schedule.stages, batches).rows[self._index]:
+            microbatch = action.microbatch
+            batch = self._feed.validation(microbatch)
+            received = None
+            if self._below is not None:
+                received = self._below.take_tensor(
+                    FrameKind.EVALUATE, step, microbatch, self.version
+                )
+            with self._autocast():
+                output = self.stage(received, batch.inputs_BT)
+                if self._above is None:
+                    losses.append(token_loss(output, batch.targets_BT))
+            if self._above is not None:
+                self._sync()
+                self._above.send_tensor(FrameKind.EVALUATE, output, step, microbatch, self.version)
+        self.stage.train()
+        return float(torch.stack(losses).double().mean()) if losses else None
+
+    def _forward(self, step: int, microbatch: int) -> None:
+        batch = self._feed.training(step, microbatch)
+        received = None
+        if self._below is not None:
+            with self.trace.span("wait", f"F{microbatch}"):
+                received = self._below.take_tensor(
+                    FrameKind.FORWARD, step, microbatch, self.version
+                )
+            received.requires_grad_()
+        with self.trace.span("compute", f"F{microbatch}"):
+            with self._autocast():
+                output = self.stage(received, batch.inputs_BT)
+                if self._above is None:
+                    # Each microbatch has the same number of tokens: the step's loss is their mean.
+                    output = token_loss(output, batch.targets_BT) / self._schedule.microbatches
+                    self._losses.append(output.detach())
+            self._sync()
+        self._in_flight[microbatch] = _InFlight(received, output)
+        if self._above is not None:
+            sent = output.detach()
+            self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self.version)
+
+    def _backward(self, step: int, microbatch: int) -> None:
+        kept = self._in_flight.pop(microbatch)
+        gradient = None
+        if self._above is not None:
+            with self.trace.span("wait", f"B{microbatch}"):
+                gradient = self._above.take_tensor(
+                    FrameKind.BACKWARD, step, microbatch, self.version
+                )
+        with self.trace.span("compute", f"B{microbatch}"):
+            if gradient is not None:
+                gradient = gradient.to(kept.output.dtype)
+            torch.autograd.backward(kept.output, gradient)
+            self._sync()
+        if self._below is not None:
+            assert kept.received is not None and kept.received.grad is not None
+            self._below.send_tensor(
+                FrameKind.BACKWARD, kept.received.grad, step, microbatch, self.version
+            )
+
+    def _update(self, step: int, lr: float, decide: Decide) -> Verdict:
+        with self.trace.span("compute", "norm"):
+            tally = self._squared_norms()
+        with self.trace.span("wait", "U"):
+            verdict = self._agree(step, tally, decide)
+        with self.trace.span("compute", "U"):
+            if verdict.commit:
+                self._clip_gradients(verdict.grad_norm)
+                self._optimizer.step(lr)
+                self.version += 1
+            else:
+                self._optimizer.zero_grad()
+            self._sync()
+        return verdict
+
+    def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
+        """Pass the tallies down and the verdict up; the first stage is where they meet."""
+        if self._above is not None:
+            payload = self._above.take_message(FrameKind.TALLY, step)
+            tally += struct.unpack(f"<{len(payload) // 8}d", payload)
+        if self._below is not None:
+            self._below.send_message(FrameKind.TALLY, step, struct.pack(f"<{len(tally)}d", *tally))
+            payload = self._below.take_message(FrameKind.VERDICT, step)
+            verdict = Verdict.from_bytes(payload)
+        else:
+            # One number per layer and an exactly rounded sum: the norm, and with it every weight,
+            # is the same bit for bit however the layers are split into stages.
+            finite = all(math.isfinite(value) for value in tally)
+            norm = math.sqrt(math.fsum(tally)) if finite else math.inf
+            verdict = Verdict(norm, finite, *decide(step, finite))
+        if self._above is not None:
+            self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
+        return verdict
+
+    def _squared_norms(self) -> list[float]:
+        """The squared gradient norm of each layer, in float64."""
+        norms = []
+        for layer in self.stage.layers:
+            gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+            squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]
+            norms.append(float(torch.stack(squares).sum()) if squares else 0.0)
+        return norms
+
+    def _clip_gradients(self, norm: float) -> None:
+        if self._clip <= 0 or norm <= self._clip:
+            return
+        scale = self._clip / norm
+        for parameter in self.stage.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+    def _sync(self) -> None:
+        """On a GPU wait until the queued work is done: what follows hands its result over."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def costs(self) -> dict[str, float]:
+        """Mean seconds of a forward, a backward and an update in the last step."""
+        microbatches = self._schedule.microbatches
+        update = self.trace.seconds("compute", "U") + self.trace.seconds("compute", "norm")
+        return {
+            "forward": self.trace.seconds("compute", "F") / microbatches,
+            "backward": self.trace.seconds("compute", "B") / microbatches,
+            "update": update,
+        }
+
+    def now(self) -> float:
+        """The clock of the trace."""
+        return time.monotonic()

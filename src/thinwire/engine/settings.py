@@ -1,0 +1,151 @@
+"""All settings of a run in one frozen tree, validated in one place.
+
+Each section's dataclass lives beside the code it configures; this file only gathers them. The
+resolved tree (every default filled in) is what travels to the stages, is saved, and is hashed.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from thinwire.boundary import BoundaryConfig, check_boundary
+from thinwire.codec import CodecConfig, parse_codec
+from thinwire.data import DataConfig
+from thinwire.errors import ConfigError
+from thinwire.model import ModelConfig
+from thinwire.optim import OptimConfig, check_optim
+from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
+from thinwire.typed import from_plain, option, to_plain
+from thinwire.wire import LinkConfig
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""The type weights are kept in; bf16 keeps fp32 weights and computes under autocast."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """`[run]`: what the run is called and where it computes."""
+
+    name: str = option("run", "name of the run: its folder is OUT/NAME")
+    out: str = option("runs", "folder that holds runs")
+    seed: int = option(0, "decides weights, data order and everything else that is random")
+    device: str = option("auto", "where stages compute", ("auto", "cpu", "cuda", "mps"))
+    precision: str = option(
+        "fp32",
+        "fp32, bf16 (autocast, weights stay fp32), or fp64 for exact tests",
+        tuple(PRECISIONS),
+    )
+    threads: int = option(0, "compute threads per stage; 0 = share this machine's cores")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`[train]`: how long, how much at once, how often to look and to save."""
+
+    steps: int = option(200, "optimizer updates")
+    batch: int = option(16, "sequences per step, over all microbatches")
+    eval_every: int = option(50, "steps between validations; 0 = only first and last")
+    eval_batches: int = option(8, "microbatches per validation")
+    checkpoint_every: int = option(100, "steps between checkpoints; 0 = only the last")
+    keep: int = option(3, "checkpoints kept; older ones are removed")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole configuration of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> "Settings":
+        """Build from nested dictionaries, resolve the model's preset, and check everything."""
+        settings = from_plain(cls, values)
+        settings = dataclasses.replace(settings, model=settings.model.resolved())
+        _check(settings)
+        return settings
+
+    def to_plain(self) -> dict[str, Any]:
+        """Nested dictionaries that `from_plain` reads back to the same settings."""
+        return to_plain(self)
+
+    @property
+    def hash(self) -> str:
+        """Names what is computed: equal for runs that differ only in name and place."""
+        plain = self.to_plain()
+        for key in ("name", "out"):
+            del plain["run"][key]
+        del plain["link"]["listen"], plain["link"]["port"]
+        text = json.dumps(plain, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences in one microbatch."""
+        return self.train.batch // self.pipeline.microbatches
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one update learns from."""
+        return self.train.batch * self.model.context
+
+    def schedule(self) -> Schedule:
+        """The training schedule, validated by simulation."""
+        p = self.pipeline
+        return build(p.schedule, p.stages, p.microbatches, p.window)
+
+    def split(self) -> list[range]:
+        """The blocks of each stage."""
+        return split_layers(self.model.layers, self.pipeline.split, self.pipeline.stages)
+
+    def is_checkpoint_step(self, done: int) -> bool:
+        """Whether a checkpoint follows the update after which `done` updates are done."""
+        every = self.train.checkpoint_every
+        return done == self.train.steps or (every > 0 and done % every == 0)
+
+    def is_evaluation_step(self, done: int) -> bool:
+        """Whether a validation follows the update after which `done` updates are done."""
+        every = self.train.eval_every
+        return done == self.train.steps or (every > 0 and done % every == 0)
+
+
+def _check(settings: Settings) -> None:
+    """Everything that one section alone cannot know."""
+    train, pipeline, link = settings.train, settings.pipeline, settings.link
+    for key in ("steps", "batch", "eval_batches", "keep"):
+        if getattr(train, key) < 1:
+            raise ConfigError(f"train.{key} = {getattr(train, key)} must be at least 1")
+    for key in ("eval_every", "checkpoint_every"):
+        if getattr(train, key) < 0:
+            raise ConfigError(f"train.{key} = {getattr(train, key)} must not be negative")
+    for key in ("mbps_up", "mbps_down", "latency_ms", "jitter_ms"):
+        if getattr(link, key) < 0:
+            raise ConfigError(f"link.{key} = {getattr(link, key)} must not be negative")
+    if not 0 < settings.data.valid_fraction < 1:
+        raise ConfigError(
+            f"data.valid_fraction = {settings.data.valid_fraction} must lie between 0 and 1"
+        )
+    if not settings.run.name or settings.run.name != settings.run.name.strip("/. "):
+        raise ConfigError(f'run.name = "{settings.run.name}" cannot be the name of a folder')
+    settings.split()
+    settings.schedule()
+    if train.batch % pipeline.microbatches:
+        raise ConfigError(
+            f"train.batch = {train.batch} sequences do not divide into "
+            f"pipeline.microbatches = {pipeline.microbatches} equal parts"
+        )
+    check_optim(settings.optim, train.steps)
+    check_boundary(settings.boundary, settings.model.dim)
+    parse_codec(settings.codec.forward, "codec.forward")
+    parse_codec(settings.codec.backward, "codec.backward")

@@ -1,0 +1,285 @@
+"""One stage at work: built from an assignment, joined to its neighbours, run to the end.
+
+The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.boundary import Boundary, build_boundary
+from thinwire.codec import Leg, TensorSpec, parse_codec
+from thinwire.data import Corpus
+from thinwire.engine.checkpoint import OPTIMIZER, Checkpoint, partial_folder, write_shard
+from thinwire.engine.feed import Feed
+from thinwire.engine.mailbox import Mailbox
+from thinwire.engine.port import Port
+from thinwire.engine.runner import Runner, Verdict
+from thinwire.engine.settings import PRECISIONS, Settings
+from thinwire.errors import CheckpointError, ConfigError, StageError
+from thinwire.model import Stage, stage_layers
+from thinwire.optim import StageOptimizer, learning_rate
+from thinwire.wire import FrameKind, Link
+
+PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a stage is told to be."""
+
+    settings: Settings
+    stage: int
+    corpus: Path
+    run_folder: Path
+    resume: Path | None = None
+
+
+class Worker:
+    """Holds a stage and trains it, once its links are attached."""
+
+    def __init__(self, assignment: Assignment):
+        self.assignment = assignment
+        self.settings = settings = assignment.settings
+        self.index = assignment.stage
+        self.last = settings.pipeline.stages - 1
+        self.stop_requested = threading.Event()
+        self.device = choose_device(settings.run.device, self.index)
+        self.corpus = Corpus.open(assignment.corpus)
+        self.mailbox = Mailbox()
+        self.stage = self._build_stage()
+        self.optimizer = StageOptimizer(self.stage.global_parameters(), settings.optim)
+        self.first_step = self.version = 0
+        if assignment.resume is not None:
+            self._load(Checkpoint.open(assignment.resume))
+        self._misses = 0
+        self._ports: list[Port] = []
+
+    def describe(self) -> dict[str, str]:
+        """What the display shows of this stage."""
+        return {"layers": self.stage.describe(), "device": str(self.device)}
+
+    def contract(self, boundary: int) -> dict[str, Any]:
+        """What both ends of a boundary must agree on before the first frame."""
+        return {
+            "config_hash": self.settings.hash,
+            "boundary": boundary,
+            "forward_codec": self.settings.codec.forward,
+            "backward_codec": self.settings.codec.backward,
+            "wire_shape": list(self._wire_spec().shape),
+            "corpus": self.corpus.fingerprint,
+            "first_step": self.first_step,
+        }
+
+    def max_payload(self) -> int:
+        """The largest payload that a neighbour may send."""
+        shape = self._wire_spec().shape
+        return max(codec.payload_limit(shape) for codec in self._codecs().values()) + 65536
+
+    def run(self, below: Link | None, above: Link | None, report: Report) -> None:
+        """Train from the first step to the last, reporting as it goes."""
+        runner = self._runner(below, above)
+        settings = self.settings
+        feed_batches = self._feed.validation_count
+        done = self.first_step
+        self._evaluate(runner, done, feed_batches, report)
+        while done < settings.train.steps:
+            verdict = self._train_step(runner, done, report)
+            done += 1
+            self.mailbox.close_step(done - 1)
+            if settings.is_evaluation_step(done) or verdict.stop:
+                self._evaluate(runner, done, feed_batches, report)
+            if verdict.checkpoint:
+                self._checkpoint(runner, done, report)
+            if verdict.stop:
+                break
+        for port in self._ports:
+            port.link.close()
+
+    def _train_step(self, runner: Runner, step: int, report: Report) -> Verdict:
+        lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
+        start = runner.now()
+        verdict, loss = runner.train_step(step, lr, self._decide)
+        spans = [*runner.trace.spans]
+        for port in self._ports:
+            spans += [_send_span(*sent) for sent in port.link.take_spans()]
+        report(
+            {
+                "type": "step",
+                "step": step,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": verdict.grad_norm,
+                "committed": verdict.commit,
+                "start": start,
+                "end": runner.now(),
+                "wait": runner.trace.seconds("wait"),
+                "costs": runner.costs(),
+                "spans": spans,
+                "meters": {port.link.name: port.link.meter.snapshot() for port in self._ports},
+            }
+        )
+        return verdict
+
+    def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
+        """On the first stage: whether all stages checkpoint after this step, and stop."""
+        self._misses = 0 if commit else self._misses + 1
+        lost = self._misses >= PATIENCE
+        stop = lost or self.stop_requested.is_set()
+        checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
+        return checkpoint and not lost, stop
+
+    def _evaluate(self, runner: Runner, done: int, batches: int, report: Report) -> None:
+        loss = runner.evaluate(done, batches)
+        for port in self._ports:
+            port.link.take_spans()
+        if loss is not None:
+            report({"type": "evaluation", "step": done, "loss": loss})
+
+    def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
+        tensors: dict[str, torch.Tensor] = dict(self.stage.global_parameters())
+        for name, tensor in self.optimizer.state_tensors().items():
+            tensors[OPTIMIZER + name] = tensor
+        folder = partial_folder(self.assignment.run_folder, done)
+        try:
+            shard = write_shard(folder, self.index, tensors)
+        except CheckpointError as error:
+            report({"type": "shard_failed", "step": done, "error": str(error)})
+            return
+        report({"type": "shard", "step": done, "version": runner.version, "shard": vars(shard)})
+
+    def _build_stage(self) -> Stage:
+        settings = self.settings
+        prepare_torch(settings, self.device)
+        stage = Stage(
+            stage_layers(settings.model, settings.split()[self.index]),
+            incoming=self._boundary() if self.index > 0 else None,
+            outgoing=self._boundary() if self.index < self.last else None,
+            recompute=settings.pipeline.recompute,
+        )
+        if self.assignment.resume is None:
+            stage.initialise(settings.model, settings.run.seed)
+        return stage.to(device=self.device, dtype=PRECISIONS[settings.run.precision])
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        parameters = self.stage.global_parameters()
+        loaded = checkpoint.tensors(parameters)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if loaded[name].shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{name} has shape {tuple(loaded[name].shape)} in {checkpoint.folder}, "
+                        f"the model needs {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(loaded[name])
+        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(parameters))
+        self.version = checkpoint.manifest["weight_version"]
+        self.first_step = checkpoint.step
+
+    def _runner(self, below: Link | None, above: Link | None) -> Runner:
+        settings = self.settings
+        self._feed = Feed(
+            self.corpus,
+            settings.model.context,
+            settings.train.batch,
+            settings.pipeline.microbatches,
+            settings.run.seed,
+            self.device,
+            settings.train.eval_batches,
+        )
+        from_below = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT}
+        below_port = self._port(below, from_below)
+        above_port = self._port(above, {FrameKind.BACKWARD, FrameKind.TALLY})
+        runner = Runner(
+            self.stage,
+            self._feed,
+            self.optimizer,
+            below_port,
+            above_port,
+            settings.schedule(),
+            self.index,
+            settings.optim.clip,
+            autocast_for(settings.run.precision, self.device),
+        )
+        runner.version = self.version
+        return runner
+
+    def _port(self, link: Link | None, receives: set[FrameKind]) -> Port | None:
+        if link is None:
+            return None
+        port = Port(link, self.index, self._codecs(), self._wire_spec(), self.mailbox, receives)
+        self._ports.append(port)
+        return port
+
+    def _codecs(self) -> dict[Leg, Any]:
+        codec = self.settings.codec
+        return {Leg.FORWARD: parse_codec(codec.forward), Leg.BACKWARD: parse_codec(codec.backward)}
+
+    def _boundary(self) -> Boundary:
+        return build_boundary(self.settings.boundary, self.settings.model.dim)
+
+    def _wire_spec(self) -> TensorSpec:
+        settings = self.settings
+        shape = self._boundary().wire_shape(settings.microbatch_size, settings.model.context)
+        return TensorSpec(shape, PRECISIONS[settings.run.precision], self.device)
+
+
+def choose_device(wanted: str, stage: int) -> torch.device:
+    """The device of a stage; several GPUs are dealt out in turn."""
+    has_cuda = torch.cuda.is_available()
+    has_mps = torch.backends.mps.is_available()
+    if wanted == "auto":
+        wanted = "cuda" if has_cuda else "mps" if has_mps else "cpu"
+    if (wanted == "cuda" and not has_cuda) or (wanted == "mps" and not has_mps):
+        raise ConfigError(f'run.device = "{wanted}", but torch finds no such device here')
+    if wanted == "cuda":
+        return torch.device("cuda", stage % torch.cuda.device_count())
+    return torch.device(wanted)
+
+
+def prepare_torch(settings: Settings, device: torch.device) -> None:
+    """Process-wide settings of torch: threads, and the same result every time."""
+    share = max(1, (os.cpu_count() or 1) // settings.pipeline.stages)
+    torch.set_num_threads(settings.run.threads or share)
+    if device.type == "mps" and settings.run.precision == "fp64":
+        raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def autocast_for(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which a stage computes."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def check_divergence(misses: int, step: int, latest: Path | None) -> None:
+    """Give up, with a way back, once updates have been refused too often in a row."""
+    if misses >= PATIENCE:
+        kept = f"the last good weights are in {latest}" if latest else "no checkpoint exists yet"
+        raise StageError(
+            f"gradients were not finite in {misses} steps in a row, up to step {step}: {kept}. "
+            'Resume with a lower optim.lr, or with codec.backward = "fp32"'
+        )
+
+
+def _send_span(
+    kind: str, step: int, microbatch: int, start: float, end: float
+) -> tuple[str, str, float, float]:
+    labels = {"FORWARD": f"F{microbatch}>", "BACKWARD": f"<B{microbatch}"}
+    return ("send", labels.get(kind, kind.lower()), start, end)

@@ -1,0 +1,48 @@
+"""Errors a user can act on. Floor 0: every room may import this file.
+
+Each message says what failed, why, and what to do. The command line turns one of
+these into a few plain lines and the exit code of its class; anything else is a
+defect of ours and keeps its traceback.
+"""
+
+
+class ThinwireError(Exception):
+    """Base of all errors that are meant for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(ThinwireError):
+    """The settings cannot work: unknown key, wrong type, impossible combination."""
+
+    exit_code = 2
+
+
+class DataError(ThinwireError):
+    """The corpus or the tokenizer cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(ThinwireError):
+    """A checkpoint cannot be written, or cannot be trusted when read."""
+
+    exit_code = 4
+
+
+class WireError(ThinwireError):
+    """A frame or a link broke its contract, or the other end is gone."""
+
+    exit_code = 5
+
+
+class StageError(ThinwireError):
+    """A stage died or failed while the run was under way."""
+
+    exit_code = 6
+
+
+class ScheduleError(ThinwireError):
+    """A schedule cannot run: an action is missing, repeated, or waits for ever."""
+
+    exit_code = 7

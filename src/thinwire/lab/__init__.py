@@ -1,0 +1,1 @@
+"""The lab: measurements and experiments whose numbers the documents quote."""

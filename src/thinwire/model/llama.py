@@ -1,0 +1,156 @@
+"""A Llama-style decoder as a plain list of named layers.
+
+Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, no biases.
+Layer and parameter names are those of a Hugging Face Llama checkpoint, so a checkpoint's tensors
+mean the same thing everywhere.
+
+Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E head width.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.model.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square, then by a gain per channel."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Computed in float32 at least, whatever autocast does around it."""
+        wide = x_BTD if x_BTD.dtype == torch.float64 else x_BTD.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x_BTD.dtype)
+
+
+def rotary_tables(context: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU."""
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle_TE = torch.outer(torch.arange(context, dtype=torch.float32), frequency).repeat(1, 2)
+    return angle_TE.cos(), angle_TE.sin()
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turn each channel pair (i, i + E/2) by its position's angle."""
+    left, right = x_BHTE.chunk(2, dim=-1)
+    return x_BHTE * cos_TE + torch.cat((-right, left), dim=-1) * sin_TE
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention. `o_proj` is one of the two writers to the stream."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        kv_dim = self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """What attention adds to the stream."""
+        batch, context, _ = x_BTD.shape
+        q_BHTE = self.q_proj(x_BTD).view(batch, context, self.heads, -1).transpose(1, 2)
+        k_BKTE = self.k_proj(x_BTD).view(batch, context, self.kv_heads, -1).transpose(1, 2)
+        v_BKTE = self.v_proj(x_BTD).view(batch, context, self.kv_heads, -1).transpose(1, 2)
+        q_BHTE, k_BKTE = rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BKTE, cos_TE, sin_TE)
+        group = self.heads // self.kv_heads
+        k_BHTE = k_BKTE.repeat_interleave(group, dim=1) if group > 1 else k_BKTE
+        v_BHTE = v_BKTE.repeat_interleave(group, dim=1) if group > 1 else v_BKTE
+        mixed_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        return self.o_proj(mixed_BHTE.transpose(1, 2).reshape(batch, context, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. `down_proj` is the other writer to the stream."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """What the feed-forward adds to the stream."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """One transformer block: attention and feed-forward, each behind a norm, each added back."""
+
+    cos_TE: Tensor
+    sin_TE: Tensor
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = FeedForward(config)
+        cos_TE, sin_TE = rotary_tables(config.context, config.head_dim, config.rope_theta)
+        self.register_buffer("cos_TE", cos_TE, persistent=False)
+        self.register_buffer("sin_TE", sin_TE, persistent=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """The stream after this block. Sequences may be shorter than the context."""
+        context = x_BTD.shape[1]
+        cos_TE, sin_TE = self.cos_TE[:context], self.sin_TE[:context]
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TE, sin_TE)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of the model before it exists: its global name and how to make it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+
+
+def llama_layers(config: ModelConfig) -> list[LayerPlan]:
+    """The whole model as a list: embedding, blocks, final norm, head."""
+    blocks = [LayerPlan(f"model.layers.{i}", lambda: Block(config)) for i in range(config.layers)]
+    return [
+        LayerPlan("model.embed_tokens", lambda: nn.Embedding(config.vocab, config.dim)),
+        *blocks,
+        LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
+        LayerPlan("lm_head", lambda: nn.Linear(config.dim, config.vocab, bias=False)),
+    ]
+
+
+def stage_layers(config: ModelConfig, blocks: range) -> list[LayerPlan]:
+    """The layers of the stage that holds these blocks: the ends carry embedding and head."""
+    plans = llama_layers(config)
+    first = 0 if blocks.start == 0 else blocks.start + 1
+    last = len(plans) if blocks.stop == config.layers else blocks.stop + 1
+    return plans[first:last]
+
+
+WRITERS = ("o_proj.weight", "down_proj.weight")
+
+
+def initialise(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> None:
+    """Fill a parameter from its global name and the seed alone.
+
+    So weights do not depend on how layers are split, or on the order in which they are made.
+    Writers to the stream start smaller, by the number of writes that add up.
+    """
+    if parameter.ndim < 2:
+        nn.init.ones_(parameter)
+        return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    spread = 0.02 / (2 * config.layers) ** 0.5 if name.endswith(WRITERS) else 0.02
+    with torch.no_grad():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)

@@ -1,0 +1,55 @@
+"""`[optim]` and the learning rate as a pure function of the step."""
+
+import math
+from dataclasses import dataclass
+
+from thinwire.errors import ConfigError
+from thinwire.typed import option
+
+FLOOR = 0.1  # cosine ends at this share of the peak: the usual choice for pre-training
+WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """`[optim]`: the optimizer and its learning rate over the run."""
+
+    name: str = option(
+        "adamw", "adamw, or muon for the blocks' matrices with adamw elsewhere", ("adamw", "muon")
+    )
+    lr: float = option(3e-3, "peak learning rate")
+    weight_decay: float = option(0.1, "decoupled decay of matrices; gains are never decayed")
+    warmup: int = option(20, "steps of linear warmup")
+    schedule: str = option(
+        "cosine", "decay after the warmup", ("cosine", "linear", "wsd", "constant")
+    )
+    clip: float = option(1.0, "largest global gradient norm over all stages; 0 = no clipping")
+
+
+def check_optim(config: OptimConfig, steps: int) -> None:
+    """Refuse values that cannot work in a run of `steps` steps."""
+    if not (config.lr > 0 and math.isfinite(config.lr)):
+        raise ConfigError(f"optim.lr = {config.lr} must be a positive number")
+    for key in ("weight_decay", "clip", "warmup"):
+        if getattr(config, key) < 0:
+            raise ConfigError(f"optim.{key} = {getattr(config, key)} must not be negative")
+    if config.warmup > steps:
+        raise ConfigError(
+            f"optim.warmup = {config.warmup} is longer than train.steps = {steps}: the learning "
+            "rate would never reach its peak"
+        )
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of update number `step` (from 0) in a run of `steps` updates."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    span = max(1, steps - config.warmup)
+    progress = min(1.0, (step - config.warmup) / span)
+    if config.schedule == "cosine":
+        return config.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if config.schedule == "linear":
+        return config.lr * (1 - progress)
+    if config.schedule == "wsd":
+        return config.lr * min(1.0, (1 - progress) / WSD_DECAY_SHARE)
+    return config.lr

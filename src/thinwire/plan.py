@@ -1,0 +1,248 @@
+"""The planner: what a run will cost, before anyone waits.
+
+Compute times are measured on this machine with one block of the model (or given as a FLOP rate),
+bytes and links come from the settings, and the schedule's own simulator puts them together.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.boundary import build_boundary
+from thinwire.codec import parse_codec
+from thinwire.engine import Settings
+from thinwire.engine.settings import PRECISIONS
+from thinwire.engine.worker import autocast_for, choose_device
+from thinwire.model import ModelConfig, stage_layers
+from thinwire.report.human import duration, human_bytes
+from thinwire.schedule import Costs, Simulation, simulate, window_table
+from thinwire.summary import network_of
+from thinwire.wire import HEADER_BYTES
+
+BACKWARD_PER_FORWARD = 2.0  # a backward multiplies each matrix twice
+_MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the planner found."""
+
+    settings: Settings
+    costs: Costs
+    simulation: Simulation
+    windows: list[tuple[int, float, list[int]]]
+    parameters: list[int]
+    memory_bytes: list[int]
+    flops_per_s: float
+    cores: int | None
+
+
+def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
+    """Measure (unless a FLOP rate is given), simulate, and estimate memory for each stage."""
+    rate = flops_per_s or measure_flops(settings)
+    # Stages of a local run share this machine; with a given rate each has a machine of its own.
+    shared = flops_per_s is None and choose_device(settings.run.device, 0).type == "cpu"
+    cores = os.cpu_count() if shared else None
+    costs = estimate_costs(settings, rate)
+    p = settings.pipeline
+    network = network_of(settings)
+    windows = []
+    if p.schedule == "1f1b" and p.stages > 1:
+        windows = window_table(p.stages, p.microbatches, costs, network, cores)
+    simulation = simulate(settings.schedule(), costs, network, cores=cores)
+    parameters = [stage_parameters(settings, stage) for stage in range(p.stages)]
+    memory = [
+        stage_memory(settings, stage, parameters[stage], simulation.in_flight[stage])
+        for stage in range(p.stages)
+    ]
+    return Plan(settings, costs, simulation, windows, parameters, memory, rate, cores)
+
+
+def block_flops(model: ModelConfig, tokens: int) -> float:
+    """Floating-point operations of one block's forward."""
+    kv_dim = model.kv_heads * model.head_dim
+    matrices = 2 * model.dim**2 + 2 * model.dim * kv_dim + 3 * model.dim * model.ffn
+    attention = model.context * model.dim  # scores and their use, each over half the context
+    return 2.0 * tokens * (matrices + attention)
+
+
+def forward_flops(model: ModelConfig, blocks: range, tokens: int) -> float:
+    """Operations of one forward of a stage: its blocks, and the head if it is the last."""
+    head = 2.0 * tokens * model.dim * model.vocab if blocks.stop == model.layers else 0.0
+    return len(blocks) * block_flops(model, tokens) + head
+
+
+def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
+    """Seconds and bytes of every action, from the model's shape and a FLOP rate."""
+    tokens = settings.microbatch_size * settings.model.context
+    forward = [forward_flops(settings.model, s, tokens) / flops_per_s for s in settings.split()]
+    recompute = 1.0 if settings.pipeline.recompute else 0.0
+    backward = [seconds * (BACKWARD_PER_FORWARD + recompute) for seconds in forward]
+    boundaries = settings.pipeline.stages - 1
+    out, back = frame_bytes(settings)
+    # An update touches every parameter a few times: small beside the step, and not modelled.
+    update = [0.0] * settings.pipeline.stages
+    return Costs(forward, backward, update, [out] * boundaries, [back] * boundaries)
+
+
+def frame_bytes(settings: Settings) -> tuple[int, int]:
+    """Bytes of one microbatch's frame forward and backward, headers included."""
+    boundary = build_boundary(settings.boundary, settings.model.dim)
+    shape = boundary.wire_shape(settings.microbatch_size, settings.model.context)
+    codecs = parse_codec(settings.codec.forward), parse_codec(settings.codec.backward)
+    sizes = [codec.payload_limit(shape) + HEADER_BYTES for codec in codecs]
+    return sizes[0], sizes[1]
+
+
+def stage_parameters(settings: Settings, stage: int) -> int:
+    """Parameters that a stage holds, counted on layers without memory."""
+    with torch.device("meta"):
+        layers = [plan.make() for plan in stage_layers(settings.model, settings.split()[stage])]
+    return sum(p.numel() for layer in layers for p in layer.parameters())
+
+
+def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:
+    """Bytes of weights, gradients, optimizer state and activations in flight."""
+    width = PRECISIONS[settings.run.precision].itemsize
+    states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
+    model = settings.model
+    blocks = settings.split()[stage]
+    tokens = settings.microbatch_size * model.context
+    compute_width = 2 if settings.run.precision == "bf16" else width
+    kept_per_block = model.dim * width
+    if not settings.pipeline.recompute:
+        kv_dim = model.kv_heads * model.head_dim
+        # two norms in and out, q k v and their rotations, attention out, three of the feed-forward
+        kept_per_block = 4 * model.dim * width + compute_width * (
+            4 * model.dim + 4 * kv_dim + 4 * model.ffn
+        )
+    activations = tokens * len(blocks) * kept_per_block * in_flight
+    if blocks.stop == model.layers:
+        activations += tokens * model.vocab * (compute_width + 2 * 4)
+    return parameters * width * states + activations
+
+
+def measure_flops(settings: Settings, repeats: int = 3) -> float:
+    """The rate at which this machine trains one block, forward and backward together.
+
+    One thread on a CPU, as each stage of a local run has; large models are measured on fewer
+    tokens, which flatters nobody: rates grow with size.
+    """
+    device = choose_device(settings.run.device, 0)
+    model, dtype = settings.model, PRECISIONS[settings.run.precision]
+    tokens = settings.microbatch_size * model.context
+    share = min(1.0, _MEASURE_FLOPS / (block_flops(model, tokens) * (1 + BACKWARD_PER_FORWARD)))
+    context = min(model.context, max(16, int(tokens * share)))
+    sequences = max(1, int(tokens * share) // context)
+    block: nn.Module = stage_layers(model, range(1))[1].make().to(device, dtype)
+    x = torch.randn(sequences, context, model.dim, device=device, dtype=dtype, requires_grad=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.run.threads or 1)
+    autocast = autocast_for(settings.run.precision, device)
+    best = float("inf")
+    try:
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            with autocast():
+                y = block(x)
+            y.sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return block_flops(model, sequences * context) * (1 + BACKWARD_PER_FORWARD) / best
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan for a person."""
+    settings, simulation = plan.settings, plan.simulation
+    model, link = settings.model, settings.link
+    out, back = frame_bytes(settings)
+    tokens = settings.microbatch_size * model.context
+    where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
+    lines = [
+        f"model: {sum(plan.parameters):,} parameters, {model.layers} blocks of width {model.dim}, "
+        f"context {model.context}",
+        f"step: {settings.train.batch} sequences, {settings.tokens_per_step:,} tokens, in "
+        f"{settings.pipeline.microbatches} microbatches",
+        f"compute: {plan.flops_per_s / 1e9:,.1f} GFLOP/s per stage, {where}",
+        _link_line(settings),
+        "",
+        "schedule (a column is a slot of equal length, F forward, B backward, U update):",
+        simulation.schedule.grid(),
+        "",
+        simulation.describe(),
+        "",
+        "stage  parameters      memory  layers",
+    ]
+    for stage, blocks in enumerate(settings.split()):
+        names = f"blocks {blocks.start}..{blocks.stop - 1}"
+        lines.append(
+            f"{stage:5}  {plan.parameters[stage]:10,}  {human_bytes(plan.memory_bytes[stage]):>10}"
+            f"  {names}"
+        )
+    if settings.pipeline.stages > 1:
+        dense = 2 * model.dim
+        lines += [
+            "",
+            f"each boundary, per microbatch: {human_bytes(out)} forward "
+            f"({out / tokens:.1f} bytes per token), {human_bytes(back)} backward "
+            f"({back / tokens:.1f}); {2 * dense * tokens / (out + back):.2f}x smaller than bf16 dense",
+        ]
+    if plan.windows:
+        lines += ["", "window  seconds per step  in flight per stage"]
+        for window, seconds, held in plan.windows:
+            mark = "  <- this run" if window == simulation.schedule.window else ""
+            lines.append(f"{window:6}  {seconds:16.3f}  {' '.join(map(str, held))}{mark}")
+    seconds = simulation.step_seconds
+    rate = settings.tokens_per_step / seconds
+    total = seconds * settings.train.steps
+    lines += [
+        "",
+        f"estimate: {seconds:.3f} s per step, {rate:,.0f} tokens/s, {duration(total)} for "
+        f"{settings.train.steps} steps without validations and checkpoints",
+    ]
+    if not link.emulate:
+        lines.append("links are not emulated: the estimate assumes they cost nothing")
+    return "\n".join(lines)
+
+
+def plan_to_plain(plan: Plan) -> dict[str, Any]:
+    """The plan for a program."""
+    out, back = frame_bytes(plan.settings)
+    return {
+        "step_seconds": plan.simulation.step_seconds,
+        "tokens_per_s": plan.settings.tokens_per_step / plan.simulation.step_seconds,
+        "bound": plan.simulation.bound,
+        "bubble_fraction": plan.simulation.bubble_fraction,
+        "flops_per_s": plan.flops_per_s,
+        "parameters": plan.parameters,
+        "memory_bytes": plan.memory_bytes,
+        "forward_bytes": out,
+        "backward_bytes": back,
+        "uplink_utilisation": plan.simulation.uplink_utilisation,
+        "windows": [
+            {"window": w, "step_seconds": s, "in_flight": held} for w, s, held in plan.windows
+        ],
+        "schedule": str(plan.simulation.schedule),
+        "config_hash": plan.settings.hash,
+    }
+
+
+def _link_line(settings: Settings) -> str:
+    link = settings.link
+    if not link.emulate:
+        return "links: as they are (not emulated)"
+
+    def rate(mbps: float) -> str:
+        return f"{mbps:g} Mbps" if mbps else "unlimited"
+
+    return (
+        f"links: {rate(link.mbps_up)} up, {rate(link.mbps_down)} down per host, "
+        f"{link.latency_ms:g} ms one way"
+    )

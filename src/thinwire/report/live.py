@@ -1,0 +1,223 @@
+"""The live panel of a run on a terminal: header with the loss, the stages, the links."""
+
+import atexit
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.report.display import Display
+from thinwire.report.human import (
+    Curve,
+    amount,
+    duration,
+    human_bytes,
+    human_count,
+    meter_bar,
+    percent,
+    sparkline,
+)
+from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
+
+_SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
+_SPARKLINE_WIDTH = 24
+_LEAST_INTERVAL = 0.25  # seconds between two drawings of the panel
+_COST_SHARE = 0.01  # drawing may take this share of the time, whatever the number of stages
+
+
+class LiveDisplay(Display):
+    """Permanent lines for phases and notes, and under them a panel redrawn in place.
+
+    There is no refresh thread: the panel changes only when something is reported, at most
+    four times a second, and less often where drawing is slow, so the run keeps its cores.
+    """
+
+    def __init__(
+        self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._run = run
+        self._clock = clock
+        self._live: Live | None = None
+        self._due = -float("inf")
+        self._bar: RenderableType | None = None
+        self._record: StepRecord | None = None
+        self._evaluation: EvaluationRecord | None = None
+        self._losses = Curve()
+        # a caller that dies without `with` must not leave a hidden cursor behind
+        atexit.register(self.close)
+
+    def phase(self, tag: str, text: str) -> None:
+        """Print the text above the panel; it stays in the scrollback."""
+        self._say(tag, text, "cyan")
+
+    def progress(self, tag: str, done: int, total: int, unit: str) -> None:
+        """Draw a bar in the panel; when all is done, one permanent line replaces it."""
+        if done >= total:
+            self._bar = None
+            self._draw(at_once=True)
+            self._say(tag, f"{amount(done, total, unit)} done", "cyan")
+            return
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        bar = ProgressBar(total=total, completed=done)
+        row.add_row(_tag(tag, "cyan"), bar, Text(amount(done, total, unit)))
+        self._bar = row
+        self._draw()
+
+    def step(self, record: StepRecord) -> None:
+        """Take over the step's numbers; redraw if it is time."""
+        self._record = record
+        self._bar = None
+        self._losses.add(record.loss)
+        self._draw(at_once=record.step >= record.steps)
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Show the validation loss in the header and keep it as a line in the scrollback."""
+        self._evaluation = EvaluationRecord(step, loss, bits_per_byte)
+        bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits/byte"
+        self._say("valid", f"step {step}  loss {loss:.4f}{bits}", "green")
+        self._draw(at_once=True)
+
+    def note(self, text: str) -> None:
+        """Print the warning above the panel."""
+        self._say("note", text, "yellow")
+
+    def close(self) -> None:
+        """Leave the last state on the screen, show the cursor, release stdout and stderr."""
+        atexit.unregister(self.close)
+        if self._live is None:
+            return
+        try:
+            self._draw(at_once=True)
+        finally:
+            self._live.stop()
+            self._live = None
+
+    def _say(self, tag: str, text: str, style: str) -> None:
+        # Text, not markup: a path such as "[a].txt" must come out as it is
+        self._console.print(Text.assemble(_tag(tag, style), " ", text))
+
+    def _draw(self, at_once: bool = False) -> None:
+        began = self._clock()
+        if not at_once and began < self._due:
+            return
+        if self._live is None:
+            # prints to the terminal go above the panel; those to a file or pipe stay there
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
+        self._live.update(self._panel(), refresh=True)
+        ended = self._clock()
+        self._due = ended + max(_LEAST_INTERVAL, (ended - began) / _COST_SHARE)
+
+    def _panel(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self._record is not None:
+            parts.append(Rule(style="dim"))  # parts the panel from the lines above it
+            parts.append(self._header(self._record))
+            parts.append(_tables(self._record, self._console.width))
+        if self._bar is not None:
+            parts.append(self._bar)
+        return Group(*parts)
+
+    def _header(self, record: StepRecord) -> RenderableType:
+        top = Table.grid(padding=(0, 1), expand=True)
+        top.add_column(no_wrap=True, max_width=self._console.width // 3)
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(no_wrap=True)
+        top.add_row(
+            Text(self._run, style="bold cyan", overflow="ellipsis"),
+            Text(f"step {record.step:,}/{record.steps:,}"),
+            ProgressBar(total=max(1, record.steps), completed=record.step),
+            Text(f"ETA {duration(record.eta_seconds)}", style="bold"),
+        )
+        losses: list[str | tuple[str, str]] = ["loss ", (f"{record.loss:.4f}", "bold"), " "]
+        losses.append((sparkline(self._losses.points, _SPARKLINE_WIDTH), "magenta"))
+        if self._evaluation is not None:
+            losses += ["   valid ", (f"{self._evaluation.loss:.4f}", "bold green")]
+            losses.append((f" at step {self._evaluation.step:,}", "dim"))
+        facts = (
+            f"{record.tokens_per_s:,.0f} tok/s   {record.step_seconds:.2f} s/step   "
+            f"{human_count(record.tokens)} tokens   lr {record.lr:.1e}   "
+            f"grad {record.grad_norm:.2f}"
+        )
+        return Group(
+            top,
+            Text.assemble(*losses, no_wrap=True, overflow="ellipsis"),
+            Text(facts, no_wrap=True, overflow="ellipsis"),
+            "",
+        )
+
+
+def _tables(record: StepRecord, width: int) -> RenderableType:
+    stages = _stage_table(record.stages, record.step_seconds, text_width=width // 5)
+    if not record.links:
+        return stages
+    links = _link_table(record.links)
+    if width < _SIDE_BY_SIDE_WIDTH:
+        return Group(stages, "", links)
+    both = Table.grid(padding=(0, 6))
+    both.add_row(stages, links)
+    return both
+
+
+def _stage_table(stages: list[StageRecord], step_seconds: float, text_width: int) -> Table:
+    table = _bare_table()
+    table.add_column("stage", no_wrap=True)
+    for name in ("layers", "device"):  # on a narrow terminal these give way, never the numbers
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=text_width)
+    for name in ("compute", "wait", "update"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def share(seconds: float) -> str:
+        return percent(seconds / step_seconds if step_seconds > 0 else None)
+
+    for stage in stages:
+        table.add_row(
+            str(stage.stage),
+            Text(stage.layers),
+            Text(stage.device),
+            share(stage.compute_s),
+            share(stage.wait_s),
+            share(stage.update_s),
+        )
+    return table
+
+
+def _link_table(links: list[LinkRecord]) -> Table:
+    table = _bare_table()
+    table.add_column("link", no_wrap=True)
+    table.add_column("fwd/step", justify="right", no_wrap=True)
+    table.add_column("bwd/step", justify="right", no_wrap=True)
+    table.add_column("uplink busy", no_wrap=True)
+    for link in links:
+        busy = f"{percent(link.utilisation):>5}"
+        table.add_row(
+            f"{link.boundary}→{link.boundary + 1}",
+            human_bytes(link.forward_bytes),
+            human_bytes(link.backward_bytes),
+            Text.assemble(busy, "  ", (meter_bar(link.utilisation), "blue")),
+        )
+    return table
+
+
+def _bare_table() -> Table:
+    return Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _tag(tag: str, style: str) -> Text:
+    return Text(f"[{tag}]".ljust(7), style=style)

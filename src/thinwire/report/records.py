@@ -1,0 +1,66 @@
+"""What the coordinator tells this room about a run, as plain frozen data.
+
+Byte counts are what left the sender in one step, frame headers included; seconds are
+those of one step unless a name says otherwise.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """How one stage spent one step."""
+
+    stage: int
+    layers: str  # "embed+0..1"
+    compute_s: float
+    wait_s: float
+    update_s: float
+    device: str
+
+
+@dataclass(frozen=True)
+class LinkRecord:
+    """What crossed the boundary between stage `boundary` and the next one in one step."""
+
+    boundary: int
+    forward_bytes: int
+    backward_bytes: int
+    utilisation: float  # busiest uplink of this boundary, 0..1; nan when not emulated
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. `step` counts from 1, so the last one has step == steps."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int  # seen since the beginning of the run
+    tokens_per_s: float
+    step_seconds: float
+    eta_seconds: float
+    stages: list[StageRecord]
+    links: list[LinkRecord]
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """The validation loss after a step; bits per byte where the tokenizer's ratio is known."""
+
+    step: int
+    loss: float
+    bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """One bar of a step's timeline, in seconds since the step began."""
+
+    stage: int
+    lane: str  # "compute", "send" or "wait"
+    label: str  # "F0", "B3", "U" on compute; "F0>", "<B0" on send
+    start: float
+    end: float

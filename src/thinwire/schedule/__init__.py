@@ -1,0 +1,42 @@
+"""Schedules as data: what each stage computes in which order, checked, drawn and simulated."""
+
+from thinwire.schedule.action import NO_MICROBATCH, Action, Kind, Schedule
+from thinwire.schedule.build import (
+    PipelineConfig,
+    build,
+    forward_only,
+    in_flight,
+    split_layers,
+    stage_window,
+    validate,
+)
+from thinwire.schedule.simulate import (
+    CONTROL_BYTES,
+    Costs,
+    Network,
+    Simulation,
+    Span,
+    simulate,
+    window_table,
+)
+
+__all__ = [
+    "CONTROL_BYTES",
+    "NO_MICROBATCH",
+    "Action",
+    "Costs",
+    "Kind",
+    "Network",
+    "PipelineConfig",
+    "Schedule",
+    "Simulation",
+    "Span",
+    "build",
+    "forward_only",
+    "in_flight",
+    "simulate",
+    "split_layers",
+    "stage_window",
+    "validate",
+    "window_table",
+]

@@ -1,0 +1,265 @@
+"""Makes the schedules by name, splits the layers, and refuses schedules that cannot run."""
+
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from thinwire.errors import ConfigError, ScheduleError
+from thinwire.schedule.action import Action, Kind, Schedule
+from thinwire.typed import nearest, option
+
+NAMES = ("gpipe", "1f1b")
+FORWARD_ONLY = "forward"
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How the layers are spread over stages and in which order microbatches pass them."""
+
+    stages: int = option(4, "number of stages, one per peer")
+    split: list[int] = option(  # noqa: RUF009 -- option makes a fresh list each time
+        [], "layers of each stage; empty spreads them evenly"
+    )
+    microbatches: int = option(8, "microbatches per training step")
+    schedule: str = option("1f1b", "order of forwards and backwards", NAMES)
+    window: int = option(
+        0,
+        "most microbatches in flight on the first stage; "
+        "0 takes the schedule's own: stages for 1f1b, all for gpipe",
+    )
+    recompute: bool = option(False, "recompute activations in the backward instead of keeping them")
+
+
+def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedule:
+    """The validated schedule of that name.
+
+    A window beyond what is of use (more than all microbatches, or any with one stage of
+    1f1b) is lowered to that, so one setting serves runs of different sizes.
+    """
+    _check_sizes(stages, microbatches)
+    if window < 0:
+        raise ConfigError(f"pipeline.window = {window}: must be 0 (the schedule's own) or more")
+    if name == "gpipe":
+        if 0 < window < microbatches:
+            raise ConfigError(
+                f"pipeline.window = {window} with gpipe: gpipe runs all {microbatches} forwards "
+                "before the first backward, fewer in flight would be another schedule; "
+                'set pipeline.schedule = "1f1b" to use this window, or pipeline.window = 0'
+            )
+        window = microbatches
+        held = [microbatches] * stages
+    elif name == "1f1b":
+        if microbatches < stages:
+            raise ConfigError(
+                f"1f1b with pipeline.microbatches = {microbatches} and pipeline.stages = {stages}: "
+                "it needs at least one microbatch per stage or some stages could never work at "
+                f"the same time; raise pipeline.microbatches to {stages} or lower pipeline.stages "
+                f'to {microbatches}, or set pipeline.schedule = "gpipe"'
+            )
+        window = 1 if stages == 1 else min(window or stages, microbatches)
+        held = [stage_window(stage, stages, microbatches, window) for stage in range(stages)]
+    else:
+        raise ConfigError(f"pipeline.schedule = {name!r} is not allowed{nearest(name, NAMES)}")
+    rows = tuple(_row(stage, microbatches, held[stage]) for stage in range(stages))
+    schedule = Schedule(name, stages, microbatches, window, rows)
+    validate(schedule)
+    return schedule
+
+
+def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int:
+    """Most microbatches that 1f1b holds on a stage: `window` on the first, 1 on the last.
+
+    In between it falls on a straight line. It never grows from one stage to the next,
+    and that is why no window can deadlock: when a stage waits for a gradient, the stage
+    above has been sent every forward it wants to run before that gradient.
+    """
+    if stages == 1:
+        return 1
+    above = stages - 1 - stage
+    return min(microbatches, 1 + -(-above * (window - 1) // (stages - 1)))
+
+
+def forward_only(stages: int, microbatches: int) -> Schedule:
+    """The schedule of an evaluation: forwards alone, so no stage keeps a microbatch."""
+    _check_sizes(stages, microbatches)
+    rows = tuple(
+        tuple(Action(stage, Kind.F, m) for m in range(microbatches)) for stage in range(stages)
+    )
+    schedule = Schedule(FORWARD_ONLY, stages, microbatches, 1, rows)
+    validate(schedule)
+    return schedule
+
+
+def split_layers(layers: int, config_split: list[int], stages: int) -> list[range]:
+    """The contiguous block of layers of each stage.
+
+    An uneven remainder goes to the middle stages first, then to the first stage and last
+    to the last one: the ends also hold the embedding and the (dearer) head with the loss.
+    """
+    if stages < 1:
+        raise ConfigError(f"pipeline.stages = {stages}: must be 1 or more")
+    if stages > layers:
+        raise ConfigError(
+            f"pipeline.stages = {stages} but the model has {layers} layers: every stage needs "
+            "at least one; use fewer stages or more layers"
+        )
+    counts = list(config_split)
+    if counts:
+        if len(counts) != stages:
+            raise ConfigError(
+                f"pipeline.split = {counts} names {len(counts)} stages but "
+                f"pipeline.stages = {stages}; give one number per stage, or none"
+            )
+        if min(counts) < 1:
+            raise ConfigError(f"pipeline.split = {counts}: every stage needs at least one layer")
+        if sum(counts) != layers:
+            raise ConfigError(
+                f"pipeline.split = {counts} adds up to {sum(counts)} but the model has "
+                f"{layers} layers"
+            )
+    else:
+        share, remainder = divmod(layers, stages)
+        counts = [share] * stages
+        for stage in [*range(1, stages - 1), 0, stages - 1][:remainder]:
+            counts[stage] += 1
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """Peak number of microbatches each stage holds, read off its row.
+
+    A microbatch is held from its forward to its backward, or only during its forward
+    when it has no backward. Frames that wait at the door are not counted.
+    """
+    peaks = []
+    for row in schedule.rows:
+        returning = {action.microbatch for action in row if action.kind is Kind.B}
+        held = peak = 0
+        for action in row:
+            if action.kind is Kind.F:
+                peak = max(peak, held + 1)
+                held += action.microbatch in returning
+            elif action.kind is Kind.B:
+                held -= 1
+        peaks.append(peak)
+    return peaks
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ScheduleError, with the grid and the failing cell marked, if it cannot run.
+
+    First each row on its own (every action once, in an order a stage can follow), then
+    all rows together with unit times, where the only thing left to go wrong is a deadlock.
+    """
+    if schedule.stages < 1 or schedule.microbatches < 1:
+        raise ScheduleError(
+            f"{schedule.name} has stages={schedule.stages} microbatches={schedule.microbatches}; "
+            "both must be 1 or more"
+        )
+    if len(schedule.rows) != schedule.stages:
+        raise ScheduleError(
+            f"{schedule.name} says stages={schedule.stages} but has {len(schedule.rows)} rows"
+        )
+    for stage in range(schedule.stages):
+        _validate_row(schedule, stage)
+    blocked = {
+        stage: row[len(ran)]
+        for stage, (ran, row) in enumerate(zip(schedule.unit_slots(), schedule.rows, strict=True))
+        if len(ran) < len(row)
+    }
+    if blocked:
+        _refuse_deadlock(schedule, blocked)
+
+
+def _row(stage: int, microbatches: int, held: int) -> tuple[Action, ...]:
+    """`held` forwards, then backward and forward in turn, then the backwards left over."""
+    actions = [Action(stage, Kind.F, m) for m in range(held)]
+    for m in range(microbatches):
+        actions.append(Action(stage, Kind.B, m))
+        if m + held < microbatches:
+            actions.append(Action(stage, Kind.F, m + held))
+    return (*actions, Action(stage, Kind.U))
+
+
+def _check_sizes(stages: int, microbatches: int) -> None:
+    if stages < 1:
+        raise ConfigError(f"pipeline.stages = {stages}: must be 1 or more")
+    if microbatches < 1:
+        raise ConfigError(f"pipeline.microbatches = {microbatches}: must be 1 or more")
+
+
+def _validate_row(schedule: Schedule, stage: int) -> None:
+    row = schedule.rows[stage]
+    training = schedule.name != FORWARD_ONLY
+    kinds = (Kind.F, Kind.B) if training else (Kind.F,)
+    expected = [Action(stage, kind, m) for kind in kinds for m in range(schedule.microbatches)]
+    if training:
+        expected.append(Action(stage, Kind.U))
+    allowed = set(expected)
+    first_place = {action: place for place, action in reversed(list(enumerate(row)))}
+    held, last_backward = 0, -1
+
+    for position, action in enumerate(row):
+        why = ""
+        if action.stage != stage:
+            why = f"an action of stage {action.stage} stands in the row of stage {stage}"
+        elif action.microbatch >= schedule.microbatches:
+            why = f"microbatch out of range, the step has 0 to {schedule.microbatches - 1}"
+        elif action not in allowed:
+            why = "a forward-only schedule has only F"
+        elif first_place[action] < position:
+            why = f"repeated, it already stands at position {first_place[action]} of this row"
+        elif action.kind is Kind.F:
+            held += 1
+            if training and held > schedule.window:
+                why = f"stage {stage} would hold {held} microbatches, window={schedule.window}"
+        elif action.kind is Kind.B:
+            forward = Action(stage, Kind.F, action.microbatch)
+            held -= 1
+            if first_place.get(forward, -1) > position:
+                why = f"backward before its own forward {forward}"
+            elif action.microbatch < last_backward:
+                why = (
+                    f"backward after that of microbatch {last_backward}; backwards run in "
+                    "microbatch order, so that gradients are summed in the same order always"
+                )
+            last_backward = action.microbatch
+        else:
+            early = next((a for a in row[position + 1 :] if a.kind is not Kind.U), None)
+            if early is not None:
+                why = f"update before {early} has run; it must be the last action of its row"
+        if why:
+            _refuse(schedule, f"{action}: {why}", [(stage, position)])
+
+    missing = [action for action in expected if action not in first_place]
+    if missing:
+        rows = list(schedule.rows)
+        rows[stage] = (*row, missing[0])
+        _refuse(
+            replace(schedule, rows=tuple(rows)),
+            f"{', '.join(map(str, missing))}: missing in the row of stage {stage} "
+            f"({missing[0]} is drawn where it would come if appended)",
+            [(stage, len(row))],
+        )
+
+
+def _refuse_deadlock(schedule: Schedule, blocked: dict[int, Action]) -> NoReturn:
+    reasons = []
+    for stage, action in blocked.items():
+        # What has not run is, on its own stage, the blocked action itself or stands behind it.
+        for need in schedule.needs(action):
+            row, blocker = schedule.rows[need.stage], blocked.get(need.stage)
+            if blocker is None or row.index(need) < row.index(blocker):
+                continue
+            behind = "" if need == blocker else f", which stands behind {blocker}"
+            reasons.append(f"  stage {stage} at {action} waits for {need}{behind}")
+            break
+    cells = [(stage, schedule.rows[stage].index(action)) for stage, action in blocked.items()]
+    first = next(iter(blocked.values()))
+    _refuse(schedule, "\n".join([f"{first}: deadlock, it can never start", *reasons]), cells)
+
+
+def _refuse(schedule: Schedule, message: str, cells: list[tuple[int, int]]) -> NoReturn:
+    raise ScheduleError(
+        f"schedule {schedule.name} cannot run: {message}\n{schedule.grid(marked=cells)}"
+    )

@@ -1,0 +1,115 @@
+"""Strict conversion between plain data (TOML, JSON) and config dataclasses. Floor 0.
+
+Each room keeps its own config dataclass beside the code it configures; this file is the
+one place that fills them, so an unknown key or a wrong type is refused everywhere alike.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, TypeVar
+
+from thinwire.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(word: str, candidates: typing.Iterable[str]) -> str:
+    """A suggestion such as `; did you mean "dim"?`, or the list of what is allowed."""
+    names = list(candidates)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if close:
+        return f'; did you mean "{close[0]}"?'
+    return f"; allowed: {', '.join(names)}"
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """A config field with its default, its one-line explanation, and its allowed values."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
+    """Build the dataclass `cls` from a plain mapping; refuse unknown keys and wrong types.
+
+    `where` is the dotted place of the mapping, used in messages ("model.dim").
+    Nested dataclasses (the sections of a run) are filled the same way.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where or 'config'} must be a table of keys, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        place = f"{where}.{key}" if where else key
+        if key not in fields:
+            kind = "key" if where else "section"
+            raise ConfigError(f'unknown {kind} "{place}"{nearest(key, fields)}')
+        if dataclasses.is_dataclass(hints[key]):
+            arguments[key] = from_plain(typing.cast(type, hints[key]), value, place)
+            continue
+        checked = _checked(value, hints[key], place)
+        choices = fields[key].metadata.get("choices", ())
+        if choices and checked not in choices:
+            raise ConfigError(f"{place} = {value!r} is not allowed{nearest(str(value), choices)}")
+        arguments[key] = checked
+    return cls(**arguments)
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """The dataclass as nested plain dictionaries, the inverse of `from_plain`."""
+    return dataclasses.asdict(config)
+
+
+def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
+    """Read the text of `--set section.key=value` as the type that the field has."""
+    hints = typing.get_type_hints(cls)
+    if key not in hints:
+        raise ConfigError(f'unknown key "{place}"{nearest(key, hints)}')
+    wanted = hints[key]
+    try:
+        if wanted is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if wanted is int:
+            return int(text.replace("_", ""))
+        if wanted is float:
+            return float(text)
+        if typing.get_origin(wanted) is list:
+            inner = typing.get_args(wanted)[0]
+            return [inner(part) for part in text.strip("[]").split(",") if part.strip()]
+    except (KeyError, ValueError):
+        raise ConfigError(f"{place}: cannot read {text!r} as {_type_name(wanted)}") from None
+    return text
+
+
+def _checked(value: Any, wanted: Any, place: str) -> Any:
+    origin = typing.get_origin(wanted)
+    if origin is list:
+        inner = typing.get_args(wanted)[0]
+        if isinstance(value, list):
+            return [_checked(v, inner, f"{place}[{i}]") for i, v in enumerate(value)]
+    elif origin in (typing.Union, types.UnionType):
+        for candidate in typing.get_args(wanted):
+            try:
+                return _checked(value, candidate, place)
+            except ConfigError:
+                continue
+    elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif wanted is type(None) and value is None:
+        return None
+    elif isinstance(value, bool) and wanted is not bool:
+        pass  # in Python True is a number too, but not in a config
+    elif isinstance(wanted, type) and isinstance(value, wanted):
+        return value
+    raise ConfigError(f"{place} must be {_type_name(wanted)}, got {value!r}")
+
+
+def _type_name(wanted: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if typing.get_origin(wanted) is list:
+        return f"a list of {_type_name(typing.get_args(wanted)[0])}"
+    return names.get(wanted, str(wanted))

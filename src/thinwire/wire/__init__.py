@@ -1,0 +1,37 @@
+"""The wire: frames between stages, over gRPC with mutual TLS, metered and never blocking.
+
+See docs/wire.md for the format and the model of the emulated network.
+"""
+
+from thinwire.wire.emulate import Nic
+from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
+from thinwire.wire.handshake import handshake
+from thinwire.wire.kernel import SocketTotals, socket_totals
+from thinwire.wire.link import Link, LinkConfig, Span
+from thinwire.wire.meter import Meter
+from thinwire.wire.pipe import Pipe, memory_pair
+from thinwire.wire.rpc import Keepalive, Listener, dial
+from thinwire.wire.tls import Authority, Identity
+
+__all__ = [
+    "HEADER_BYTES",
+    "Authority",
+    "Frame",
+    "FrameKind",
+    "Identity",
+    "Keepalive",
+    "Link",
+    "LinkConfig",
+    "Listener",
+    "Meter",
+    "Nic",
+    "Pipe",
+    "SocketTotals",
+    "Span",
+    "decode",
+    "dial",
+    "encode",
+    "handshake",
+    "memory_pair",
+    "socket_totals",
+]

@@ -1,0 +1,123 @@
+"""An emulated network card, so that one machine can behave like many hosts on slow links.
+
+The model has three parts (docs/wire.md gives the formulas). A host's uplink and downlink
+each carry one message after the other, at their rate; all links of the host share them.
+Latency is pure delay and occupies nothing. The emulation needs no privileges and no kernel
+support, and it bills exactly the bytes that the meter counts.
+"""
+
+import queue
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from thinwire.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """When one message occupies the uplink, and when it is handed to the transport."""
+
+    start: float
+    end: float
+    handed_over: float
+
+
+class Nic:
+    """The network card of one host; share one instance among all links of a process.
+
+    Rates are in megabits (10^6) per second, 0 meaning unlimited. Times are seconds of
+    time.monotonic and are passed in, so that the model itself never looks at a clock.
+    """
+
+    def __init__(
+        self,
+        mbps_up: float,
+        mbps_down: float,
+        latency_ms: float,
+        jitter_ms: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        for name, value in {
+            "mbps_up": mbps_up,
+            "mbps_down": mbps_down,
+            "latency_ms": latency_ms,
+            "jitter_ms": jitter_ms,
+        }.items():
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"link.{name} = {value} must be a number not below 0")
+        self._up_s_per_byte = 8e-6 / mbps_up if mbps_up else 0.0
+        self._down_s_per_byte = 8e-6 / mbps_down if mbps_down else 0.0
+        self._latency_s = latency_ms / 1e3
+        self._jitter_s = jitter_ms / 1e3
+        self._seed = seed % 2**64
+        self._sent = 0
+        self._up_free = self._down_free = self._last_handed_over = float("-inf")
+        self._lock = threading.Lock()
+
+    def reserve_up(self, size: int, now: float) -> Passage:
+        """Queue a message of `size` bytes for the uplink at time `now`."""
+        with self._lock:
+            start = max(now, self._up_free)
+            end = self._up_free = start + size * self._up_s_per_byte
+            arrival = end + self._latency_s + self._jitter()
+            # Jitter delays, it never reorders: TCP would not let it be seen either.
+            self._last_handed_over = max(arrival, self._last_handed_over)
+            return Passage(start, end, self._last_handed_over)
+
+    def reserve_down(self, size: int, arrived: float) -> float:
+        """When a message whose last byte came at `arrived` has passed the downlink.
+
+        Its first byte came earlier by the time the sender's uplink took, so a downlink as
+        fast as that uplink adds nothing unless another message occupies it. The sender's
+        rate is not known here; this host's own uplink rate stands in for it.
+        """
+        with self._lock:
+            first_byte = arrived - size * self._up_s_per_byte
+            through = max(first_byte, self._down_free) + size * self._down_s_per_byte
+            self._down_free = max(arrived, through)
+            return self._down_free
+
+    def _jitter(self) -> float:
+        # A hash of (seed, counter): the n-th message is delayed alike in every run.
+        self._sent += 1
+        digest = zlib.crc32(struct.pack("<QQ", self._seed, self._sent))
+        return self._jitter_s * digest / 2**32
+
+
+class DelayLine(Generic[T]):
+    """Delivers items in the order they came, each not before its time, on its own thread.
+
+    Waiting here instead of in the sender keeps latency from serialising: many messages can
+    be under way at once.
+    """
+
+    def __init__(self, deliver: Callable[[T], None], name: str) -> None:
+        self._deliver = deliver
+        self._items: queue.SimpleQueue[tuple[float, T] | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, due: float, item: T) -> None:
+        """Deliver `item` at time `due`, or right after its predecessor if that is later."""
+        self._items.put((due, item))
+
+    def stop(self) -> None:
+        """Forget what is still waiting and end the thread."""
+        self._stopped.set()
+        self._items.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._items.get()) is not None:
+            due, item = entry
+            while (wait := due - time.monotonic()) > 0 and not self._stopped.is_set():
+                self._stopped.wait(wait)
+            if self._stopped.is_set():
+                return
+            self._deliver(item)

@@ -1,0 +1,169 @@
+"""The frame: one message between two stages, a 64-byte header and a payload.
+
+docs/wire.md describes the header byte by byte. Nothing here knows what the payload means;
+the codec tag and the shape travel with it so that the receiver can check both against its
+contract before it allocates anything.
+"""
+
+import enum
+import struct
+import zlib
+from dataclasses import dataclass
+
+from thinwire.errors import WireError
+
+BytesLike = bytes | bytearray | memoryview
+
+MAGIC = b"THWR"
+WIRE_VERSION = 1
+HEADER_BYTES = 64
+MAX_DIMS = 4
+
+# Everything before the checksum; little-endian, no padding. "3x" would hide the reserved
+# bytes from us, so they are read as bytes and checked.
+_HEAD = struct.Struct("<4sBBHQIIIIB3s4IQ")
+_CHECKSUM = struct.Struct("<I")
+_RESERVED = bytes(3)
+assert _HEAD.size + _CHECKSUM.size == HEADER_BYTES
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame is for; the number is the byte on the wire."""
+
+    HELLO = 1
+    FORWARD = 2
+    BACKWARD = 3
+    TALLY = 4
+    VERDICT = 5
+    CONTROL = 6
+    BYE = 7
+    EVALUATE = 8  # an activation of a validation: like FORWARD, but no gradient comes back
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message: which stage sent it, which work it belongs to, and its payload."""
+
+    kind: FrameKind
+    sender: int = 0
+    step: int = 0
+    microbatch: int = 0
+    weight_version: int = 0
+    basis_version: int = 0
+    codec: int = 0
+    shape: tuple[int, ...] = ()
+    payload: BytesLike = b""
+
+
+_LIMITS = {
+    "sender": 1 << 16,
+    "step": 1 << 64,
+    "microbatch": 1 << 32,
+    "weight_version": 1 << 32,
+    "basis_version": 1 << 32,
+    "codec": 1 << 32,
+}
+
+
+def encode(frame: Frame) -> bytes:
+    """The message of a frame; copies the payload once, behind its header."""
+    for name, limit in _LIMITS.items():
+        value = getattr(frame, name)
+        if not 0 <= value < limit:
+            raise WireError(f"frame cannot be sent: {name} = {value} must be in 0..{limit - 1}")
+    if len(frame.shape) > MAX_DIMS or not all(0 <= dim < 1 << 32 for dim in frame.shape):
+        raise WireError(
+            f"frame cannot be sent: shape {frame.shape} must have at most {MAX_DIMS} dimensions, "
+            "each below 2^32"
+        )
+    payload = memoryview(frame.payload)
+    dims = (*frame.shape, *(0,) * (MAX_DIMS - len(frame.shape)))
+    head = _HEAD.pack(
+        MAGIC,
+        WIRE_VERSION,
+        FrameKind(frame.kind),
+        frame.sender,
+        frame.step,
+        frame.microbatch,
+        frame.weight_version,
+        frame.basis_version,
+        frame.codec,
+        len(frame.shape),
+        _RESERVED,
+        *dims,
+        payload.nbytes,
+    )
+    checksum = zlib.crc32(payload, zlib.crc32(head))
+    return b"".join((head, _CHECKSUM.pack(checksum), payload))
+
+
+def decode(message: BytesLike, max_payload: int) -> Frame:
+    """The frame of a message, its payload a view into it; WireError names what is malformed.
+
+    The cheap checks come first, so that a stranger's bytes cost next to nothing, and the
+    checksum over header and payload comes last.
+    """
+    view = memoryview(message).cast("B")
+    if view.nbytes < HEADER_BYTES:
+        raise _malformed("length", f"{view.nbytes} bytes, a header alone has {HEADER_BYTES}")
+    (
+        magic,
+        version,
+        kind,
+        sender,
+        step,
+        microbatch,
+        weight_version,
+        basis_version,
+        codec,
+        ndim,
+        reserved,
+        *dims,
+        length,
+    ) = _HEAD.unpack_from(view)
+    if magic != MAGIC:
+        raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: this is not thinwire's wire")
+    if version != WIRE_VERSION:
+        raise _malformed(
+            "version",
+            f"the other end speaks wire version {version}, this end {WIRE_VERSION}: "
+            "install the same release on both",
+        )
+    if kind not in _KINDS:
+        raise _malformed("kind", f"{kind} is not one of {', '.join(map(str, _KINDS))}")
+    if ndim > MAX_DIMS:
+        raise _malformed("ndim", f"{ndim} dimensions, at most {MAX_DIMS} are allowed")
+    if reserved != _RESERVED:
+        raise _malformed("reserved", f"bytes 33 to 35 must be zero, got {reserved.hex()}")
+    if any(dims[ndim:]):
+        raise _malformed("dims", f"unused dimensions must be zero, got {dims} with ndim {ndim}")
+    if length > max_payload:
+        raise _malformed("payload length", f"{length} bytes, at most {max_payload} are accepted")
+    if length != view.nbytes - HEADER_BYTES:
+        raise _malformed(
+            "payload length",
+            f"the header announces {length} bytes, {view.nbytes - HEADER_BYTES} came",
+        )
+    payload = view[HEADER_BYTES:]
+    (announced,) = _CHECKSUM.unpack_from(view, _HEAD.size)
+    computed = zlib.crc32(payload, zlib.crc32(view[: _HEAD.size]))
+    if announced != computed:
+        raise _malformed("checksum", f"announced {announced:08x}, computed {computed:08x}")
+    return Frame(
+        kind=_KINDS[kind],
+        sender=sender,
+        step=step,
+        microbatch=microbatch,
+        weight_version=weight_version,
+        basis_version=basis_version,
+        codec=codec,
+        shape=tuple(dims[:ndim]),
+        payload=payload,
+    )
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+def _malformed(field: str, why: str) -> WireError:
+    return WireError(f"malformed frame, {field}: {why}")

@@ -1,0 +1,91 @@
+"""The handshake: each end says who it is and what it runs, before the first frame of work."""
+
+import json
+import queue
+import threading
+from typing import Any
+
+from thinwire.errors import WireError
+from thinwire.wire.frame import Frame, FrameKind, decode, encode
+from thinwire.wire.meter import Meter
+from thinwire.wire.pipe import Pipe
+
+MAX_HELLO = 1 << 16
+
+
+def handshake(
+    pipe: Pipe,
+    mine: dict[str, Any],
+    expect: dict[str, Any],
+    timeout: float,
+    meter: Meter | None = None,
+) -> dict[str, Any]:
+    """Exchange one HELLO each way and return what the other end said of itself.
+
+    Runs on a bare pipe, before its link starts. Every key of `expect` must have the same
+    value at the other end; a difference in any raises one WireError that names them all,
+    and the pipe is closed, so that the other end does not wait for work.
+    """
+    try:
+        payload = json.dumps(mine, sort_keys=True).encode()
+        if len(payload) > MAX_HELLO:
+            raise WireError(f"handshake of {len(payload)} bytes, at most {MAX_HELLO} are allowed")
+        pipe.write(encode(Frame(FrameKind.HELLO, payload=payload)))
+        if meter is not None:
+            meter.count_sent(FrameKind.HELLO, len(payload))
+        theirs, received = _read_hello(pipe, timeout)
+        if meter is not None:
+            meter.count_received(FrameKind.HELLO, received)
+        _compare(theirs, expect)
+        return theirs
+    except WireError:
+        pipe.close()
+        raise
+
+
+def _read_hello(pipe: Pipe, timeout: float) -> tuple[dict[str, Any], int]:
+    message = _read_within(pipe, timeout)
+    frame = decode(message, MAX_HELLO)
+    if frame.kind != FrameKind.HELLO:
+        raise WireError(f"handshake: expected HELLO first, got {frame.kind.name}")
+    try:
+        theirs = json.loads(bytes(frame.payload))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"handshake: the other end's HELLO is not JSON: {error}") from None
+    if not isinstance(theirs, dict):
+        raise WireError("handshake: the other end's HELLO is not a JSON object")
+    return theirs, memoryview(frame.payload).nbytes
+
+
+def _read_within(pipe: Pipe, timeout: float) -> bytes:
+    # Pipes have no time-out of their own: afterwards, keepalive watches for silence. If time
+    # runs out here, the caller closes the pipe, which ends this thread too.
+    outcome: queue.SimpleQueue[bytes | WireError | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            outcome.put(pipe.read())
+        except WireError as error:
+            outcome.put(error)
+
+    threading.Thread(target=read, name="handshake", daemon=True).start()
+    try:
+        message = outcome.get(timeout=timeout)
+    except queue.Empty:
+        raise WireError(f"handshake: the other end said nothing for {timeout:g} s") from None
+    if isinstance(message, WireError):
+        raise WireError(f"handshake: {message}") from message
+    if message is None:
+        raise WireError("handshake: the other end closed the link; see its own message for why")
+    return message
+
+
+def _compare(theirs: dict[str, Any], expect: dict[str, Any]) -> None:
+    differences = []
+    for key, wanted in expect.items():
+        if key not in theirs:
+            differences.append(f"{key}: this stage has {wanted}, the other end does not say")
+        elif theirs[key] != wanted:
+            differences.append(f"{key}: this stage has {wanted}, the other end has {theirs[key]}")
+    if differences:
+        raise WireError("handshake: the two ends do not fit: " + "; ".join(differences))

@@ -1,0 +1,254 @@
+"""A link: frames between two neighbouring stages, sent without making compute wait.
+
+`send` only queues. Packing, checksumming and writing happen on the link's own threads:
+
+    send() -> queue -> packing thread -> [delay line] -> pipe   (delay lines only when
+    pipe -> reading thread -> [delay line] -> on_frame           emulating a slow network)
+
+A link ends in one of two ways. In good order: one end sends BYE after everything it had
+queued. Broken: anything else, reported once to `on_broken` with the reason.
+"""
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinwire.errors import WireError
+from thinwire.typed import option
+from thinwire.wire.emulate import DelayLine, Nic
+from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
+from thinwire.wire.meter import Meter
+from thinwire.wire.pipe import Pipe
+
+Span = tuple[str, int, int, float, float]
+
+MAX_SPANS = 65536
+# After a failed write, how long the reading thread may take to learn whether the other end
+# had said goodbye before.
+_LAST_WORD_S = 2.0
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """The network between stages: its emulated rates, and where the coordinator listens."""
+
+    mbps_up: float = option(80.0, "uplink rate of each host in Mbit/s; 0 = unlimited")
+    mbps_down: float = option(80.0, "downlink rate of each host in Mbit/s; 0 = unlimited")
+    latency_ms: float = option(25.0, "delay of a link, one way, in milliseconds")
+    jitter_ms: float = option(0.0, "largest additional delay of a message, in milliseconds")
+    emulate: bool = option(True, "hold messages back as a network of these rates would")
+    listen: str = option("127.0.0.1", "address on which stages and coordinator accept links")
+    port: int = option(0, "port of the coordinator; 0 = any free one")
+
+    def nic(self, seed: int = 0) -> Nic | None:
+        """The emulated network card of one host, or None when messages are not held back."""
+        if not self.emulate:
+            return None
+        return Nic(self.mbps_up, self.mbps_down, self.latency_ms, self.jitter_ms, seed)
+
+
+class Link:
+    """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back.
+
+    All links of a process share its meter and its Nic. `max_payload` bounds what the other
+    end may send in one frame.
+    """
+
+    def __init__(
+        self, pipe: Pipe, meter: Meter, nic: Nic | None, name: str, max_payload: int
+    ) -> None:
+        self.name = name
+        self._pipe = pipe
+        self.meter = meter
+        self._nic = nic
+        self._max_payload = max_payload
+        self._spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
+        self._outgoing: queue.SimpleQueue[Frame | Callable[[], Frame] | None] = queue.SimpleQueue()
+        self._state = threading.Condition()
+        self._unsent = 0
+        self._started = False
+        self._closing = False
+        self._said_bye = False  # the other end did
+        self._failure: WireError | None = None
+        self._reading_ended = threading.Event()
+        self._out_line: DelayLine[bytes] | None = None
+        self._in_line: DelayLine[Frame | WireError | None] | None = None
+
+    def start(
+        self,
+        on_frame: Callable[[Frame], None],
+        on_broken: Callable[[WireError], None],
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to move frames; all callbacks run on the link's threads.
+
+        `on_frame` gets every frame except BYE, in order; if it raises, the link is broken.
+        `on_end`, if given, is called when the other end said goodbye.
+        """
+        if self._started:
+            raise WireError(f"link {self.name} was started before")
+        self._started = True
+        self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
+        if self._nic is not None:
+            self._out_line = DelayLine(self._write, f"{self.name} uplink")
+            self._in_line = DelayLine(self._deliver, f"{self.name} downlink")
+        for loop, work in ((self._send_loop, "packing"), (self._read_loop, "reading")):
+            threading.Thread(target=loop, name=f"{self.name} {work}", daemon=True).start()
+
+    def send(self, item: Frame | Callable[[], Frame]) -> None:
+        """Queue a frame, or a function that packs one on the sending thread; never blocks.
+
+        Raises WireError if the link is closed, broken, or left by the other end.
+        """
+        with self._state:
+            if reason := self._why_stopped():
+                raise WireError(f"link {self.name} takes no more frames: {reason}")
+            self._unsent += 1
+            self._outgoing.put(item)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until every frame handed to `send` has reached the transport."""
+        with self._state:
+            self._state.wait_for(lambda: not self._unsent or self._lost(), timeout)
+            if self._unsent:
+                reason = self._why_stopped() or f"not done after {timeout:g} s"
+                raise WireError(f"link {self.name}: {self._unsent} frames unsent: {reason}")
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Send what is queued and a BYE, then close the pipe; never raises, never hangs.
+
+        From here on nothing is reported to `on_broken`.
+        """
+        with self._state:
+            if self._closing:
+                return
+            if self._started and not self._lost():
+                self._unsent += 1
+                self._outgoing.put(Frame(FrameKind.BYE))
+            self._closing = True
+            self._state.wait_for(
+                lambda: not self._started or not self._unsent or self._lost(), timeout
+            )
+        self._stop_threads()
+        self._pipe.close()
+
+    def take_spans(self) -> list[Span]:
+        """(kind, step, microbatch, start, end) of each frame sent since the last call.
+
+        The times are when the frame occupied the emulated uplink or, without emulation, the
+        transport's write; in seconds of time.monotonic.
+        """
+        spans = []
+        while self._spans:
+            spans.append(self._spans.popleft())
+        return spans
+
+    def _send_loop(self) -> None:
+        while (item := self._outgoing.get()) is not None and not self._lost():
+            try:
+                frame = item if isinstance(item, Frame) else item()
+                message = encode(frame)
+            except Exception as error:  # whatever packing raised belongs to the run, not to us
+                self._break(f"packing a frame failed: {error!r}", error)
+                return
+            self.meter.count_sent(frame.kind, len(message) - HEADER_BYTES)
+            start = time.monotonic()
+            if self._nic is not None and self._out_line is not None:
+                passage = self._nic.reserve_up(len(message), start)
+                start, end = passage.start, passage.end
+                self._out_line.put(passage.handed_over, message)
+            else:
+                self._write(message)
+                end = time.monotonic()
+            self._spans.append((frame.kind.name, frame.step, frame.microbatch, start, end))
+
+    def _write(self, message: bytes) -> None:
+        try:
+            self._pipe.write(message)
+        except WireError as error:
+            # The reading thread knows better why: perhaps a BYE came just before.
+            self._reading_ended.wait(_LAST_WORD_S)
+            self._break(str(error), error)
+            return
+        with self._state:
+            self._unsent -= 1
+            self._state.notify_all()
+
+    def _read_loop(self) -> None:
+        arrival: Frame | WireError | None = None
+        while not self._reading_ended.is_set():
+            size = 0
+            try:
+                message = self._pipe.read()
+                arrived = time.monotonic()
+                if message is None:
+                    arrival = None
+                else:
+                    size = len(message)
+                    arrival = decode(message, self._max_payload)
+            except WireError as error:
+                arrival, arrived = error, time.monotonic()
+            if isinstance(arrival, Frame):
+                self.meter.count_received(arrival.kind, size - HEADER_BYTES)
+                self._note_bye(arrival)
+            else:
+                self._reading_ended.set()
+            if self._nic is not None and self._in_line is not None:
+                self._in_line.put(self._nic.reserve_down(size, arrived), arrival)
+            else:
+                self._deliver(arrival)
+
+    def _note_bye(self, frame: Frame) -> None:
+        if frame.kind == FrameKind.BYE:
+            with self._state:
+                self._said_bye = True
+                self._state.notify_all()
+
+    def _deliver(self, arrival: Frame | WireError | None) -> None:
+        if isinstance(arrival, WireError):
+            self._break(str(arrival), arrival)
+        elif arrival is None:
+            self._break("the other end closed it without a goodbye", None)
+        else:
+            try:
+                if arrival.kind != FrameKind.BYE:
+                    self._on_frame(arrival)
+                elif self._on_end is not None:
+                    self._on_end()
+            except Exception as error:  # the receiver's failure must not die with this thread
+                self._break(f"handling a frame failed: {error!r}", error, despite_bye=True)
+        if not isinstance(arrival, Frame):
+            self._stop_threads()
+
+    def _break(self, reason: str, cause: BaseException | None, despite_bye: bool = False) -> None:
+        with self._state:
+            if self._closing or self._failure or (self._said_bye and not despite_bye):
+                return
+            self._failure = WireError(f"link {self.name} is broken: {reason}")
+            self._failure.__cause__ = cause
+            self._state.notify_all()
+        try:
+            self._on_broken(self._failure)
+        finally:
+            self._stop_threads()
+            self._pipe.close()
+
+    def _stop_threads(self) -> None:
+        self._outgoing.put(None)
+        if self._out_line is not None:
+            self._out_line.stop()
+        if self._in_line is not None:
+            self._in_line.stop()
+
+    def _lost(self) -> bool:
+        return self._said_bye or self._failure is not None
+
+    def _why_stopped(self) -> str:
+        if self._failure is not None:
+            return str(self._failure)
+        if self._said_bye:
+            return "the other end said goodbye"
+        return "it was closed here" if self._closing else ""

@@ -1,0 +1,313 @@
+"""Pipes over gRPC: one bidirectional stream of raw byte messages, under mutual TLS.
+
+The side that listens is the gRPC server, the side that dials its client; afterwards both
+ends are equal. gRPC runs its own threads and frees messages as the network takes them, so
+a pipe only has to hand over a few at a time.
+"""
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+# gRPC's core logs to stderr on its own; what matters there also reaches us as an error. It
+# reads this when first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+
+from thinwire.errors import WireError
+from thinwire.wire.pipe import Handover, Pipe
+from thinwire.wire.tls import Identity
+
+_SERVICE, _METHOD = "thinwire.Wire", "Exchange"
+# "-bin" lets gRPC metadata carry any bytes, so any name will do.
+_NAME_KEY, _ACCEPTED_KEY = "thinwire-name-bin", "thinwire-accepted"
+_MESSAGES_HANDED_OVER = 4
+_CLOSE_GRACE_S = 5.0
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Keepalive:
+    """How soon a silent peer is noticed: a ping every so often, and the wait for its answer."""
+
+    every_s: float = 5.0
+    timeout_s: float = 5.0
+
+
+DEFAULT_KEEPALIVE = Keepalive()
+
+
+class _RpcPipe(Pipe):
+    """One end of a stream: what gRPC takes from `outgoing`, and what it yields in `incoming`."""
+
+    def __init__(
+        self, outgoing: Handover, incoming: Iterator[bytes], let_go: Callable[[], object]
+    ) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._let_go = let_go
+        self._over = threading.Event()
+        self._closed = False
+
+    def stream_is_over(self) -> None:
+        """Called by gRPC when the stream has ended, for whatever reason."""
+        self._over.set()
+        self._outgoing.end(drop=True)
+
+    def write(self, message: bytes) -> None:
+        if not self._outgoing.put(message):
+            raise WireError("the stream is closed" if self._closed else "the other end is gone")
+
+    def read(self) -> bytes | None:
+        try:
+            message = next(self._incoming, None)
+        except Exception as error:  # which class it is depends on the side and the moment
+            if self._closed:
+                return None
+            raise WireError(f"the other end is gone ({_why(error)})") from error
+        if message is None:
+            # The other end closed and reads no more: finish, so that it need not wait for us.
+            self._outgoing.end()
+        return message
+
+    def close(self) -> None:
+        self._closed = True
+        self._outgoing.end()
+        # Letting go at once would cut off what is still on its way out.
+        self._over.wait(_CLOSE_GRACE_S)
+        self._let_go()
+
+
+class Listener:
+    """Accepts the pipes of expected peers on one port.
+
+    `max_message` is the largest message accepted, header included. Closing the listener
+    breaks pipes that are still open.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        host: str,
+        port: int,
+        max_message: int,
+        keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    ) -> None:
+        self._expected: dict[str, futures.Future[_RpcPipe]] = {}
+        self._lock = threading.Lock()
+        handler = grpc.stream_stream_rpc_method_handler(self._exchange)
+        self._server = grpc.server(
+            _DaemonThreads(),
+            handlers=[grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})],
+            options=[
+                *_common_options(max_message, keepalive),
+                # Without this a second listener would silently share the port.
+                ("grpc.so_reuseport", 0),
+                # Our dialers ping often by design; the default answer is to hang up on them.
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1),
+            ],
+        )
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key_pem.encode(), identity.certificate_pem.encode())],
+            root_certificates=identity.authority_pem.encode(),
+            require_client_auth=True,
+        )
+        try:
+            bound = self._server.add_secure_port(_address(host, port), credentials)
+        except RuntimeError:
+            raise WireError(_why_not_bound(host, port)) from None
+        self.address = _address(host, bound)
+        self._server.start()
+
+    def accept(self, name: str, timeout: float) -> Pipe:
+        """Wait for the peer that dials as `name`; dials by any other name are refused."""
+        with self._lock:
+            if name in self._expected:
+                raise WireError(f"{self.address} already waits for {name!r}")
+            arrival = self._expected[name] = futures.Future()
+        try:
+            return arrival.result(timeout)
+        except futures.TimeoutError:
+            with self._lock:
+                self._expected.pop(name, None)
+            if arrival.done():  # it came in this very moment
+                return arrival.result()
+            raise WireError(
+                f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
+                "running, and can it reach this address?"
+            ) from None
+
+    def close(self) -> None:
+        """Stop listening; returns when the port is free again."""
+        self._server.stop(grace=None).wait(_CLOSE_GRACE_S)
+
+    def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
+        outgoing = Handover(_MESSAGES_HANDED_OVER)
+        pipe = _RpcPipe(outgoing, incoming, context.cancel)
+        with self._lock:
+            arrival = self._expected.get(name)
+            if arrival is not None and context.add_callback(pipe.stream_is_over):
+                # Raises if the dialer has given up by now; then its next attempt is expected.
+                context.send_initial_metadata(((_ACCEPTED_KEY, "yes"),))
+                del self._expected[name]
+                arrival.set_result(pipe)
+                return outgoing
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name!r} is not expected there")
+        raise AssertionError("abort raises")
+
+
+def dial(
+    address: str,
+    name: str,
+    identity: Identity,
+    server_name: str,
+    timeout: float,
+    max_message: int,
+    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+) -> Pipe:
+    """Open a pipe to the listener at `address`, as `name`; tries again until `timeout`.
+
+    `server_name` is the name of the identity that the listener must prove to have.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        outcome = _try_to_dial(
+            address, name, identity, server_name, deadline, max_message, keepalive
+        )
+        if isinstance(outcome, Pipe):
+            return outcome
+        if time.monotonic() + _RETRY_S >= deadline:
+            raise WireError(
+                f"cannot open a link to {server_name!r} at {address} as {name!r} within "
+                f"{timeout:g} s: {_plainly(outcome)}"
+            )
+        time.sleep(_RETRY_S)
+
+
+def _try_to_dial(
+    address: str,
+    name: str,
+    identity: Identity,
+    server_name: str,
+    deadline: float,
+    max_message: int,
+    keepalive: Keepalive,
+) -> Pipe | str:
+    # A channel of its own per attempt: no back-off of earlier attempts, no shared connection.
+    channel = grpc.secure_channel(
+        address,
+        grpc.ssl_channel_credentials(
+            root_certificates=identity.authority_pem.encode(),
+            private_key=identity.key_pem.encode(),
+            certificate_chain=identity.certificate_pem.encode(),
+        ),
+        options=[
+            *_common_options(max_message, keepalive),
+            ("grpc.ssl_target_name_override", server_name),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ],
+    )
+    outgoing = Handover(_MESSAGES_HANDED_OVER)
+    open_stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+    call = open_stream(outgoing, metadata=((_NAME_KEY, name.encode()),))
+    out_of_time = threading.Timer(max(0.0, deadline - time.monotonic()), call.cancel)
+    out_of_time.daemon = True
+    out_of_time.start()
+    accepted = _ACCEPTED_KEY in dict(call.initial_metadata() or ())
+    out_of_time.cancel()
+    if not accepted:
+        reason = _why(call)
+        outgoing.end()  # gRPC's sending thread waits there
+        channel.close()
+        return reason
+    pipe = _RpcPipe(outgoing, call, channel.close)
+    if not call.add_callback(pipe.stream_is_over):
+        pipe.stream_is_over()
+    return pipe
+
+
+def _common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message),
+        ("grpc.max_send_message_length", max_message),
+        ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    # gRPC does not say why it could not bind; the socket layer does.
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+        reason = "unknown reason"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (
+                f"port {port} on {host} is in use: another process listens there, "
+                "set link.port = 0 or another"
+            )
+        reason = error.strerror or str(error)
+    return (
+        f"cannot listen on port {port} of {host}: {reason}; set link.listen to an address of "
+        "this machine, and link.port to 0 or a port this user may open"
+    )
+
+
+def _why(error: Any) -> str:
+    try:
+        return f"{error.code().name}: {error.details()}"
+    except AttributeError:  # the server side of gRPC says no more than that it ended
+        return "the connection broke"
+
+
+def _plainly(reason: str) -> str:
+    # gRPC's words name the layer that failed; most readers need to know what to look at.
+    advice = {
+        "Connection refused": "nothing listens there; is that process running?",
+        "Hostname Verification": "another process of this run listens there",
+        "CERTIFICATE_VERIFY_FAILED": "a process of another run listens there",
+        "Socket closed": "it hung up; was this identity issued by the same run?",
+        "Locally cancelled": "no answer; is the address right and the port open?",
+    }
+    hints = [text for sign, text in advice.items() if sign in reason]
+    return f"{hints[0]} ({reason})" if hints else reason
+
+
+class _DaemonThreads(futures.Executor):
+    """Gives each stream a daemon thread, so that a forgotten pipe cannot hold up exit.
+
+    The usual thread pool would be joined when Python exits.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        """Run the call on a new daemon thread."""
+        future: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=run, name="thinwire stream", daemon=True).start()
+        return future

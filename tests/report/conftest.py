@@ -1,0 +1,35 @@
+import math
+from collections.abc import Callable
+
+import pytest
+
+from thinwire.report import LinkRecord, StageRecord, StepRecord
+
+MakeRecord = Callable[..., StepRecord]
+
+
+@pytest.fixture
+def make_record() -> MakeRecord:
+    """A believable step of a run over `stage_count` stages, any field replaceable."""
+
+    def make(step: int = 40, steps: int = 200, stage_count: int = 3, **changes) -> StepRecord:
+        values = {
+            "loss": 5.1234,
+            "lr": 3e-4,
+            "grad_norm": 1.25,
+            "tokens": step * 4096,
+            "tokens_per_s": 3412.4,
+            "step_seconds": 1.25,
+            "eta_seconds": 192.0,
+            "stages": [
+                StageRecord(s, f"{2 * s}..{2 * s + 1}", 0.75, 0.4, 0.05, "cpu")
+                for s in range(stage_count)
+            ],
+            "links": [
+                LinkRecord(b, 1_200_000, 2_300_000, 0.83 if b == 0 else math.nan)
+                for b in range(stage_count - 1)
+            ],
+        }
+        return StepRecord(step, steps, **(values | changes))
+
+    return make

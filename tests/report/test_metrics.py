@@ -1,0 +1,153 @@
+import json
+import math
+import sys
+
+import pytest
+
+from thinwire.errors import ThinwireError
+from thinwire.report import EvaluationRecord, MetricsWriter, read_metrics
+
+
+def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
+    with MetricsWriter(folder, resume_step=resume_step) as writer:
+        for step in range(first_step, last_step + 1):
+            writer.step(make_record(step))
+            if step % 2 == 0:
+                writer.evaluation(step, 4.0 + step, 1.5)
+
+
+@pytest.fixture
+def without_tensorboard(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+
+def test_round_trip(tmp_path, make_record, without_tensorboard):
+    record = make_record(7, stage_count=2)  # its one link has a finite utilisation
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(record)
+        writer.evaluation(7, 4.5, 1.25)
+        writer.evaluation(8, 4.25)
+        # readers see each line while the run goes on
+        assert read_metrics(tmp_path) == (
+            [record],
+            [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)],
+        )
+
+
+def test_nan_is_null_on_disk_and_nan_again_in_memory(tmp_path, make_record, without_tensorboard):
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(make_record(1, loss=math.nan, grad_norm=math.inf))
+    text = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads(text, parse_constant=refuse)
+    assert line["loss"] is None
+    assert line["links"][1]["utilisation"] is None
+    (record,), _ = read_metrics(tmp_path)
+    assert math.isnan(record.loss)
+    assert math.isnan(record.grad_norm)
+    assert math.isnan(record.links[1].utilisation)
+    assert record.links[0].utilisation == 0.83
+
+
+def test_a_cut_off_last_line_is_left_out(tmp_path, make_record, without_tensorboard):
+    write_run(tmp_path, make_record, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    steps, evaluations = read_metrics(tmp_path)
+    assert [record.step for record in steps] == [1, 2]
+    assert [record.step for record in evaluations] == [2]
+
+
+def test_writing_on_after_a_cut_off_line_damages_nothing(
+    tmp_path, make_record, without_tensorboard
+):
+    write_run(tmp_path, make_record, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    write_run(tmp_path, make_record, 4, first_step=4)
+    steps, _ = read_metrics(tmp_path)
+    assert [record.step for record in steps] == [1, 2, 4]
+
+
+def test_damage_in_the_middle_is_an_error_that_names_the_line(
+    tmp_path, make_record, without_tensorboard
+):
+    write_run(tmp_path, make_record, 3)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{broken", *lines[2:]]))
+    with pytest.raises(ThinwireError, match=r"line 2 of .*metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("line", ['{"kind": "step", "step": 1}', "[1]", '"text"', "{}"])
+def test_a_line_of_something_else_is_an_error(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(ThinwireError, match="line 1 of"):
+        read_metrics(tmp_path)
+
+
+def test_resume_drops_later_lines_and_leaves_no_duplicates(
+    tmp_path, make_record, without_tensorboard
+):
+    write_run(tmp_path, make_record, 6)
+    path = tmp_path / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= 4]
+    writer = MetricsWriter(tmp_path, resume_step=4)
+    assert path.read_text().splitlines() == kept
+    writer.close()
+    write_run(tmp_path, make_record, 8, first_step=5, resume_step=4)
+    numbers = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert numbers == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_without_resume_step_earlier_lines_stay(tmp_path, make_record, without_tensorboard):
+    write_run(tmp_path, make_record, 2)
+    write_run(tmp_path, make_record, 3, first_step=3)
+    steps, _ = read_metrics(tmp_path)
+    assert [record.step for record in steps] == [1, 2, 3]
+
+
+def test_resume_refuses_a_line_without_a_step(tmp_path, without_tensorboard):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    with pytest.raises(ThinwireError, match="line 1 of"):
+        MetricsWriter(tmp_path, resume_step=1)
+
+
+def test_an_empty_folder_has_no_metrics(tmp_path):
+    assert read_metrics(tmp_path) == ([], [])
+
+
+def test_without_tensorboard_the_lines_are_still_written(
+    tmp_path, make_record, without_tensorboard
+):
+    with MetricsWriter(tmp_path) as writer:
+        assert writer.tensorboard is False
+        writer.step(make_record(1))
+    assert len(read_metrics(tmp_path)[0]) == 1
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("torch.utils.tensorboard")
+    write_run(tmp_path, make_record, 6)
+    with MetricsWriter(tmp_path, resume_step=4) as writer:
+        assert writer.tensorboard is True
+        writer.step(make_record(5, loss=1.5))
+        writer.close()
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss/train")]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5]
+    assert losses[-1][1] == 1.5
+    assert [event.step for event in events.Scalars("loss/valid")] == [2, 4]
+    tags = set(events.Tags()["scalars"])
+    assert {"speed/tokens_per_s", "speed/step_seconds", "optim/lr", "optim/grad_norm"} <= tags
+    assert {"link/0/forward_bytes", "link/1/backward_bytes", "link/0/utilisation"} <= tags
+    assert {"stage/2/compute_s", "stage/0/wait_s", "stage/1/update_s"} <= tags
+    assert "link/1/utilisation" not in tags  # nan all along

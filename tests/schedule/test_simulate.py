@@ -1,0 +1,233 @@
+"""Cases whose step can be worked out by hand."""
+
+import pytest
+
+from thinwire.errors import ConfigError, ScheduleError
+from thinwire.schedule import (
+    CONTROL_BYTES,
+    Costs,
+    Network,
+    Schedule,
+    Span,
+    build,
+    forward_only,
+    simulate,
+    window_table,
+)
+
+MBPS = 8.0  # one megabyte per second, so that a byte takes a microsecond
+BYTES = 500_000
+TRANSFER = 0.5
+CONTROL = CONTROL_BYTES / 1e6
+
+
+def costs(stages, forward=1.0, backward=2.0, update=0.5, size=0):
+    sizes = [size] * (stages - 1)
+    return Costs([forward] * stages, [backward] * stages, [update] * stages, sizes, sizes)
+
+
+def lane(simulation, stage, name):
+    return [s for s in simulation.spans if s.stage == stage and s.lane == name]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_one_stage_is_the_sum_of_its_work(name):
+    step = simulate(build(name, 1, 5), costs(1))
+    assert step.step_seconds == pytest.approx(5 * 3.0 + 0.5)
+    assert step.bubble_fraction == pytest.approx(0.0)
+    assert step.bound == "compute of stage 0"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 7), (4, 8), (6, 6)])
+def test_free_links_leave_only_the_pipeline_bubble(name, stages, microbatches):
+    step = simulate(build(name, stages, microbatches), costs(stages))
+    expected = (microbatches + stages - 1) * 3.0 + 0.5
+    assert step.step_seconds == pytest.approx(expected)
+    assert step.bubble_fraction == pytest.approx(1 - (microbatches * 3.0 + 0.5) / expected)
+
+
+def test_one_microbatch_crosses_and_returns():
+    """Equal rates up and down count once, latency once per crossing.
+
+    The tally follows the gradient while stage 0 still computes, so it costs nothing here.
+    """
+    network = Network(MBPS, MBPS, latency_s=0.25)
+    step = simulate(build("gpipe", 2, 1), costs(2, size=BYTES), network)
+    assert step.step_seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * (TRANSFER + 0.25) + 0.5)
+
+
+def test_a_slower_downlink_sets_the_pace():
+    network = Network(MBPS, MBPS / 4, latency_s=0.25)
+    step = simulate(build("gpipe", 2, 1), costs(2, size=BYTES), network)
+    assert step.step_seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * (4 * TRANSFER + 0.25) + 0.5)
+    unlimited = simulate(build("gpipe", 2, 1), costs(2, size=BYTES), Network(0, MBPS / 4, 0.25))
+    assert unlimited.step_seconds == pytest.approx(step.step_seconds)
+
+
+def test_link_bound_gpipe_uses_one_direction_at_a_time():
+    network = Network(MBPS, MBPS, latency_s=0.1)
+    step = simulate(build("gpipe", 2, 6), costs(2, 0, 0, 0.5, BYTES), network)
+    assert step.step_seconds == pytest.approx(2 * 6 * TRANSFER + CONTROL + 2 * 0.1 + 0.5)
+
+
+def test_link_bound_1f1b_uses_both_directions_at_once():
+    network = Network(MBPS, MBPS, latency_s=0.1)
+    step = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0.5, BYTES), network)
+    assert step.step_seconds == pytest.approx(21 * TRANSFER + CONTROL + 2 * 0.1 + 0.5)
+    assert step.uplink_utilisation[0] == pytest.approx(
+        (20 * TRANSFER + CONTROL) / step.step_seconds
+    )
+    assert step.bound == "uplink of stage 0"
+
+
+def test_a_middle_uplink_carries_forwards_and_backwards_in_turn():
+    """Only what leaves stage 1 has a size: three forwards up, three backwards down, one link."""
+    middle = Costs([0.0] * 3, [0.0] * 3, [0.0] * 3, [0, BYTES], [BYTES, 0])
+    step = simulate(build("1f1b", 3, 3), middle, Network(MBPS, 0))
+    # Verdicts of stages 0 and 1 leave before the first forward, the tally after the last backward.
+    assert step.step_seconds == pytest.approx(6 * TRANSFER + 3 * CONTROL)
+    sends = [s.label for s in lane(step, 1, "send")]
+    assert sends == ["F0>", "F1>", "<B0", "F2>", "<B1", "<B2", "<tally", "verdict>"]
+    assert step.bound == "uplink of stage 1"
+
+
+def test_a_middle_downlink_is_shared_too():
+    middle = Costs([0.0] * 3, [0.0] * 3, [0.0] * 3, [BYTES, 0], [0, BYTES])
+    shared = simulate(build("1f1b", 3, 3), middle, Network(MBPS, MBPS))
+    assert shared.step_seconds >= 6 * TRANSFER
+    assert shared.bound == "downlink of stage 1"
+    unlimited = simulate(build("1f1b", 3, 3), middle, Network(MBPS, 0))
+    assert unlimited.step_seconds < 6 * TRANSFER
+    assert unlimited.downlink_utilisation == [0.0, 0.0, 0.0]
+
+
+def test_latency_bound_one_microbatch_at_a_time():
+    step = simulate(build("1f1b", 3, 5, window=1), costs(3), Network(latency_s=10.0))
+    assert step.step_seconds == pytest.approx(5 * (3 * 3.0 + 4 * 10.0) + 0.5)
+    assert step.bound == "latency/bubble"
+
+
+def test_a_wider_window_hides_latency():
+    """Eight in flight cover the round trip once; two at a time pay it four times.
+
+    Of a pair, the second trails the first by one forward and one backward.
+    """
+    network = Network(latency_s=10.0)
+    free_top = Costs([1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0], [0])
+    wide = simulate(build("1f1b", 2, 8, 8), free_top, network)
+    assert wide.step_seconds == pytest.approx(1.0 + 20.0 + 8 * 1.0)
+    narrow = simulate(build("1f1b", 2, 8, 2), free_top, network)
+    assert narrow.step_seconds == pytest.approx(4 * (1.0 + 20.0 + 1.0) + 2.0)
+
+
+def test_compute_and_links_do_not_wait_for_each_other():
+    """Halving the traffic of a compute-bound step gains only what fills and drains the pipe."""
+    schedule = build("1f1b", 2, 40, 8)
+    full = simulate(schedule, costs(2, size=BYTES), Network(MBPS, MBPS))
+    half = simulate(schedule, costs(2, size=BYTES // 2), Network(MBPS, MBPS))
+    assert full.bound.startswith("compute of stage")
+    assert full.step_seconds - half.step_seconds == pytest.approx(2 * TRANSFER / 2)
+    sends, computes = lane(full, 0, "send"), lane(full, 0, "compute")
+    assert any(c.start <= s.start < s.end <= c.end for s in sends for c in computes)
+
+
+def test_one_core_makes_everything_serial():
+    step = simulate(build("1f1b", 4, 8), costs(4), cores=1)
+    assert step.step_seconds == pytest.approx(4 * (8 * 3.0 + 0.5))
+    assert step.bubble_fraction == pytest.approx(0.0)
+    assert step.bound == "1 shared cores"
+
+
+def test_as_many_cores_as_stages_change_nothing():
+    schedule, network = build("1f1b", 3, 6), Network(MBPS, MBPS, 0.3)
+    alone = simulate(schedule, costs(3, size=BYTES), network)
+    for cores in (3, 8):
+        shared = simulate(schedule, costs(3, size=BYTES), network, cores=cores)
+        assert shared.spans == alone.spans
+
+
+def test_running_actions_share_the_cores_equally():
+    uneven = Costs([1.0, 3.0], [1.0, 1.0], [0.0, 0.0], [0], [0])
+    step = simulate(build("gpipe", 2, 2), uneven, cores=1)
+    assert lane(step, 0, "compute")[:2] == [
+        Span(0, "compute", "F0", 0.0, 1.0),
+        Span(0, "compute", "F1", 1.0, 3.0),  # at half speed beside the forward of stage 1
+    ]
+    assert lane(step, 1, "compute")[0] == Span(1, "compute", "F0", 1.0, 5.0)
+
+
+def test_waits_and_work_fill_the_step_of_every_stage():
+    step = simulate(build("1f1b", 3, 4), costs(3, size=BYTES), Network(MBPS, MBPS, 0.7))
+    for stage in range(3):
+        spans = sorted(
+            lane(step, stage, "compute") + lane(step, stage, "wait"), key=lambda s: s.start
+        )
+        assert [a.end for a in spans[:-1]] == [b.start for b in spans[1:]]
+        assert spans[-1].end - spans[0].start == pytest.approx(step.step_seconds)
+        assert [s.label for s in lane(step, stage, "compute")] == [
+            a.label for a in build("1f1b", 3, 4).rows[stage]
+        ]
+    assert lane(step, 0, "compute")[0].start == 0.0
+    assert lane(step, 2, "wait")[-1].label == "U"  # for the verdict
+
+
+def test_the_second_step_is_steady_already():
+    schedule, network = build("1f1b", 4, 6), Network(MBPS, MBPS, 0.3)
+    for cores in (None, 2):
+        seconds = [
+            simulate(schedule, costs(4, size=BYTES), network, steps, cores).step_seconds
+            for steps in (2, 3, 6)
+        ]
+        assert seconds == pytest.approx([seconds[0]] * 3)
+
+
+def test_the_description_says_the_step_and_its_limit():
+    text = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0, BYTES), Network(MBPS)).describe()
+    assert "1f1b, 2 stages, 20 microbatches, window 20: 10.500 s per step" in text
+    assert "uplink of stage 0" in text
+    assert len(text.splitlines()) == 5
+
+
+def test_the_window_table_trades_memory_for_time():
+    table = window_table(4, 16, costs(4), Network(latency_s=5.0))
+    windows, seconds, held = zip(*table, strict=True)
+    assert windows == (1, 2, 4, 6, 9, 13, 16)
+    assert held[2] == [4, 3, 2, 1]
+    assert seconds[0] > seconds[2] > seconds[-1]
+    assert all(count[0] == window for window, count in zip(windows, held, strict=True))
+    with_cores = window_table(4, 16, costs(4), Network(latency_s=5.0), cores=1)
+    assert all(b[1] >= a[1] for a, b in zip(table, with_cores, strict=True))
+
+
+def test_a_window_table_of_one_stage():
+    assert window_table(1, 4, costs(1)) == [(1, 12.5, [1])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
+        ({"costs": Costs([1, 1], [1, 1], [1, 1], [1, 1], [1])}, "forward_bytes has 2 .* need 1"),
+        ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
+        ({"costs": costs(2, update=float("nan"))}, "costs.update = nan"),
+        ({"steps": 1}, "steps = 1"),
+        ({"cores": 0}, "cores = 0"),
+        ({"schedule": forward_only(2, 2)}, "no update"),
+    ],
+)
+def test_what_cannot_be_simulated(changes, message):
+    arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes
+    with pytest.raises(ConfigError, match=message):
+        simulate(**arguments)
+
+
+@pytest.mark.parametrize("bad", [{"mbps_up": -1.0}, {"latency_s": float("inf")}])
+def test_impossible_networks(bad):
+    with pytest.raises(ConfigError, match="network"):
+        Network(**bad)
+
+
+def test_a_broken_schedule_is_refused_before_it_is_played():
+    with pytest.raises(ScheduleError, match="0B0: missing"):
+        simulate(Schedule.parse("x stages=1 microbatches=1 window=1\n0F0 0U"), costs(1))
