@@ -187,12 +187,12 @@ def plan_text(plan: Plan) -> str:
             f"  {names}"
         )
     if settings.pipeline.stages > 1:
-        dense = 2 * model.dim
+        ratio = 2 * 2 * model.dim * tokens / (out + back)
         lines += [
             "",
             f"each boundary, per microbatch: {human_bytes(out)} forward "
             f"({out / tokens:.1f} bytes per token), {human_bytes(back)} backward "
-            f"({back / tokens:.1f}); {2 * dense * tokens / (out + back):.2f}x smaller than bf16 dense",
+            f"({back / tokens:.1f}); {ratio:.2f}x smaller than bf16 dense",
         ]
     if plan.windows:
         lines += ["", "window  seconds per step  in flight per stage"]

@@ -47,6 +47,14 @@ def test_free_links_leave_only_the_pipeline_bubble(name, stages, microbatches):
     assert step.bubble_fraction == pytest.approx(1 - (microbatches * 3.0 + 0.5) / expected)
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "bound"), [(5, "latency/bubble"), (6, "compute of stage 0")]
+)
+def test_a_resource_is_the_limit_from_85_percent_on(microbatches, bound):
+    """Two stages are busy for M of M + 1 turns: 83 % with five microbatches, 86 % with six."""
+    assert simulate(build("1f1b", 2, microbatches), costs(2, update=0.0)).bound == bound
+
+
 def test_one_microbatch_crosses_and_returns():
     """Equal rates up and down count once, latency once per crossing.
 

@@ -72,7 +72,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator(texts, trainer)
+        backend.train_from_iterator((piece for piece, _ in _pieces_of(texts)), trainer)
         return cls(backend)
 
     @property

@@ -218,9 +218,9 @@ class Runner:
         return norms
 
     def _clip_gradients(self, norm: float) -> None:
-        if self._clip <= 0 or norm <= self._clip:
+        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        if self._clip <= 0 or scale >= 1:
             return
-        scale = self._clip / norm
         for parameter in self.stage.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)

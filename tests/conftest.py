@@ -1,0 +1,149 @@
+"""Fixtures shared by all tests: a small corpus, small settings, stages run as threads."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.data import Corpus, DataConfig, prepare
+from thinwire.engine import Assignment, Settings, Worker
+from thinwire.wire import Link, Meter, memory_pair
+
+TINY_MODEL = {
+    "layers": 4,
+    "dim": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "vocab": 300,
+    "context": 16,
+}
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small distinct documents, made from a counter."""
+    folder = tmp_path_factory.mktemp("text")
+    words = "stage link frame codec meter window step loss token wire".split()
+    for number in range(40):
+        lines = [
+            " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))
+            for line in range(20)
+        ]
+        (folder / f"doc-{number:02d}.txt").write_text(f"document {number}\n" + "\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.1)
+    return prepare(config, TINY_MODEL["vocab"], tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
+    """Settings of a tiny exact run; `section__key=value` changes one key."""
+
+    def make(**changes: Any) -> Settings:
+        values: dict[str, dict[str, Any]] = {
+            "run": {"name": "test", "out": str(tmp_path), "device": "cpu", "precision": "fp64",
+                    "threads": 1},
+            "model": dict(TINY_MODEL),
+            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
+            "pipeline": {"stages": 2, "microbatches": 4},
+            "link": {"emulate": False},
+            "codec": {"forward": "fp64", "backward": "fp64"},
+            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
+            "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2,
+                      "checkpoint_every": 0},
+        }  # fmt: skip
+        for place, value in changes.items():
+            section, key = place.split("__")
+            values.setdefault(section, {})[key] = value
+        return Settings.from_plain(values)
+
+    return make
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run in threads left behind."""
+
+    workers: list[Worker]
+    reports: list[list[dict[str, Any]]]
+
+    def losses(self) -> list[float]:
+        return [r["loss"] for r in self.reports[-1] if r["type"] == "step"]
+
+    def valid_losses(self) -> list[float]:
+        return [r["loss"] for r in self.reports[-1] if r["type"] == "evaluation"]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter.detach().clone()
+            for worker in self.workers
+            for name, parameter in worker.stage.global_parameters().items()
+        }
+
+    def shards(self) -> dict[int, list[dict[str, Any]]]:
+        """The reports of written shards by step, in stage order."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for reports in self.reports:
+            for report in reports:
+                if report["type"] == "shard":
+                    found.setdefault(report["step"], []).append(report)
+        return found
+
+
+@pytest.fixture
+def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
+    """Run all stages of a run as threads joined by in-memory links."""
+
+    def run(
+        settings: Settings,
+        resume: Path | None = None,
+        prepare_worker: Callable[[Worker], None] | None = None,
+        folder: Path = tmp_path / "run",
+    ) -> Outcome:
+        count = settings.pipeline.stages
+        workers = [
+            Worker(Assignment(settings, stage, corpus.folder, folder, resume))
+            for stage in range(count)
+        ]
+        if prepare_worker:
+            for worker in workers:
+                prepare_worker(worker)
+        below: list[Link | None] = [None] * count
+        above: list[Link | None] = [None] * count
+        for boundary in range(count - 1):
+            name, limit = f"boundary-{boundary}", workers[boundary].max_payload()
+            lower, upper = memory_pair()
+            above[boundary] = Link(lower, Meter(), settings.link.nic(boundary), name, limit)
+            below[boundary + 1] = Link(upper, Meter(), settings.link.nic(boundary), name, limit)
+        reports: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        failures: list[BaseException] = []
+
+        def work(stage: int) -> None:
+            try:
+                workers[stage].run(below[stage], above[stage], reports[stage].append)
+            except BaseException as error:
+                failures.append(error)
+                for link in (below[stage], above[stage]):
+                    if link is not None:
+                        link.close(0.1)
+
+        threads = [threading.Thread(target=work, args=(s,), daemon=True) for s in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a stage hangs"
+        if failures:
+            raise failures[0]
+        return Outcome(workers, reports)
+
+    return run

@@ -1,0 +1,33 @@
+import random
+
+import pytest
+
+WORDS = "amber bridge canal delta engine forest garden harbor island jungle kettle lantern".split()
+
+
+def make_text(seed: int, lines: int = 40) -> str:
+    """A few lines of words, different for every seed, the same on every machine."""
+    rng = random.Random(seed)
+    return "".join(
+        " ".join(rng.choice(WORDS) for _ in range(8)) + f" {seed}\n" for _ in range(lines)
+    )
+
+
+@pytest.fixture
+def text_of():
+    return make_text
+
+
+@pytest.fixture
+def text_folder(tmp_path):
+    """Forty small documents, enough for both sides of the split."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(make_text(i), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"

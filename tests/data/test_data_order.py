@@ -1,0 +1,175 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.data import Order, validation_batches
+from thinwire.data.order import permuted, round_keys
+from thinwire.errors import ConfigError, DataError
+
+MASK64 = (1 << 64) - 1
+
+
+def plain_permuted(index: int, size: int, keys: list[int]) -> int:
+    """The same permutation in Python's own integers, from its description."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    value = index
+    while True:
+        left, right = value >> half, value & ((1 << half) - 1)
+        for key in keys:
+            mixed = right ^ key
+            for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+                mixed = ((mixed ^ (mixed >> 31)) * multiplier) & MASK64
+            left, right = right, left ^ ((mixed >> 32) & ((1 << half) - 1))
+        value = (left << half) | right
+        if value < size:
+            return value
+
+
+def an_order(tokens=1000, context=10, batch=6, microbatches=3, seed=0) -> Order:
+    return Order(np.arange(tokens, dtype=np.uint16), context, batch, microbatches, seed)
+
+
+def epochs_of(order: Order, epochs: int) -> list[np.ndarray]:
+    """The windows of the first epochs, in the order in which they are visited."""
+    steps = -(-epochs * order.windows // order.batch)
+    visited = [
+        order.microbatch(step, m).examples_B
+        for step in range(steps)
+        for m in range(order.microbatches)
+    ]
+    flat = np.concatenate(visited)[: epochs * order.windows]
+    return list(flat.reshape(epochs, order.windows))
+
+
+@given(
+    size=st.integers(1, 3000),
+    seed=st.integers(-(2**40), 2**70),
+    epoch=st.integers(0, 2**40),
+)
+def test_every_index_is_hit_exactly_once(size, seed, epoch):
+    image = permuted(np.arange(size), size, round_keys(seed, epoch))
+    assert np.array_equal(np.sort(image), np.arange(size))
+
+
+@given(size=st.integers(1, 2**62), data=st.data())
+@settings(max_examples=50)
+def test_numpy_gives_what_plain_integers_give(size, data):
+    index = data.draw(st.integers(0, size - 1))
+    keys = round_keys(7, 3)
+    image = permuted(np.array([index], dtype=np.uint64), size, keys)
+    assert int(image[0]) == plain_permuted(index, size, keys)
+
+
+def test_the_order_is_pinned():
+    """A changed order would silently change every run that is resumed or repeated."""
+    assert permuted(np.arange(12), 12, round_keys(0, 0)).tolist() == PINNED
+
+
+def test_permutation_looks_random():
+    """Neighbours must not stay neighbours, as they would if rounds were lost."""
+    image = permuted(np.arange(4096), 4096, round_keys(1, 0))
+    steps = np.abs(np.diff(image))
+    assert abs(steps.mean() - 4096 / 3) < 100
+    assert (image == np.arange(4096)).sum() < 10
+
+
+@given(
+    windows=st.integers(6, 60),
+    microbatches=st.sampled_from([1, 2, 3, 6]),
+    seed=st.integers(0, 2**63),
+)
+def test_each_epoch_visits_every_window_once(windows, microbatches, seed):
+    order = an_order(tokens=windows * 10 + 1, microbatches=microbatches, seed=seed)
+    assert order.windows == windows
+    for visited in epochs_of(order, 3):
+        assert np.array_equal(np.sort(visited), np.arange(windows))
+
+
+def test_epochs_and_seeds_differ():
+    first, second = epochs_of(an_order(seed=1), 2)
+    (other,) = epochs_of(an_order(seed=2), 1)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, other)
+
+
+def test_microbatches_only_cut_the_batch():
+    whole, cut = an_order(microbatches=1), an_order(microbatches=3)
+    for step in (0, 16, 1000):
+        parts = [cut.microbatch(step, m).examples_B for m in range(3)]
+        assert np.array_equal(np.concatenate(parts), whole.microbatch(step, 0).examples_B)
+
+
+def test_same_question_same_answer_in_any_sequence():
+    one, other = an_order(), an_order()
+    later = one.microbatch(500, 2)
+    for step in range(20):
+        other.microbatch(step, 0)
+    again = other.microbatch(500, 2)
+    assert np.array_equal(later.inputs_BT, again.inputs_BT)
+    assert np.array_equal(later.examples_B, again.examples_B)
+
+
+def test_inputs_are_the_window_and_targets_follow_by_one():
+    batch = an_order().microbatch(3, 1)
+    assert batch.inputs_BT.shape == batch.targets_BT.shape == (2, 10)
+    for array in (batch.inputs_BT, batch.targets_BT, batch.examples_B):
+        assert array.dtype == np.int64
+        assert type(array) is np.ndarray
+        assert array.flags.writeable and array.flags.c_contiguous
+    for inputs_T, targets_T, example in zip(
+        batch.inputs_BT, batch.targets_BT, batch.examples_B, strict=True
+    ):
+        assert inputs_T.tolist() == list(range(example * 10, example * 10 + 10))
+        assert targets_T.tolist() == [i + 1 for i in inputs_T]
+
+
+def test_last_window_has_its_last_target():
+    assert an_order(tokens=61).windows == 6
+    with pytest.raises(DataError):
+        an_order(tokens=60)
+
+
+def test_epoch_of():
+    order = an_order(tokens=1001)
+    assert order.windows == 100
+    assert [order.epoch_of(step) for step in (0, 16, 17, 33, 34)] == [0, 0, 1, 1, 2]
+
+
+def test_corpus_shorter_than_a_batch_names_the_numbers():
+    with pytest.raises(DataError, match=r"50 tokens make 4 windows of 10 tokens, 6 are needed"):
+        an_order(tokens=50)
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 7}, {"context": 0}, {"microbatches": 0}])
+def test_impossible_sizes_are_refused(wrong):
+    with pytest.raises(ConfigError, match="microbatches"):
+        an_order(**wrong)
+
+
+@pytest.mark.parametrize(("step", "microbatch"), [(-1, 0), (0, 3), (0, -1)])
+def test_no_such_microbatch(step, microbatch):
+    with pytest.raises(ValueError, match="no microbatch"):
+        an_order().microbatch(step, microbatch)
+
+
+def test_validation_goes_through_the_corpus_in_order():
+    batches = validation_batches(np.arange(105, dtype=np.uint32), context=10, batch=4, limit=0)
+    assert [batch.examples_B.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert batches[1].inputs_BT[0].tolist() == list(range(40, 50))
+    assert batches[1].targets_BT[0].tolist() == list(range(41, 51))
+
+
+def test_validation_limit_and_small_corpus():
+    tokens = np.arange(105, dtype=np.uint32)
+    assert len(validation_batches(tokens, 10, 2, limit=3)) == 3
+    assert len(validation_batches(tokens, 10, 2, limit=99)) == 5
+    (only,) = validation_batches(tokens, 10, 64, limit=3)
+    assert only.inputs_BT.shape == (10, 10)
+
+
+def test_validation_shorter_than_a_window():
+    with pytest.raises(DataError, match=r"has 10 tokens, 11 are needed.*valid_fraction"):
+        validation_batches(np.arange(10), context=10, batch=1, limit=0)
+    with pytest.raises(ConfigError):
+        validation_batches(np.arange(10), context=10, batch=0, limit=0)

@@ -1,0 +1,199 @@
+import gzip
+import json
+import lzma
+import struct
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from thinwire.data import sources
+from thinwire.data.files import text_files
+from thinwire.data.sources import read_documents
+from thinwire.errors import DataError
+
+PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+
+
+def texts(path: Path) -> list[str]:
+    return [document.text for document in read_documents(text_files(str(path)))]
+
+
+def parquet_bytes(tmp_path: Path, values: dict) -> bytes:
+    path = tmp_path / "made.bin"
+    pyarrow.parquet.write_table(pyarrow.table(values), path)
+    return path.read_bytes()
+
+
+@pytest.fixture(params=list(PACK))
+def packing(request):
+    return request.param
+
+
+def test_plain_kinds_are_one_document_each(tmp_path, packing):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for kind in (".txt", ".md", ".py", ".tokens"):
+        (folder / f"a{kind}{packing}").write_bytes(PACK[packing](f"é {kind}\r\nx\n".encode()))
+    assert texts(folder) == [f"é {kind}\r\nx\n" for kind in (".md", ".py", ".tokens", ".txt")]
+
+
+def test_jsonl(tmp_path, packing):
+    path = tmp_path / f"a.jsonl{packing}"
+    lines = [json.dumps({"id": 1, "text": "one\n"}), "", json.dumps({"text": "zwei é\u2028"})]
+    path.write_bytes(PACK[packing]("\n".join(lines).encode()))
+    assert texts(path) == ["one\n", "zwei é\u2028"]
+
+
+def test_parquet(tmp_path, packing):
+    values = [f"row {i}" for i in range(2500)] + [None, ""]
+    path = tmp_path / f"a.parquet{packing}"
+    path.write_bytes(PACK[packing](parquet_bytes(tmp_path, {"id": [0] * 2502, "text": values})))
+    assert texts(path) == values[:2500]
+
+
+def test_txt_is_split_at_separator_lines(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n<|endoftext|>\ntwo <|endoftext|> two\n<|endoftext|>\n\n<|endoftext|>\nlast")
+    assert texts(path) == ["one\n", "two <|endoftext|> two\n", "last"]
+
+
+def test_other_kinds_are_not_split(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text("one\n<|endoftext|>\ntwo\n")
+    assert texts(path) == ["one\n<|endoftext|>\ntwo\n"]
+
+
+def test_byte_order_mark_and_white_space_are_no_content(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    (tmp_path / "b.txt").write_bytes(b" \n\n")
+    (tmp_path / "c.txt").write_bytes(b"")
+    assert texts(tmp_path) == ["hello"]
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(sources, "WHOLE_CHARACTERS", 1000)
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 100)
+
+
+def test_large_text_is_cut_at_blank_lines(tmp_path, small_limits):
+    paragraph = "a line of text\n" * 3 + "\n"
+    path = tmp_path / "a.txt"
+    path.write_text(paragraph * 40)
+    pieces = texts(path)
+    assert "".join(pieces) == paragraph * 40
+    assert len(pieces) > 10
+    assert all(100 <= len(piece) < 200 and piece.endswith("\n\n") for piece in pieces[:-1])
+
+
+def test_text_at_the_limit_stays_whole(tmp_path, small_limits):
+    path = tmp_path / "a.txt"
+    path.write_text(("x" * 49 + "\n") * 20)
+    assert len(texts(path)) == 1
+    path.write_text(("x" * 49 + "\n") * 20 + "y")
+    assert len(texts(path)) > 1
+
+
+def test_large_text_without_lines_is_cut_all_the_same(tmp_path, small_limits):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 5000)
+    pieces = texts(path)
+    assert "".join(pieces) == "x" * 5000
+    assert max(map(len, pieces)) <= 200
+
+
+def test_separator_ends_a_large_document(tmp_path, small_limits):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 1500 + "\n<|endoftext|>\nshort\n<|endoftext|>\nother\n")
+    assert texts(path)[-2:] == ["short\n", "other\n"]
+
+
+def test_consumed_grows_to_the_size_on_disk(tmp_path, packing):
+    for i in range(3):
+        (tmp_path / f"{i}.txt{packing}").write_bytes(PACK[packing](b"words\n" * 1000))
+    (tmp_path / "4.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "b", "c"]}))
+    files = [file for file in text_files(str(tmp_path)) if file.name != "made.bin"]
+    consumed = [document.consumed for document in read_documents(files)]
+    assert consumed == sorted(consumed)
+    assert consumed[-1] == sum(file.size for file in files)
+
+
+def test_zstd_of_several_frames_and_a_skippable_one(tmp_path):
+    skippable = struct.pack("<II", 0x184D2A50, 4) + b"meta"
+    packed = zstandard.compress(b"one ") + skippable + zstandard.compress(b"two" * 100_000)
+    (tmp_path / "a.txt.zst").write_bytes(packed + zstandard.compress(b" three"))
+    assert texts(tmp_path) == ["one " + "two" * 100_000 + " three"]
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_damaged_archive_is_named(tmp_path, packing, damage):
+    whole = PACK[packing](bytes(range(33, 123)) * 1000)
+    path = tmp_path / f"broken.txt{packing}"
+    path.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"no archive at all")
+    with pytest.raises(DataError, match=r"cannot read .*broken\.txt"):
+        texts(path)
+
+
+def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "b.txt").write_text("fine")
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
+        texts(tmp_path)
+    files = text_files(str(tmp_path))
+    assert [document.text for document in read_documents(files, skip_undecodable=True)] == ["fine"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"{not json", "not valid JSON"),
+        (b'{"txt": "a"}', 'key "text"'),
+        (b'{"text": 3}', 'key "text"'),
+        (b'["text"]', 'key "text"'),
+        (b'{"text": "\xff"}', "not valid JSON"),
+        (b'{"text": "\\ud800"}', "not valid Unicode"),
+    ],
+)
+def test_bad_json_line_is_named_with_its_number(tmp_path, line, complaint):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{complaint}"):
+        texts(path)
+
+
+def test_parquet_without_the_column_or_with_another_type(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(parquet_bytes(tmp_path, {"content": ["a"]}))
+    with pytest.raises(DataError, match=r'a\.parquet has no column "text".*content'):
+        texts(path)
+    path.write_bytes(parquet_bytes(tmp_path, {"text": [1, 2]}))
+    with pytest.raises(DataError, match=r'a\.parquet: column "text" holds int'):
+        texts(path)
+
+
+def test_damaged_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 nothing of the kind")
+    with pytest.raises(DataError, match=r"a\.parquet"):
+        texts(path)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(parquet_bytes(tmp_path, {"text": ["a"]}))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install 'thinwire\[parquet\]'"):
+        texts(path)
+
+
+def test_file_that_vanishes_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    files = text_files(str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
+        list(read_documents(files))

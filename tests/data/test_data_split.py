@@ -1,0 +1,95 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.data.split import DocumentHash, Split, scan_documents
+from thinwire.errors import DataError
+
+documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
+
+
+def sides(texts: list[str], fraction: float) -> dict[str, list[str]]:
+    split = Split.of(scan_documents(texts), fraction)
+    result: dict[str, list[str]] = {"train": [], "valid": []}
+    for text in texts:
+        for side, part in split.parts(text, DocumentHash.of(text)):
+            result[side].append(part)
+    return result
+
+
+@given(documents, st.floats(0.001, 0.999))
+def test_no_document_is_on_both_sides_and_none_is_lost(texts, fraction):
+    if len(set(texts)) < 2:
+        return
+    found = sides(texts, fraction)
+    assert found["train"] and found["valid"]
+    assert not set(found["train"]) & set(found["valid"])
+    assert sorted(found["train"] + found["valid"]) == sorted(texts)
+
+
+@given(documents, st.floats(0.001, 0.999), st.randoms(use_true_random=False))
+def test_the_order_of_documents_does_not_matter(texts, fraction, rng):
+    if len(set(texts)) < 2:
+        return
+    shuffled = rng.sample(texts, len(texts))
+    assert set(sides(texts, fraction)["valid"]) == set(sides(shuffled, fraction)["valid"])
+
+
+def test_a_larger_corpus_keeps_each_document_on_its_side():
+    texts = [f"document {i}" for i in range(2000)]
+    few, many = sides(texts[:1000], 0.1), sides(texts, 0.1)
+    assert set(few["valid"]) == set(many["valid"]) & set(texts[:1000])
+
+
+def test_the_fraction_is_about_right():
+    found = sides([f"document {i}" for i in range(5000)], 0.1)
+    assert 400 < len(found["valid"]) < 600
+
+
+def test_copies_go_to_the_same_side():
+    texts = [f"document {i}" for i in range(100)]
+    once, twice = sides(texts, 0.2), sides(texts * 2, 0.2)
+    assert twice["valid"] == once["valid"] * 2
+
+
+def test_an_empty_side_gets_exactly_one_document():
+    texts = [f"document {i}" for i in range(10)]
+    places = {text: DocumentHash.of(text).place for text in texts}
+    assert sides(texts, 1e-9)["valid"] == [min(texts, key=places.__getitem__)]
+    assert sides(texts, 1 - 1e-9)["train"] == [max(texts, key=places.__getitem__)]
+
+
+@given(st.text(min_size=2), st.floats(0.001, 0.999))
+def test_one_document_is_cut_in_two(text, fraction):
+    found = sides([text], fraction)
+    (train,), (valid,) = found["train"], found["valid"]
+    assert train and valid
+    assert train + valid == text
+
+
+def test_one_document_is_cut_at_a_line():
+    text = "".join(f"line {i}\n" for i in range(100))
+    found = sides([text], 0.1)
+    assert found["train"][0].endswith("\n")
+    assert found["valid"][0].startswith("line 9")
+    assert 0.05 < len(found["valid"][0]) / len(text) < 0.15
+
+
+def test_copies_of_one_document_are_cut_alike():
+    found = sides(["a\nb\nc\nd\n"] * 3, 0.25)
+    assert found == {"train": ["a\nb\nc\n"] * 3, "valid": ["d\n"] * 3}
+
+
+def test_scan_counts_and_depends_on_content_and_order():
+    scan = scan_documents(["é", "abc"])
+    assert (scan.documents, scan.size) == (2, 5)
+    contents = {scan_documents(texts).content for texts in (["a", "b"], ["b", "a"], ["ab"])}
+    assert len(contents) == 3
+    assert scan_documents(iter(["a", "b"])).content in contents
+
+
+def test_empty_corpus_and_single_character():
+    with pytest.raises(DataError, match="the corpus is empty"):
+        scan_documents([])
+    with pytest.raises(DataError, match="one character"):
+        sides(["x"], 0.5)

@@ -1,0 +1,145 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from thinwire.data import Tokenizer
+from thinwire.data import tokenizer as module
+from thinwire.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def trained():
+    words = "the cat sat on the mat and the dog sat on the log\n"
+    return Tokenizer.train([words * 20, "def cat(mat):\n    return mat\n" * 20], 300)
+
+
+def word_tokenizer(*names: str) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(list(names))
+    return backend
+
+
+@given(st.text())
+@settings(max_examples=200)
+def test_every_text_round_trips(trained, text):
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert all(0 <= i < trained.vocab_size for i in ids)
+
+
+def test_every_byte_has_a_token(trained):
+    """Characters that together use every byte that UTF-8 can have."""
+    text = "".join(map(chr, range(0x800))) + "".join(chr(c) for c in range(0x800, 0xD800, 64))
+    text += "".join(chr(c) for c in range(0x10000, 0x110000, 4096))
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_training_learns_merges_within_the_vocabulary(trained):
+    assert trained.vocab_size == 300
+    assert len(trained.encode("the cat sat on the mat")) < len("the cat sat on the mat")
+
+
+def test_training_twice_gives_identical_files(tmp_path, text_of):
+    texts = [text_of(i) for i in range(20)]
+    for name in ("one.json", "two.json"):
+        Tokenizer.train(texts, 500).save(tmp_path / name)
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+    Tokenizer.train(texts[:-1], 500).save(tmp_path / "other.json")
+    assert (tmp_path / "one.json").read_bytes() != (tmp_path / "other.json").read_bytes()
+
+
+def test_training_in_another_process_gives_the_same(tmp_path):
+    """Hash tables are seeded anew in each process, so order that leaks from one would show."""
+    code = (
+        "import sys; from thinwire.data import Tokenizer;"
+        "texts = [f'{a}{b} {b}{a} ' * 3 for a in 'pqrstuvw' for b in 'abcdefgh'];"
+        "Tokenizer.train(texts, 400).save(sys.argv[1])"
+    )
+    for name, threads in (("one.json", "true"), ("two.json", "false")):
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": threads}
+        subprocess.run([sys.executable, "-c", code, tmp_path / name], check=True, env=environment)
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+
+def test_save_and_load_are_inverse(trained, tmp_path):
+    trained.save(tmp_path / "t.json")
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert loaded.digest == trained.digest
+    assert loaded.encode("the <|endoftext|> é") == trained.encode("the <|endoftext|> é")
+    assert (loaded.vocab_size, loaded.end_of_text) == (300, 0)
+
+
+def test_spelled_out_special_token_is_plain_text(trained):
+    ids = trained.encode("a<|endoftext|>b")
+    assert trained.end_of_text not in ids
+    assert trained.decode(ids) == "a<|endoftext|>b"
+    assert trained.decode([trained.end_of_text]) == "<|endoftext|>"
+
+
+def test_documents_in_batches_equal_single_ones(trained, text_of, monkeypatch):
+    """Pieces of long documents must meet where no token reaches across."""
+    texts = [text_of(i) for i in range(6)] + ["", "def f():\n    return 1\n\n\n" * 50, "x" * 3000]
+    expected = [trained.encode(text) for text in texts]
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 700)
+    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 1500)
+    encoded = list(trained.encode_documents(iter(texts)))
+    assert len(encoded) == len(texts)
+    for ids, wanted, text in zip(encoded, expected, texts, strict=True):
+        assert trained.decode(ids) == text
+        if text != "x" * 3000:  # without line ends it must be cut somewhere
+            assert ids.tolist() == wanted
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
+def test_end_of_text_goes_by_several_names(name):
+    assert Tokenizer(word_tokenizer("<pad>", name)).end_of_text == 3
+
+
+def test_no_end_of_text():
+    assert Tokenizer(word_tokenizer("<pad>")).end_of_text is None
+
+
+def test_truncation_and_padding_of_a_file_are_ignored(tmp_path):
+    backend = word_tokenizer("<pad>")
+    backend.enable_truncation(2)
+    backend.enable_padding(length=5)
+    backend.save(str(tmp_path / "t.json"))
+    assert Tokenizer.load(tmp_path / "t.json").encode("a b a b a") == [0, 1, 0, 1, 0]
+    assert Tokenizer.load(tmp_path / "t.json").encode("b") == [1]
+
+
+def test_vocab_size_covers_the_largest_id():
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 90}, unk_token="a"))
+    assert Tokenizer(backend).vocab_size == 91
+
+
+@pytest.mark.parametrize("content", [b"{}", b"not json", b"\xff\xfe"])
+def test_invalid_file_names_the_path(tmp_path, content):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.json"):
+        Tokenizer.load(path)
+
+
+def test_missing_file_and_empty_vocabulary(tmp_path):
+    with pytest.raises(DataError, match=r"none\.json.*data\.tokenizer"):
+        Tokenizer.load(tmp_path / "none.json")
+    tokenizers.Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DataError, match="empty vocabulary"):
+        Tokenizer.load(tmp_path / "empty.json")
+
+
+def test_vocabulary_without_room_for_bytes():
+    with pytest.raises(DataError, match=r"model\.vocab = 256 .* at least 257"):
+        Tokenizer.train(["a"], 256)
+    smallest = Tokenizer.train(["aaaa"], 257)
+    assert smallest.vocab_size == 257
+    assert smallest.decode(np.array(smallest.encode("aé"))) == "aé"

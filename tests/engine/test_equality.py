@@ -1,0 +1,181 @@
+"""The pipeline computes what one process computes, whatever the split, schedule and window."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from thinwire.data import Corpus, Order
+from thinwire.engine import Settings
+from thinwire.model import Stage, llama_layers
+
+TOLERANCE = 1e-10
+
+
+def plain_loop(
+    settings: Settings, corpus: Corpus
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping."""
+    torch.set_num_threads(1)
+    model = Stage(llama_layers(settings.model))
+    model.initialise(settings.model, settings.run.seed)
+    model.double()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    gains = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    train = settings.train
+    order = Order(corpus.train, settings.model.context, train.batch,
+                  settings.pipeline.microbatches, settings.run.seed)  # fmt: skip
+    losses = []
+    for step in range(train.steps):
+        parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
+        inputs = torch.from_numpy(np.concatenate([b.inputs_BT for b in parts]))
+        targets = torch.from_numpy(np.concatenate([b.targets_BT for b in parts]))
+        loss = F.cross_entropy(model(None, inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
+        warmup, lr = settings.optim.warmup, settings.optim.lr
+        progress = (step - warmup) / (train.steps - warmup)
+        scale = (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + np.cos(np.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.global_parameters()
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Corpus) -> dict[str, tuple]:
+    return {}
+
+
+def expected(reference: dict, settings: Settings, corpus: Corpus) -> tuple:
+    """The plain loop does not depend on the pipeline: compute it once."""
+    if "result" not in reference:
+        reference["result"] = plain_loop(settings, corpus)
+    return reference["result"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "window"),
+    [
+        (1, "gpipe", 0),
+        (1, "1f1b", 0),
+        (2, "gpipe", 0),
+        (2, "1f1b", 0),
+        (2, "1f1b", 1),
+        (2, "1f1b", 4),
+        (4, "gpipe", 0),
+        (4, "1f1b", 0),
+        (4, "1f1b", 2),
+        (4, "1f1b", 3),
+    ],
+)
+def test_pipeline_equals_plain_loop(
+    stages: int,
+    schedule: str,
+    window: int,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    reference: dict,
+) -> None:
+    settings = make_settings(
+        pipeline__stages=stages, pipeline__schedule=schedule, pipeline__window=window
+    )
+    losses, weights = expected(reference, settings, corpus)
+    outcome = run_in_threads(settings)
+    assert outcome.losses() == pytest.approx(losses, abs=TOLERANCE)
+    found = outcome.weights()
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        difference = (found[name] - weight).abs().max().item()
+        assert difference < TOLERANCE, name
+
+
+def test_clipping_is_global_and_active(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, reference: dict
+) -> None:
+    """The failing side: without clipping the same run leaves the reference."""
+    settings = make_settings(pipeline__stages=4)
+    losses, _ = expected(reference, settings, corpus)
+    unclipped = run_in_threads(make_settings(pipeline__stages=4, optim__clip=0.0))
+    assert unclipped.losses()[0] == pytest.approx(losses[0], abs=TOLERANCE)
+    assert abs(unclipped.losses()[-1] - losses[-1]) > 1e-6
+
+
+def test_a_narrower_codec_is_not_exact(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, reference: dict
+) -> None:
+    """The failing side: the tolerance would notice if a tensor were rounded on the wire."""
+    settings = make_settings(pipeline__stages=2)
+    losses, _ = expected(reference, settings, corpus)
+    rounded = run_in_threads(make_settings(codec__forward="bf16", codec__backward="bf16"))
+    assert abs(rounded.losses()[0] - losses[0]) > TOLERANCE
+    assert rounded.losses()[0] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_recomputation_changes_nothing(make_settings: Callable, run_in_threads: Callable) -> None:
+    kept = run_in_threads(make_settings(pipeline__stages=2))
+    recomputed = run_in_threads(make_settings(pipeline__stages=2, pipeline__recompute=True))
+    assert kept.losses() == recomputed.losses()
+    weights = recomputed.weights()
+    assert all(torch.equal(w, weights[name]) for name, w in kept.weights().items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_split_does_not_change_a_bit(
+    optimizer: str, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """With tensors sent as they are, 1, 2 and 4 stages give the same float32 weights bit for bit."""
+    runs = [
+        run_in_threads(
+            make_settings(
+                pipeline__stages=stages,
+                run__precision="fp32",
+                codec__forward="fp32",
+                codec__backward="fp32",
+                optim__name=optimizer,
+            )
+        )
+        for stages in (1, 2, 4)
+    ]
+    assert runs[0].losses() == runs[1].losses() == runs[2].losses()
+    assert runs[0].valid_losses() == runs[1].valid_losses() == runs[2].valid_losses()
+    weights = runs[0].weights()
+    for other in runs[1:]:
+        found = other.weights()
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_the_seed_decides(make_settings: Callable, run_in_threads: Callable) -> None:
+    first = run_in_threads(make_settings())
+    again = run_in_threads(make_settings())
+    other = run_in_threads(make_settings(run__seed=1))
+    assert first.losses() == again.losses()
+    assert first.losses() != other.losses()
+
+
+def test_bf16_autocast_stays_near(make_settings: Callable, run_in_threads: Callable) -> None:
+    exact = run_in_threads(make_settings())
+    half = run_in_threads(
+        make_settings(run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
+    )
+    assert half.losses() == pytest.approx(exact.losses(), rel=0.02)
+    assert half.losses() != exact.losses()
+
+
+def test_emulated_links_change_times_not_numbers(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    plain = run_in_threads(make_settings(pipeline__stages=4))
+    slow = run_in_threads(
+        make_settings(pipeline__stages=4, link__emulate=True, link__latency_ms=3, link__jitter_ms=2)
+    )
+    assert plain.losses() == slow.losses()

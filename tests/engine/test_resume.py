@@ -1,0 +1,196 @@
+"""A resumed run is the uninterrupted run, bit for bit, also when it is split anew."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine import Checkpoint, Settings
+from thinwire.engine.checkpoint import Shard, commit
+from thinwire.errors import CheckpointError, WireError
+
+
+def commit_all(outcome, settings: Settings, folder: Path, corpus: Corpus) -> dict[int, Path]:
+    """What the coordinator does once all stages have written their part."""
+    written = {}
+    for step, reports in outcome.shards().items():
+        shards = [Shard(**report["shard"]) for report in reports]
+        facts = {
+            "settings": settings.to_plain(),
+            "corpus": corpus.fingerprint,
+            "weight_version": reports[0]["version"],
+        }
+        written[step] = commit(folder, step, shards, facts, corpus.tokenizer())
+    return written
+
+
+def exact(make_settings: Callable, **changes) -> Settings:
+    settings = {
+        "run__precision": "fp32",
+        "codec__forward": "fp32",
+        "codec__backward": "fp32",
+        "train__steps": 6,
+        "train__checkpoint_every": 3,
+        **changes,
+    }
+    return make_settings(**settings)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (2, 4), (1, 3)])
+def test_resumed_equals_uninterrupted(
+    optimizer: str,
+    before: int,
+    after: int,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    settings = exact(make_settings, pipeline__stages=before, optim__name=optimizer)
+    whole = run_in_threads(settings)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    resumed = run_in_threads(
+        exact(make_settings, pipeline__stages=after, optim__name=optimizer),
+        resume=middle,
+        folder=tmp_path / "resumed",
+    )
+    assert resumed.losses() == whole.losses()[3:]
+    weights = resumed.weights()
+    assert all(torch.equal(weights[name], weight) for name, weight in whole.weights().items())
+
+
+def test_optimizer_state_matters(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The failing side: weights alone do not continue the run."""
+    settings = exact(make_settings)
+    whole = run_in_threads(settings)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+
+    def forget(worker) -> None:
+        worker.optimizer.load_state_tensors({})
+        for optimizer in worker.optimizer._optimizers:
+            optimizer.state.clear()
+
+    forgetful = run_in_threads(
+        settings, resume=middle, folder=tmp_path / "other", prepare_worker=forget
+    )
+    assert forgetful.losses()[0] == whole.losses()[3]
+    assert forgetful.losses()[-1] != whole.losses()[-1]
+
+
+def test_interrupted_run_stops_on_every_stage_and_goes_on(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = exact(make_settings, pipeline__stages=4, train__checkpoint_every=0)
+    whole = run_in_threads(settings, folder=tmp_path / "whole")
+
+    def interrupt(worker) -> None:
+        worker.stop_requested.set()
+
+    stopped = run_in_threads(settings, prepare_worker=interrupt)
+    assert [len(r) for r in (stopped.losses(),)] == [1]
+    after_one = commit_all(stopped, settings, tmp_path / "run", corpus)[1]
+    resumed = run_in_threads(settings, resume=after_one, folder=tmp_path / "resumed")
+    assert resumed.losses() == whole.losses()[1:]
+
+
+def damaged(folder: Path) -> None:
+    path = folder / "stage-1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "stage-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lacking(folder: Path) -> None:
+    (folder / "stage-1.safetensors").unlink()
+
+
+def other_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (damaged, "stage-1.safetensors is altered"),
+        (truncated, "stage-0.safetensors is truncated"),
+        (lacking, "lacks stage-1.safetensors"),
+        (other_tokenizer, "tokenizer.json is altered"),
+    ],
+)
+def test_a_harmed_checkpoint_is_refused(
+    harm: Callable,
+    words: str,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    settings = exact(make_settings)
+    outcome = run_in_threads(settings)
+    folder = commit_all(outcome, settings, tmp_path / "run", corpus)[6]
+    Checkpoint.open(folder).verify()
+    harm(folder)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(folder).verify()
+
+
+def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    for text in ("{", "[]", json.dumps({"format": 1}), json.dumps({"format": 99, "step": 1})):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(folder)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Checkpoint.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"expected a folder with a manifest\.json"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = exact(make_settings)
+    outcome = run_in_threads(settings)
+    folder = commit_all(outcome, settings, tmp_path / "run", corpus)[6]
+    with pytest.raises(CheckpointError, match="lacks 9 tensors"):
+        run_in_threads(exact(make_settings, model__layers=5), resume=folder)
+    with pytest.raises(CheckpointError, match="has shape"):
+        run_in_threads(exact(make_settings, model__ffn=64), resume=folder)
+
+
+def test_a_failed_write_leaves_the_previous_checkpoint(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Stage 1's disk refuses; training goes on, and nothing is taken for complete."""
+    settings = exact(make_settings, train__checkpoint_every=2)
+    blocked = tmp_path / "run" / "checkpoints" / ".partial-step-00000004" / "stage-1.safetensors"
+    blocked.mkdir(parents=True)  # a folder stands where the file should go
+    outcome = run_in_threads(settings)
+    failed = [r for r in outcome.reports[1] if r["type"] == "shard_failed"]
+    assert [r["step"] for r in failed] == [4]
+    assert "Earlier checkpoints are untouched" in failed[0]["error"]
+    assert len(outcome.losses()) == 6
+    complete = {s: r for s, r in outcome.shards().items() if len(r) == 2}
+    assert sorted(complete) == [2, 6]
+
+
+def test_links_of_unlike_runs_do_not_mix(make_settings: Callable, run_in_threads: Callable) -> None:
+    """A frame from other weights than this stage's is an error, not a wrong gradient."""
+
+    def ahead(worker) -> None:
+        worker.version = worker.index
+
+    with pytest.raises(WireError, match="weight version"):
+        run_in_threads(exact(make_settings), prepare_worker=ahead)

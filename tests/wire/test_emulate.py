@@ -1,0 +1,152 @@
+import threading
+import time
+
+import pytest
+from conftest import PATIENCE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigError
+from thinwire.wire import LinkConfig, Nic
+from thinwire.wire.emulate import DelayLine
+
+MEGABIT = 125_000  # bytes
+
+
+def test_the_uplink_carries_one_message_after_the_other():
+    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
+    first = nic.reserve_up(MEGABIT, now=10.0)
+    second = nic.reserve_up(2 * MEGABIT, now=10.0)
+    assert (first.start, first.end) == (10.0, pytest.approx(10.125))
+    assert (second.start, second.end) == (pytest.approx(10.125), pytest.approx(10.375))
+
+
+def test_an_idle_uplink_saves_nothing_up():
+    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
+    nic.reserve_up(MEGABIT, now=0.0)
+    assert nic.reserve_up(MEGABIT, now=5.0).end == pytest.approx(5.125)
+
+
+def test_latency_delays_without_occupying():
+    nic = Nic(mbps_up=8, mbps_down=8, latency_ms=1000)
+    first = nic.reserve_up(MEGABIT, now=0.0)
+    second = nic.reserve_up(MEGABIT, now=0.0)
+    assert first.handed_over == pytest.approx(1.125)
+    assert second.handed_over == pytest.approx(1.250)
+
+
+def test_equal_rates_up_and_down_do_not_count_twice():
+    sender = Nic(mbps_up=8, mbps_down=8, latency_ms=25)
+    receiver = Nic(mbps_up=8, mbps_down=8, latency_ms=25)
+    for _ in range(5):
+        arrived = sender.reserve_up(MEGABIT, now=0.0).handed_over
+        assert receiver.reserve_down(MEGABIT, arrived) == pytest.approx(arrived)
+
+
+def test_two_senders_into_one_host_share_its_downlink():
+    receiver = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
+    senders = [Nic(mbps_up=8, mbps_down=8, latency_ms=0) for _ in range(2)]
+    arrivals = [nic.reserve_up(MEGABIT, now=0.0).handed_over for nic in senders]
+    delivered = [receiver.reserve_down(MEGABIT, arrived) for arrived in arrivals]
+    assert delivered == [pytest.approx(0.125), pytest.approx(0.25)]
+
+
+def test_a_slower_downlink_decides():
+    receiver = Nic(mbps_up=8, mbps_down=2, latency_ms=0)
+    # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.
+    assert receiver.reserve_down(MEGABIT, arrived=0.125) == pytest.approx(0.5)
+    assert receiver.reserve_down(MEGABIT, arrived=0.25) == pytest.approx(1.0)
+
+
+def test_a_faster_downlink_cannot_deliver_before_the_last_byte():
+    receiver = Nic(mbps_up=8, mbps_down=800, latency_ms=0)
+    assert receiver.reserve_down(MEGABIT, arrived=3.0) == 3.0
+
+
+def test_rate_zero_is_unlimited():
+    nic = Nic(mbps_up=0, mbps_down=0, latency_ms=5)
+    for now in (1.0, 1.0, 1.5):
+        assert nic.reserve_up(10**9, now).end == now
+        assert nic.reserve_down(10**9, now) == now
+
+
+@given(
+    sizes=st.lists(st.integers(64, 10**6), min_size=1, max_size=30),
+    jitter_ms=st.floats(0, 500),
+    seed=st.integers(),
+)
+def test_jitter_is_bounded_repeatable_and_never_reorders(sizes, jitter_ms, seed):
+    runs = []
+    for _ in range(2):
+        nic = Nic(80, 80, latency_ms=10, jitter_ms=jitter_ms, seed=seed)
+        runs.append([nic.reserve_up(size, now=0.0) for size in sizes])
+    assert runs[0] == runs[1]
+    handed_over = [passage.handed_over for passage in runs[0]]
+    assert handed_over == sorted(handed_over)
+    for passage in runs[0]:
+        assert passage.end + 0.01 <= passage.handed_over + 1e-9
+        assert passage.handed_over <= passage.end + 0.01 + jitter_ms / 1e3 + 1e-9
+
+
+def test_jitter_depends_on_the_seed():
+    def first(seed: int) -> float:
+        return Nic(80, 80, 10, jitter_ms=100, seed=seed).reserve_up(64, 0.0).handed_over
+
+    assert len({first(seed) for seed in range(8)}) == 8
+
+
+@given(st.lists(st.tuples(st.integers(64, 10**6), st.floats(0, 1)), max_size=30))
+def test_the_downlink_never_exceeds_its_rate_and_never_runs_ahead(arrivals):
+    nic = Nic(mbps_up=80, mbps_down=20, latency_ms=0)
+    free, now = float("-inf"), 0.0
+    for size, pause in arrivals:
+        now += pause
+        done = nic.reserve_down(size, now)
+        assert done >= now
+        assert done - free >= size * 8e-6 / 20 - 1e-9
+        free = done
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_impossible_rates_are_refused_by_the_name_of_their_setting(bad):
+    with pytest.raises(ConfigError, match=r"link\.mbps_down"):
+        Nic(80, bad, 25)
+
+
+def test_config_makes_the_nic_or_none():
+    nic = LinkConfig(mbps_up=8, latency_ms=1000).nic()
+    assert nic is not None
+    assert nic.reserve_up(MEGABIT, 0.0).handed_over == pytest.approx(1.125)
+    assert LinkConfig(emulate=False).nic() is None
+
+
+def test_delay_line_delivers_in_order_and_never_early():
+    delivered: list[tuple[float, int]] = []
+    done = threading.Event()
+
+    def deliver(item: int) -> None:
+        delivered.append((time.monotonic(), item))
+        if item == 9:
+            done.set()
+
+    line = DelayLine(deliver, "test")
+    now = time.monotonic()
+    dues = [now + 0.002 * i for i in range(9)] + [now]
+    for i, due in enumerate(dues):
+        line.put(due, i)
+    assert done.wait(PATIENCE)
+    assert [item for _, item in delivered] == list(range(10))
+    assert all(at >= due for (at, _), due in zip(delivered, dues, strict=True))
+    line.stop()
+
+
+def test_a_stopped_delay_line_forgets_what_waits():
+    delivered: list[str] = []
+    line = DelayLine(delivered.append, "stopped early")
+    line.put(time.monotonic() + 3600, "never")
+    threads = [t for t in threading.enumerate() if t.name == "stopped early"]
+    assert len(threads) == 1
+    line.stop()
+    threads[0].join(PATIENCE)
+    assert not threads[0].is_alive()
+    assert delivered == []

@@ -1,0 +1,99 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import PATIENCE
+
+from thinwire.errors import WireError
+from thinwire.wire import Pipe, memory_pair
+
+
+def read_all(pipe: Pipe) -> list[bytes]:
+    messages = []
+    while (message := pipe.read()) is not None:
+        messages.append(message)
+    return messages
+
+
+def test_messages_keep_their_order_and_bounds_in_both_directions(pipes):
+    here, there = pipes
+    sent_here = [bytes([i]) * (i * 997 + 64) for i in range(40)]
+    sent_there = [bytes([i]) * (i * 31 + 64) for i in range(40)]
+    with ThreadPoolExecutor(2) as pool:
+        at_there = pool.submit(lambda: [there.read() for _ in sent_here])
+        at_here = pool.submit(lambda: [here.read() for _ in sent_there])
+        for a, b in zip(sent_here, sent_there, strict=True):
+            here.write(a)
+            there.write(b)
+        assert at_there.result(PATIENCE) == sent_here
+        assert at_here.result(PATIENCE) == sent_there
+
+
+def test_what_was_written_before_closing_still_arrives(pipes):
+    here, there = pipes
+    sent = [bytes([i]) * (1 << 20) for i in range(12)]
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(read_all, there)
+        for message in sent:
+            here.write(message)
+        here.close()
+        assert received.result(PATIENCE) == sent
+
+
+def test_own_close_ends_a_waiting_read(pipes):
+    here, there = pipes
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(here.read)
+        pool.submit(read_all, there)
+        here.close()
+        assert waiting.result(PATIENCE) is None
+
+
+def test_writing_to_a_closed_pipe_is_an_error_at_both_ends(pipes):
+    here, there = pipes
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(read_all, there)
+        here.close()
+        assert ended.result(PATIENCE) == []
+    with pytest.raises(WireError):
+        here.write(b"x" * 64)
+    with pytest.raises(WireError):
+        for _ in range(100):  # the transport may take a few before it knows
+            there.write(b"x" * 64)
+
+
+def test_closing_twice_is_harmless(pipes):
+    here, there = pipes
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(read_all, there)
+        here.close()
+        here.close()
+
+
+def test_a_full_pipe_holds_its_writer_until_there_is_room():
+    here, there = memory_pair(limit=2)
+    written = threading.Semaphore(0)
+
+    def write() -> None:
+        for i in range(3):
+            here.write(bytes([i]))
+            written.release()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert written.acquire(timeout=PATIENCE)
+    assert written.acquire(timeout=PATIENCE)
+    assert not written.acquire(timeout=0.05)
+    assert there.read() == b"\0"
+    assert written.acquire(timeout=PATIENCE)
+    writer.join(PATIENCE)
+
+
+def test_closing_frees_a_writer_that_waits_for_room():
+    here, there = memory_pair(limit=1)
+    here.write(b"1")
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(here.write, b"2")
+        there.close()
+        with pytest.raises(WireError):
+            blocked.result(PATIENCE)
