@@ -28,7 +28,7 @@ TINY_MODEL = {
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small distinct documents, made from a counter."""
     folder = tmp_path_factory.mktemp("text")
-    words = "stage link frame codec meter window step loss token wire".split()
+    words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
     for number in range(40):
         lines = [
             " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))

@@ -54,15 +54,7 @@ class Model:
                 "the corpus is no longer the one this checkpoint was trained on, so its "
                 "validation text may contain what was trained on: restore the data"
             )
-        feed = Feed(
-            corpus,
-            settings.model.context,
-            settings.train.batch,
-            settings.pipeline.microbatches,
-            settings.run.seed,
-            self.device,
-            batches or settings.train.eval_batches,
-        )
+        feed = Feed(corpus, settings, self.device, batches)
         losses = []
         for microbatch in range(feed.validation_count):
             batch = feed.validation(microbatch)

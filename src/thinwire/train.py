@@ -13,9 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from thinwire.data import Corpus, prepare
 from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
 from thinwire.engine.checkpoint import Shard, commit, discard_partial, prune
+from thinwire.engine.feed import Feed
 from thinwire.engine.worker import check_divergence
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import parameter_count
@@ -88,6 +91,7 @@ def prepare_corpus(settings: Settings, display: Display) -> Corpus:
 
     corpus = prepare(settings.data, settings.model.vocab, cache_folder(), progress)
     display.phase("data", corpus.summary())
+    Feed(corpus, settings, torch.device("cpu"))  # a corpus too short is refused here, not later
     return corpus
 
 

@@ -1,6 +1,5 @@
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -43,7 +42,6 @@ def test_stdlib_of_a_virtual_environment_is_that_of_its_base(tmp_path):
     code = "import sysconfig; print(sysconfig.get_path('stdlib'))"
     told = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
     assert Path(told.stdout.strip()) == Path(sysconfig.get_path("stdlib"))
-    assert sys.prefix  # the property above is what stdlib_files relies on
     assert stdlib_files()[0].path.is_relative_to(told.stdout.strip())
 
 
@@ -105,7 +103,7 @@ def test_folder_without_permission_is_named(tmp_path):
     write(tmp_path, "locked/a.txt")
     (tmp_path / "locked").chmod(0)
     try:
-        with pytest.raises(DataError, match="cannot read .*locked"):
+        with pytest.raises(DataError, match=r"cannot read .*locked"):
             text_files(str(tmp_path))
     finally:
         (tmp_path / "locked").chmod(0o755)

@@ -8,6 +8,7 @@ from thinwire.data.order import permuted, round_keys
 from thinwire.errors import ConfigError, DataError
 
 MASK64 = (1 << 64) - 1
+PINNED = [7, 5, 9, 2, 6, 8, 11, 10, 0, 1, 4, 3]
 
 
 def plain_permuted(index: int, size: int, keys: list[int]) -> int:
@@ -47,13 +48,14 @@ def epochs_of(order: Order, epochs: int) -> list[np.ndarray]:
     seed=st.integers(-(2**40), 2**70),
     epoch=st.integers(0, 2**40),
 )
+@settings(deadline=None)
 def test_every_index_is_hit_exactly_once(size, seed, epoch):
     image = permuted(np.arange(size), size, round_keys(seed, epoch))
     assert np.array_equal(np.sort(image), np.arange(size))
 
 
 @given(size=st.integers(1, 2**62), data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_numpy_gives_what_plain_integers_give(size, data):
     index = data.draw(st.integers(0, size - 1))
     keys = round_keys(7, 3)
@@ -79,6 +81,7 @@ def test_permutation_looks_random():
     microbatches=st.sampled_from([1, 2, 3, 6]),
     seed=st.integers(0, 2**63),
 )
+@settings(max_examples=40, deadline=None)
 def test_each_epoch_visits_every_window_once(windows, microbatches, seed):
     order = an_order(tokens=windows * 10 + 1, microbatches=microbatches, seed=seed)
     assert order.windows == windows

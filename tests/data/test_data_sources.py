@@ -57,7 +57,9 @@ def test_parquet(tmp_path, packing):
 
 def test_txt_is_split_at_separator_lines(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("one\n<|endoftext|>\ntwo <|endoftext|> two\n<|endoftext|>\n\n<|endoftext|>\nlast")
+    path.write_text(
+        "one\n<|endoftext|>\ntwo <|endoftext|> two\n<|endoftext|>\n\n<|endoftext|>\nlast"
+    )
     assert texts(path) == ["one\n", "two <|endoftext|> two\n", "last"]
 
 

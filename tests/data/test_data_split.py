@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.data.split import DocumentHash, Split, scan_documents
@@ -18,6 +18,7 @@ def sides(texts: list[str], fraction: float) -> dict[str, list[str]]:
 
 
 @given(documents, st.floats(0.001, 0.999))
+@settings(deadline=None)
 def test_no_document_is_on_both_sides_and_none_is_lost(texts, fraction):
     if len(set(texts)) < 2:
         return
@@ -28,6 +29,7 @@ def test_no_document_is_on_both_sides_and_none_is_lost(texts, fraction):
 
 
 @given(documents, st.floats(0.001, 0.999), st.randoms(use_true_random=False))
+@settings(deadline=None)
 def test_the_order_of_documents_does_not_matter(texts, fraction, rng):
     if len(set(texts)) < 2:
         return
@@ -60,6 +62,7 @@ def test_an_empty_side_gets_exactly_one_document():
 
 
 @given(st.text(min_size=2), st.floats(0.001, 0.999))
+@settings(deadline=None)
 def test_one_document_is_cut_in_two(text, fraction):
     found = sides([text], fraction)
     (train,), (valid,) = found["train"], found["valid"]

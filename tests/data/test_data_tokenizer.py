@@ -17,7 +17,7 @@ from thinwire.errors import DataError
 @pytest.fixture(scope="module")
 def trained():
     words = "the cat sat on the mat and the dog sat on the log\n"
-    return Tokenizer.train([words * 20, "def cat(mat):\n    return mat\n" * 20], 300)
+    return Tokenizer.train([words * 20, "def cat(mat):\n    return mat\n" * 20], 280)
 
 
 def word_tokenizer(*names: str) -> tokenizers.Tokenizer:
@@ -28,7 +28,7 @@ def word_tokenizer(*names: str) -> tokenizers.Tokenizer:
 
 
 @given(st.text())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_every_text_round_trips(trained, text):
     ids = trained.encode(text)
     assert trained.decode(ids) == text
@@ -43,7 +43,7 @@ def test_every_byte_has_a_token(trained):
 
 
 def test_training_learns_merges_within_the_vocabulary(trained):
-    assert trained.vocab_size == 300
+    assert trained.vocab_size == 280
     assert len(trained.encode("the cat sat on the mat")) < len("the cat sat on the mat")
 
 
@@ -74,7 +74,7 @@ def test_save_and_load_are_inverse(trained, tmp_path):
     loaded = Tokenizer.load(tmp_path / "t.json")
     assert loaded.digest == trained.digest
     assert loaded.encode("the <|endoftext|> é") == trained.encode("the <|endoftext|> é")
-    assert (loaded.vocab_size, loaded.end_of_text) == (300, 0)
+    assert (loaded.vocab_size, loaded.end_of_text) == (280, 0)
 
 
 def test_spelled_out_special_token_is_plain_text(trained):

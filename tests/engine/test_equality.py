@@ -14,9 +14,7 @@ from thinwire.model import Stage, llama_layers
 TOLERANCE = 1e-10
 
 
-def plain_loop(
-    settings: Settings, corpus: Corpus
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, torch.Tensor]]:
     """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping."""
     torch.set_num_threads(1)
     model = Stage(llama_layers(settings.model))
@@ -42,7 +40,9 @@ def plain_loop(
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
         warmup, lr = settings.optim.warmup, settings.optim.lr
         progress = (step - warmup) / (train.steps - warmup)
-        scale = (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + np.cos(np.pi * progress))
+        scale = (
+            (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + np.cos(np.pi * progress))
+        )
         for group in optimizer.param_groups:
             group["lr"] = lr * scale
         optimizer.step()
@@ -133,7 +133,7 @@ def test_recomputation_changes_nothing(make_settings: Callable, run_in_threads: 
 def test_split_does_not_change_a_bit(
     optimizer: str, make_settings: Callable, run_in_threads: Callable
 ) -> None:
-    """With tensors sent as they are, 1, 2 and 4 stages give the same float32 weights bit for bit."""
+    """With tensors sent as they are, 1, 2 and 4 stages give the same float32 weights."""
     runs = [
         run_in_threads(
             make_settings(

@@ -2,9 +2,9 @@ import threading
 import time
 
 import pytest
-from conftest import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
+from wiring import PATIENCE
 
 from thinwire.errors import ConfigError
 from thinwire.wire import LinkConfig, Nic

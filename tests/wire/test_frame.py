@@ -116,7 +116,7 @@ def test_every_truncation_and_an_extension_are_refused():
         (0, b"THWS", "magic"),
         (4, b"\x02", "version"),
         (5, b"\x00", "kind"),
-        (5, b"\x08", "kind"),
+        (5, b"\xff", "kind"),
         (32, b"\x05", "ndim"),
         (33, b"\x01", "reserved"),
         (35, b"\x80", "reserved"),

@@ -2,7 +2,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE
+from wiring import PATIENCE
 
 from thinwire.errors import WireError
 from thinwire.wire import Pipe, memory_pair

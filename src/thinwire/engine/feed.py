@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.data import Batch, Corpus, Order, validation_batches
+from thinwire.engine.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,13 @@ class Feed:
     """Every stage opens the same memory-mapped corpus and computes the ids it needs itself."""
 
     def __init__(
-        self,
-        corpus: Corpus,
-        context: int,
-        batch: int,
-        microbatches: int,
-        seed: int,
-        device: torch.device,
-        eval_batches: int,
+        self, corpus: Corpus, settings: Settings, device: torch.device, eval_batches: int = 0
     ):
-        self._order = Order(corpus.train, context, batch, microbatches, seed)
+        context, train = settings.model.context, settings.train
+        microbatches = settings.pipeline.microbatches
+        self._order = Order(corpus.train, context, train.batch, microbatches, settings.run.seed)
         self._validation = validation_batches(
-            corpus.valid, context, batch // microbatches, eval_batches
+            corpus.valid, context, settings.microbatch_size, eval_batches or train.eval_batches
         )
         self._device = device
 

@@ -55,6 +55,7 @@ class Worker:
         self.stop_requested = threading.Event()
         self.device = choose_device(settings.run.device, self.index)
         self.corpus = Corpus.open(assignment.corpus)
+        self.feed = Feed(self.corpus, settings, self.device)
         self.mailbox = Mailbox()
         self.stage = self._build_stage()
         self.optimizer = StageOptimizer(self.stage.global_parameters(), settings.optim)
@@ -89,15 +90,14 @@ class Worker:
         """Train from the first step to the last, reporting as it goes."""
         runner = self._runner(below, above)
         settings = self.settings
-        feed_batches = self._feed.validation_count
         done = self.first_step
-        self._evaluate(runner, done, feed_batches, report)
+        self._evaluate(runner, done, report)
         while done < settings.train.steps:
             verdict = self._train_step(runner, done, report)
             done += 1
             self.mailbox.close_step(done - 1)
             if settings.is_evaluation_step(done) or verdict.stop:
-                self._evaluate(runner, done, feed_batches, report)
+                self._evaluate(runner, done, report)
             if verdict.checkpoint:
                 self._checkpoint(runner, done, report)
             if verdict.stop:
@@ -138,8 +138,8 @@ class Worker:
         checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
         return checkpoint and not lost, stop
 
-    def _evaluate(self, runner: Runner, done: int, batches: int, report: Report) -> None:
-        loss = runner.evaluate(done, batches)
+    def _evaluate(self, runner: Runner, done: int, report: Report) -> None:
+        loss = runner.evaluate(done, self.feed.validation_count)
         for port in self._ports:
             port.link.take_spans()
         if loss is not None:
@@ -187,21 +187,12 @@ class Worker:
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         settings = self.settings
-        self._feed = Feed(
-            self.corpus,
-            settings.model.context,
-            settings.train.batch,
-            settings.pipeline.microbatches,
-            settings.run.seed,
-            self.device,
-            settings.train.eval_batches,
-        )
         from_below = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT}
         below_port = self._port(below, from_below)
         above_port = self._port(above, {FrameKind.BACKWARD, FrameKind.TALLY})
         runner = Runner(
             self.stage,
-            self._feed,
+            self.feed,
             self.optimizer,
             below_port,
             above_port,

@@ -1,0 +1,45 @@
+"""The dense boundary: everything crosses, nothing changes, gradients included."""
+
+import pytest
+import torch
+
+from thinwire.boundary import BoundaryConfig, DenseBoundary, build_boundary, check_boundary
+from thinwire.errors import ConfigError
+
+
+def test_what_is_encoded_decodes_to_itself() -> None:
+    boundary = build_boundary(BoundaryConfig(), dim=6)
+    x_BTD = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    z = boundary.encode(x_BTD, None)
+    assert tuple(z.shape) == boundary.wire_shape(2, 3)
+    assert torch.equal(boundary.decode(z, None), x_BTD)
+
+
+def test_the_gradient_crosses_unchanged() -> None:
+    boundary = DenseBoundary(6)
+    x_BTD = torch.zeros(2, 3, 6, requires_grad=True)
+    gradient = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1))
+    boundary.decode(boundary.encode(x_BTD, None), None).backward(gradient)
+    assert x_BTD.grad is not None and torch.equal(x_BTD.grad, gradient)
+
+
+def test_it_has_no_parameters_and_reads_no_ids() -> None:
+    boundary = DenseBoundary(6)
+    assert list(boundary.parameters()) == []
+    assert not boundary.needs_ids
+
+
+def test_the_wire_shape_follows_the_width() -> None:
+    assert DenseBoundary(6).wire_shape(4, 5) == (4, 5, 6)
+    assert build_boundary(BoundaryConfig(), dim=7).wire_shape(1, 1) == (1, 1, 7)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_rank_that_says_the_same_is_accepted(rank: int) -> None:
+    check_boundary(BoundaryConfig(rank=rank), dim=8)
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 7, 9])
+def test_dense_with_another_rank_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match=rf"boundary.rank = {rank} .*8 channels.*leave it at 0"):
+        build_boundary(BoundaryConfig(rank=rank), dim=8)

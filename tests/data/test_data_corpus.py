@@ -1,0 +1,170 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from thinwire.data import Corpus, Tokenizer
+from thinwire.data import corpus as module
+from thinwire.data.corpus import writing
+from thinwire.errors import DataError
+
+
+def write(folder, train, valid, vocab=1000, tokenizer=None, source="tokens"):
+    with writing(folder, source, vocab) as writer:
+        writer.append("train", np.array(train))
+        writer.append("valid", np.array(valid))
+        writer.finish(tokenizer, valid_bytes=12, documents=3)
+    return Corpus.open(folder)
+
+
+@pytest.fixture
+def folder(cache):
+    folder = cache / "key"
+    tokenizer = Tokenizer.train(["some text"], 260)
+    write(folder, range(100), [5, 6], tokenizer=tokenizer)
+    return folder
+
+
+def test_what_was_written_is_read(folder):
+    corpus = Corpus.open(folder)
+    assert corpus.train.tolist() == list(range(100))
+    assert corpus.valid.tolist() == [5, 6]
+    assert isinstance(corpus.train, np.memmap)
+    assert (corpus.vocab, corpus.valid_bytes, corpus.folder) == (1000, 12, folder)
+    assert corpus.tokenizer().decode(corpus.tokenizer().encode("é")) == "é"
+
+
+def test_ids_are_appended_in_order(cache):
+    with writing(cache / "key", "text", 10) as writer:
+        for i in range(6):
+            writer.append("valid" if i == 3 else "train", np.array([i]))
+        writer.finish(None, 0, 0)
+    corpus = Corpus.open(cache / "key")
+    assert corpus.train.tolist() == [0, 1, 2, 4, 5]
+    assert corpus.tokenizer() is None
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_ids_take_two_bytes_where_they_fit(cache, vocab, dtype):
+    corpus = write(cache / "key", [vocab - 1, 0], [1], vocab=vocab)
+    assert corpus.train.dtype == dtype
+    assert corpus.train.tolist() == [vocab - 1, 0]
+
+
+def test_summary_is_one_line_with_the_numbers(folder):
+    summary = Corpus.open(folder).summary()
+    assert "\n" not in summary
+    for part in ("3 documents", "100 training", "2 validation", "1,000"):
+        assert part in summary
+
+
+def test_fingerprint_tells_ids_apart_and_nothing_else(cache):
+    one = write(cache / "a", [1, 2], [3])
+    same = write(cache / "b", [1, 2], [3], source="text")
+    moved = write(cache / "c", [1], [2, 3])
+    other = write(cache / "d", [1, 2], [4])
+    larger = write(cache / "e", [1, 2], [3], vocab=2000)
+    assert one.fingerprint == same.fingerprint
+    found = {corpus.fingerprint for corpus in (one, moved, other, larger)}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["truncated", "longer", "altered", "missing"])
+def test_damaged_file_is_refused(folder, name, damage):
+    path = folder / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        changed = bytes([content[0] ^ 1]) + content[1:]
+        damaged = {"truncated": content[:-2], "longer": content + b"12", "altered": changed}
+        path.write_bytes(damaged[damage])
+    with pytest.raises(DataError, match=r"damaged: .*delete the folder") as caught:
+        Corpus.open(folder)
+    assert name in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 1}', '{"format": 99}', '{"format": 1, "files": 3}']
+)
+def test_unusable_manifest_is_refused(folder, content):
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match="delete the folder"):
+        Corpus.open(folder)
+
+
+@pytest.mark.parametrize("change", [{"vocab": 5}, {"dtype": "uint32"}, {"valid_bytes": 1}])
+def test_edited_manifest_is_refused(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(DataError, match="fingerprint"):
+        Corpus.open(folder)
+
+
+def test_missing_folder_or_manifest(folder, tmp_path):
+    with pytest.raises(DataError, match="no prepared corpus at"):
+        Corpus.open(tmp_path / "none")
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match="damaged"):
+        Corpus.open(folder)
+
+
+def test_moved_folder_still_opens(folder, tmp_path):
+    before = Corpus.open(folder).fingerprint
+    shutil.move(folder, tmp_path / "elsewhere")
+    assert Corpus.open(tmp_path / "elsewhere").fingerprint == before
+
+
+def test_large_file_is_checked_in_samples(folder, monkeypatch):
+    """With few samples a change between them goes unseen, one at the start does not."""
+    monkeypatch.setattr(module, "_SAMPLES", 2)
+    monkeypatch.setattr(module, "_SAMPLE_BYTES", 4)
+    before = module._sample(folder / "train.bin")
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[50] ^= 1
+    (folder / "train.bin").write_bytes(content)
+    assert module._sample(folder / "train.bin") == before
+    content[101] ^= 1
+    (folder / "train.bin").write_bytes(content)
+    assert module._sample(folder / "train.bin") != before
+
+
+def test_failure_half_way_leaves_nothing(cache):
+    with pytest.raises(KeyError), writing(cache / "key", "text", 10) as writer:
+        writer.append("train", np.array([1]))
+        raise KeyError("a failure of any kind")
+    assert list(cache.iterdir()) == []
+
+
+def test_side_without_tokens_leaves_nothing(cache):
+    with pytest.raises(DataError, match="no tokens for valid"):
+        write(cache / "key", [1, 2], [])
+    assert list(cache.iterdir()) == []
+
+
+def test_nothing_appears_before_the_end(cache):
+    with writing(cache / "key", "text", 10) as writer:
+        writer.append("train", np.array([1]))
+        writer.append("valid", np.array([1]))
+        assert not (cache / "key").exists()
+        writer.finish(None, 0, 0)
+        assert not (cache / "key").exists()
+    assert [path.name for path in cache.iterdir()] == ["key"]
+
+
+def test_two_runs_at_once_agree_on_one_folder(cache):
+    with writing(cache / "key", "text", 10) as writer:
+        write(cache / "key", [1, 2], [3])
+        writer.append("train", np.array([1, 2]))
+        writer.append("valid", np.array([3]))
+        writer.finish(None, 0, 0)
+    assert [path.name for path in cache.iterdir()] == ["key"]
+    assert Corpus.open(cache / "key").valid_bytes == 12  # the first one stays
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot write the prepared corpus to .*file"):
+        write(tmp_path / "file" / "key", [1], [1])

@@ -1,0 +1,366 @@
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thinwire.data import Corpus, DataConfig, Order, Tokenizer, prepare
+from thinwire.data import cache as cache_module
+from thinwire.errors import ConfigError, DataError
+from thinwire.typed import from_plain
+
+VOCAB = 300
+prepare_module = sys.modules["thinwire.data.prepare"]
+
+
+class Recorder:
+    """A progress callback that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self.calls.append((phase, done, total))
+
+    @property
+    def phases(self) -> list[str]:
+        return list(dict.fromkeys(phase for phase, _, _ in self.calls))
+
+
+def text_config(path: Path, **changes) -> DataConfig:
+    return DataConfig(source="text", path=str(path), **{"valid_fraction": 0.2, **changes})
+
+
+def documents_of(corpus: Corpus, side: str) -> list[str]:
+    tokenizer = corpus.tokenizer()
+    text = tokenizer.decode(getattr(corpus, side))
+    assert text.endswith("<|endoftext|>")
+    return text.split("<|endoftext|>")[:-1]
+
+
+def make_old(folder: Path) -> None:
+    """Give the files times that are not "just now", as those of a real corpus."""
+    for path in folder.rglob("*"):
+        os.utime(path, (1_600_000_000, 1_600_000_000))
+
+
+def test_documents_arrive_whole_on_exactly_one_side(text_folder, cache, text_of):
+    corpus = prepare(text_config(text_folder), VOCAB, cache)
+    train, valid = documents_of(corpus, "train"), documents_of(corpus, "valid")
+    assert train and valid
+    assert sorted(train + valid) == sorted(text_of(i) for i in range(40))
+    assert corpus.valid_bytes == sum(len(text.encode()) for text in valid)
+    assert corpus.vocab == VOCAB
+    assert corpus.train.dtype == np.uint16
+
+
+def test_copies_of_validation_documents_do_not_train(text_folder, cache):
+    first = prepare(text_config(text_folder), VOCAB, cache)
+    for path in list(text_folder.iterdir()):
+        shutil.copy(path, text_folder / f"copy of {path.name}")
+    second = prepare(text_config(text_folder), VOCAB, cache)
+    assert sorted(documents_of(second, "valid")) == sorted(documents_of(first, "valid") * 2)
+    assert not set(documents_of(second, "valid")) & set(documents_of(second, "train"))
+
+
+def test_progress_goes_up_to_the_total_in_each_phase(text_folder, cache):
+    seen = Recorder()
+    prepare(text_config(text_folder), VOCAB, cache, seen)
+    assert seen.phases == ["reading", "training the tokenizer", "tokenising"]
+    size = sum(path.stat().st_size for path in text_folder.iterdir())
+    for phase in seen.phases:
+        done = [call[1] for call in seen.calls if call[0] == phase]
+        assert done == sorted(done)
+        assert done[-1] == size
+    assert {call[2] for call in seen.calls} == {size}
+
+
+def test_second_time_nothing_is_tokenised(text_folder, cache):
+    first = prepare(text_config(text_folder), VOCAB, cache)
+    seen = Recorder()
+    second = prepare(text_config(text_folder), VOCAB, cache, seen)
+    assert second.folder == first.folder
+    assert second.fingerprint == first.fingerprint
+    assert "tokenising" not in seen.phases
+
+
+def test_moved_and_touched_files_are_the_same_corpus(text_folder, cache, tmp_path):
+    first = prepare(text_config(text_folder), VOCAB, cache)
+    moved = tmp_path / "elsewhere" / "again"
+    shutil.copytree(text_folder, moved)
+    seen = Recorder()
+    assert prepare(text_config(moved), VOCAB, cache, seen).folder == first.folder
+    assert seen.phases == ["reading"]
+
+
+def test_unchanged_old_files_are_not_even_read(text_folder, cache, monkeypatch):
+    # The time of last change cannot be set back as the others can, so the clock goes forward.
+    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1)
+    first = prepare(text_config(text_folder), VOCAB, cache)
+    seen = Recorder()
+    assert prepare(text_config(text_folder), VOCAB, cache, seen).folder == first.folder
+    assert seen.calls == []
+
+
+def test_fresh_files_are_read_again(text_folder, cache):
+    """Within a tick of the clock a file can change and keep its size and times."""
+    prepare(text_config(text_folder), VOCAB, cache)
+    assert not (cache / "seen").exists()
+
+
+def test_changed_content_of_the_same_size_and_time_is_noticed(text_folder, cache, monkeypatch):
+    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1)
+    make_old(text_folder)
+    first = prepare(text_config(text_folder), VOCAB, cache)
+    path = text_folder / "07.txt"
+    changed = path.read_text().replace("amber", "ember")
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock may not have ticked yet
+        path.write_text(changed)
+        make_old(text_folder)
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    second = prepare(text_config(text_folder), VOCAB, cache)
+    assert second.fingerprint != first.fingerprint
+    assert changed in documents_of(second, "train") + documents_of(second, "valid")
+
+
+@pytest.mark.parametrize("change", ["vocab", "fraction", "tokenizer", "document"])
+def test_whatever_decides_the_ids_makes_another_corpus(text_folder, cache, tmp_path, change):
+    config = text_config(text_folder)
+    first = prepare(config, VOCAB, cache)
+    vocab = VOCAB
+    if change == "vocab":
+        vocab = VOCAB - 1
+    elif change == "fraction":
+        config = replace(config, valid_fraction=0.6)
+    elif change == "tokenizer":
+        Tokenizer.train(["other text"], 260).save(tmp_path / "t.json")
+        config = replace(config, tokenizer=str(tmp_path / "t.json"))
+    else:
+        (text_folder / "new.txt").write_text("one more document\n")
+    second = prepare(config, vocab, cache)
+    assert second.folder != first.folder
+    assert second.fingerprint != first.fingerprint
+
+
+def test_preparing_anew_gives_identical_bytes(text_folder, cache, tmp_path):
+    one = prepare(text_config(text_folder), VOCAB, cache)
+    two = prepare(text_config(text_folder), VOCAB, tmp_path / "other cache")
+    assert one.folder.name == two.folder.name
+    for path in one.folder.iterdir():
+        assert path.read_bytes() == (two.folder / path.name).read_bytes()
+
+
+def test_given_tokenizer_is_used_and_kept(text_folder, cache, tmp_path, text_of):
+    given = Tokenizer.train([text_of(99)], 280)
+    given.save(tmp_path / "t.json")
+    seen = Recorder()
+    config = text_config(text_folder, tokenizer=str(tmp_path / "t.json"))
+    corpus = prepare(config, 5000, cache, seen)
+    (tmp_path / "t.json").unlink()
+    assert corpus.vocab == 280
+    assert corpus.tokenizer().digest == given.digest
+    assert seen.phases == ["reading", "tokenising"]
+
+
+def test_damaged_cache_is_refused_until_deleted(text_folder, cache):
+    corpus = prepare(text_config(text_folder), VOCAB, cache)
+    with (corpus.folder / "train.bin").open("r+b") as stream:
+        stream.truncate(10)
+    with pytest.raises(DataError, match="delete the folder"):
+        prepare(text_config(text_folder), VOCAB, cache)
+    shutil.rmtree(corpus.folder)
+    again = prepare(text_config(text_folder), VOCAB, cache)
+    assert again.fingerprint == corpus.fingerprint
+
+
+def test_a_killed_run_leaves_nothing_that_is_taken_for_complete(text_folder, cache):
+    """The process ends without any cleaning up, in the middle of tokenising."""
+    code = (
+        "import os, sys; from thinwire.data import DataConfig, prepare\n"
+        "def die(phase, done, total):\n"
+        "    if phase == 'tokenising' and done > total // 2: os._exit(9)\n"
+        "config = DataConfig(source='text', path=sys.argv[1], valid_fraction=0.2)\n"
+        "prepare(config, 300, sys.argv[2], die)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, text_folder, cache])
+    assert ended.returncode == 9
+    left = [path.name for path in cache.iterdir()]
+    assert left and all(".partial-" in name for name in left)
+    corpus = prepare(text_config(text_folder), VOCAB, cache)
+    assert len(corpus.train) > 0
+
+
+def test_corpus_that_changes_while_it_is_read(text_folder, cache):
+    def meddle(phase: str, done: int, total: int) -> None:
+        if phase == "training the tokenizer":
+            (text_folder / "39.txt").write_text("something else\n")
+
+    with pytest.raises(DataError, match="changed while"):
+        prepare(text_config(text_folder), VOCAB, cache, meddle)
+    assert not [path for path in cache.iterdir() if path.name != "seen"]
+
+
+def test_single_document_is_cut_at_its_end(tmp_path, cache, text_of):
+    (tmp_path / "only.txt").write_text(text_of(1, lines=200))
+    corpus = prepare(text_config(tmp_path / "only.txt", valid_fraction=0.1), VOCAB, cache)
+    (train,), (valid,) = documents_of(corpus, "train"), documents_of(corpus, "valid")
+    assert train + valid == text_of(1, lines=200)
+    assert corpus.valid_bytes == len(valid)
+
+
+def test_tokenizer_of_a_large_corpus_is_trained_on_a_sample(text_folder, cache, monkeypatch):
+    everything = prepare(text_config(text_folder), VOCAB, cache)
+    tokenizer = everything.tokenizer()
+    valid = documents_of(everything, "valid")
+    monkeypatch.setattr(prepare_module, "TOKENIZER_SAMPLE_BYTES", 1)
+    shutil.rmtree(everything.folder)
+    sampled = prepare(text_config(text_folder), VOCAB, cache)
+    assert sampled.tokenizer().digest != tokenizer.digest
+    assert documents_of(sampled, "valid") == valid
+
+
+def test_tokenizer_never_sees_validation_text(tmp_path, cache, text_of):
+    """A word that only a validation document has must not become a token."""
+    marked = "zyzzyva" * 2000
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(20):
+        (texts / f"{i}.txt").write_text(text_of(i))
+        (texts / f"marked {i}.txt").write_text(f"{i} {marked}")
+    corpus = prepare(text_config(texts, valid_fraction=0.5), 400, cache)
+    assert any(marked in text for text in documents_of(corpus, "train"))
+    valid = [text for text in documents_of(corpus, "valid") if marked in text]
+    for path in texts.iterdir():
+        if marked in path.read_text() and path.read_text() not in valid:
+            path.unlink()
+    alone = prepare(text_config(texts, valid_fraction=0.5), 400, cache)
+    assert not any(marked in text for text in documents_of(alone, "train"))
+    assert len(alone.tokenizer().encode("zyzzyva")) == len("zyzzyva")
+
+
+def test_stdlib_small_vocabulary(cache, monkeypatch):
+    """The real standard library, a part of it so that the test is quick."""
+    files = prepare_module.stdlib_files()
+    chosen = [file for file in files if file.name.startswith(("json/", "html/", "logging/"))]
+    monkeypatch.setattr(prepare_module, "stdlib_files", lambda: chosen)
+    corpus = prepare(DataConfig(valid_fraction=0.1), 512, cache)
+    assert corpus.source == "stdlib"
+    both = documents_of(corpus, "train") + documents_of(corpus, "valid")
+    assert any("class JSONDecoder" in text for text in both)
+    assert Order(corpus.train, 64, 8, 4, seed=0).microbatch(0, 0).inputs_BT.max() < 512
+
+
+def write_shard(path: Path, ids, dtype="<u2") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.array(ids, dtype=dtype).tofile(path)
+
+
+def test_token_shards_with_and_without_validation(tmp_path, cache):
+    write_shard(tmp_path / "both" / "train.bin", [1, 2, 3])
+    write_shard(tmp_path / "both" / "val.bin", [4])
+    write_shard(tmp_path / "one.bin", range(100))
+    config = DataConfig(source="tokens", path=str(tmp_path / "both"), valid_fraction=0.1)
+    seen = Recorder()
+    corpus = prepare(config, 50, cache, seen)
+    assert (corpus.train.tolist(), corpus.valid.tolist()) == ([1, 2, 3], [4])
+    assert (corpus.vocab, corpus.valid_bytes, corpus.tokenizer()) == (5, 0, None)
+    assert seen.calls[-1] == ("copying", 8, 8)
+    corpus = prepare(replace(config, path=str(tmp_path / "one.bin")), 100, cache)
+    assert corpus.train.tolist() == list(range(90))
+    assert corpus.valid.tolist() == list(range(90, 100))
+
+
+def test_token_shards_are_cut_at_the_tokenizers_end_of_text(tmp_path, cache):
+    Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
+    ids = np.ones(100, dtype=np.uint16)
+    ids[87] = 0  # the id of <|endoftext|>
+    write_shard(tmp_path / "one.bin", ids)
+    config = DataConfig(
+        source="tokens",
+        path=str(tmp_path / "one.bin"),
+        tokenizer=str(tmp_path / "t.json"),
+        valid_fraction=0.1,
+    )
+    corpus = prepare(config, 257, cache)
+    assert (len(corpus.train), len(corpus.valid)) == (88, 12)
+    assert corpus.tokenizer().end_of_text == 0
+
+
+def test_shard_ids_beyond_the_vocabulary(tmp_path, cache):
+    write_shard(tmp_path / "s" / "a_train_1.bin", [1, 2, 3])
+    write_shard(tmp_path / "s" / "a_train_2.bin", [1, 4095, 4096])
+    config = DataConfig(source="tokens", path=str(tmp_path / "s"))
+    complaint = r"token id 4096, model\.vocab is 4096: set model\.vocab to at least 4097"
+    with pytest.raises(DataError, match=rf"a_train_2\.bin holds {complaint}"):
+        prepare(config, 4096, cache)
+    assert prepare(config, 4097, cache).vocab == 4097
+    with pytest.raises(DataError, match=complaint):  # now that a larger model has prepared it
+        prepare(config, 4096, cache)
+
+
+def test_shards_of_another_tokenizer(tmp_path, cache):
+    Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
+    write_shard(tmp_path / "one.bin", [1, 300, 2])
+    config = DataConfig("tokens", str(tmp_path / "one.bin"), str(tmp_path / "t.json"))
+    with pytest.raises(DataError, match=r"token id 300, but the tokenizer .* has 257 entries"):
+        prepare(config, 5000, cache)
+
+
+def test_tokenizer_larger_than_the_model(text_folder, cache, tmp_path, text_of):
+    Tokenizer.train([text_of(i) for i in range(9)], 320).save(tmp_path / "t.json")
+    config = text_config(text_folder, tokenizer=str(tmp_path / "t.json"))
+    complaint = r"has 320 entries, model\.vocab is 319: set model\.vocab to at least 320"
+    with pytest.raises(DataError, match=complaint):
+        prepare(config, 319, cache)
+    assert prepare(config, 320, cache).vocab == 320
+
+
+def test_errors_of_the_sources_come_through(tmp_path, cache):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(DataError, match="the corpus is empty"):
+        prepare(text_config(tmp_path), VOCAB, cache)
+    with pytest.raises(DataError, match="does not exist"):
+        prepare(text_config(tmp_path / "none"), VOCAB, cache)
+    with pytest.raises(DataError, match="at least 257"):
+        prepare(text_config(tmp_path), 100, cache)
+    with pytest.raises(DataError, match=r"none\.json"):
+        prepare(text_config(tmp_path, tokenizer="none.json"), VOCAB, cache)
+    assert DataError.exit_code == 3
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_impossible_fraction(tmp_path, cache, fraction):
+    with pytest.raises(ConfigError, match=r"data\.valid_fraction"):
+        prepare(text_config(tmp_path, valid_fraction=fraction), VOCAB, cache)
+
+
+def test_config_is_read_strictly(cache):
+    assert from_plain(DataConfig, {"source": "text"}, "data").source == "text"
+    with pytest.raises(ConfigError, match=r'data\.source = .*did you mean "text"'):
+        from_plain(DataConfig, {"source": "texts"}, "data")
+    with pytest.raises(ConfigError, match=r"data\.source = 'web' is not one of"):
+        prepare(DataConfig(source="web"), VOCAB, cache)
+
+
+def test_a_stage_process_computes_the_same_ids(text_folder, cache):
+    """The purpose of the room: another process, given the folder, needs no ids sent."""
+    corpus = prepare(text_config(text_folder), VOCAB, cache)
+    code = (
+        "import sys; from thinwire.data import Corpus, Order\n"
+        "corpus = Corpus.open(sys.argv[1])\n"
+        "batch = Order(corpus.train, 16, 8, 4, seed=5).microbatch(123, 2)\n"
+        "print(corpus.fingerprint, batch.inputs_BT.tolist(), batch.examples_B.tolist())\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, corpus.folder], check=True, capture_output=True, text=True
+    )
+    batch = Order(corpus.train, 16, 8, 4, seed=5).microbatch(123, 2)
+    here = f"{corpus.fingerprint} {batch.inputs_BT.tolist()} {batch.examples_B.tolist()}"
+    assert told.stdout.strip() == here
+    assert told.stderr == ""

@@ -1,0 +1,167 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thinwire.data import shards as module
+from thinwire.data.shards import chunks, cut_for_validation, find_shards, scan_shards
+from thinwire.errors import DataError
+
+
+def write_raw(path: Path, ids) -> Path:
+    np.array(ids, dtype="<u2").tofile(path)
+    return path
+
+
+def write_with_header(path: Path, ids, magic=20240520, version=1, count=None) -> Path:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    dtype = "<u2" if magic == 20240520 else "<u4"
+    path.write_bytes(header.tobytes() + np.array(ids, dtype=dtype).tobytes())
+    return path
+
+
+def all_ids(side) -> list[int]:
+    parts = list(chunks(side, 0, sum(shard.count for shard in side)))
+    return np.concatenate(parts).tolist() if parts else []
+
+
+def test_raw_layout(tmp_path):
+    write_raw(tmp_path / "train.bin", [1, 2, 65535])
+    write_raw(tmp_path / "val.bin", [4, 5])
+    (tmp_path / "meta.pkl").write_bytes(b"left alone")
+    found = find_shards(str(tmp_path))
+    assert all_ids(found.train) == [1, 2, 65535]
+    assert all_ids(found.valid) == [4, 5]
+
+
+def test_header_of_uint16(tmp_path):
+    path = write_with_header(tmp_path / "any_name.bin", [50256, 7, 8])
+    found = find_shards(str(path))
+    assert all_ids(found.train) == [50256, 7, 8]
+    assert found.valid == ()
+    assert found.train[0].layout.end_of_text == 50256
+
+
+def test_header_of_uint32(tmp_path):
+    path = write_with_header(tmp_path / "a.bin", [128000, 70000], magic=20240801, version=7)
+    assert all_ids(find_shards(str(path)).train) == [128000, 70000]
+
+
+def test_shards_join_in_name_order(tmp_path):
+    write_with_header(tmp_path / "web_train_000002.bin", [3, 4])
+    write_with_header(tmp_path / "web_train_000001.bin", [1, 2])
+    write_with_header(tmp_path / "web_val_000000.bin", [9])
+    found = find_shards(str(tmp_path))
+    assert all_ids(found.train) == [1, 2, 3, 4]
+    assert all_ids(found.valid) == [9]
+    assert found.size == 10
+
+
+def test_names_that_say_neither_are_training(tmp_path):
+    write_with_header(tmp_path / "web_000001.bin", [1, 2])
+    write_with_header(tmp_path / "web_000002.bin", [3])
+    assert all_ids(find_shards(str(tmp_path)).train) == [1, 2, 3]
+
+
+def test_chunks_cross_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 4)
+    write_raw(tmp_path / "train_1.bin", range(10))
+    write_raw(tmp_path / "train_2.bin", range(10, 20))
+    found = find_shards(str(tmp_path))
+    parts = list(chunks(found.train, 7, 15))
+    assert max(map(len, parts)) <= 4
+    assert np.concatenate(parts).tolist() == list(range(7, 15))
+
+
+def test_scan_finds_the_largest_id_and_reports(tmp_path):
+    write_raw(tmp_path / "train_1.bin", [1, 2, 3])
+    write_raw(tmp_path / "train_2.bin", [900, 1])
+    done: list[int] = []
+    scan = scan_shards(find_shards(str(tmp_path)), done.append)
+    assert (scan.largest, scan.largest_in.name) == (900, "train_2.bin")
+    assert done == [6, 10]
+
+
+def test_content_is_that_of_the_ids_not_of_the_files(tmp_path):
+    def content(folder: str) -> str:
+        return scan_shards(find_shards(str(tmp_path / folder)), lambda done: None).content
+
+    for name in ("one", "two", "cut", "other"):
+        (tmp_path / name).mkdir()
+    write_raw(tmp_path / "one" / "train.bin", [1, 2, 3])
+    write_with_header(tmp_path / "two" / "x_train_1.bin", [1])
+    write_with_header(tmp_path / "two" / "x_train_2.bin", [2, 3])
+    write_raw(tmp_path / "cut" / "train.bin", [1, 2])
+    write_raw(tmp_path / "cut" / "val.bin", [3])
+    write_raw(tmp_path / "other" / "train.bin", [1, 2, 4])
+    assert content("one") == content("two")
+    assert len({content("one"), content("cut"), content("other")}) == 3
+
+
+def shard_of(tmp_path: Path, ids) -> tuple:
+    return find_shards(str(write_raw(tmp_path / "a.bin", ids))).train
+
+
+def test_cut_moves_to_the_nearest_end_of_text(tmp_path):
+    ids = np.ones(1000, dtype=np.uint16)
+    ids[[100, 880, 925, 990]] = 7
+    assert cut_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 881
+    ids[909] = 7
+    assert cut_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 910
+
+
+def test_cut_uses_the_layouts_own_end_of_text(tmp_path):
+    ids = np.ones(1000, dtype=np.uint16)
+    ids[890] = 50256
+    assert cut_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=None) == 891
+
+
+def test_cut_without_end_of_text_is_at_the_fraction(tmp_path):
+    shards = shard_of(tmp_path, np.ones(1000, dtype=np.uint16))
+    assert cut_for_validation(shards, 0.1, end_of_text=7) == 900
+    assert cut_for_validation(shard_of(tmp_path, [1, 1]), 0.001, end_of_text=7) == 1
+    with pytest.raises(DataError, match="1 tokens cannot be cut"):
+        cut_for_validation(shard_of(tmp_path, [1]), 0.5, end_of_text=7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"version": 2}, "magic 20240520 with version 2; version 1 is supported"),
+        ({"magic": 20240801, "version": 1}, "version 7 is supported"),
+        ({"magic": 20240522}, "unknown magic 20240522"),
+        ({"count": 600}, "has 2024 bytes, but its header promises 600 tokens, that is 2224"),
+        ({"count": 400}, "promises 400 tokens"),
+        ({"count": -1}, "promises -1 tokens"),
+    ],
+)
+def test_bad_header_is_refused_with_its_values(tmp_path, arguments, complaint):
+    ids = np.ones(500, dtype=np.uint16)
+    path = write_with_header(tmp_path / "bad.bin", ids, **arguments)
+    with pytest.raises(DataError, match=rf"bad\.bin.*{complaint}"):
+        find_shards(str(path))
+
+
+def test_truncated_files_are_refused(tmp_path):
+    path = write_with_header(tmp_path / "bad.bin", [1, 2, 3])
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match=r"bad\.bin is truncated within its header"):
+        find_shards(str(path))
+    path.write_bytes(b"abc")
+    with pytest.raises(DataError, match=r"bad\.bin .* odd size of 3 bytes"):
+        find_shards(str(path))
+
+
+def test_missing_and_empty_sources(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        find_shards(str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"no \.bin token shards"):
+        find_shards(str(tmp_path))
+    write_raw(tmp_path / "val.bin", [1])
+    with pytest.raises(DataError, match=r"no training shards .* only val\.bin"):
+        find_shards(str(tmp_path))
+    write_raw(tmp_path / "train.bin", [])
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(DataError, match="the corpus is empty"):
+        scan_shards(find_shards(str(tmp_path)), lambda done: None)

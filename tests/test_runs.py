@@ -1,0 +1,366 @@
+"""Whole runs as a user starts them: real processes, real sockets, signals, and bad input."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.config import template
+from thinwire.engine import Checkpoint, Settings, list_checkpoints
+from thinwire.engine.checkpoint import checkpoints_folder
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
+)
+
+SUMMARY_KEYS = {
+    "final_train_loss", "final_valid_loss", "valid_losses", "tokens_per_s", "steps", "boundaries",
+    "ratio_vs_bf16", "link_utilisation", "bubble_fraction", "step_seconds_median",
+    "simulated_step_seconds", "config_hash", "seed", "versions",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared-cache")
+
+
+@pytest.fixture
+def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[..., Path]:
+    """Write a run.toml for a small run in processes."""
+
+    def write(**changes: object) -> Path:
+        defaults: dict[str, object] = {
+            "run__precision": "fp32",
+            "codec__forward": "bf16",
+            "codec__backward": "bf16",
+            "link__emulate": True,
+            "link__latency_ms": 2.0,
+            "train__checkpoint_every": 2,
+        }
+        settings = make_settings(**{**defaults, **changes})
+        path = tmp_path / "run.toml"
+        path.write_text(template(settings))
+        return path
+
+    return write
+
+
+class Program:
+    """A running `thinwire` command, with what it has printed so far."""
+
+    def __init__(self, arguments: list[str], cache: Path, cwd: Path):
+        self.log = cwd / f"output-{time.monotonic_ns()}.txt"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "thinwire.cli", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env={**os.environ, "THINWIRE_CACHE": str(cache), "COLUMNS": "100"},
+            )
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while not re.search(pattern, self.text()):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def stages(self) -> list[int]:
+        """Process ids of the stages, in the order they were started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+
+@pytest.fixture
+def thinwire(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    started: list[Program] = []
+
+    def start(*arguments: object) -> Program:
+        started.append(Program([str(a) for a in arguments], cache, tmp_path))
+        return started[-1]
+
+    yield start
+    for program in started:
+        if program.process.poll() is None:
+            program.process.kill()
+            program.process.wait()
+
+
+def gone(pids: list[int], timeout: float = 20) -> bool:
+    """Whether all these processes end (a zombie waits only for its parent to look)."""
+
+    def alive(pid: int) -> bool:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return state != "Z"
+        return False
+
+    deadline = time.monotonic() + timeout
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def long_run(config: Callable[..., Path], **changes: object) -> Path:
+    return config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=0, **changes)
+
+
+def test_a_run_from_start_to_finish(
+    thinwire: Callable, config: Callable, tmp_path: Path, text_folder: Path
+) -> None:
+    path = config(pipeline__stages=4)
+    run = thinwire("train", path)
+    assert run.wait() == 0, run.text()
+    folder = tmp_path / "test"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == 4
+    assert len(summary["boundaries"]) == 3
+    assert [step for step, _ in summary["valid_losses"]] == [0, 2, 4]
+    assert summary["final_valid_loss"] < summary["valid_losses"][0][1]
+    for name in ("plots/loss.png", "plots/step.png", "metrics.jsonl", "logs/stage-3.log"):
+        assert (folder / name).is_file(), name
+    assert list((folder / "tensorboard").iterdir())
+    assert [p.name for p in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
+    text = run.text()
+    assert f"config {summary['config_hash']}" in text
+    assert "loss" in text and "tok/s" in text and str(folder / "plots") in text
+
+    # dense bf16: 2 bytes per channel and token, plus headers, tallies and verdicts
+    for row in summary["boundaries"]:
+        assert 64 <= row["forward_bytes_per_token"] < 70
+        assert 64 <= row["backward_bytes_per_token"] < 72
+        assert 0.9 < row["ratio_vs_bf16"] < 1
+
+    # the checkpoint, loaded into one process, has the loss that the pipeline reported
+    evaluation = thinwire("eval", folder, "--json")
+    assert evaluation.wait() == 0, evaluation.text()
+    result = json.loads(evaluation.text()[evaluation.text().index("{") :])
+    assert result["valid_loss"] == pytest.approx(summary["final_valid_loss"], rel=1e-3)
+
+    words = thinwire("generate", folder, "--prompt", "stage link", "--tokens", 8)
+    assert words.wait() == 0, words.text()
+    assert words.text().startswith("stage link")
+
+    # a second run of the same name is refused and touches nothing
+    before = (folder / "metrics.jsonl").read_bytes()
+    again = thinwire("train", path)
+    assert again.wait() == 2
+    assert "already holds a run" in again.text() and "--resume" in again.text()
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_processes_give_what_threads_give(
+    thinwire: Callable,
+    config: Callable,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    tmp_path: Path,
+) -> None:
+    """The transport carries numbers, it does not change them: bitwise, in float32."""
+    exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
+    run = thinwire("train", config(**exact))
+    assert run.wait() == 0, run.text()
+    lines = (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()
+    losses = [r["loss"] for r in map(json.loads, lines) if "grad_norm" in r]
+    assert losses == run_in_threads(make_settings(**exact)).losses()
+
+
+def test_resume_into_other_stages_is_exact(
+    thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    path = config(codec__forward="fp32", codec__backward="fp32", pipeline__stages=4)
+    whole = thinwire("train", path, "--set", "run.name=whole")
+    assert whole.wait() == 0, whole.text()
+    middle = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    resumed = thinwire(
+        "train", path, "--set", "run.name=resumed", "--set", "pipeline.stages=2",
+        "--resume", middle,
+    )  # fmt: skip
+    assert resumed.wait() == 0, resumed.text()
+    ends = [Checkpoint.open(tmp_path / name) for name in ("whole", "resumed")]
+    assert [end.step for end in ends] == [4, 4]
+    names = {n for shard in ends[0].shards for n in shard.tensors}
+    left, right = (end.tensors(names) for end in ends)
+    assert all(left[name].equal(right[name]) for name in names)
+
+    other = thinwire("train", path, "--set", "model.ffn=64", "--resume", middle)
+    assert other.wait() == 2
+    assert "cannot resume" in other.text() and "model.ffn" in other.text()
+
+
+def test_ctrl_c_drains_and_checkpoints(
+    thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    path = long_run(config)
+    run = thinwire("train", path)
+    run.wait_for(r"\[train\] step +\d")
+    stages = run.stages()
+    assert len(stages) == 2
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 0, run.text()
+    assert "stopping after this step" in run.text()
+    assert gone(stages)
+    saved = Checkpoint.open(tmp_path / "test")
+    saved.verify()
+    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
+    assert saved.step == summary["steps"] >= 1
+    resumed = thinwire("train", path, "--set", f"train.steps={saved.step + 2}", "--resume")
+    assert resumed.wait() == 0, resumed.text()
+    assert Checkpoint.open(tmp_path / "test").step == saved.step + 2
+
+
+def test_a_second_ctrl_c_leaves_at_once(thinwire: Callable, config: Callable) -> None:
+    # A step that takes for ever: the first Ctrl-C cannot be served in time.
+    run = thinwire("train", long_run(config, link__latency_ms=60_000))
+    run.wait_for(r"\[start\]")
+    deadline = time.monotonic() + 60
+    while len(run.stages()) < 2 or "linked" not in _states(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    stages = run.stages()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(20) == 130, run.text()
+    assert gone(stages)
+
+
+def _states(run: Program) -> str:
+    """`linked` once each stage holds connections to the coordinator and its neighbour."""
+    counts = []
+    for pid in run.stages():
+        descriptors = Path(f"/proc/{pid}/fd").iterdir()
+        with contextlib.suppress(OSError):
+            counts.append(sum("socket" in os.readlink(d) for d in descriptors))
+    return "linked" if counts and min(counts) >= 2 else "starting"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stage_that_dies_ends_the_run_by_name(
+    victim: int, thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    run = thinwire("train", long_run(config))
+    run.wait_for(r"\[train\] step +\d")
+    stages = run.stages()
+    os.kill(stages[victim], signal.SIGKILL)
+    assert run.wait(30) == 6, run.text()
+    assert re.search(rf"error: stage {victim} died at step \d+: killed by SIGKILL", run.text())
+    assert f"logs/stage-{victim}.log" in run.text()
+    assert gone(stages)
+
+
+def test_peers_leave_with_a_coordinator_that_is_killed(
+    thinwire: Callable, config: Callable
+) -> None:
+    run = thinwire("train", long_run(config))
+    run.wait_for(r"\[train\] step +\d")
+    stages = run.stages()
+    run.process.kill()
+    run.wait()
+    assert gone(stages)
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(
+    thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    """A real refusal by the kernel: stage 1 may write no file past a limit from some step on."""
+    run = thinwire("train", config(train__steps=100_000, train__eval_every=0,
+                                   train__checkpoint_every=5, train__keep=1000))  # fmt: skip
+    run.wait_for(r"\[save\]")
+    stages = run.stages()
+    resource.prlimit(stages[1], resource.RLIMIT_FSIZE, (20_000, 20_000))
+    run.wait_for("not written, training goes on")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 4, run.text()
+    assert "Earlier checkpoints are untouched" in run.text()
+    saved = list_checkpoints(tmp_path / "test")
+    assert saved
+    for folder in saved:
+        Checkpoint.open(folder).verify()
+    assert not list(checkpoints_folder(tmp_path / "test").glob(".partial*"))
+
+
+@pytest.fixture
+def refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., None]:
+    """Run a command that must fail with this exit code and say these words (in this process)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THINWIRE_CACHE", str(cache))
+
+    def check(arguments: list[object], code: int, *words: str) -> None:
+        with pytest.raises(SystemExit) as exit_:
+            main([str(a) for a in arguments])
+        output = capfd.readouterr()
+        text = output.out + output.err
+        assert exit_.value.code == code, text
+        for word in words:
+            assert word in text
+        assert "Traceback" not in text
+
+    return check
+
+
+def test_bad_settings_are_refused(refused: Callable, config: Callable, tmp_path: Path) -> None:
+    path = config()
+    for override, words in [
+        ("model.dimm=64", 'did you mean "dim"?'),
+        ("modle.dim=64", 'did you mean "model"?'),
+        ("pipeline.stages=9", "the model has 4 layers"),
+        ("pipeline.microbatches=1", "microbatch"),
+        ("codec.forward=bf61", 'did you mean "bf16"?'),
+        ("train.steps=many", "cannot read 'many' as a whole number"),
+        ("data.path=/nowhere/at/all", "/nowhere/at/all"),
+        ("train.batch=4000000", "train"),
+    ]:
+        code = 3 if override.startswith(("data", "train.batch")) else 2
+        refused(["train", path, "--set", override], code, words)
+    assert not (tmp_path / "test" / "metrics.jsonl").exists()
+
+
+def test_a_port_in_use_is_named(refused: Callable, config: Callable) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(["train", config(), "--set", f"link.port={port}"], 5, str(port), "in use")
+
+
+def test_missing_files(refused: Callable, capfd: pytest.CaptureFixture[str]) -> None:
+    refused(["train", "absent.toml"], 2, "absent.toml does not exist", "thinwire init")
+    refused(["eval", "absent"], 4, "no such folder")
+    main(["init", "new.toml"])
+    refused(["init", "new.toml"], 2, "exists already")
+    main(["plan", "new.toml", "--tflops", "1", "--json"])
+    text = capfd.readouterr().out
+    assert json.loads(text[text.index("{") :])["step_seconds"] > 0
+
+
+@pytest.mark.parametrize("command", ["demo", "init", "train", "plan", "eval", "generate", "bench"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"thinwire {command}" in capsys.readouterr().out

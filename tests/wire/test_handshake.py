@@ -1,0 +1,92 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wiring import PATIENCE
+
+from thinwire.errors import WireError
+from thinwire.wire import Frame, FrameKind, Meter, encode, handshake, memory_pair
+from thinwire.wire.handshake import MAX_HELLO
+
+
+def both(pipes, mine, expect, theirs, they_expect):
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(handshake, pipes[1], theirs, they_expect, PATIENCE)
+        here = handshake(pipes[0], mine, expect, PATIENCE)
+        return here, there.result()
+
+
+def hello(payload: bytes) -> bytes:
+    return encode(Frame(FrameKind.HELLO, payload=payload))
+
+
+def test_each_end_learns_what_the_other_said(pipes):
+    mine = {"stage": 0, "config_hash": "ab12", "note": "spruce"}
+    theirs = {"stage": 1, "config_hash": "ab12"}
+    same = {"config_hash": "ab12"}
+    assert both(pipes, mine, {**same, "stage": 1}, theirs, {**same, "stage": 0}) == (theirs, mine)
+
+
+def test_every_difference_is_named_in_one_message(pipes):
+    expect = {"config_hash": "ab12", "stage": 1, "release": "0.1", "steps": 5}
+    theirs = {"config_hash": "cd34", "stage": 2, "steps": 5}
+    with pytest.raises(WireError) as failure:
+        both(pipes, {}, expect, theirs, {})
+    text = str(failure.value)
+    assert "config_hash: this stage has ab12, the other end has cd34" in text
+    assert "stage: this stage has 1, the other end has 2" in text
+    assert "release: this stage has 0.1, the other end does not say" in text
+    assert "steps" not in text
+
+
+def test_after_a_failed_handshake_the_other_end_is_not_left_waiting():
+    here, there = memory_pair()
+    there.write(hello(b'{"stage": 2}'))
+    with pytest.raises(WireError):
+        handshake(here, {}, {"stage": 1}, PATIENCE)
+    assert there.read() is not None  # the HELLO
+    assert there.read() is None
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (hello(b"{not json"), "not JSON"),
+        (hello(b"\xff\xfe\xff"), "not JSON"),
+        (hello(b"[" * 30_000), "not JSON"),
+        (hello(b"[1, 2]"), "not a JSON object"),
+        (hello(b'"' + b"x" * MAX_HELLO + b'"'), f"at most {MAX_HELLO} are accepted"),
+        (encode(Frame(FrameKind.FORWARD)), "expected HELLO first, got FORWARD"),
+        (b"junk", "malformed frame, length"),
+    ],
+)
+def test_a_malformed_hello_is_refused(message, reason):
+    here, there = memory_pair()
+    there.write(message)
+    with pytest.raises(WireError, match=reason):
+        handshake(here, {}, {}, PATIENCE)
+
+
+def test_a_hello_too_large_to_send_is_refused_here():
+    here, _ = memory_pair()
+    with pytest.raises(WireError, match="at most 65536 are allowed"):
+        handshake(here, {"blob": "x" * MAX_HELLO}, {}, PATIENCE)
+
+
+def test_silence_ends_in_an_error(pipes):
+    with pytest.raises(WireError, match=r"said nothing for 0\.05 s"):
+        handshake(pipes[0], {}, {}, 0.05)
+
+
+def test_an_end_that_hangs_up_is_named(pipes):
+    pipes[1].close()
+    with pytest.raises(WireError):
+        handshake(pipes[0], {}, {}, PATIENCE)
+
+
+def test_the_handshake_is_metered():
+    here, there = memory_pair()
+    meter = Meter()
+    there.write(hello(b"{}"))
+    handshake(here, {"a": 1}, {}, PATIENCE, meter)
+    assert meter.sent_bytes(FrameKind.HELLO) == 64 + len(b'{"a": 1}')
+    assert meter.received_bytes(FrameKind.HELLO) == 64 + 2

@@ -1,0 +1,318 @@
+import threading
+from collections.abc import Iterator
+
+import pytest
+from wiring import MAX_PAYLOAD, PATIENCE, Recorder
+
+from thinwire.errors import WireError
+from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
+from thinwire.wire import link as link_module
+
+NICS = {"direct": lambda: None, "emulated": lambda: Nic(800, 800, latency_ms=2, jitter_ms=1)}
+
+
+class CountingPipe(Pipe):
+    """Counts what passes, apart from the meter, and can be made to fail or to stand still."""
+
+    def __init__(self, inner: Pipe) -> None:
+        self._inner = inner
+        self.written = self.read_in = 0
+        self.open_gate = threading.Event()
+        self.open_gate.set()
+
+    def write(self, message: bytes) -> None:
+        assert self.open_gate.wait(PATIENCE)
+        self._inner.write(message)
+        self.written += len(message)
+
+    def read(self) -> bytes | None:
+        message = self._inner.read()
+        self.read_in += len(message or b"")
+        return message
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class End:
+    """A started link with its meter, its counting pipe and what it reported."""
+
+    def __init__(self, name: str, pipe: Pipe, nic: Nic | None) -> None:
+        self.pipe = CountingPipe(pipe)
+        self.meter = Meter()
+        self.heard = Recorder()
+        self.link = Link(self.pipe, self.meter, nic, name, MAX_PAYLOAD)
+        self.link.start(self.heard.on_frame, self.heard.on_broken, self.heard.on_end)
+
+
+@pytest.fixture(params=NICS)
+def ends(request: pytest.FixtureRequest, pipes: tuple[Pipe, Pipe]) -> Iterator[tuple[End, End]]:
+    both = End("0-1", pipes[0], NICS[request.param]()), End("1-0", pipes[1], NICS[request.param]())
+    yield both
+    for end in both:
+        end.link.close()
+
+
+@pytest.fixture
+def direct_ends() -> Iterator[tuple[End, End]]:
+    here, there = memory_pair()
+    both = End("0-1", here, None), End("1-0", there, None)
+    yield both
+    for end in both:
+        end.pipe.open_gate.set()
+        end.link.close()
+
+
+def forward(number: int, size: int = 1000) -> Frame:
+    return Frame(FrameKind.FORWARD, step=number, payload=bytes([number % 256]) * size)
+
+
+def test_frames_arrive_in_order_both_ways_and_goodbye_is_no_fault(ends):
+    here, there = ends
+    for number in range(50):
+        here.link.send(forward(number))
+        there.link.send(Frame(FrameKind.BACKWARD, step=number))
+    there.heard.wait(lambda: len(there.heard.frames) == 50)
+    here.heard.wait(lambda: len(here.heard.frames) == 50)
+    assert there.heard.frames == [forward(number) for number in range(50)]
+    assert [frame.step for frame in here.heard.frames] == list(range(50))
+    here.link.close()
+    there.heard.wait(lambda: there.heard.ends)
+    there.link.close()
+    assert here.heard.errors == there.heard.errors == []
+    assert here.heard.ends == 0
+
+
+def test_close_sends_what_is_queued_first(ends):
+    here, there = ends
+    for number in range(20):
+        here.link.send(lambda number=number: forward(number, 100_000))
+    here.link.close()
+    there.heard.wait(lambda: there.heard.ends)
+    assert [frame.step for frame in there.heard.frames] == list(range(20))
+    assert there.heard.errors == []
+
+
+def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
+    here, there = ends
+    for number in range(10):
+        here.link.send(forward(number, size=number * 777))
+        there.link.send(lambda number=number: Frame(FrameKind.TALLY, payload=bytes(number)))
+    here.link.flush(PATIENCE)
+    there.link.flush(PATIENCE)
+    here.heard.wait(lambda: len(here.heard.frames) == 10)
+    there.heard.wait(lambda: len(there.heard.frames) == 10)
+    assert here.meter.sent_bytes() == here.pipe.written == 10 * 64 + 45 * 777
+    assert here.meter.received_bytes() == here.pipe.read_in == 10 * 64 + 45
+    assert there.meter.sent_bytes(FrameKind.TALLY) == there.pipe.written == here.pipe.read_in
+    assert there.meter.received_bytes() == there.pipe.read_in == here.pipe.written
+    here.link.close()
+    there.heard.wait(lambda: there.heard.ends)
+    assert here.meter.sent_bytes() == here.pipe.written
+    assert here.meter.sent_bytes(FrameKind.BYE) == 64
+
+
+def test_both_ends_may_close_at_once(connect):
+    for attempt in range(10):
+        ends = [End(f"end-{side}", pipe, None) for side, pipe in enumerate(connect(str(attempt)))]
+        for end in ends:
+            end.link.send(forward(1))
+        closers = [threading.Thread(target=end.link.close) for end in ends]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(PATIENCE)
+            assert not closer.is_alive()
+        assert [end.heard.errors for end in ends] == [[], []]
+
+
+def test_send_does_not_wait_for_a_transport_that_stands_still(direct_ends):
+    here, there = direct_ends
+    here.pipe.open_gate.clear()
+    for number in range(5000):  # far more than any buffer below
+        here.link.send(forward(number, size=10))
+    assert here.pipe.written == 0
+    with pytest.raises(WireError, match="5000 frames unsent: not done after"):
+        here.link.flush(0.01)
+    here.pipe.open_gate.set()
+    here.link.flush(PATIENCE)
+    there.heard.wait(lambda: len(there.heard.frames) == 5000)
+
+
+def test_packing_runs_on_the_link_s_thread_in_queue_order(direct_ends):
+    here, there = direct_ends
+    packed: list[tuple[int, int]] = []
+
+    def pack(number: int) -> Frame:
+        packed.append((number, threading.get_ident()))
+        return forward(number)
+
+    here.link.send(forward(0))
+    here.link.send(lambda: pack(1))
+    here.link.send(forward(2))
+    here.link.send(lambda: pack(3))
+    there.heard.wait(lambda: len(there.heard.frames) == 4)
+    assert [frame.step for frame in there.heard.frames] == [0, 1, 2, 3]
+    assert [number for number, _ in packed] == [1, 3]
+    assert threading.get_ident() not in {thread for _, thread in packed}
+
+
+def test_a_failure_in_packing_breaks_both_ends_once(ends):
+    here, there = ends
+
+    def fail() -> Frame:
+        raise ZeroDivisionError("no such scale")
+
+    here.link.send(fail)
+    here.link.send(forward(1))
+    here.heard.wait(lambda: here.heard.errors)
+    there.heard.wait(lambda: there.heard.errors)
+    assert "link 0-1 is broken: packing a frame failed" in str(here.heard.errors[0])
+    assert "no such scale" in str(here.heard.errors[0])
+    assert isinstance(here.heard.errors[0].__cause__, ZeroDivisionError)
+    assert "link 1-0 is broken: the other end closed it without a goodbye" in str(
+        there.heard.errors[0]
+    )
+    here.link.close()
+    there.link.close()
+    assert len(here.heard.errors) == len(there.heard.errors) == 1
+    assert there.heard.frames == []
+
+
+def test_a_failure_in_handling_a_frame_is_reported(pipes):
+    heard = Recorder()
+
+    def refuse(frame: Frame) -> None:
+        raise KeyError("microbatch 7")
+
+    there = Link(pipes[1], Meter(), None, "1-0", MAX_PAYLOAD)
+    there.start(refuse, heard.on_broken)
+    pipes[0].write(encode(forward(1)))
+    heard.wait(lambda: heard.errors)
+    assert "link 1-0 is broken: handling a frame failed: KeyError('microbatch 7')" in str(
+        heard.errors[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n" * 5, "magic"),
+        (b"short", "length"),
+        (encode(forward(1, MAX_PAYLOAD + 1)), f"at most {MAX_PAYLOAD} are accepted"),
+    ],
+)
+def test_a_malformed_message_breaks_the_link(message, reason):
+    here, there = memory_pair()
+    end = End("1-0", there, None)
+    here.write(message)
+    end.heard.wait(lambda: end.heard.errors)
+    assert reason in str(end.heard.errors[0])
+    assert here.read() is None  # the pipe was closed, so the sender learns of it
+    assert end.meter.received_bytes() == 0
+
+
+def test_a_pipe_that_closes_without_goodbye_is_reported_once(ends):
+    here, there = ends
+    here.pipe.close()
+    there.heard.wait(lambda: there.heard.errors)
+    there.link.close()
+    assert len(there.heard.errors) == 1
+    assert there.heard.ends == 0
+
+
+def test_a_link_that_ended_takes_no_more_frames(direct_ends):
+    here, there = direct_ends
+    here.link.close()
+    with pytest.raises(WireError, match="it was closed here"):
+        here.link.send(forward(1))
+    there.heard.wait(lambda: there.heard.ends)
+    with pytest.raises(WireError, match="the other end said goodbye"):
+        there.link.send(forward(1))
+
+
+def test_a_broken_link_says_why_to_later_callers(direct_ends):
+    here, there = direct_ends
+    there.pipe.open_gate.clear()
+    there.link.send(forward(1))
+    here.pipe.close()
+    there.heard.wait(lambda: there.heard.errors)
+    with pytest.raises(WireError, match="link 1-0 takes no more frames: .* without a goodbye"):
+        there.link.send(forward(2))
+    with pytest.raises(WireError, match="1 frames unsent: .* without a goodbye"):
+        there.link.flush(PATIENCE)
+
+
+def test_frames_queued_behind_the_other_end_s_goodbye_are_no_fault(direct_ends):
+    here, there = direct_ends
+    there.pipe.open_gate.clear()
+    for number in range(5):
+        there.link.send(forward(number))
+    here.link.close()
+    there.heard.wait(lambda: there.heard.ends)
+    there.pipe.open_gate.set()
+    there.link.close()
+    assert there.heard.errors == []
+
+
+def test_spans_show_the_emulated_uplink_one_frame_after_the_other():
+    here, there = memory_pair()
+    end = End("0-1", here, Nic(mbps_up=80, mbps_down=80, latency_ms=1))
+    other = End("1-0", there, None)
+    for number in range(4):
+        end.link.send(Frame(FrameKind.FORWARD, step=9, microbatch=number, payload=bytes(936)))
+    other.heard.wait(lambda: len(other.heard.frames) == 4)
+    spans = end.link.take_spans()
+    assert [span[:3] for span in spans] == [("FORWARD", 9, number) for number in range(4)]
+    for *_, start, finish in spans:
+        assert finish - start == pytest.approx(1000 * 8 / 80e6)
+    for before, after in zip(spans, spans[1:], strict=False):
+        assert after[3] >= before[4]
+    assert end.link.take_spans() == []
+    end.link.close()
+    other.link.close()
+
+
+def test_spans_are_recorded_without_emulation_and_bounded(direct_ends, monkeypatch):
+    here, _ = direct_ends
+    here.link.send(forward(3))
+    here.link.close()
+    kinds = [kind for kind, *_ in here.link.take_spans()]
+    assert kinds == ["FORWARD", "BYE"]
+
+    monkeypatch.setattr(link_module, "MAX_SPANS", 5)
+    near, far = memory_pair()
+    end, other = End("a", near, None), End("b", far, None)
+    for number in range(20):
+        end.link.send(forward(number))
+    end.link.close()
+    assert [step for _, step, *_ in end.link.take_spans()] == [16, 17, 18, 19, 0]
+    other.link.close()
+
+
+def test_links_of_one_host_share_its_uplink():
+    nic = Nic(mbps_up=8, mbps_down=0, latency_ms=0)
+    ends = []
+    for name in ("left", "right"):
+        here, there = memory_pair()
+        ends.append((End(name, here, nic), End(f"from {name}", there, None)))
+    for near, _ in ends:
+        for number in range(3):
+            near.link.send(forward(number, size=936))
+    for _, far in ends:
+        far.heard.wait(lambda far=far: len(far.heard.frames) == 3)
+    spans = sorted((s, e) for near, _ in ends for *_, s, e in near.link.take_spans())
+    assert len(spans) == 6
+    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        assert start >= end
+    for near, far in ends:
+        near.link.close()
+        far.link.close()
+
+
+def test_an_unstarted_link_closes_and_a_started_one_starts_once(direct_ends):
+    with pytest.raises(WireError, match="started before"):
+        direct_ends[0].link.start(print, print)
+    here, there = memory_pair()
+    Link(here, Meter(), None, "idle", 100).close()
+    assert there.read() is None

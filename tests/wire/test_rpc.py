@@ -1,0 +1,282 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wiring import MAX_MESSAGE, MAX_PAYLOAD, PATIENCE, Recorder
+
+from thinwire.errors import WireError
+from thinwire.wire import Frame, FrameKind, Keepalive, Link, Listener, Meter, dial
+
+HOURLY = Keepalive(every_s=3600, timeout_s=3600)
+HASTY = Keepalive(every_s=0.1, timeout_s=0.4)
+
+# Another process: dials (or listens, and is dialed), echoes every frame, and never closes.
+PEER = """
+    import json, sys, threading
+    from thinwire.wire import *
+    order = json.loads(sys.stdin.readline())
+    identity = Identity.from_plain(order["identity"])
+    keepalive = Keepalive(*order["keepalive"])
+    if "address" in order:
+        pipe = dial(order["address"], "peer", identity, "host", 30, 1 << 25, keepalive)
+    else:
+        listener = Listener(identity, "127.0.0.1", 0, 1 << 25, keepalive)
+        print(listener.address, flush=True)
+        pipe = listener.accept("host", 30)
+    link = Link(pipe, Meter(), None, "echo", 1 << 24)
+    link.start(lambda frame: link.send(frame), lambda error: None)
+    order["wait"] and threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def spawn() -> Iterator:
+    """Start the other process with its orders on stdin; it is killed at the end."""
+    processes = []
+
+    def spawn(order: dict) -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PEER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        processes.append(process)
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        return process
+
+    yield spawn
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def start(pipe, name="host-peer") -> tuple[Link, Recorder]:
+    heard = Recorder()
+    link = Link(pipe, Meter(), None, name, MAX_PAYLOAD)
+    link.start(heard.on_frame, heard.on_broken, heard.on_end)
+    return link, heard
+
+
+def order(authority, keepalive: Keepalive, **more) -> dict:
+    return {
+        "identity": authority.issue("peer").to_plain(),
+        "keepalive": [keepalive.every_s, keepalive.timeout_s],
+        "wait": True,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("we", ["listen", "dial"])
+@pytest.mark.parametrize(
+    ("stop_with", "keepalive"),
+    [(signal.SIGKILL, HOURLY), (signal.SIGSTOP, HASTY)],
+    ids=["killed", "silent"],
+)
+def test_a_lost_process_is_noticed(authority, spawn, we, stop_with, keepalive):
+    # A killed process must be noticed without any ping; a stopped one only pings reveal.
+    identity = authority.issue("host")
+    listener = None
+    if we == "listen":
+        listener = Listener(identity, "127.0.0.1", 0, MAX_MESSAGE, keepalive)
+        process = spawn(order(authority, keepalive, address=listener.address))
+        pipe = listener.accept("peer", PATIENCE)
+    else:
+        process = spawn(order(authority, keepalive))
+        address = process.stdout.readline().strip()
+        pipe = dial(address, "host", identity, "peer", PATIENCE, MAX_MESSAGE, keepalive)
+    link, heard = start(pipe)
+    link.send(Frame(FrameKind.FORWARD, step=5, payload=bytes(1 << 20)))
+    heard.wait(lambda: heard.frames)
+    assert heard.frames[0].step == 5 and heard.errors == []
+
+    process.send_signal(stop_with)
+    heard.wait(lambda: heard.errors)
+    assert "link host-peer is broken: the other end is gone" in str(heard.errors[0])
+    link.close()
+    if listener is not None:
+        listener.close()
+    assert len(heard.errors) == 1
+
+
+@pytest.mark.parametrize("we", ["listen", "dial"])
+def test_a_process_that_forgets_to_close_still_exits(authority, spawn, we):
+    identity = authority.issue("host")
+    if we == "listen":
+        listener = Listener(identity, "127.0.0.1", 0, MAX_MESSAGE)
+        process = spawn(order(authority, HOURLY, address=listener.address, wait=False))
+        listener.accept("peer", PATIENCE)
+        assert process.wait(PATIENCE) == 0
+        listener.close()
+    else:
+        process = spawn(order(authority, HOURLY, wait=False))
+        address = process.stdout.readline().strip()
+        pipe = dial(address, "host", identity, "peer", PATIENCE, MAX_MESSAGE)
+        assert process.wait(PATIENCE) == 0
+        pipe.close()
+
+
+def test_frequent_pings_on_an_idle_link_are_tolerated(authority):
+    often = Keepalive(every_s=0.05, timeout_s=PATIENCE)
+    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE, often)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", PATIENCE)
+        identity = authority.issue("peer")
+        dialed = dial(listener.address, "peer", identity, "host", PATIENCE, MAX_MESSAGE, often)
+        pipe = accepted.result()
+    (here, heard_here), (there, heard_there) = start(pipe), start(dialed)
+    time.sleep(1.0)  # some twenty pings each way; three are enough to be hung up on
+    here.send(Frame(FrameKind.FORWARD))
+    there.send(Frame(FrameKind.BACKWARD))
+    heard_here.wait(lambda: heard_here.frames or heard_here.errors)
+    heard_there.wait(lambda: heard_there.frames or heard_there.errors)
+    assert heard_here.errors == heard_there.errors == []
+    here.close()
+    there.close()
+    listener.close()
+
+
+def test_a_port_in_use_is_an_error_that_says_what_to_do(authority, listener):
+    port = int(listener.address.rsplit(":", 1)[1])
+    wanted = f"port {port} on 127.0.0.1 is in use: .*set link.port = 0 or another"
+    with pytest.raises(WireError, match=wanted):
+        Listener(authority.issue("second"), "127.0.0.1", port, MAX_MESSAGE)
+
+
+def test_a_port_is_free_again_after_closing(authority):
+    first = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    first.close()
+    port = int(first.address.rsplit(":", 1)[1])
+    second = Listener(authority.issue("host"), "127.0.0.1", port, MAX_MESSAGE)
+    assert second.address == first.address
+    second.close()
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on(authority):
+    with pytest.raises(WireError, match=r"cannot listen on port 0 of 192\.0\.2\.1: .*link\.listen"):
+        Listener(authority.issue("host"), "192.0.2.1", 0, MAX_MESSAGE)
+
+
+def test_dialing_where_nothing_listens_is_an_error(authority, listener):
+    listener.close()
+    with pytest.raises(WireError, match="nothing listens there; is that process running"):
+        dial(listener.address, "peer", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
+
+
+def test_an_unexpected_name_is_refused(authority, listener):
+    with pytest.raises(WireError, match="'stranger' is not expected there"):
+        dial(listener.address, "stranger", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
+
+
+def test_a_second_dial_by_the_same_name_is_refused(authority, listener, connect):
+    connect("peer")
+    with pytest.raises(WireError, match="'peer' is not expected there"):
+        dial(listener.address, "peer", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
+
+
+def test_peers_are_told_apart_by_name_and_may_dial_before_they_are_expected(authority, listener):
+    identity = authority.issue("peer")
+    with ThreadPoolExecutor(2) as pool:
+        dials = {
+            name: pool.submit(dial, listener.address, name, identity, "host", PATIENCE, MAX_MESSAGE)
+            for name in ("ärger", "bliss")
+        }
+        accepted = {name: listener.accept(name, PATIENCE) for name in ("bliss", "ärger")}
+        dialed = {name: future.result(PATIENCE) for name, future in dials.items()}
+    for name, pipe in dialed.items():
+        pipe.write(name.encode())
+        assert accepted[name].read() == name.encode()
+    for pipe in [*accepted.values(), *dialed.values()]:
+        pipe.close()
+
+
+def test_accept_gives_up_and_can_be_asked_again(listener, connect):
+    with pytest.raises(WireError, match="'peer' did not dial .* within 0.05 s"):
+        listener.accept("peer", 0.05)
+    accepted, dialed = connect("peer")
+    dialed.write(b"x" * 64)
+    assert accepted.read() == b"x" * 64
+
+
+def test_a_message_over_the_limit_breaks_the_stream(connect):
+    accepted, dialed = connect("peer")
+    accepted.write(bytes(MAX_MESSAGE))
+    assert len(dialed.read()) == MAX_MESSAGE
+    dialed.write(bytes(MAX_MESSAGE + 1))
+    with pytest.raises(WireError, match="the other end is gone"):
+        accepted.read()
+    with pytest.raises(WireError, match="RESOURCE_EXHAUSTED"):
+        dialed.read()
+
+
+def test_a_writer_is_held_back_when_nobody_reads(connect):
+    accepted, dialed = connect("peer")
+    written = []
+
+    def write() -> None:
+        with pytest.raises(WireError):
+            for i in range(200):
+                dialed.write(bytes(1 << 20))
+                written.append(i)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join(1.0)
+    assert writer.is_alive() and len(written) < 50
+    accepted.close()  # frees the writer
+    writer.join(PATIENCE)
+    assert not writer.is_alive()
+
+
+def test_closing_pipe_and_listener_at_once_loses_nothing(authority):
+    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", PATIENCE)
+        identity = authority.issue("peer")
+        dialed = dial(listener.address, "peer", identity, "host", PATIENCE, MAX_MESSAGE)
+        received = pool.submit(lambda: list(iter(dialed.read, None)))
+        for number in range(30):
+            accepted.result().write(bytes([number]) * (1 << 20))
+        accepted.result().close()
+        listener.close()
+        assert [message[0] for message in received.result(PATIENCE)] == list(range(30))
+    dialed.close()
+
+
+def test_closing_the_listener_breaks_what_is_still_open(connect, listener):
+    accepted, dialed = connect("peer")
+    link, heard = start(dialed)
+    listener.close()
+    heard.wait(lambda: heard.errors)
+    with pytest.raises(WireError):
+        accepted.read()
+    link.close()
+
+
+def test_no_threads_are_left_behind(authority, listener, connect):
+    def ours() -> set[str]:
+        return {t.name for t in threading.enumerate() if t is not threading.main_thread()}
+
+    before = ours()
+    accepted, dialed = connect("peer")
+    (here, _), (there, heard) = start(accepted), start(dialed)
+    with pytest.raises(WireError):
+        dial(listener.address, "x", authority.issue("peer"), "host", 0.3, MAX_MESSAGE)
+    here.close()
+    heard.wait(lambda: heard.ends)
+    there.close()
+    deadline = time.monotonic() + PATIENCE
+    while ours() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ours() - before == set()

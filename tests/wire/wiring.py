@@ -1,0 +1,40 @@
+"""What several tests of the wire room need."""
+
+import threading
+from collections.abc import Callable
+
+from thinwire.errors import WireError
+from thinwire.wire import Frame
+
+PATIENCE = 30.0  # seconds; only ever reached by a test that fails
+MAX_PAYLOAD = 16 << 20
+MAX_MESSAGE = MAX_PAYLOAD + 64
+
+
+class Recorder:
+    """Collects what a link reports."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.errors: list[WireError] = []
+        self.ends = 0
+        self._changed = threading.Condition()
+
+    def on_frame(self, frame: Frame) -> None:
+        with self._changed:
+            self.frames.append(frame)
+            self._changed.notify_all()
+
+    def on_broken(self, error: WireError) -> None:
+        with self._changed:
+            self.errors.append(error)
+            self._changed.notify_all()
+
+    def on_end(self) -> None:
+        with self._changed:
+            self.ends += 1
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE), vars(self)
