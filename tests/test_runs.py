@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
-from thinwire.config import template
 from thinwire.engine import Checkpoint, Settings, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.typed import to_toml
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="looks at processes through /proc"
@@ -51,7 +51,7 @@ def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[.
         }
         settings = make_settings(**{**defaults, **changes})
         path = tmp_path / "run.toml"
-        path.write_text(template(settings))
+        path.write_text(to_toml(settings))
         return path
 
     return write
@@ -144,7 +144,7 @@ def test_a_run_from_start_to_finish(
     assert list((folder / "tensorboard").iterdir())
     assert [p.name for p in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
     text = run.text()
-    assert f"config {summary['config_hash']}" in text
+    assert f"hash {summary['config_hash']}" in text
     assert "loss" in text and "tok/s" in text and str(folder / "plots") in text
 
     # dense bf16: 2 bytes per channel and token, plus headers, tallies and verdicts

@@ -7,16 +7,24 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 import thinwire
 from thinwire.errors import ConfigError, ThinwireError
 
+if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
+    from thinwire.engine import Settings
+
 Command = Callable[[argparse.Namespace], None]
 
 INTERRUPTED = 130
+INIT_HEADER = """\
+# A run of thinwire: every key with its value and what it means. Delete what you do not change.
+# See what it will cost: thinwire plan run.toml      Start it: thinwire train run.toml
+
+"""
 
 DEMO = {
     "run": {"name": "demo"},
@@ -140,11 +148,12 @@ def demo(options: argparse.Namespace) -> None:
 
 def init(options: argparse.Namespace) -> None:
     """Write run.toml."""
-    from thinwire.config import load_settings, template
+    from thinwire.config import load_settings
+    from thinwire.typed import to_toml
 
     if options.path.exists() and not options.force:
         raise ConfigError(f"{options.path} exists already: choose another name, or use --force")
-    text = template(load_settings(None, options.set))
+    text = INIT_HEADER + to_toml(load_settings(None, options.set))
     try:
         options.path.write_text(text)
     except OSError as error:
@@ -213,14 +222,12 @@ def bench_command(options: argparse.Namespace) -> None:
     run_bench(options.json)
 
 
-def _train(settings: Any, resume: Path | None) -> dict[str, Any]:
+def _train(settings: "Settings", resume: Path | None) -> dict[str, Any]:
     """Train with a display around it, then print the summary."""
     from thinwire.report import open_display, summary_table
-    from thinwire.train import Interrupted, describe, train
+    from thinwire.train import Interrupted, train
 
     with open_display(sys.stdout, settings.run.name) as display:
-        for line in describe(settings):
-            display.phase("config", line)
         try:
             summary = train(settings, display, resume)
         except Interrupted:

@@ -1,6 +1,5 @@
-"""run.toml: reading it, overriding keys from the command line, writing a commented one."""
+"""run.toml: reading it, and overriding keys from the command line."""
 
-import dataclasses
 import tomllib
 import typing
 from pathlib import Path
@@ -37,28 +36,6 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     table[key] = parsed
 
 
-def template(settings: Settings) -> str:
-    """A run.toml with every key, its value and what it means."""
-    lines = [
-        "# A run of thinwire. Every key is here with its value; delete what you do not change.",
-        "",
-    ]
-    for section in dataclasses.fields(settings):
-        config = getattr(settings, section.name)
-        lines.append(f"[{section.name}]")
-        entries = []
-        for entry in dataclasses.fields(config):
-            choices = entry.metadata.get("choices", ())
-            note = entry.metadata["help"]
-            if choices and not all(choice in note for choice in choices):
-                note += f" ({', '.join(choices)})"
-            entries.append((f"{entry.name} = {_literal(getattr(config, entry.name))}", note))
-        width = max(len(text) for text, _ in entries)
-        lines += [f"{text:<{width}}  # {note}" for text, note in entries]
-        lines.append("")
-    return "\n".join(lines)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
@@ -69,12 +46,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return repr(value)

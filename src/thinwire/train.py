@@ -25,6 +25,7 @@ from thinwire.model import parameter_count
 from thinwire.paths import cache_folder
 from thinwire.report import Display, MetricsWriter, read_metrics
 from thinwire.summary import Ledger, bits_per_byte
+from thinwire.typed import to_toml
 
 FREE_ON_RESUME = ("pipeline", "link", "run.name", "run.out", "run.device", "run.threads", "train")
 """Settings that may differ between a checkpoint and the run that goes on from it."""
@@ -37,6 +38,8 @@ class Interrupted(Exception):
 def train(settings: Settings, display: Display, resume: Path | None = None) -> dict[str, Any]:
     """Run to the end (or to a Ctrl-C, which drains and checkpoints); returns the summary."""
     started = time.monotonic()
+    for line in describe(settings):
+        display.phase("config", line)
     folder = Path(settings.run.out) / settings.run.name
     checkpoint = open_resume(resume, settings) if resume else None
     claim_folder(folder, checkpoint)
@@ -63,23 +66,15 @@ def train(settings: Settings, display: Display, resume: Path | None = None) -> d
 
 
 def describe(settings: Settings) -> list[str]:
-    """The run in a few lines, printed before anything starts."""
-    model, p, link, train_ = settings.model, settings.pipeline, settings.link, settings.train
-    network = "links as they are"
-    if link.emulate:
-        network = (
-            f"links emulated at {link.mbps_up:g}/{link.mbps_down:g} Mbps, {link.latency_ms:g} ms"
-        )
-    return [
-        f"{settings.run.name}: config {settings.hash}, seed {settings.run.seed}, "
-        f"{settings.run.precision} on {settings.run.device}",
-        f"model {model.preset}: {parameter_count(model):,} parameters, {model.layers} blocks of "
-        f"width {model.dim}, context {model.context}, vocabulary {model.vocab}",
-        f"{p.stages} stages, {p.schedule}, {p.microbatches} microbatches, window "
-        f"{settings.schedule().window}; {network}",
-        f"boundary {settings.boundary.mode}, codec {settings.codec.forward} forward, "
-        f"{settings.codec.backward} backward; {train_.steps} steps of "
-        f"{settings.tokens_per_step:,} tokens",
+    """The resolved settings, a line per section, printed before anything starts."""
+    first = (
+        f"{settings.run.name}: hash {settings.hash}, {parameter_count(settings.model):,} "
+        f"parameters, {settings.train.steps} steps of {settings.tokens_per_step:,} tokens"
+    )
+    sections = settings.to_plain().items()
+    return [first] + [
+        f"[{section}] " + ", ".join(f"{key} {value}" for key, value in keys.items() if value != "")
+        for section, keys in sections
     ]
 
 
@@ -144,8 +139,8 @@ def claim_folder(folder: Path, checkpoint: Checkpoint | None) -> None:
 
 def save_settings(settings: Settings, folder: Path) -> None:
     """Keep the resolved settings beside the results."""
-    record = {"config_hash": settings.hash, **settings.to_plain()}
-    (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n")
+    header = f"# resolved settings of run {settings.run.name}, hash {settings.hash}\n\n"
+    (folder / "config.toml").write_text(header + to_toml(settings))
 
 
 class _Run:

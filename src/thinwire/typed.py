@@ -6,6 +6,7 @@ one place that fills them, so an unknown key or a wrong type is refused everywhe
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from typing import Any, TypeVar
@@ -64,6 +65,25 @@ def to_plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def to_toml(config: Any) -> str:
+    """The sections of a config as TOML: every key with its value and what it means."""
+    lines = []
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        entries = []
+        for entry in dataclasses.fields(values):
+            choices = entry.metadata.get("choices", ())
+            note = entry.metadata["help"]
+            if choices and not all(choice in note for choice in choices):
+                note += f" ({', '.join(choices)})"
+            entries.append((f"{entry.name} = {_literal(getattr(values, entry.name))}", note))
+        width = max(len(text) for text, _ in entries)
+        lines.append(f"[{section.name}]")
+        lines += [f"{text:<{width}}  # {note}" for text, note in entries]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
     """Read the text of `--set section.key=value` as the type that the field has."""
     hints = typing.get_type_hints(cls)
@@ -106,6 +126,14 @@ def _checked(value: Any, wanted: Any, place: str) -> Any:
     elif isinstance(wanted, type) and isinstance(value, wanted):
         return value
     raise ConfigError(f"{place} must be {_type_name(wanted)}, got {value!r}")
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a TOML basic string, escapes and all
+    return repr(value)
 
 
 def _type_name(wanted: Any) -> str:

@@ -37,6 +37,7 @@ def connect(
             return accepted.result(), dialed
 
     yield connect
+    listener.close()  # first, so that no pipe waits for its other end to read
     for pipe in opened:
         pipe.close()
 

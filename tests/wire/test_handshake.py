@@ -78,9 +78,10 @@ def test_silence_ends_in_an_error(pipes):
 
 
 def test_an_end_that_hangs_up_is_named(pipes):
-    pipes[1].close()
-    with pytest.raises(WireError):
-        handshake(pipes[0], {}, {}, PATIENCE)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pipes[1].close)
+        with pytest.raises(WireError):
+            handshake(pipes[0], {}, {}, PATIENCE)
 
 
 def test_the_handshake_is_metered():

@@ -1,3 +1,4 @@
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -237,9 +238,9 @@ def test_a_broken_link_says_why_to_later_callers(direct_ends):
     there.link.send(forward(1))
     here.pipe.close()
     there.heard.wait(lambda: there.heard.errors)
-    with pytest.raises(WireError, match="link 1-0 takes no more frames: .* without a goodbye"):
+    with pytest.raises(WireError, match=r"link 1-0 takes no more frames: .* without a goodbye"):
         there.link.send(forward(2))
-    with pytest.raises(WireError, match="1 frames unsent: .* without a goodbye"):
+    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
         there.link.flush(PATIENCE)
 
 
@@ -266,7 +267,7 @@ def test_spans_show_the_emulated_uplink_one_frame_after_the_other():
     assert [span[:3] for span in spans] == [("FORWARD", 9, number) for number in range(4)]
     for *_, start, finish in spans:
         assert finish - start == pytest.approx(1000 * 8 / 80e6)
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in itertools.pairwise(spans):
         assert after[3] >= before[4]
     assert end.link.take_spans() == []
     end.link.close()
@@ -303,7 +304,7 @@ def test_links_of_one_host_share_its_uplink():
         far.heard.wait(lambda far=far: len(far.heard.frames) == 3)
     spans = sorted((s, e) for near, _ in ends for *_, s, e in near.link.take_spans())
     assert len(spans) == 6
-    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(spans):
         assert start >= end
     for near, far in ends:
         near.link.close()

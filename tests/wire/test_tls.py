@@ -102,7 +102,7 @@ def test_a_damaged_identity_is_refused(authority, part):
 
 
 def test_an_identity_with_a_strange_key_is_refused(authority):
-    with pytest.raises(ConfigError, match="identity.colour"):
+    with pytest.raises(ConfigError, match=r"identity\.colour"):
         Identity.from_plain({**authority.issue("a").to_plain(), "colour": "red"})
 
 

@@ -212,8 +212,13 @@ def main() -> None:
     emulated = goodput(arguments.mbps, arguments.latency_ms, seconds=arguments.seconds)
     bare = goodput(0, 0, sizes=(1 << 20,), seconds=arguments.seconds)
 
-    print(f"goodput, both directions at once, {arguments.mbps:g} Mbit/s each way,", end=" ")
-    print(f"{arguments.latency_ms:g} ms one way; last lines: without emulation")
+    print_tables(emulated, bare, arguments.mbps, arguments.latency_ms)
+
+
+def print_tables(emulated: list[Row], bare: list[Row], mbps: float, latency_ms: float) -> None:
+    """Goodput and CPU cost, then the bytes of the meter beside those of the kernel."""
+    print(f"goodput, both directions at once, {mbps:g} Mbit/s each way,", end=" ")
+    print(f"{latency_ms:g} ms one way; last lines: without emulation")
     print(f"{'message':>10} {'direction':>9} {'Mbit/s':>8} {'of rate':>8} {'CPU s/GB':>9}")
     for row in emulated + bare:
         share = f"{row.ratio:.1%}" if row.ratio else "-"

@@ -39,7 +39,8 @@ def handshake(
         _compare(theirs, expect)
         return theirs
     except WireError:
-        pipe.close()
+        # Aside, because closing lets the other end read our HELLO first, and it may not be.
+        threading.Thread(target=pipe.close, name="handshake", daemon=True).start()
         raise
 
 

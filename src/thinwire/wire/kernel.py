@@ -81,4 +81,6 @@ def _u64(info: bytes, offset: int) -> int:
 
 def _text(address: tuple) -> str:
     host, port = address[:2]
+    # A dual-stack socket shows an IPv4 peer in IPv6 dress.
+    host = host.removeprefix("::ffff:") if "." in host else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -28,6 +28,7 @@ from thinwire.wire.tls import Identity
 _SERVICE, _METHOD = "thinwire.Wire", "Exchange"
 # "-bin" lets gRPC metadata carry any bytes, so any name will do.
 _NAME_KEY, _ACCEPTED_KEY = "thinwire-name-bin", "thinwire-accepted"
+_LAST = b""
 _MESSAGES_HANDED_OVER = 4
 _CLOSE_GRACE_S = 5.0
 _RETRY_S = 0.2
@@ -45,7 +46,11 @@ DEFAULT_KEEPALIVE = Keepalive()
 
 
 class _RpcPipe(Pipe):
-    """One end of a stream: what gRPC takes from `outgoing`, and what it yields in `incoming`."""
+    """One end of a stream: gRPC takes messages from `outgoing` and yields them in `incoming`.
+
+    An empty message is the last of each direction. Without it the end of a stream would not
+    tell a closed pipe from a lost connection: gRPC's server side ends both alike.
+    """
 
     def __init__(
         self, outgoing: Handover, incoming: Iterator[bytes], let_go: Callable[[], object]
@@ -53,6 +58,7 @@ class _RpcPipe(Pipe):
         self._outgoing = outgoing
         self._incoming = incoming
         self._let_go = let_go
+        self._reading = threading.Lock()
         self._over = threading.Event()
         self._closed = False
 
@@ -66,23 +72,37 @@ class _RpcPipe(Pipe):
             raise WireError("the stream is closed" if self._closed else "the other end is gone")
 
     def read(self) -> bytes | None:
-        try:
-            message = next(self._incoming, None)
-        except Exception as error:  # which class it is depends on the side and the moment
-            if self._closed:
-                return None
-            raise WireError(f"the other end is gone ({_why(error)})") from error
-        if message is None:
+        reason = "the connection was lost"
+        with self._reading:
+            try:
+                message = next(self._incoming, None)
+            except Exception as error:  # which class it is depends on the side and the moment
+                message, reason = None, _why(error)
+        if message == _LAST or (message is None and self._closed):
             # The other end closed and reads no more: finish, so that it need not wait for us.
             self._outgoing.end()
+            return None
+        if message is None:
+            raise WireError(f"the other end is gone ({reason})")
         return message
 
     def close(self) -> None:
         self._closed = True
         self._outgoing.end()
-        # Letting go at once would cut off what is still on its way out.
+        # Letting go at once would cut off what is still on its way out. The stream is over
+        # once both ends have read it to its end, and here nobody may be reading any more.
+        threading.Thread(target=self._discard_rest, name="thinwire close", daemon=True).start()
         self._over.wait(_CLOSE_GRACE_S)
         self._let_go()
+
+    def _discard_rest(self) -> None:
+        while self.read() is not None:
+            pass
+
+
+def _to_the_last(outgoing: Handover) -> Iterator[bytes]:
+    yield from outgoing
+    yield _LAST
 
 
 class Listener:
@@ -160,7 +180,7 @@ class Listener:
                 context.send_initial_metadata(((_ACCEPTED_KEY, "yes"),))
                 del self._expected[name]
                 arrival.set_result(pipe)
-                return outgoing
+                return _to_the_last(outgoing)
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name!r} is not expected there")
         raise AssertionError("abort raises")
 
@@ -219,7 +239,7 @@ def _try_to_dial(
     )
     outgoing = Handover(_MESSAGES_HANDED_OVER)
     open_stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
-    call = open_stream(outgoing, metadata=((_NAME_KEY, name.encode()),))
+    call = open_stream(_to_the_last(outgoing), metadata=((_NAME_KEY, name.encode()),))
     out_of_time = threading.Timer(max(0.0, deadline - time.monotonic()), call.cancel)
     out_of_time.daemon = True
     out_of_time.start()
@@ -242,6 +262,9 @@ def _common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, i
         ("grpc.max_send_message_length", max_message),
         ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
+        # Recent releases wait this long for the answer, whatever the option above says, and
+        # a minute unless told otherwise.
+        ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -276,7 +299,7 @@ def _why(error: Any) -> str:
     try:
         return f"{error.code().name}: {error.details()}"
     except AttributeError:  # the server side of gRPC says no more than that it ended
-        return "the connection broke"
+        return "the connection was lost"
 
 
 def _plainly(reason: str) -> str:

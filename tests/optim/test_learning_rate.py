@@ -1,0 +1,105 @@
+"""The learning rate is a pure function of the step, with the landmarks its schedules promise."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigError
+from thinwire.optim import OptimConfig, check_optim, learning_rate
+
+PEAK = 0.5
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+def rate(schedule: str, step: int, warmup: int = 10, steps: int = 110) -> float:
+    return learning_rate(OptimConfig(lr=PEAK, warmup=warmup, schedule=schedule), step, steps)
+
+
+@schedules
+def test_the_warmup_climbs_evenly_to_the_peak(schedule: str) -> None:
+    climb = [rate(schedule, step) for step in range(10)]
+    assert climb == pytest.approx([PEAK * (step + 1) / 10 for step in range(10)])
+    assert climb[0] > 0, "the first update is not wasted"
+    assert climb[-1] == rate(schedule, 10) == PEAK
+
+
+@schedules
+def test_without_warmup_the_peak_comes_first(schedule: str) -> None:
+    assert rate(schedule, 0, warmup=0) == PEAK
+
+
+@schedules
+def test_a_run_may_be_all_warmup(schedule: str) -> None:
+    assert rate(schedule, 109, warmup=110) == PEAK
+
+
+@pytest.mark.parametrize(
+    ("schedule", "quarter", "half", "end"),
+    [
+        # 0.1 + 0.9 (1 + cos(pi/4)) / 2, and so on
+        ("cosine", 0.8681980515339464, 0.55, 0.1),
+        ("linear", 0.75, 0.5, 0.0),
+        ("wsd", 1.0, 1.0, 0.0),
+        ("constant", 1.0, 1.0, 1.0),
+    ],
+)
+def test_landmarks_of_the_decay(schedule: str, quarter: float, half: float, end: float) -> None:
+    shares = [rate(schedule, step) / PEAK for step in (35, 60, 110)]
+    assert shares == pytest.approx([quarter, half, end], abs=1e-12)
+
+
+def test_wsd_holds_the_peak_and_falls_in_the_last_fifth() -> None:
+    assert rate("wsd", 89) == PEAK
+    assert rate("wsd", 90) == pytest.approx(PEAK)
+    assert rate("wsd", 91) < PEAK
+    assert rate("wsd", 100) == pytest.approx(PEAK / 2)
+    assert rate("wsd", 105) == pytest.approx(PEAK / 4)
+
+
+@schedules
+def test_the_last_update_still_moves_and_later_ones_stay_at_the_end(schedule: str) -> None:
+    assert rate(schedule, 109) > 0
+    assert rate(schedule, 500) == rate(schedule, 110)
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300), st.floats(1e-6, 10.0))
+def test_up_then_down_and_never_past_the_peak(
+    schedule: str, steps: int, warmup: int, peak: float
+) -> None:
+    warmup = min(warmup, steps)
+    config = OptimConfig(lr=peak, warmup=warmup, schedule=schedule)
+    rates = [learning_rate(config, step, steps) for step in range(steps)]
+    assert all(0 < value <= peak * (1 + 1e-15) for value in rates)  # lr * 53 / 53 may round up
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+
+
+@schedules
+def test_the_rate_remembers_nothing(schedule: str) -> None:
+    """A resumed run asks for a step out of the blue and must hear what the first run heard."""
+    forward = [rate(schedule, step) for step in range(110)]
+    backward = [rate(schedule, step) for step in reversed(range(110))]
+    assert forward == backward[::-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, "optim.lr = 0.0 must be a positive number"),
+        ({"lr": -1.0}, "optim.lr"),
+        ({"lr": float("nan")}, "optim.lr"),
+        ({"lr": float("inf")}, "optim.lr"),
+        ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must not be negative"),
+        ({"clip": -1.0}, "optim.clip"),
+        ({"warmup": -1}, "optim.warmup"),
+        ({"warmup": 101}, "optim.warmup = 101 is longer than train.steps = 100"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(changes: dict[str, float], message: str) -> None:
+    good = OptimConfig(warmup=100)
+    check_optim(good, steps=100)
+    with pytest.raises(ConfigError, match=message):
+        check_optim(dataclasses.replace(good, **changes), steps=100)

@@ -1,0 +1,213 @@
+"""Which parameter is updated by what, and state that outlives the grouping it was made in."""
+
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire.optim import OptimConfig, StageOptimizer
+
+Parameters = dict[str, nn.Parameter]
+
+SHAPES = {
+    "model.embed_tokens.weight": (12, 8),
+    "model.layers.0.input_layernorm.weight": (8,),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.mlp.up_proj.weight": (10, 8),
+    "model.layers.1.input_layernorm.weight": (8,),
+    "model.layers.1.self_attn.q_proj.weight": (8, 8),
+    "model.layers.1.mlp.down_proj.weight": (8, 10),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (12, 8),
+}
+NAMES = list(SHAPES)
+GAINS = {name for name, shape in SHAPES.items() if len(shape) == 1}
+BLOCK_MATRICES = {name for name in SHAPES if name.startswith("model.layers.") and name not in GAINS}
+# Groupings of the same parameters: one stage, two, two cut elsewhere, one for each parameter.
+GROUPINGS = {
+    "whole": [NAMES],
+    "halves": [NAMES[:4], NAMES[4:]],
+    "uneven": [NAMES[:1], NAMES[1:]],
+    "singles": [[name] for name in NAMES],
+}
+optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+
+
+def noise(what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normal numbers that depend on the text alone."""
+    seed = int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def fresh(dtype: torch.dtype = torch.float32) -> Parameters:
+    return {name: nn.Parameter(noise(name, shape, dtype)) for name, shape in SHAPES.items()}
+
+
+class Ensemble:
+    """All parameters, under one StageOptimizer for each group of names."""
+
+    def __init__(self, grouping: str, config: OptimConfig, dtype: torch.dtype = torch.float32):
+        self.parameters = fresh(dtype)
+        self.parts = [
+            StageOptimizer({name: self.parameters[name] for name in group}, config)
+            for group in GROUPINGS[grouping]
+        ]
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            for name, parameter in self.parameters.items():
+                what = f"gradient of {name} at {step}"
+                parameter.grad = noise(what, SHAPES[name], parameter.dtype)
+            for part in self.parts:
+                part.step(0.01 * (step + 1))
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the weights and the optimizer state, as a checkpoint makes one."""
+        merged: dict[str, Tensor] = {}
+        for part in self.parts:
+            found = part.state_tensors()
+            assert not merged.keys() & found.keys()
+            merged.update(found)
+        return {name: value.clone() for name, value in merged.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+        for part in self.parts:
+            part.load_state_tensors({name: value.clone() for name, value in state.items()})
+
+
+def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+@optimizers
+@pytest.mark.parametrize("after", GROUPINGS)
+@pytest.mark.parametrize("before", GROUPINGS)
+def test_state_moves_between_groupings_bit_for_bit(optimizer: str, before: str, after: str) -> None:
+    config = OptimConfig(name=optimizer)
+    uninterrupted = Ensemble("whole", config)
+    uninterrupted.train(range(6))
+    first, second = Ensemble(before, config), Ensemble(after, config)
+    first.train(range(3))
+    second.load(first.weights(), first.state())
+    assert same_bits(second.state(), first.state())
+    second.train(range(3, 6))
+    assert same_bits(second.weights(), uninterrupted.weights())
+    assert same_bits(second.state(), uninterrupted.state())
+
+
+@optimizers
+@pytest.mark.parametrize("lost", ["everything", "model.layers.1.self_attn.q_proj.weight"])
+def test_lost_state_is_seen(optimizer: str, lost: str) -> None:
+    """The failing side: without its state a parameter goes another way."""
+    config = OptimConfig(name=optimizer)
+    uninterrupted, first, second = (Ensemble("whole", config) for _ in range(3))
+    uninterrupted.train(range(6))
+    first.train(range(3))
+    kept = {
+        name: value
+        for name, value in first.state().items()
+        if lost != "everything" and not name.startswith(lost)
+    }
+    second.load(first.weights(), kept)
+    second.train(range(3, 6))
+    assert not same_bits(second.weights(), uninterrupted.weights())
+
+
+def test_adamw_keeps_two_moments_for_every_parameter() -> None:
+    ensemble = Ensemble("whole", OptimConfig())
+    assert ensemble.state() == {}, "nothing to keep before the first update"
+    ensemble.train(range(2))
+    keys = {f"{n}/{key}" for n in NAMES for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert ensemble.state().keys() == keys
+    assert ensemble.state()["lm_head.weight/step"] == 2
+
+
+def test_muon_is_for_the_matrices_of_blocks_only() -> None:
+    muon = Ensemble("whole", OptimConfig(name="muon"))
+    muon.train(range(2))
+    by_muon = {n.split("/")[0] for n in muon.state() if n.endswith("/momentum_buffer")}
+    by_adamw = {n.split("/")[0] for n in muon.state() if n.endswith("/exp_avg")}
+    assert by_muon == BLOCK_MATRICES
+    assert by_adamw == SHAPES.keys() - BLOCK_MATRICES
+
+    adamw = Ensemble("whole", OptimConfig(name="adamw"))
+    adamw.train(range(2))
+    for name in NAMES:
+        equal = torch.equal(adamw.parameters[name], muon.parameters[name])
+        assert equal == (name not in BLOCK_MATRICES), name
+
+
+def test_muon_and_adamw_move_matrices_about_as_far() -> None:
+    """One learning rate serves both: muon's update has a root mean square near AdamW's 0.2."""
+    ensemble = Ensemble("whole", OptimConfig(name="muon", weight_decay=0.0))
+    before = ensemble.weights()
+    ensemble.train(range(1))
+    for name in BLOCK_MATRICES:
+        update = (before[name] - ensemble.weights()[name]) / 0.01
+        assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.3)
+        spread = torch.linalg.svdvals(update)
+        assert spread.max() < 3 * spread.min(), "the update is nearly orthogonal"
+
+
+@optimizers
+def test_matrices_decay_and_gains_never_do(optimizer: str) -> None:
+    """With gradients of zero the decay is all that is left of an update."""
+    parameters = fresh(torch.float64)
+    part = StageOptimizer(parameters, OptimConfig(name=optimizer, weight_decay=0.25))
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    part.step(lr=0.5)
+    for name, parameter in parameters.items():
+        kept = 1.0 if name in GAINS else 1 - 0.5 * 0.25
+        assert torch.equal(parameter, before[name] * kept), name
+
+
+def test_adamw_is_the_textbook_update() -> None:
+    config = OptimConfig(weight_decay=0.1)
+    ensemble = Ensemble("halves", config, torch.float64)
+    expected = ensemble.weights()
+    first, second = ({n: torch.zeros_like(w) for n, w in expected.items()} for _ in range(2))
+    for step in range(4):
+        lr = 0.01 * (step + 1)
+        for name, weight in expected.items():
+            gradient = noise(f"gradient of {name} at {step}", SHAPES[name], torch.float64)
+            first[name] = 0.9 * first[name] + 0.1 * gradient
+            second[name] = 0.95 * second[name] + 0.05 * gradient**2
+            mean = first[name] / (1 - 0.9 ** (step + 1))
+            scale = (second[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+            decay = 0.0 if name in GAINS else config.weight_decay
+            expected[name] = weight - lr * decay * weight - lr * mean / scale
+    ensemble.train(range(4))
+    for name, weight in ensemble.weights().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-13)
+
+
+@optimizers
+def test_the_rate_given_at_the_step_counts_and_not_the_configured_one(optimizer: str) -> None:
+    results = []
+    for configured in (1e-3, 7.0):
+        ensemble = Ensemble("whole", OptimConfig(name=optimizer, lr=configured))
+        ensemble.train(range(2))
+        results.append(ensemble.weights())
+    assert same_bits(*results)
+
+
+@optimizers
+def test_gradients_are_gone_after_an_update_and_after_zero_grad(optimizer: str) -> None:
+    ensemble = Ensemble("whole", OptimConfig(name=optimizer))
+    ensemble.train(range(1))
+    assert all(parameter.grad is None for parameter in ensemble.parameters.values())
+    for parameter in ensemble.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    before, state = ensemble.weights(), ensemble.state()
+    ensemble.parts[0].zero_grad()
+    assert all(parameter.grad is None for parameter in ensemble.parameters.values())
+    assert same_bits(ensemble.weights(), before) and same_bits(ensemble.state(), state)

@@ -1,0 +1,311 @@
+"""run.toml and the settings of a run: read strictly, checked whole, hashed by what they compute."""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.config import apply_override, load_settings, template
+from thinwire.engine import Settings
+from thinwire.errors import ConfigError
+from thinwire.model import PRESETS
+
+FREE_KEYS = {("run", "name"), ("run", "out"), ("link", "listen"), ("link", "port")}
+KEYS = [
+    (section.name, key.name)
+    for section in dataclasses.fields(Settings)
+    for key in dataclasses.fields(getattr(Settings(), section.name))
+]
+
+
+def with_key(settings: Settings, section: str, key: str, value: Any) -> Settings:
+    changed = dataclasses.replace(getattr(settings, section), **{key: value})
+    return dataclasses.replace(settings, **{section: changed})
+
+
+def other_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [*value, 1]
+    return value + ("x" if isinstance(value, str) else 1)
+
+
+# --- the file ---
+
+
+def test_a_file_fills_the_settings_and_the_rest_is_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[train]\nsteps = 7\nbatch = 24\n[run]\nname = "é"\n[optim]\nwarmup = 3\n')
+    settings = load_settings(path, [])
+    assert (settings.train.steps, settings.train.batch, settings.run.name) == (7, 24, "é")
+    assert settings.link == Settings().link
+    assert settings.model == Settings().model.resolved()
+
+
+def test_without_a_file_the_defaults_are_a_run() -> None:
+    settings = load_settings(None, [])
+    assert settings.model.layers > 0, "the preset is resolved"
+    assert settings == Settings.from_plain({})
+
+
+def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope.toml does not exist: `thinwire init .*nope.toml`"):
+        load_settings(tmp_path / "nope.toml", [])
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_settings(tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[train\nsteps = 1", b"steps", b"[train]\nsteps = 1\nsteps = 2", b"x = 'a\n", b"\xff\xfe"],
+)
+def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"broken.toml is not valid TOML"):
+        load_settings(path, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trian]\n", 'unknown section "trian"; did you mean "train"'),
+        ("[train]\nstep = 1", 'unknown key "train.step"; did you mean "steps"'),
+        ("steps = 1", 'unknown section "steps"'),
+        ("train = 1", "train must be a table of keys, got 1"),
+        ("[[train]]\nsteps = 1", "train must be a table of keys"),
+        ("[train]\nsteps = true", "train.steps must be a whole number, got True"),
+        ("[train]\nsteps = 1.0", "train.steps must be a whole number, got 1.0"),
+        ('[train]\nsteps = "1"', "train.steps must be a whole number, got '1'"),
+        ("[link]\nemulate = 1", "link.emulate must be true or false, got 1"),
+        ("[run]\nname = 1", "run.name must be text, got 1"),
+        ("[pipeline]\nsplit = [1, 2.5]", r"pipeline.split\[1\] must be a whole number, got 2.5"),
+        ('[optim]\nname = "adam"', "optim.name = 'adam' is not allowed; did you mean \"adamw\""),
+        ('[model]\npreset = "9b"', "model.preset = '9b' is not allowed; did you mean \"8b\""),
+        ('[run]\nprecision = "fp8"', "run.precision = 'fp8' is not allowed"),
+    ],
+)
+def test_files_that_say_something_else_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_settings(path, [])
+
+
+# --- overrides ---
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nsteps = 70\n[link]\nemulate = true\n")
+    overrides = ["train.steps=80", " link.emulate = false ", "train.steps=1_90"]
+    settings = load_settings(path, overrides)
+    assert settings.train.steps == 190
+    assert settings.link.emulate is False
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("train.steps=50", 50),
+        ("optim.lr=1e-4", 1e-4),
+        ("link.mbps_up=10", 10.0),
+        ("pipeline.recompute=true", True),
+        ("pipeline.split=2,1,1", [2, 1, 1]),
+        ("pipeline.split=[]", []),
+        ("run.name=a=b", "a=b"),
+        ("data.path=/some/where", "/some/where"),
+    ],
+)
+def test_an_override_has_the_type_of_its_key(override: str, value: object) -> None:
+    values: dict[str, Any] = {}
+    apply_override(values, override)
+    section, key = override.partition("=")[0].split(".")
+    assert values == {section: {key: value}}
+    assert type(values[section][key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps", "must look like section.key=value"),
+        ("steps=5", "must look like section.key=value"),
+        ("=", "must look like section.key=value"),
+        ("trian.steps=5", 'unknown section "trian"; did you mean "train"'),
+        ("train.stesp=5", 'unknown key "train.stesp"; did you mean "steps"'),
+        ("train.=5", 'unknown key "train."'),
+        ("train.steps=five", "train.steps: cannot read 'five' as a whole number"),
+        ("link.emulate=on", "link.emulate: cannot read 'on' as true or false"),
+        ("pipeline.split=2;2", "pipeline.split: cannot read '2;2'"),
+        ("optim.schedule=cosin", "optim.schedule = 'cosin' is not allowed; did you mean"),
+    ],
+)
+def test_overrides_that_say_nothing_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(None, [override])
+
+
+def test_an_override_cannot_enter_what_is_no_section() -> None:
+    with pytest.raises(ConfigError, match="train must be a table of keys"):
+        apply_override({"train": 3}, "train.steps=5")
+
+
+# --- the template ---
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_template_reads_back_to_the_same_settings(preset: str) -> None:
+    settings = load_settings(None, [f"model.preset={preset}", "pipeline.split=", "run.seed=5"])
+    assert Settings.from_plain(tomllib.loads(template(settings))) == settings
+
+
+def test_the_template_carries_every_change(make_settings: Callable[..., Settings]) -> None:
+    settings = make_settings(
+        pipeline__split=[1, 3], optim__lr=1e-9, link__emulate=False, data__path='a "b" \\ # é'
+    )
+    text = template(settings)
+    assert Settings.from_plain(tomllib.loads(text)) == settings
+    assert "split = [1, 3]" in text and "emulate = false" in text
+
+
+@given(
+    # a name without control characters, as any sane path is
+    st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=20),
+    st.floats(1e-300, 1e300),
+    st.integers(-(2**62), 2**62),
+)
+def test_any_text_and_number_survives_the_template(path: str, rate: float, seed: int) -> None:
+    values = {"data": {"path": path}, "optim": {"lr": rate}, "run": {"seed": seed}}
+    settings = Settings.from_plain(values)
+    assert Settings.from_plain(tomllib.loads(template(settings))) == settings
+
+
+def test_the_template_explains_every_key() -> None:
+    lines = template(Settings.from_plain({})).splitlines()
+    for section, key in KEYS:
+        assert f"[{section}]" in lines
+        help = {f.name: f for f in dataclasses.fields(getattr(Settings(), section))}[key].metadata
+        explained = [line for line in lines if line.startswith(f"{key} = ")]
+        assert any(help["help"] in line for line in explained), f"{section}.{key}"
+        for choice in help["choices"]:
+            assert any(choice in line for line in explained), f"{section}.{key}: {choice}"
+
+
+# --- the tree ---
+
+
+def test_settings_travel_as_plain_data(make_settings: Callable[..., Settings]) -> None:
+    settings = make_settings(pipeline__split=[3, 1])
+    assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda name: name)
+def test_the_hash_names_what_is_computed(section: str, key: str) -> None:
+    settings = Settings.from_plain({})
+    changed = with_key(settings, section, key, other_value(getattr(
+        getattr(settings, section), key)))  # fmt: skip
+    assert (changed.hash == settings.hash) == ((section, key) in FREE_KEYS)
+
+
+def test_the_hash_is_the_same_for_the_same_settings_said_otherwise() -> None:
+    implicit = Settings.from_plain({})
+    layers = implicit.model.layers
+    explicit = Settings.from_plain({"model": {"layers": layers}, "optim": {"clip": 1}})
+    assert explicit.hash == implicit.hash
+    assert len(implicit.hash) == 12 and int(implicit.hash, 16) >= 0
+
+
+def test_sizes_that_follow_from_others(make_settings: Callable[..., Settings]) -> None:
+    settings = make_settings(train__batch=12, pipeline__microbatches=4, pipeline__split=[1, 3])
+    assert settings.microbatch_size == 3
+    assert settings.tokens_per_step == 12 * settings.model.context
+    assert settings.split() == [range(0, 1), range(1, 4)]
+    assert settings.schedule().microbatches == 4
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(3, [3, 6, 8]), (0, [8]), (4, [4, 8]), (100, [8])])
+def test_checkpoints_and_validations_come_on_time_and_at_the_end(
+    make_settings: Callable[..., Settings], every: int, wanted: list[int]
+) -> None:
+    settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
+    assert [done for done in range(1, 9) if settings.is_checkpoint_step(done)] == wanted
+    assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
+
+
+# --- what cannot work: the fixture's run has 4 layers, 2 stages, 4 microbatches, 4 steps of 8 ---
+
+
+def test_the_settings_below_are_one_change_away_from_a_good_run(
+    make_settings: Callable[..., Settings],
+) -> None:
+    make_settings()
+    make_settings(boundary__rank=32)
+    make_settings(pipeline__schedule="gpipe", pipeline__stages=4, pipeline__microbatches=1)
+    make_settings(optim__warmup=4)
+    make_settings(link__mbps_up=0, link__latency_ms=0, optim__clip=0, optim__weight_decay=0)
+    make_settings(run__name="my run-2.v1_b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline__stages": 5, "pipeline__microbatches": 8}, "stages = 5 .* 4 layers"),
+        ({"pipeline__stages": 0}, "pipeline.stages = 0"),
+        ({"pipeline__split": [1, 1, 2]}, "names 3 stages but pipeline.stages = 2"),
+        ({"pipeline__split": [1, 2]}, "adds up to 3 but the model has 4"),
+        ({"pipeline__split": [0, 4]}, "every stage needs at least one"),
+        ({"pipeline__microbatches": 1}, "1f1b with pipeline.microbatches = 1 .*stages = 2"),
+        ({"pipeline__microbatches": 0}, "pipeline.microbatches = 0"),
+        ({"pipeline__window": -1}, "pipeline.window = -1"),
+        ({"pipeline__schedule": "gpipe", "pipeline__window": 2}, "window = 2 with gpipe"),
+        ({"train__batch": 9}, "batch = 9 sequences do not divide .*microbatches = 4"),
+        ({"train__batch": 2}, "batch = 2 sequences do not divide .*microbatches = 4"),
+        ({"train__batch": 0}, "train.batch = 0 must be at least 1"),
+        ({"train__steps": 0}, "train.steps = 0 must be at least 1"),
+        ({"train__steps": -4}, "train.steps = -4 must be at least 1"),
+        ({"train__eval_batches": 0}, "train.eval_batches = 0 must be at least 1"),
+        ({"train__keep": 0}, "train.keep = 0 must be at least 1"),
+        ({"train__eval_every": -1}, "train.eval_every = -1 must not be negative"),
+        ({"train__checkpoint_every": -1}, "train.checkpoint_every = -1 must not be negative"),
+        ({"optim__warmup": 5}, "optim.warmup = 5 is longer than train.steps = 4"),
+        ({"optim__warmup": -1}, "optim.warmup = -1 must not be negative"),
+        ({"optim__lr": 0.0}, "optim.lr = 0.0 must be a positive number"),
+        ({"optim__clip": -0.5}, "optim.clip = -0.5 must not be negative"),
+        ({"optim__weight_decay": -0.1}, "optim.weight_decay = -0.1 must not be negative"),
+        ({"link__mbps_up": -1}, "link.mbps_up = -1.0 must not be negative"),
+        ({"link__mbps_down": -1}, "link.mbps_down = -1.0 must not be negative"),
+        ({"link__latency_ms": -1}, "link.latency_ms = -1.0 must not be negative"),
+        ({"link__jitter_ms": -1}, "link.jitter_ms = -1.0 must not be negative"),
+        ({"data__valid_fraction": 0}, "data.valid_fraction = 0.0 must lie between 0 and 1"),
+        ({"data__valid_fraction": 1}, "data.valid_fraction = 1.0 must lie between 0 and 1"),
+        ({"boundary__rank": 8}, "boundary.rank = 8 has no meaning with boundary.mode = \"dense\""),
+        ({"codec__forward": "bf61"}, 'codec.forward = "bf61" is not a codec; did you mean "bf16"'),
+        ({"codec__backward": "zip"}, 'codec.backward = "zip" is not a codec; allowed: fp64'),
+        ({"model__heads": 3}, "model.dim = 32 must split into model.heads = 3"),
+        ({"model__kv_heads": 3}, "model.heads = 4 must be a multiple of model.kv_heads = 3"),
+        ({"model__layers": -1}, "model.layers = -1 must not be negative"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(
+    make_settings: Callable[..., Settings], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_settings(**changes)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "/", "/abs", "../up", "a/", "a ", ".hidden"])
+def test_run_names_that_are_no_folder_names_are_refused(
+    make_settings: Callable[..., Settings], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"run.name = .* cannot be the name of a folder"):
+        make_settings(run__name=name)

@@ -1,0 +1,219 @@
+"""The planner: its inputs are the run's real sizes, its answers repeat, and worse is never better."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinwire.codec import Leg, Place, parse_codec
+from thinwire.engine import Settings
+from thinwire.model import parameter_count, stage_layers
+from thinwire.plan import (
+    block_flops,
+    estimate_costs,
+    forward_flops,
+    frame_bytes,
+    make_plan,
+    measure_flops,
+    plan_text,
+    plan_to_plain,
+    stage_memory,
+    stage_parameters,
+)
+from thinwire.wire import Frame, FrameKind, encode
+
+RATE = 5e9  # FLOP/s: compute and links of the tiny run then matter alike
+MakeSettings = Callable[..., Settings]
+
+
+def slow_link(make_settings: MakeSettings, **changes: object) -> Settings:
+    link = {"link__emulate": True, "link__mbps_up": 20.0, "link__mbps_down": 30.0,
+            "link__latency_ms": 5.0}  # fmt: skip
+    return make_settings(**{**link, **changes})
+
+
+def test_a_plan_from_a_given_rate_repeats_exactly(make_settings: MakeSettings) -> None:
+    settings = slow_link(make_settings)
+    first, second = make_plan(settings, RATE), make_plan(settings, RATE)
+    assert plan_to_plain(first) == plan_to_plain(second)
+    assert plan_text(first) == plan_text(second)
+    assert first.flops_per_s == RATE and first.cores is None, "each stage has its own machine"
+
+
+@pytest.mark.parametrize("forward", ["fp32", "bf16"])
+@pytest.mark.parametrize("backward", ["fp64", "fp16"])
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_frame_bytes_are_those_of_real_frames(
+    make_settings: MakeSettings, forward: str, backward: str, microbatches: int
+) -> None:
+    settings = make_settings(
+        codec__forward=forward, codec__backward=backward, pipeline__microbatches=microbatches
+    )
+    shape = (8 // microbatches, settings.model.context, settings.model.dim)
+    sizes = []
+    for name, kind, leg in (
+        (forward, FrameKind.FORWARD, Leg.FORWARD),
+        (backward, FrameKind.BACKWARD, Leg.BACKWARD),
+    ):
+        codec = parse_codec(name)
+        payload = codec.pack(torch.zeros(shape), Place(leg, 0, 0))
+        sizes.append(len(encode(Frame(kind, codec=codec.tag, shape=shape, payload=payload))))
+    assert frame_bytes(settings) == tuple(sizes)
+    costs = estimate_costs(settings, RATE)
+    assert (costs.forward_bytes, costs.backward_bytes) == ([sizes[0]], [sizes[1]])
+
+
+@pytest.mark.parametrize(
+    ("preset", "split"),
+    [("tiny", [4]), ("tiny", [1, 3]), ("mini", [3, 1, 2, 2]), ("8b", [8, 8, 8, 8])],
+)
+def test_the_stages_hold_all_parameters_once(preset: str, split: list[int]) -> None:
+    settings = Settings.from_plain(
+        {"model": {"preset": preset}, "pipeline": {"stages": len(split), "split": split}}
+    )
+    counts = [stage_parameters(settings, stage) for stage in range(len(split))]
+    assert sum(counts) == parameter_count(settings.model)
+    assert make_plan(settings, 1e15).parameters == counts
+
+
+def test_flops_are_those_that_torch_counts(make_settings: MakeSettings) -> None:
+    """The matrices by torch's own counter; attention apart, whose kernels torch counts unevenly."""
+    model = make_settings().model
+    blocks = range(2, model.layers)
+    sequences, context = 2, model.context
+    x_BTD = torch.zeros(sequences, context, model.dim)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for plan in stage_layers(model, blocks):
+            x_BTD = plan.make()(x_BTD)
+    counted = counter.get_flop_counts()["Global"]
+    matrices = sum(n for op, n in counted.items() if "attention" not in str(op))
+    tokens = sequences * context
+    attention = len(blocks) * 2 * tokens * context * model.dim  # two products, half of it masked
+    assert forward_flops(model, blocks, tokens) == matrices + attention
+    head = 2 * tokens * model.dim * model.vocab
+    without_head = forward_flops(model, range(0, 2), tokens)
+    assert without_head == forward_flops(model, blocks, tokens) - head
+    assert without_head == 2 * block_flops(model, tokens)
+
+
+def test_costs_follow_the_rate_and_recompute(make_settings: MakeSettings) -> None:
+    costs = estimate_costs(make_settings(), RATE)
+    assert costs.backward == [2 * seconds for seconds in costs.forward]
+    assert costs.forward[1] > costs.forward[0], "the head is on the last stage"
+    fast = estimate_costs(make_settings(), 2 * RATE)
+    assert fast.forward == pytest.approx([seconds / 2 for seconds in costs.forward])
+    again = estimate_costs(make_settings(pipeline__recompute=True), RATE)
+    assert again.forward == costs.forward
+    assert again.backward == [3 * seconds for seconds in costs.forward]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("key", "from_best_to_worst"),
+    [
+        ("link__mbps_up", [0.0, 200.0, 40.0, 20.0, 13.0, 5.0, 1.0]),
+        ("link__mbps_down", [0.0, 200.0, 40.0, 20.0, 13.0, 5.0, 1.0]),
+        ("link__latency_ms", [0.0, 1.0, 5.0, 20.0, 50.0, 200.0]),
+        ("link__jitter_ms", [0.0, 2.0, 50.0]),
+        ("codec__forward", ["bf16", "fp32", "fp64"]),
+    ],
+)
+def test_a_worse_link_never_plans_a_faster_step(
+    make_settings: MakeSettings, schedule: str, stages: int, key: str, from_best_to_worst: list
+) -> None:
+    seconds = [
+        make_plan(
+            slow_link(make_settings, pipeline__schedule=schedule, pipeline__stages=stages,
+                      **{key: value}), RATE).simulation.step_seconds
+        for value in from_best_to_worst
+    ]  # fmt: skip
+    assert all(after >= before for before, after in itertools.pairwise(seconds))
+    assert seconds[-1] > seconds[0], "the link does enter the estimate"
+
+
+def test_links_that_are_not_emulated_cost_nothing(make_settings: MakeSettings) -> None:
+    free = slow_link(make_settings, link__mbps_up=0, link__mbps_down=0, link__latency_ms=0)
+    plain = make_plan(make_settings(), RATE)
+    assert plain.simulation.step_seconds == make_plan(free, RATE).simulation.step_seconds
+    assert "not emulated" in plan_text(plain)
+
+
+def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSettings) -> None:
+    settings = make_settings()
+    parameters = stage_parameters(settings, 0)
+    weight_bytes = parameters * 8  # float64
+
+    def memory(in_flight: int, **changes: object) -> int:
+        return stage_memory(make_settings(**changes), 0, parameters, in_flight)
+
+    assert memory(0) == 4 * weight_bytes, "weight, gradient and AdamW's two moments"
+    assert memory(0, optim__name="muon") == 3 * weight_bytes
+    one = memory(1) - memory(0)
+    assert one > 0 and memory(3) - memory(0) == 3 * one
+    kept = settings.microbatch_size * settings.model.context * settings.model.dim * 8
+    with_recompute = memory(1, pipeline__recompute=True) - memory(0, pipeline__recompute=True)
+    assert with_recompute == 2 * kept, "the input of each of the two blocks"
+
+
+def test_the_plan_holds_what_the_schedule_holds(make_settings: MakeSettings) -> None:
+    plan = make_plan(slow_link(make_settings, pipeline__window=3), RATE)
+    windows = {window: (seconds, held) for window, seconds, held in plan.windows}
+    assert windows.keys() >= {1, 2, 4}
+    assert all(held[0] == window for window, (_, held) in windows.items())
+    assert plan.simulation.in_flight[0] == 3
+    narrow = make_plan(slow_link(make_settings, pipeline__window=1), RATE)
+    assert narrow.memory_bytes[0] < plan.memory_bytes[0]
+
+
+def test_the_text_answers_what_a_person_asks(make_settings: MakeSettings) -> None:
+    settings = slow_link(make_settings)
+    plan = make_plan(settings, RATE)
+    text = plan_text(plan)
+    for wanted in (
+        f"{parameter_count(settings.model):,} parameters",
+        "20 Mbps up, 30 Mbps down per host, 5 ms one way",
+        "window  seconds per step  in flight per stage",
+        "stage  parameters      memory  layers",
+        "blocks 2..3",
+        f"{plan.simulation.step_seconds:.3f} s per step",
+        "a machine per stage",
+        plan.simulation.schedule.grid(),
+    ):
+        assert wanted in text
+    assert text.count("<- this run") == 1
+
+
+def test_one_stage_has_no_links_and_no_windows(make_settings: MakeSettings) -> None:
+    plan = make_plan(make_settings(pipeline__stages=1), RATE)
+    assert plan.windows == [] and plan.costs.forward_bytes == []
+    assert "boundary" not in plan_text(plan) and "window  seconds" not in plan_text(plan)
+
+
+def test_gpipe_has_no_choice_of_windows(make_settings: MakeSettings) -> None:
+    plan = make_plan(slow_link(make_settings, pipeline__schedule="gpipe"), RATE)
+    assert plan.windows == []
+    assert "schedule" in plan_text(plan)
+
+
+def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
+    settings = slow_link(make_settings)
+    plain = plan_to_plain(make_plan(settings, RATE))
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert plain["config_hash"] == settings.hash
+    assert plain["tokens_per_s"] == settings.tokens_per_step / plain["step_seconds"]
+    assert (plain["forward_bytes"], plain["backward_bytes"]) == frame_bytes(settings)
+
+
+def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettings) -> None:
+    settings = make_settings(run__precision="fp32")
+    threads = torch.get_num_threads()
+    assert 0 < measure_flops(settings, repeats=1) < float("inf")
+    assert torch.get_num_threads() == threads, "measuring leaves the process as it was"
+    plan = make_plan(settings)
+    assert plan.flops_per_s > 0 and plan.cores == os.cpu_count()
+    assert f"{os.cpu_count()} cores shared by all stages" in plan_text(plan)

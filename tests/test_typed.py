@@ -1,0 +1,158 @@
+"""Plain data into dataclasses: everything that does not fit is refused, with its place."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigError
+from thinwire.typed import from_plain, nearest, option, parse_literal, to_plain
+
+
+@dataclass(frozen=True)
+class Engine:
+    power: int = option(10, "horses")
+    fuel: str = option("coal", "what it burns", ("coal", "wood"))
+    gears: list[int] = option([1, 2], "teeth of each gear")  # noqa: RUF009
+    label: str | None = option(None, "brass plate")
+
+
+@dataclass(frozen=True)
+class Train:
+    speed: float = option(1.5, "metres per second")
+    whistle: bool = option(True, "on curves")
+    name: str = option("puff", "painted on the side")
+    engine: Engine = field(default_factory=Engine)
+
+
+VALUES = {"speed": 2.5, "whistle": False, "name": "huff",
+          "engine": {"power": 3, "fuel": "wood", "gears": [4, 5, 6], "label": "no. 7"}}  # fmt: skip
+
+
+def test_values_fill_the_dataclass_and_come_back() -> None:
+    train = from_plain(Train, VALUES)
+    assert train == Train(2.5, False, "huff", Engine(3, "wood", [4, 5, 6], "no. 7"))
+    assert to_plain(train) == VALUES
+    assert from_plain(Train, to_plain(train)) == train
+
+
+def test_what_is_left_out_keeps_its_default() -> None:
+    assert from_plain(Train, {}) == Train()
+    assert from_plain(Train, {"engine": {"power": 3}}).engine == Engine(power=3)
+
+
+def test_a_list_default_is_not_shared() -> None:
+    Engine().gears.append(99)
+    assert Engine().gears == [1, 2]
+
+
+def test_a_whole_number_may_stand_for_a_number_only() -> None:
+    speed = from_plain(Train, {"speed": 3}).speed
+    assert speed == 3.0 and type(speed) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engne": {}}, 'unknown section "engne"; did you mean "engine"'),
+        ({"xyz": 1}, "unknown section \"xyz\"; allowed: speed, whistle, name, engine"),
+        ({"engine": {"powr": 1}}, 'unknown key "engine.powr"; did you mean "power"'),
+        ({"engine": {"qqq": 1}}, 'unknown key "engine.qqq"; allowed: power, fuel, gears, label'),
+        ({"engine": 3}, "engine must be a table of keys, got 3"),
+        ({"engine": [1]}, r"engine must be a table of keys, got \[1\]"),
+        ({"engine": {"power": True}}, "engine.power must be a whole number, got True"),
+        ({"engine": {"power": 1.0}}, "engine.power must be a whole number, got 1.0"),
+        ({"engine": {"power": "1"}}, "engine.power must be a whole number, got '1'"),
+        ({"speed": True}, "speed must be a number, got True"),
+        ({"speed": "fast"}, "speed must be a number, got 'fast'"),
+        ({"speed": None}, "speed must be a number, got None"),
+        ({"whistle": 1}, "whistle must be true or false, got 1"),
+        ({"whistle": "true"}, "whistle must be true or false, got 'true'"),
+        ({"name": 7}, "name must be text, got 7"),
+        ({"engine": {"gears": 4}}, "engine.gears must be a list"),
+        ({"engine": {"gears": "45"}}, "engine.gears must be a list"),
+        ({"engine": {"gears": [4, "5"]}}, r"engine.gears\[1\] must be a whole number, got '5'"),
+        ({"engine": {"gears": [True]}}, r"engine.gears\[0\] must be a whole number, got True"),
+        ({"engine": {"label": 7}}, "engine.label must be .*, got 7"),
+        ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' is not allowed; did you mean \"wood\""),
+        ({"engine": {"fuel": "x"}}, "engine.fuel = 'x' is not allowed; allowed: coal, wood"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_plain(Train, values)
+
+
+@pytest.mark.parametrize("values", [[], "text", None, 3])
+def test_something_that_is_no_table_is_refused(values: object) -> None:
+    with pytest.raises(ConfigError, match="config must be a table of keys"):
+        from_plain(Train, values)  # type: ignore[arg-type]
+
+
+def test_an_optional_text_may_be_missing() -> None:
+    assert from_plain(Engine, {"label": None}).label is None
+    assert from_plain(Engine, {"label": "x"}).label == "x"
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "text", "value"),
+    [
+        (Engine, "power", "12", 12),
+        (Engine, "power", "-3", -3),
+        (Engine, "power", "1_000", 1000),
+        (Train, "speed", "2.5", 2.5),
+        (Train, "speed", "3e-4", 3e-4),
+        (Train, "speed", "7", 7.0),
+        (Train, "whistle", "true", True),
+        (Train, "whistle", "False", False),
+        (Train, "whistle", "1", True),
+        (Train, "whistle", "0", False),
+        (Train, "name", "7", "7"),
+        (Train, "name", "", ""),
+        (Train, "name", "a,b=c", "a,b=c"),
+        (Engine, "gears", "1,2,3", [1, 2, 3]),
+        (Engine, "gears", "[1, 2, 3]", [1, 2, 3]),
+        (Engine, "gears", "5", [5]),
+        (Engine, "gears", "[]", []),
+        (Engine, "gears", "", []),
+    ],
+)
+def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, value: object) -> None:
+    read = parse_literal(text, cls, key, f"here.{key}")
+    assert read == value and type(read) is type(value)
+    assert getattr(from_plain(cls, {key: read}), key) == value
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "text", "message"),
+    [
+        (Engine, "power", "1.5", "here.power: cannot read '1.5' as a whole number"),
+        (Engine, "power", "many", "as a whole number"),
+        (Engine, "power", "", "as a whole number"),
+        (Train, "speed", "fast", "here.speed: cannot read 'fast' as a number"),
+        (Train, "whistle", "yes", "here.whistle: cannot read 'yes' as true or false"),
+        (Train, "whistle", "2", "as true or false"),
+        (Engine, "gears", "1,x", "here.gears: cannot read '1,x' as a list"),
+        (Engine, "gears", "1.5", "as a list"),
+        (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
+    ],
+)
+def test_text_of_another_type_is_refused(cls: type, key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_literal(text, cls, key, f"here.{key}")
+
+
+@given(st.integers(), st.floats(allow_nan=False), st.booleans(), st.lists(st.integers()))
+def test_every_value_survives_its_own_text(
+    power: int, speed: float, whistle: bool, gears: list[int]
+) -> None:
+    assert parse_literal(str(power), Engine, "power", "") == power
+    assert parse_literal(repr(speed), Train, "speed", "") == speed
+    assert parse_literal(str(whistle), Train, "whistle", "") == whistle
+    assert parse_literal(str(gears), Engine, "gears", "") == gears
+
+
+def test_nearest_suggests_or_lists() -> None:
+    assert nearest("stpes", ["steps", "batch"]) == '; did you mean "steps"?'
+    assert nearest("zzz", ["steps", "batch"]) == "; allowed: steps, batch"
