@@ -1,4 +1,4 @@
-"""The planner: its inputs are the run's real sizes, its answers repeat, and worse is never better."""
+"""The planner: sizes are the real ones, answers repeat, and worse is never better."""
 
 import itertools
 import json
@@ -95,7 +95,7 @@ def test_flops_are_those_that_torch_counts(make_settings: MakeSettings) -> None:
     attention = len(blocks) * 2 * tokens * context * model.dim  # two products, half of it masked
     assert forward_flops(model, blocks, tokens) == matrices + attention
     head = 2 * tokens * model.dim * model.vocab
-    without_head = forward_flops(model, range(0, 2), tokens)
+    without_head = forward_flops(model, range(2), tokens)
     assert without_head == forward_flops(model, blocks, tokens) - head
     assert without_head == 2 * block_flops(model, tokens)
 
@@ -132,7 +132,7 @@ def test_a_worse_link_never_plans_a_faster_step(
                       **{key: value}), RATE).simulation.step_seconds
         for value in from_best_to_worst
     ]  # fmt: skip
-    assert all(after >= before for before, after in itertools.pairwise(seconds))
+    assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(seconds))
     assert seconds[-1] > seconds[0], "the link does enter the estimate"
 
 

@@ -75,7 +75,7 @@ def test_a_whole_number_may_stand_for_a_number_only() -> None:
         ({"engine": {"gears": [4, "5"]}}, r"engine.gears\[1\] must be a whole number, got '5'"),
         ({"engine": {"gears": [True]}}, r"engine.gears\[0\] must be a whole number, got True"),
         ({"engine": {"label": 7}}, "engine.label must be .*, got 7"),
-        ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' is not allowed; did you mean \"wood\""),
+        ({"engine": {"fuel": "woof"}}, "engine.fuel = 'woof' .*; did you mean \"wood\""),
         ({"engine": {"fuel": "x"}}, "engine.fuel = 'x' is not allowed; allowed: coal, wood"),
     ],
 )  # fmt: skip

@@ -86,8 +86,8 @@ def test_spelled_out_special_token_is_plain_text(trained):
 
 def test_documents_in_batches_equal_single_ones(text_of, monkeypatch):
     """Pieces of long documents must meet where no token reaches across."""
-    code = "def f():\n    x = 1\n\n    return x\n\n\n\n" * 50
-    texts = [text_of(i) for i in range(6)] + ["", code, "x" * 3000]
+    code = "def f():\n    x = 1\n\n    return x;\n\n\n\n" * 50
+    texts = [text_of(i) for i in range(6)] + ["", code, "  indented;\n  x\n" * 100, "x" * 3000]
     trained = Tokenizer.train(texts, 400)
     expected = [trained.encode(text) for text in texts]
     monkeypatch.setattr(module, "_PIECE_CHARACTERS", 700)

@@ -1,5 +1,6 @@
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -254,6 +255,35 @@ def test_frames_queued_behind_the_other_end_s_goodbye_are_no_fault(direct_ends):
     there.pipe.open_gate.set()
     there.link.close()
     assert there.heard.errors == []
+
+
+def test_a_goodbye_that_is_read_only_after_a_failed_write_still_counts():
+    class LatePipe(Pipe):
+        """The write fails because the other end left; its goodbye is still to be read."""
+
+        def __init__(self) -> None:
+            self.failed = threading.Event()
+            self.rest = [encode(Frame(FrameKind.BYE)), None]
+
+        def write(self, message: bytes) -> None:
+            self.failed.set()
+            raise WireError("the other end is gone")
+
+        def read(self) -> bytes | None:
+            assert self.failed.wait(PATIENCE)
+            time.sleep(0.05)
+            return self.rest.pop(0)
+
+        def close(self) -> None:
+            pass
+
+    heard = Recorder()
+    link = Link(LatePipe(), Meter(), None, "0-1", MAX_PAYLOAD)
+    link.start(heard.on_frame, heard.on_broken, heard.on_end)
+    link.send(forward(1))
+    heard.wait(lambda: heard.ends)
+    link.close()
+    assert heard.errors == []
 
 
 def test_spans_show_the_emulated_uplink_one_frame_after_the_other():

@@ -130,14 +130,16 @@ def _pieces_of(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _seam(text: str, start: int) -> int:
-    """Where to cut: after a newline between two visible characters, where byte-level BPE
-    never merges across, so that the pieces give the ids that the whole text would give.
+    """Where to cut: between a letter or digit and a newline. Byte-level BPE never merges
+    across that, so the pieces give the ids that the whole text would give.
     """
     lowest, limit = start + _PIECE_CHARACTERS // 2, start + _PIECE_CHARACTERS
-    at = text.rfind("\n", lowest, limit)
-    while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
+    last = at = text.rfind("\n", lowest, limit)
+    while at > 0 and not text[at - 1].isalnum():
         at = text.rfind("\n", lowest, at)
-    return at + 1 if at > 0 else limit
+    if at > 0:
+        return at
+    return last if last > 0 else limit
 
 
 def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:

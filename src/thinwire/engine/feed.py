@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thinwire.data import Batch, Corpus, Order, validation_batches
 from thinwire.engine.settings import Settings
+from thinwire.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class Feed:
             corpus.valid, context, settings.microbatch_size, eval_batches or train.eval_batches
         )
         self._device = device
+        sequences = len(self._validation[0].examples_B)
+        if sequences < settings.microbatch_size:
+            raise DataError(
+                f"the validation text makes {sequences} sequences of {context} tokens, but one "
+                f"microbatch takes {settings.microbatch_size}: raise data.valid_fraction, or lower "
+                "train.batch"
+            )
 
     @property
     def validation_count(self) -> int:

@@ -1,0 +1,201 @@
+"""The house stands: rooms import downward only, nothing is unpickled, no file grows past reading.
+
+The imports are read from the source, not from running modules, so that one inside a function
+counts too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import thinwire
+
+PACKAGE = "thinwire"
+SOURCE = Path(thinwire.__file__).parent
+MAX_LINES = 500
+
+FLOORS = [
+    {"errors", "typed", "paths"},
+    {"codec", "wire", "schedule", "data", "report"},
+    {"boundary", "optim"},
+    {"model"},
+    {"engine"},
+    {"summary", "plan", "train", "inference", "lab"},
+    {"config", "cli"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# Rooms of one floor know nothing of each other, but for these.
+NEIGHBOURS = {
+    "typed": {"errors"},
+    "train": {"summary"},
+    "plan": {"summary"},
+    "inference": {"summary", "train"},
+    "lab": {"summary", "plan", "train", "inference"},
+    "cli": {"config"},
+}
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_ATTRIBUTES = {"torch.load", "torch.save", "builtins.eval", "builtins.exec"}
+
+
+def modules() -> dict[str, str]:
+    """Every module of the package by dotted name, with its source."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        inner = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join((PACKAGE, *inner))] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imported(source: str) -> Iterator[str]:
+    """Dotted names that a module imports; `from a import b` gives a.b, which may be a room."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+    """The room of a dotted name; None outside the package and for the package's own front."""
+    parts = name.split(".")
+    if parts[0] != PACKAGE or len(parts) < 2 or parts[1].startswith("__"):
+        return None
+    return parts[1]
+
+
+def objections(module: str, source: str) -> list[str]:
+    """What is wrong with the imports of one module."""
+    found = []
+    room = room_of(module)
+    for name in imported(source):
+        if name.startswith("."):
+            found.append(f"{module} imports {name}: write the whole name")
+            continue
+        other = room_of(name)
+        if other is None or other == room:
+            continue
+        if room is None:
+            found.append(f"{module} imports {name}: the front of the package imports no room")
+        elif other not in FLOOR:
+            found.append(f"{module} imports {name}: {other} is on no floor")
+        elif FLOOR[other] > FLOOR[room]:
+            found.append(f"{module} imports {name}: {other} is above {room}")
+        elif FLOOR[other] == FLOOR[room] and other not in NEIGHBOURS.get(room, set()):
+            found.append(f"{module} imports {name}: {room} and {other} share a floor")
+    return found
+
+
+def dangers(source: str) -> list[str]:
+    """Ways in which a source could run what it was sent."""
+    found = [name for name in imported(source) if name.split(".")[0] in UNSAFE_MODULES]
+    found += [name for name in imported(source) if name in UNSAFE_ATTRIBUTES]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found += [node.func.id] if node.func.id in UNSAFE_CALLS else []
+        elif isinstance(node, ast.Attribute):
+            found += [text] if (text := ast.unparse(node)) in UNSAFE_ATTRIBUTES else []
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            allowed = not (isinstance(node.value, ast.Constant) and node.value.value is False)
+            found += ["allow_pickle"] if allowed else []
+    return found
+
+
+def test_the_package_is_where_we_look() -> None:
+    names = modules()
+    assert len(names) > 30
+    assert {"thinwire", "thinwire.codec.cast", "thinwire.engine", "thinwire.train"} <= names.keys()
+
+
+def test_every_room_is_on_a_floor() -> None:
+    rooms = {room for name in modules() if (room := room_of(name))}
+    assert rooms <= FLOOR.keys()
+    assert sum(map(len, FLOORS)) == len(FLOOR), "a room is on one floor only"
+
+
+def test_rooms_import_only_downward() -> None:
+    found = [line for name, source in modules().items() for line in objections(name, source)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "reason"),
+    [
+        ("thinwire.codec.cast", "from thinwire.engine import Settings", "engine is above codec"),
+        ("thinwire.codec.cast", "import thinwire.engine.runner", "engine is above codec"),
+        ("thinwire.codec.cast", "from thinwire import engine", "engine is above codec"),
+        ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
+        ("thinwire.optim.build", "import thinwire.boundary", "optim and boundary share a floor"),
+        ("thinwire.engine.host", "def f():\n    import thinwire.train", "train is above engine"),
+        ("thinwire.model", "if x:\n    from thinwire.cli import main", "cli is above model"),
+        ("thinwire.summary", "import thinwire.train", "summary and train share a floor"),
+        ("thinwire.train", "import thinwire.plan", "train and plan share a floor"),
+        ("thinwire.config", "import thinwire.cli", "config and cli share a floor"),
+        ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),
+        ("thinwire.data.order", "from .. import errors", "write the whole name"),
+        ("thinwire.lab.bench", "import thinwire.attic", "attic is on no floor"),
+        ("thinwire", "from thinwire.errors import WireError", "imports no room"),
+    ],
+)
+def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reason: str) -> None:
+    (line,) = objections(module, source)
+    assert line.startswith(f"{module} imports ") and line.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("thinwire.codec.cast", "from thinwire.errors import WireError\nimport torch"),
+        ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
+        ("thinwire.engine.peer", "import thinwire\nfrom thinwire import __version__"),
+        ("thinwire.lab.bench", "import thinwire.train, thinwire.plan, thinwire.wire"),
+        ("thinwire.inference", "from thinwire.train import prepare_corpus"),
+        ("thinwire.cli", "from thinwire.config import load_settings"),
+    ],
+)
+def test_an_import_downward_is_welcome(module: str, source: str) -> None:
+    assert objections(module, source) == []
+
+
+def test_nothing_that_arrives_is_ever_executed() -> None:
+    found = {name: bad for name, source in modules().items() if (bad := dangers(source))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "def f():\n    import cloudpickle as c",
+        "import torch\nw = torch.load('x', weights_only=True)",
+        "from torch import load",
+        "torch.save(x, 'y')",
+        "y = eval('1 + 1')",
+        "exec(text)",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_what_could_execute_is_found(source: str) -> None:
+    assert dangers(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "np.load('x', allow_pickle=False)", "# pickle", "re.compile('x')"]
+)
+def test_what_is_harmless_passes(source: str) -> None:
+    assert dangers(source) == []
+
+
+def too_long(sources: dict[str, str]) -> dict[str, int]:
+    lengths = {name: len(source.splitlines()) for name, source in sources.items()}
+    return {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    assert too_long(modules()) == {}
+    assert too_long({"a": "x\n" * 500, "b": "x\n" * 501}) == {"b": 501}
