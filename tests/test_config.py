@@ -184,7 +184,7 @@ def test_written_settings_carry_every_change(make_settings: Callable[..., Settin
     st.floats(1e-300, 1e300),
     st.integers(-(2**62), 2**62),
 )
-def test_any_text_and_number_survives_the_to_toml(path: str, rate: float, seed: int) -> None:
+def test_any_text_and_number_survives_writing(path: str, rate: float, seed: int) -> None:
     values = {"data": {"path": path}, "optim": {"lr": rate}, "run": {"seed": seed}}
     settings = Settings.from_plain(values)
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings

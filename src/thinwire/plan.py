@@ -54,6 +54,9 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     if p.schedule == "1f1b" and p.stages > 1:
         windows = window_table(p.stages, p.microbatches, costs, network, cores)
     simulation = simulate(settings.schedule(), costs, network, cores=cores)
+    this = (simulation.schedule.window, simulation.step_seconds, simulation.in_flight)
+    if windows and this[0] not in [window for window, *_ in windows]:
+        windows = sorted([*windows, this])
     parameters = [stage_parameters(settings, stage) for stage in range(p.stages)]
     memory = [
         stage_memory(settings, stage, parameters[stage], simulation.in_flight[stage])

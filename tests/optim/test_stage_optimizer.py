@@ -190,6 +190,21 @@ def test_adamw_is_the_textbook_update() -> None:
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-13)
 
 
+def test_muon_is_torchs_own_on_each_matrix_alone() -> None:
+    ensemble = Ensemble("halves", OptimConfig(name="muon", weight_decay=0.1))
+    ensemble.train(range(4))
+    for name in BLOCK_MATRICES:
+        alone = fresh()[name]
+        muon = torch.optim.Muon(
+            [alone], weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        )
+        for step in range(4):
+            muon.param_groups[0]["lr"] = 0.01 * (step + 1)
+            alone.grad = noise(f"gradient of {name} at {step}", SHAPES[name], alone.dtype)
+            muon.step()
+        assert torch.equal(alone, ensemble.parameters[name])
+
+
 @optimizers
 def test_the_rate_given_at_the_step_counts_and_not_the_configured_one(optimizer: str) -> None:
     results = []

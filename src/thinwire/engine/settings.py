@@ -7,6 +7,8 @@ resolved tree (every default filled in) is what travels to the stages, is saved,
 import dataclasses
 import hashlib
 import json
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,14 +132,21 @@ def _check(settings: Settings) -> None:
         if getattr(train, key) < 0:
             raise ConfigError(f"train.{key} = {getattr(train, key)} must not be negative")
     for key in ("mbps_up", "mbps_down", "latency_ms", "jitter_ms"):
-        if getattr(link, key) < 0:
-            raise ConfigError(f"link.{key} = {getattr(link, key)} must not be negative")
+        if not 0 <= getattr(link, key) < math.inf:
+            raise ConfigError(f"link.{key} = {getattr(link, key)} must be a number not below 0")
     if not 0 < settings.data.valid_fraction < 1:
         raise ConfigError(
             f"data.valid_fraction = {settings.data.valid_fraction} must lie between 0 and 1"
         )
-    if not settings.run.name or settings.run.name != settings.run.name.strip("/. "):
-        raise ConfigError(f'run.name = "{settings.run.name}" cannot be the name of a folder')
+    if not re.fullmatch(r"[^\W_](?:[\w.@+-]{0,98}[\w@+-])?", settings.run.name):
+        raise ConfigError(
+            f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
+            "'.', '_', '-', '@' and '+', at most 100, starting with a letter or digit"
+        )
+    if settings.run.threads < 0:
+        raise ConfigError(f"run.threads = {settings.run.threads} must not be negative")
+    if not 0 <= link.port < 65536:
+        raise ConfigError(f"link.port = {link.port} must lie in 0..65535; 0 = any free one")
     settings.split()
     settings.schedule()
     if train.batch % pipeline.microbatches:

@@ -97,7 +97,7 @@ class _End:
             received_mbps=bits / taken / 1e6 if taken else 0.0,
             payload_bytes_sent=sent["total"]["payload_bytes"],
             meter_bytes_sent=self._meter.sent_bytes(),
-            kernel_bytes_sent=sum(s.bytes_sent or 0 for s in socket_totals()),
+            kernel_bytes_sent=sum(s.bytes_sent_once for s in socket_totals()),
             cpu_seconds=cpu_seconds,
         )
 
@@ -226,7 +226,7 @@ def print_tables(emulated: list[Row], bare: list[Row], mbps: float, latency_ms: 
             f"{row.size:>10} {row.direction:>9} {row.mbps:>8.1f} {share:>8} "
             f"{row.cpu_s_per_gb:>9.2f}"
         )
-    print("\nbytes sent: frames as the meter counts them, and all TCP bytes of the kernel")
+    print("\nbytes sent: frames as the meter counts them, and the kernel's TCP bytes")
     print(f"{'message':>10} {'direction':>9} {'meter':>13} {'kernel':>13} {'overhead':>9}")
     for row in emulated + bare:
         print(

@@ -1,6 +1,7 @@
 """The shape of a model: presets, and single keys that override them."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,9 @@ class ModelConfig:
                 raise ConfigError(f"model.{key} = {value} must not be negative")
         filled: dict[str, Any] = {key: chosen[key] or shape[key] for key in _SHAPE_KEYS}
         full = dataclasses.replace(self, **filled)
+        for key in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(full, key) < math.inf:
+                raise ConfigError(f"model.{key} = {getattr(full, key)} must be a positive number")
         if full.dim % full.heads or full.head_dim % 2:
             raise ConfigError(
                 f"model.dim = {full.dim} must split into model.heads = {full.heads} heads of even "

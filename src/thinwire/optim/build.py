@@ -55,7 +55,9 @@ class StageOptimizer:
                     if state is not None:
                         optimizer.state[parameter] = {
                             # a step counter stays on the CPU, as torch itself keeps it
-                            key: value if value.ndim == 0 else value.to(parameter.device)
+                            key: value.clone()
+                            if value.ndim == 0
+                            else value.to(parameter.device, copy=True)
                             for key, value in state.items()
                         }
 

@@ -31,8 +31,8 @@ def check_optim(config: OptimConfig, steps: int) -> None:
     if not (config.lr > 0 and math.isfinite(config.lr)):
         raise ConfigError(f"optim.lr = {config.lr} must be a positive number")
     for key in ("weight_decay", "clip", "warmup"):
-        if getattr(config, key) < 0:
-            raise ConfigError(f"optim.{key} = {getattr(config, key)} must not be negative")
+        if not 0 <= getattr(config, key) < math.inf:
+            raise ConfigError(f"optim.{key} = {getattr(config, key)} must be a number not below 0")
     if config.warmup > steps:
         raise ConfigError(
             f"optim.warmup = {config.warmup} is longer than train.steps = {steps}: the learning "

@@ -10,7 +10,8 @@ from thinwire.wire.kernel import SocketTotals, socket_totals
 from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe, memory_pair
-from thinwire.wire.rpc import Keepalive, Listener, dial
+from thinwire.wire.rpc import Listener, dial
+from thinwire.wire.stream import Keepalive
 from thinwire.wire.tls import Authority, Identity
 
 __all__ = [

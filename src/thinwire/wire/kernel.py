@@ -10,11 +10,12 @@ import struct
 import sys
 from dataclasses import dataclass
 
-# Places of three 64-bit counters in struct tcp_info (linux/tcp.h). The struct only ever
-# grows at its end; bytes_sent came with Linux 4.19, the other two with 4.1.
+# Places of four 64-bit counters in struct tcp_info (linux/tcp.h). The struct only ever
+# grows at its end; the first two came with Linux 4.1, the others with 4.19.
 _BYTES_ACKED = 120
 _BYTES_RECEIVED = 128
 _BYTES_SENT = 200
+_BYTES_RETRANSMITTED = 208
 _ENOUGH = 256
 
 
@@ -22,7 +23,7 @@ _ENOUGH = 256
 class SocketTotals:
     """One connected TCP socket: its ends, and the stream bytes the kernel moved for it.
 
-    `bytes_sent` includes retransmissions, and is None on kernels that do not count it.
+    `bytes_sent` includes `bytes_retransmitted`; kernels before 4.19 count neither (None).
     `bytes_acked` is one too many on the side that connected, whose SYN the kernel counts.
     """
 
@@ -31,6 +32,15 @@ class SocketTotals:
     bytes_acked: int
     bytes_received: int
     bytes_sent: int | None
+    bytes_retransmitted: int | None
+
+    @property
+    def bytes_sent_once(self) -> int:
+        """Bytes sent without repetitions, to compare with the meter; 0 if not counted.
+
+        Even the loopback interface repeats segments when the machine is busy.
+        """
+        return (self.bytes_sent or 0) - (self.bytes_retransmitted or 0)
 
 
 def socket_totals() -> list[SocketTotals]:
@@ -66,12 +76,14 @@ def _read(sock: socket.socket) -> SocketTotals | None:
         return None
     if len(info) < _BYTES_RECEIVED + 8:
         return None
+    counts_sent = len(info) >= _BYTES_RETRANSMITTED + 8
     return SocketTotals(
         local=_text(sock.getsockname()),
         remote=_text(remote),
         bytes_acked=_u64(info, _BYTES_ACKED),
         bytes_received=_u64(info, _BYTES_RECEIVED),
-        bytes_sent=_u64(info, _BYTES_SENT) if len(info) >= _BYTES_SENT + 8 else None,
+        bytes_sent=_u64(info, _BYTES_SENT) if counts_sent else None,
+        bytes_retransmitted=_u64(info, _BYTES_RETRANSMITTED) if counts_sent else None,
     )
 
 

@@ -1,8 +1,7 @@
 """Pipes over gRPC: one bidirectional stream of raw byte messages, under mutual TLS.
 
 The side that listens is the gRPC server, the side that dials its client; afterwards both
-ends are equal. gRPC runs its own threads and frees messages as the network takes them, so
-a pipe only has to hand over a few at a time.
+ends are equal.
 """
 
 import errno
@@ -12,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass
 from typing import Any
 
 # gRPC's core logs to stderr on its own; what matters there also reaches us as an error. It
@@ -22,87 +20,21 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from thinwire.errors import WireError
-from thinwire.wire.pipe import Handover, Pipe
+from thinwire.wire.pipe import Pipe
+from thinwire.wire.stream import (
+    CLOSE_GRACE_S,
+    DEFAULT_KEEPALIVE,
+    Keepalive,
+    StreamPipe,
+    common_options,
+    why_it_ended,
+)
 from thinwire.wire.tls import Identity
 
 _SERVICE, _METHOD = "thinwire.Wire", "Exchange"
 # "-bin" lets gRPC metadata carry any bytes, so any name will do.
 _NAME_KEY, _ACCEPTED_KEY = "thinwire-name-bin", "thinwire-accepted"
-_LAST = b""
-_MESSAGES_HANDED_OVER = 4
-_CLOSE_GRACE_S = 5.0
 _RETRY_S = 0.2
-
-
-@dataclass(frozen=True)
-class Keepalive:
-    """How soon a silent peer is noticed: a ping every so often, and the wait for its answer."""
-
-    every_s: float = 5.0
-    timeout_s: float = 5.0
-
-
-DEFAULT_KEEPALIVE = Keepalive()
-
-
-class _RpcPipe(Pipe):
-    """One end of a stream: gRPC takes messages from `outgoing` and yields them in `incoming`.
-
-    An empty message is the last of each direction. Without it the end of a stream would not
-    tell a closed pipe from a lost connection: gRPC's server side ends both alike.
-    """
-
-    def __init__(
-        self, outgoing: Handover, incoming: Iterator[bytes], let_go: Callable[[], object]
-    ) -> None:
-        self._outgoing = outgoing
-        self._incoming = incoming
-        self._let_go = let_go
-        self._reading = threading.Lock()
-        self._over = threading.Event()
-        self._closed = False
-
-    def stream_is_over(self) -> None:
-        """Called by gRPC when the stream has ended, for whatever reason."""
-        self._over.set()
-        self._outgoing.end(drop=True)
-
-    def write(self, message: bytes) -> None:
-        if not self._outgoing.put(message):
-            raise WireError("the stream is closed" if self._closed else "the other end is gone")
-
-    def read(self) -> bytes | None:
-        reason = "the connection was lost"
-        with self._reading:
-            try:
-                message = next(self._incoming, None)
-            except Exception as error:  # which class it is depends on the side and the moment
-                message, reason = None, _why(error)
-        if message == _LAST or (message is None and self._closed):
-            # The other end closed and reads no more: finish, so that it need not wait for us.
-            self._outgoing.end()
-            return None
-        if message is None:
-            raise WireError(f"the other end is gone ({reason})")
-        return message
-
-    def close(self) -> None:
-        self._closed = True
-        self._outgoing.end()
-        # Letting go at once would cut off what is still on its way out. The stream is over
-        # once both ends have read it to its end, and here nobody may be reading any more.
-        threading.Thread(target=self._discard_rest, name="thinwire close", daemon=True).start()
-        self._over.wait(_CLOSE_GRACE_S)
-        self._let_go()
-
-    def _discard_rest(self) -> None:
-        while self.read() is not None:
-            pass
-
-
-def _to_the_last(outgoing: Handover) -> Iterator[bytes]:
-    yield from outgoing
-    yield _LAST
 
 
 class Listener:
@@ -120,14 +52,14 @@ class Listener:
         max_message: int,
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
     ) -> None:
-        self._expected: dict[str, futures.Future[_RpcPipe]] = {}
+        self._expected: dict[str, futures.Future[StreamPipe]] = {}
         self._lock = threading.Lock()
         handler = grpc.stream_stream_rpc_method_handler(self._exchange)
         self._server = grpc.server(
             _DaemonThreads(),
             handlers=[grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})],
             options=[
-                *_common_options(max_message, keepalive),
+                *common_options(max_message, keepalive),
                 # Without this a second listener would silently share the port.
                 ("grpc.so_reuseport", 0),
                 # Our dialers ping often by design; the default answer is to hang up on them.
@@ -167,12 +99,12 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening; returns when the port is free again."""
-        self._server.stop(grace=None).wait(_CLOSE_GRACE_S)
+        self._server.stop(grace=None).wait(CLOSE_GRACE_S)
 
     def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
         outgoing = Handover(_MESSAGES_HANDED_OVER)
-        pipe = _RpcPipe(outgoing, incoming, context.cancel)
+        pipe = StreamPipe(outgoing, incoming, context.cancel)
         with self._lock:
             arrival = self._expected.get(name)
             if arrival is not None and context.add_callback(pipe.stream_is_over):
@@ -180,7 +112,7 @@ class Listener:
                 context.send_initial_metadata(((_ACCEPTED_KEY, "yes"),))
                 del self._expected[name]
                 arrival.set_result(pipe)
-                return _to_the_last(outgoing)
+                return to_the_last(outgoing)
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name!r} is not expected there")
         raise AssertionError("abort raises")
 
@@ -231,7 +163,7 @@ def _try_to_dial(
             certificate_chain=identity.certificate_pem.encode(),
         ),
         options=[
-            *_common_options(max_message, keepalive),
+            *common_options(max_message, keepalive),
             ("grpc.ssl_target_name_override", server_name),
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
@@ -239,35 +171,21 @@ def _try_to_dial(
     )
     outgoing = Handover(_MESSAGES_HANDED_OVER)
     open_stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
-    call = open_stream(_to_the_last(outgoing), metadata=((_NAME_KEY, name.encode()),))
+    call = open_stream(to_the_last(outgoing), metadata=((_NAME_KEY, name.encode()),))
     out_of_time = threading.Timer(max(0.0, deadline - time.monotonic()), call.cancel)
     out_of_time.daemon = True
     out_of_time.start()
     accepted = _ACCEPTED_KEY in dict(call.initial_metadata() or ())
     out_of_time.cancel()
     if not accepted:
-        reason = _why(call)
+        reason = why_it_ended(call)
         outgoing.end()  # gRPC's sending thread waits there
         channel.close()
         return reason
-    pipe = _RpcPipe(outgoing, call, channel.close)
+    pipe = StreamPipe(outgoing, call, channel.close)
     if not call.add_callback(pipe.stream_is_over):
         pipe.stream_is_over()
     return pipe
-
-
-def _common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", max_message),
-        ("grpc.max_send_message_length", max_message),
-        ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
-        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
-        # Recent releases wait this long for the answer, whatever the option above says, and
-        # a minute unless told otherwise.
-        ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
 
 
 def _address(host: str, port: int) -> str:
@@ -293,13 +211,6 @@ def _why_not_bound(host: str, port: int) -> str:
         f"cannot listen on port {port} of {host}: {reason}; set link.listen to an address of "
         "this machine, and link.port to 0 or a port this user may open"
     )
-
-
-def _why(error: Any) -> str:
-    try:
-        return f"{error.code().name}: {error.details()}"
-    except AttributeError:  # the server side of gRPC says no more than that it ended
-        return "the connection was lost"
 
 
 def _plainly(reason: str) -> str:
