@@ -18,7 +18,7 @@ MAX_LINES = 500
 
 FLOORS = [
     {"errors", "typed", "paths"},
-    {"codec", "wire", "schedule", "data", "report"},
+    {"codec", "wire", "schedule", "data", "subspace", "report"},
     {"boundary", "optim"},
     {"model"},
     {"engine"},

@@ -278,14 +278,14 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"train__eval_every": -1}, "train.eval_every = -1 must not be negative"),
         ({"train__checkpoint_every": -1}, "train.checkpoint_every = -1 must not be negative"),
         ({"optim__warmup": 5}, "optim.warmup = 5 is longer than train.steps = 4"),
-        ({"optim__warmup": -1}, "optim.warmup = -1 must not be negative"),
+        ({"optim__warmup": -1}, "optim.warmup = -1 must be a number not below 0"),
         ({"optim__lr": 0.0}, "optim.lr = 0.0 must be a positive number"),
-        ({"optim__clip": -0.5}, "optim.clip = -0.5 must not be negative"),
-        ({"optim__weight_decay": -0.1}, "optim.weight_decay = -0.1 must not be negative"),
-        ({"link__mbps_up": -1}, "link.mbps_up = -1.0 must not be negative"),
-        ({"link__mbps_down": -1}, "link.mbps_down = -1.0 must not be negative"),
-        ({"link__latency_ms": -1}, "link.latency_ms = -1.0 must not be negative"),
-        ({"link__jitter_ms": -1}, "link.jitter_ms = -1.0 must not be negative"),
+        ({"optim__clip": -0.5}, "optim.clip = -0.5 must be a number not below 0"),
+        ({"optim__weight_decay": -0.1}, "optim.weight_decay = -0.1 must be a number not below 0"),
+        ({"link__mbps_up": -1}, "link.mbps_up = -1.0 must be a number not below 0"),
+        ({"link__mbps_down": -1}, "link.mbps_down = -1.0 must be a number not below 0"),
+        ({"link__latency_ms": -1}, "link.latency_ms = -1.0 must be a number not below 0"),
+        ({"link__jitter_ms": -1}, "link.jitter_ms = -1.0 must be a number not below 0"),
         ({"data__valid_fraction": 0}, "data.valid_fraction = 0.0 must lie between 0 and 1"),
         ({"data__valid_fraction": 1}, "data.valid_fraction = 1.0 must lie between 0 and 1"),
         ({"boundary__rank": 8}, "boundary.rank = 8 has no meaning with boundary.mode = \"dense\""),
@@ -303,9 +303,55 @@ def test_settings_that_cannot_work_are_refused(
         make_settings(**changes)
 
 
-@pytest.mark.parametrize("name", ["", " ", ".", "..", "/", "/abs", "../up", "a/", "a ", ".hidden"])
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", ".", "..", "/", "/abs", "../up", "a/", "a ", ".hidden", "a/../../b", "a/b", "a\0b",
+     "a\nb", "x" * 101],
+)  # fmt: skip
 def test_run_names_that_are_no_folder_names_are_refused(
     make_settings: Callable[..., Settings], name: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"run.name = .* cannot be the name of a folder"):
+    with pytest.raises(ConfigError, match=r"run.name = .* must be the name of a folder"):
         make_settings(run__name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "7", "run-1", "Überlauf", "a.b_c", "x" * 100])
+def test_ordinary_run_names_are_taken(make_settings: Callable[..., Settings], name: str) -> None:
+    assert make_settings(run__name=name).run.name == name
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("link", "mbps_up"),
+        ("link", "latency_ms"),
+        ("optim", "clip"),
+        ("optim", "lr"),
+        ("optim", "weight_decay"),
+        ("model", "rope_theta"),
+        ("model", "norm_eps"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(
+    make_settings: Callable[..., Settings], section: str, key: str, value: float
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = (nan|inf)"):
+        make_settings(**{f"{section}__{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("model__rope_theta", 0.0),
+        ("model__norm_eps", -1.0),
+        ("run__threads", -1),
+        ("link__port", -1),
+        ("link__port", 70000),
+    ],
+)
+def test_values_out_of_range_are_refused(
+    make_settings: Callable[..., Settings], place: str, value: float
+) -> None:
+    with pytest.raises(ConfigError, match=place.replace("__", r"\.")):
+        make_settings(**{place: value})

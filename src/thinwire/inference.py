@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint, Settings
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device, load_weights
 from thinwire.engine.feed import Feed
-from thinwire.engine.settings import PRECISIONS
-from thinwire.engine.worker import autocast_for, choose_device
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import Stage, llama_layers, token_loss
+from thinwire.model import token_loss
 from thinwire.report import Display
 from thinwire.summary import bits_per_byte
 from thinwire.train import prepare_corpus
@@ -26,14 +26,20 @@ class Model:
         self.checkpoint.verify()
         self.settings = Settings.from_plain(self.checkpoint.manifest["settings"])
         self.device = choose_device(device, 0)
-        self.stage = Stage(llama_layers(self.settings.model))
-        parameters = self.stage.global_parameters()
-        loaded = self.checkpoint.tensors(parameters)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(loaded[name])
-        self.stage.to(self.device, PRECISIONS[self.settings.run.precision]).eval()
+        builder = StageBuilder(self.settings, self.device)
+        # The stages as trained: a narrow boundary is part of the model, the codec is not.
+        self.stages = [builder.build(index) for index in range(self.settings.pipeline.stages)]
+        for stage in self.stages:
+            load_weights(stage, builder.space, self.checkpoint)
+            stage.eval()
         self._autocast = autocast_for(self.settings.run.precision, self.device)
+
+    def __call__(self, ids_BT: Tensor) -> Tensor:
+        """Logits of every position."""
+        x = self.stages[0](None, ids_BT)
+        for stage in self.stages[1:]:
+            x = stage(x, ids_BT)
+        return x
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
@@ -59,7 +65,7 @@ class Model:
         for microbatch in range(feed.validation_count):
             batch = feed.validation(microbatch)
             with self._autocast():
-                logits_BTV = self.stage(None, batch.inputs_BT)
+                logits_BTV = self(batch.inputs_BT)
                 losses.append(token_loss(logits_BTV, batch.targets_BT))
         loss = float(torch.stack(losses).double().mean())
         return {
@@ -83,7 +89,7 @@ class Model:
         for _ in range(tokens):
             window_BT = torch.tensor([ids[-self.settings.model.context :]], device=self.device)
             with self._autocast():
-                logits_V = self.stage(None, window_BT)[0, -1]
+                logits_V = self(window_BT)[0, -1]
             chosen = _choose(logits_V.float().cpu(), temperature, top_k, generator)
             if chosen == tokenizer.end_of_text:
                 break

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.boundary import build_boundary
 from thinwire.codec import parse_codec
 from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device
 from thinwire.engine.settings import PRECISIONS
-from thinwire.engine.worker import autocast_for, choose_device
 from thinwire.model import ModelConfig, stage_layers
 from thinwire.report.human import duration, human_bytes
 from thinwire.schedule import Costs, Simulation, simulate, window_table
@@ -94,8 +93,8 @@ def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
 
 def frame_bytes(settings: Settings) -> tuple[int, int]:
     """Bytes of one microbatch's frame forward and backward, headers included."""
-    boundary = build_boundary(settings.boundary, settings.model.dim)
-    shape = boundary.wire_shape(settings.microbatch_size, settings.model.context)
+    width = settings.boundary.rank or settings.model.dim
+    shape = (settings.microbatch_size, settings.model.context, width)
     codecs = parse_codec(settings.codec.forward), parse_codec(settings.codec.backward)
     sizes = [codec.payload_limit(shape) + HEADER_BYTES for codec in codecs]
     return sizes[0], sizes[1]
@@ -103,9 +102,8 @@ def frame_bytes(settings: Settings) -> tuple[int, int]:
 
 def stage_parameters(settings: Settings, stage: int) -> int:
     """Parameters that a stage holds, counted on layers without memory."""
-    with torch.device("meta"):
-        layers = [plan.make() for plan in stage_layers(settings.model, settings.split()[stage])]
-    return sum(p.numel() for layer in layers for p in layer.parameters())
+    built = StageBuilder(settings, torch.device("meta")).build(stage)
+    return sum(p.numel() for p in built.parameters())
 
 
 def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:

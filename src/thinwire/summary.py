@@ -14,8 +14,9 @@ from thinwire.report import LinkRecord, StageRecord, StepRecord, TraceSpan
 from thinwire.schedule import Costs, Network, simulate
 
 BF16_BYTES = 2
-_FORWARD_KINDS = ("FORWARD", "VERDICT")
-_BACKWARD_KINDS = ("BACKWARD", "TALLY")
+FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
+_FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS")
+_BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS")
 _WARMUP_STEPS = 2  # first steps pay for allocations and caches; timings leave them out
 
 Report = dict[str, Any]
@@ -63,6 +64,8 @@ class Ledger:
         boundaries = self._boundaries()
         simulated = simulate(settings.schedule(), self._costs(steady), network_of(settings))
         seconds = [_step_seconds(reports) for reports in steady]
+        faster = self._costs(steady, FASTER)
+        fast_step = simulate(settings.schedule(), faster, network_of(settings)).step_seconds
         losses = [record.loss for record in self.records]
         uplinks = [self._uplink_share(stage, steady) for stage in range(self.stages)]
         return {
@@ -77,11 +80,15 @@ class Ledger:
             else None,
             "step_seconds_median": statistics.median(seconds) if seconds else None,
             "simulated_step_seconds": simulated.step_seconds if seconds else None,
+            "simulated_faster_tokens_per_s": (
+                settings.tokens_per_step / fast_step if fast_step else None
+            ),
             "bubble_fraction": self._bubble(steady),
             "link_utilisation": max(uplinks, default=None) if network_of(settings) else None,
             "ratio_vs_bf16": _total_ratio(boundaries),
             "boundaries": boundaries,
             "time_shares": [self._time_shares(stage, steady) for stage in range(self.stages)],
+            "space": self._space_measures(),
             "refused_updates": sum(not reports[0]["committed"] for reports in self._complete),
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
@@ -101,6 +108,23 @@ class Ledger:
             if label != "norm"
         ]
         return chosen[0]["step"], spans
+
+    def _space_measures(self) -> dict[str, Any] | None:
+        """The subspace over the run: largest drift, and each move of the basis with its jump.
+
+        The jump compares the two steps before and after a move: noise of the batches included.
+        """
+        drifts = [r.measures["drift"] for r in self.records if "drift" in r.measures]
+        moves = []
+        for index, record in enumerate(self.records):
+            if "energy_after" in record.measures:
+                after = [r.loss for r in self.records[index + 1 : index + 3]]
+                before = [r.loss for r in self.records[max(0, index - 1) : index + 1]]
+                jump = statistics.fmean(after) - statistics.fmean(before) if after else None
+                moves.append({"step": record.step, **record.measures, "loss_jump": jump})
+        if not drifts and not moves:
+            return None
+        return {"largest_drift": max(drifts, default=None), "moves": moves}
 
     def _record(self, reports: list[Report]) -> StepRecord:
         settings = self.settings
@@ -139,6 +163,7 @@ class Ledger:
                 for stage, report in enumerate(reports)
             ],
             links=links,
+            measures=_merged_measures(reports),
         )
 
     def _steady(self) -> list[list[Report]]:
@@ -189,11 +214,12 @@ class Ledger:
         )
         return busy / sum(map(_step_seconds, steady))
 
-    def _costs(self, steady: list[list[Report]]) -> Costs:
-        """Mean measured times and bytes, as the simulator takes them."""
+    def _costs(self, steady: list[list[Report]], faster: int = 1) -> Costs:
+        """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
 
         def mean(stage: int, key: str) -> float:
-            return statistics.fmean(r[stage]["costs"][key] for r in steady) if steady else 0.0
+            measured = [r[stage]["costs"][key] for r in steady]
+            return statistics.fmean(measured) / faster if measured else 0.0
 
         stages = range(self.stages)
         frames = max(1, len(self._complete) * self.settings.pipeline.microbatches)
@@ -224,6 +250,15 @@ class Ledger:
         wait = sum(report["wait"] for report in reports) / total
         other = max(0.0, 1 - compute - update - wait)
         return {"stage": stage, "compute": compute, "wait": wait, "update": update, "other": other}
+
+
+def _merged_measures(reports: list[Report]) -> dict[str, float]:
+    """What the stages measured of the shared space: the worst of each, over all stages."""
+    merged: dict[str, float] = {}
+    for report in reports:
+        for name, value in report["measures"].items():
+            merged[name] = max(value, merged.get(name, value))
+    return merged
 
 
 def network_of(settings: Settings) -> Network | None:

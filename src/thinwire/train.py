@@ -237,7 +237,7 @@ class _Run:
             "settings": self.settings.to_plain(),
             "config_hash": self.settings.hash,
             "corpus": self.corpus.fingerprint,
-            "weight_version": message["version"],
+            **message["versions"],
         }
         ordered = [shards[s] for s in sorted(self._shards.pop(step))]
         try:

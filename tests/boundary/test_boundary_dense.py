@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from thinwire.boundary import BoundaryConfig, DenseBoundary, build_boundary, check_boundary
+from thinwire.boundary import BoundaryConfig, DenseBoundary, build_boundary
 from thinwire.errors import ConfigError
 
 
 def test_what_is_encoded_decodes_to_itself() -> None:
-    boundary = build_boundary(BoundaryConfig(), dim=6)
+    boundary = build_boundary(BoundaryConfig(), 6, 10, None, receives=True)
     x_BTD = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     z = boundary.encode(x_BTD, None)
     assert tuple(z.shape) == boundary.wire_shape(2, 3)
@@ -31,15 +31,19 @@ def test_it_has_no_parameters_and_reads_no_ids() -> None:
 
 def test_the_wire_shape_follows_the_width() -> None:
     assert DenseBoundary(6).wire_shape(4, 5) == (4, 5, 6)
-    assert build_boundary(BoundaryConfig(), dim=7).wire_shape(1, 1) == (1, 1, 7)
+    assert build_boundary(BoundaryConfig(), 7, 10, None, receives=False).wire_shape(1, 1) == (
+        1,
+        1,
+        7,
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_rank_that_says_the_same_is_accepted(rank: int) -> None:
-    check_boundary(BoundaryConfig(rank=rank), dim=8)
+    assert BoundaryConfig(rank=rank).resolved(8, [range(1)]).rank == rank
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 7, 9])
 def test_dense_with_another_rank_is_refused(rank: int) -> None:
     with pytest.raises(ConfigError, match=rf"boundary.rank = {rank} .*8 channels.*leave it at 0"):
-        build_boundary(BoundaryConfig(rank=rank), dim=8)
+        BoundaryConfig(rank=rank).resolved(8, [range(1)])

@@ -7,11 +7,12 @@ import torch
 
 from thinwire.codec import Leg, TensorSpec, parse_codec
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import Port
+from thinwire.engine.port import Port, Versions
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 
 SHAPE = (2, 4, 8)
+MADE_WITH = Versions(weights=7, basis=1)
 
 
 class Pair:
@@ -35,8 +36,8 @@ class Pair:
 def test_a_tensor_crosses() -> None:
     pair = Pair()
     tensor = torch.randn(SHAPE)
-    pair.sender.send_tensor(FrameKind.FORWARD, tensor, 3, 1, 7)
-    received = pair.receiver.take_tensor(FrameKind.FORWARD, 3, 1, 7)
+    pair.sender.send_tensor(FrameKind.FORWARD, tensor, 3, 1, MADE_WITH)
+    received = pair.receiver.take_tensor(FrameKind.FORWARD, 3, 1, MADE_WITH)
     assert torch.equal(received, tensor.bfloat16().float())
 
 
@@ -70,18 +71,20 @@ def test_shape_and_size_are_checked_before_unpacking() -> None:
 
 def test_ends_with_other_codecs_notice() -> None:
     pair = Pair(sender_codec="fp32")
-    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, 0)
+    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
     with pytest.raises(WireError, match="codecs differ"):
-        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 0, 0)
+        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 0, MADE_WITH)
 
 
 def test_a_neighbour_that_leaves_wakes_who_waits() -> None:
     pair = Pair()
-    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, 0)
+    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
     pair.sender.link.close()
-    pair.receiver.take_tensor(FrameKind.FORWARD, 0, 0, 0)  # what was sent before still counts
+    pair.receiver.take_tensor(
+        FrameKind.FORWARD, 0, 0, MADE_WITH
+    )  # what was sent before still counts
     with pytest.raises(WireError, match="left the run"):
-        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 1, 0)
+        pair.receiver.take_tensor(FrameKind.FORWARD, 0, 1, MADE_WITH)
 
 
 def test_late_and_repeated_frames_are_dropped() -> None:

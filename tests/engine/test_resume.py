@@ -21,7 +21,7 @@ def commit_all(outcome, settings: Settings, folder: Path, corpus: Corpus) -> dic
         facts = {
             "settings": settings.to_plain(),
             "corpus": corpus.fingerprint,
-            "weight_version": reports[0]["version"],
+            **reports[0]["versions"],
         }
         written[step] = commit(folder, step, shards, facts, corpus.tokenizer())
     return written

@@ -55,7 +55,8 @@ def test_a_refused_step_changes_no_weight(
 
 
 def _fresh(worker) -> dict:
-    stage = worker._build_stage()
+    stage = worker.builder.build(worker.index)
+    worker.builder.initialise(stage)
     return stage.global_parameters()
 
 

@@ -92,7 +92,7 @@ def test_the_rate_remembers_nothing(schedule: str) -> None:
         ({"lr": -1.0}, "optim.lr"),
         ({"lr": float("nan")}, "optim.lr"),
         ({"lr": float("inf")}, "optim.lr"),
-        ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must not be negative"),
+        ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must be a number not below 0"),
         ({"clip": -1.0}, "optim.clip"),
         ({"warmup": -1}, "optim.warmup"),
         ({"warmup": 101}, "optim.warmup = 101 is longer than train.steps = 100"),

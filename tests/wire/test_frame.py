@@ -1,6 +1,8 @@
 import dataclasses
+import re
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -166,3 +168,26 @@ def test_payload_limit_is_exact():
 def test_values_that_do_not_fit_the_header_are_refused(field, value):
     with pytest.raises(WireError, match=field):
         encode(dataclasses.replace(EXAMPLE, **{field: value}))
+
+
+def test_the_example_of_the_format_page_is_true():
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+    rows = re.findall(r"^[0-9a-f]0  ((?:[0-9a-f]{2} ?)+)$", page, re.MULTILINE)
+    example = Frame(
+        kind=FrameKind.FORWARD,
+        sender=1,
+        step=300,
+        microbatch=2,
+        weight_version=300,
+        basis_version=4,
+        codec=42,
+        shape=(1, 2, 4),
+        payload=bytes(range(8)),
+    )
+    assert bytes.fromhex("".join(rows)) == encode(example)
+
+
+def test_the_format_page_lists_every_kind():
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+    listed = dict(re.findall(r"^\| (\d+) \| ([A-Z]+) \|", page, re.MULTILINE))
+    assert listed == {str(int(kind)): kind.name for kind in FrameKind}

@@ -176,6 +176,22 @@ def test_dialing_where_nothing_listens_is_an_error(authority, listener):
         dial(listener.address, "peer", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
 
 
+def test_a_proxy_of_the_environment_is_not_used(connect, monkeypatch):
+    for variable in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    for variable in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    accepted, dialed = connect("peer")
+    dialed.write(b"straight")
+    assert accepted.read() == b"straight"
+
+
+def test_an_empty_message_is_refused(connect):
+    _, dialed = connect("peer")
+    with pytest.raises(WireError, match="empty message"):
+        dialed.write(b"")
+
+
 def test_an_unexpected_name_is_refused(authority, listener):
     with pytest.raises(WireError, match="'stranger' is not expected there"):
         dial(listener.address, "stranger", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)

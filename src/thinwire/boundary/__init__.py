@@ -1,13 +1,28 @@
 """Boundaries: what crosses the cut, inside autograd (floor 2)."""
 
-from thinwire.boundary.base import Boundary, BoundaryConfig, check_boundary
+from thinwire.boundary.base import Boundary
+from thinwire.boundary.config import BoundaryConfig
 from thinwire.boundary.dense import DenseBoundary
+from thinwire.boundary.narrow import ProjectedBoundary, SubspaceBoundary
+from thinwire.subspace import Space
 
 
-def build_boundary(config: BoundaryConfig, dim: int) -> Boundary:
-    """The boundary that the config names, for a model of width `dim`."""
-    check_boundary(config, dim)
-    return DenseBoundary(dim)
+def build_boundary(
+    config: BoundaryConfig, dim: int, vocab: int, space: Space | None, receives: bool
+) -> Boundary:
+    """One end of the boundary that a resolved config names; `space` is None for dense."""
+    if space is None:
+        return DenseBoundary(dim)
+    if config.is_constrained:
+        return SubspaceBoundary(space)
+    return ProjectedBoundary(space, config.anchor, vocab, config.learn, receives)
 
 
-__all__ = ["Boundary", "BoundaryConfig", "DenseBoundary", "build_boundary", "check_boundary"]
+__all__ = [
+    "Boundary",
+    "BoundaryConfig",
+    "DenseBoundary",
+    "ProjectedBoundary",
+    "SubspaceBoundary",
+    "build_boundary",
+]

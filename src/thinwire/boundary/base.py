@@ -8,20 +8,8 @@ Shapes: B sequences, T positions, D model width.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from torch import Tensor, nn
-
-from thinwire.errors import ConfigError
-from thinwire.typed import option
-
-
-@dataclass(frozen=True)
-class BoundaryConfig:
-    """`[boundary]`: what crosses the cut."""
-
-    mode: str = option("dense", "dense: the whole activation crosses", ("dense",))
-    rank: int = option(0, "width of what crosses; 0 for dense, where the width is model.dim")
 
 
 class Boundary(nn.Module, ABC):
@@ -41,12 +29,3 @@ class Boundary(nn.Module, ABC):
     @abstractmethod
     def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """The shape of z: part of the contract that both ends check on every frame."""
-
-
-def check_boundary(config: BoundaryConfig, dim: int) -> None:
-    """Refuse boundary settings that cannot work for a model of width `dim`."""
-    if config.mode == "dense" and config.rank not in (0, dim):
-        raise ConfigError(
-            f'boundary.rank = {config.rank} has no meaning with boundary.mode = "dense", where '
-            f"all {dim} channels cross: leave it at 0"
-        )

@@ -63,6 +63,10 @@ class Codec(ABC):
     def payload_limit(self, shape: tuple[int, ...]) -> int:
         """The most bytes `pack` may need for this shape: a receiver refuses anything larger."""
 
+    def round_trip(self, tensor: Tensor, spec: TensorSpec, place: Place) -> Tensor:
+        """What the other end would unpack, for experiments that need no link."""
+        return self.unpack(self.pack(tensor, place), spec, place)
+
     @property
     def tag(self) -> int:
         """Four bytes that name the codec in every frame, so that ends cannot disagree unseen."""

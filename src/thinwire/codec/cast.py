@@ -41,6 +41,10 @@ class Cast(Codec):
         flat = tensor.detach().to(self._format).cpu().contiguous().reshape(-1)
         return _bytes_of(flat)
 
+    def round_trip(self, tensor: Tensor, spec: TensorSpec, place: Place) -> Tensor:
+        """The rounding alone, without leaving the device."""
+        return tensor.detach().to(self._format).to(device=spec.device, dtype=spec.dtype)
+
     def unpack(self, payload: Payload, spec: TensorSpec, place: Place) -> Tensor:
         """The elements in the receiver's type, on its device."""
         wanted = self.payload_limit(spec.shape)

@@ -176,6 +176,10 @@ class Checkpoint:
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
 
+    def has(self, name: str) -> bool:
+        """Whether some stage's file holds this tensor."""
+        return any(name in shard.tensors for shard in self.shards)
+
     def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names, from whichever stage's file holds them."""
         left = set(wanted)

@@ -1,5 +1,7 @@
 """A stage's end of one boundary: codec, contract and link, on the way out and on the way in."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,16 @@ _LEGS = {
     FrameKind.EVALUATE: Leg.FORWARD,
     FrameKind.BACKWARD: Leg.BACKWARD,
 }
+
+
+class Versions(NamedTuple):
+    """What a tensor was made with: how often weights were updated, and the basis moved."""
+
+    weights: int
+    basis: int
+
+    def __str__(self) -> str:
+        return f"weight version {self.weights} and basis version {self.basis}"
 
 
 class Port:
@@ -41,7 +53,7 @@ class Port:
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
     def send_tensor(
-        self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, version: int
+        self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
         """Hand a tensor over; returns at once. The tensor must not be changed afterwards."""
         codec = self._codecs[_LEGS[kind]]
@@ -53,7 +65,8 @@ class Port:
                 sender=self._stage,
                 step=step,
                 microbatch=microbatch,
-                weight_version=version,
+                weight_version=made_with.weights,
+                basis_version=made_with.basis,
                 codec=codec.tag,
                 shape=tuple(tensor.shape),
                 payload=codec.pack(tensor, place),
@@ -61,23 +74,27 @@ class Port:
 
         self.link.send(packed)
 
-    def take_tensor(self, kind: FrameKind, step: int, microbatch: int, version: int) -> Tensor:
-        """The neighbour's tensor, waiting for it; it must come from the same weights' version."""
+    def take_tensor(
+        self, kind: FrameKind, step: int, microbatch: int, expected: Versions
+    ) -> Tensor:
+        """The neighbour's tensor, waiting for it; it must come from the versions expected."""
         tensor, theirs = self._mailbox.take((kind, step, microbatch))
-        if theirs != version:
+        if theirs != expected:
             raise WireError(
                 f"{self.link.name}: {kind.name} of step {step}, microbatch {microbatch} was made "
-                f"with weight version {theirs}, but this stage is at version {version}"
+                f"with {theirs}, but this stage is at {expected}"
             )
         return tensor
 
-    def send_message(self, kind: FrameKind, step: int, payload: bytes) -> None:
-        """Hand over a small message that is not a tensor (a tally or a verdict)."""
-        self.link.send(Frame(kind=kind, sender=self._stage, step=step, payload=payload))
+    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
+        """Hand over a message that no codec packs: a tally, a verdict, a basis."""
+        self.link.send(
+            Frame(kind=kind, sender=self._stage, step=step, microbatch=number, payload=payload)
+        )
 
-    def take_message(self, kind: FrameKind, step: int) -> bytes:
-        """The neighbour's tally or verdict of this step, waiting for it."""
-        return self._mailbox.take((kind, step, 0))
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
+        """The neighbour's message of this step, waiting for it."""
+        return self._mailbox.take((kind, step, number))
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind not in self._receives:
@@ -93,7 +110,8 @@ class Port:
         tensor = codec.unpack(frame.payload, self._spec, place)
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
-        self._mailbox.put(key, frame.step, (tensor, frame.weight_version))
+        versions = Versions(frame.weight_version, frame.basis_version)
+        self._mailbox.put(key, frame.step, (tensor, versions))
 
     def _check_contract(self, frame: Frame, codec: Codec) -> None:
         what = f"{self.link.name}: {frame.kind.name} of step {frame.step}"

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.feed import Feed
-from thinwire.engine.port import Port
+from thinwire.engine.keeper import Keeper
+from thinwire.engine.port import Port, Versions
 from thinwire.engine.trace import StepTrace
 from thinwire.errors import StageError
 from thinwire.model import Stage, token_loss
@@ -53,6 +54,8 @@ class Verdict:
         return cls(*_VERDICT.unpack(payload))
 
 
+FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step
+
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
 
@@ -79,6 +82,7 @@ class Runner:
         index: int,
         clip: float,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keeper: Keeper | None = None,
     ):
         self.stage = stage
         self.version = 0
@@ -90,6 +94,7 @@ class Runner:
         self._actions = schedule.rows[index]
         self._clip = clip
         self._autocast = autocast
+        self._keeper = keeper
         self._device = next(stage.parameters()).device
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
@@ -99,6 +104,8 @@ class Runner:
         self.trace = StepTrace()
         self._losses = []
         verdict = None
+        if self._keeper is not None:
+            self._keeper.begin_step(step)
         for action in self._actions:
             if action.kind is Kind.F:
                 self._forward(step, action.microbatch)
@@ -121,7 +128,7 @@ class Runner:
             received = None
             if self._below is not None:
                 received = self._below.take_tensor(
-                    FrameKind.EVALUATE, step, microbatch, self.version
+                    FrameKind.EVALUATE, step, microbatch, self._made_with()
                 )
             with self._autocast():
                 output = self.stage(received, batch.inputs_BT)
@@ -129,7 +136,9 @@ class Runner:
                     losses.append(token_loss(output, batch.targets_BT))
             if self._above is not None:
                 self._sync()
-                self._above.send_tensor(FrameKind.EVALUATE, output, step, microbatch, self.version)
+                self._above.send_tensor(
+                    FrameKind.EVALUATE, output, step, microbatch, self._made_with()
+                )
         self.stage.train()
         return float(torch.stack(losses).double().mean()) if losses else None
 
@@ -139,7 +148,7 @@ class Runner:
         if self._below is not None:
             with self.trace.span("wait", f"F{microbatch}"):
                 received = self._below.take_tensor(
-                    FrameKind.FORWARD, step, microbatch, self.version
+                    FrameKind.FORWARD, step, microbatch, self._made_with()
                 )
             received.requires_grad_()
         with self.trace.span("compute", f"F{microbatch}"):
@@ -153,7 +162,7 @@ class Runner:
         self._in_flight[microbatch] = _InFlight(received, output)
         if self._above is not None:
             sent = output.detach()
-            self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self.version)
+            self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self._made_with())
 
     def _backward(self, step: int, microbatch: int) -> None:
         kept = self._in_flight.pop(microbatch)
@@ -161,7 +170,7 @@ class Runner:
         if self._above is not None:
             with self.trace.span("wait", f"B{microbatch}"):
                 gradient = self._above.take_tensor(
-                    FrameKind.BACKWARD, step, microbatch, self.version
+                    FrameKind.BACKWARD, step, microbatch, self._made_with()
                 )
         with self.trace.span("compute", f"B{microbatch}"):
             if gradient is not None:
@@ -171,10 +180,13 @@ class Runner:
         if self._below is not None:
             assert kept.received is not None and kept.received.grad is not None
             self._below.send_tensor(
-                FrameKind.BACKWARD, kept.received.grad, step, microbatch, self.version
+                FrameKind.BACKWARD, kept.received.grad, step, microbatch, self._made_with()
             )
 
     def _update(self, step: int, lr: float, decide: Decide) -> Verdict:
+        basis_DK = None
+        if self._keeper is not None:
+            basis_DK = self._meet_at_basis(step, self._keeper)
         with self.trace.span("compute", "norm"):
             tally = self._squared_norms()
         with self.trace.span("wait", "U"):
@@ -184,10 +196,52 @@ class Runner:
                 self._clip_gradients(verdict.grad_norm)
                 self._optimizer.step(lr)
                 self.version += 1
+                if self._keeper is not None:
+                    self._keeper.after_update(step)
+                    if basis_DK is not None:
+                        self._keeper.switch(basis_DK)
             else:
                 self._optimizer.zero_grad()
             self._sync()
+        if self._keeper is not None and verdict.commit:
+            self._share_learned(step, self._keeper)
         return verdict
+
+    def _meet_at_basis(self, step: int, keeper: Keeper) -> Tensor | None:
+        """Project gradients, gather those of a learned basis, pass a proposed move down."""
+        with self.trace.span("compute", "norm"):
+            keeper.project_gradients()
+            self._sync()
+        borrowed, own = keeper.learned_incoming(), keeper.learned_outgoing()
+        if self._below is not None and borrowed is not None:
+            assert borrowed.grad is not None
+            self._below.send_message(FrameKind.BASIS, step, _to_bytes(borrowed.grad), FROM_ABOVE)
+            borrowed.grad = None
+        if self._above is not None and own is not None:
+            assert own.grad is not None
+            payload = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
+            own.grad += _from_bytes(payload, own)
+        if not keeper.moves_after(step):
+            return None
+        if self._above is None:
+            with self.trace.span("compute", "norm"):
+                basis_DK = keeper.propose()
+            payload = _to_bytes(basis_DK)
+        else:
+            payload = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
+        if self._below is not None:
+            self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
+        return _from_bytes(payload, keeper.space.basis_DK)
+
+    def _share_learned(self, step: int, keeper: Keeper) -> None:
+        """The owner of a learned basis sends it up; the receiver's copy follows."""
+        own, borrowed = keeper.learned_outgoing(), keeper.learned_incoming()
+        if self._above is not None and own is not None:
+            self._above.send_message(FrameKind.BASIS, step, _to_bytes(own), FROM_BELOW)
+        if self._below is not None and borrowed is not None:
+            payload = self._below.take_message(FrameKind.BASIS, step, FROM_BELOW)
+            with torch.no_grad():
+                borrowed.copy_(_from_bytes(payload, borrowed))
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
@@ -199,8 +253,8 @@ class Runner:
             payload = self._below.take_message(FrameKind.VERDICT, step)
             verdict = Verdict.from_bytes(payload)
         else:
-            # One number per layer and an exactly rounded sum: the norm, and with it every weight,
-            # is the same bit for bit however the layers are split into stages.
+            # One number per parameter and an exactly rounded sum: the norm, and with it every
+            # weight, is the same bit for bit however the layers are split into stages.
             finite = all(math.isfinite(value) for value in tally)
             norm = math.sqrt(math.fsum(tally)) if finite else math.inf
             verdict = Verdict(norm, finite, *decide(step, finite))
@@ -209,13 +263,10 @@ class Runner:
         return verdict
 
     def _squared_norms(self) -> list[float]:
-        """The squared gradient norm of each layer, in float64."""
-        norms = []
-        for layer in self.stage.layers:
-            gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-            squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]
-            norms.append(float(torch.stack(squares).sum()) if squares else 0.0)
-        return norms
+        """The squared gradient norm of each parameter, in float64."""
+        gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        return [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
 
     def _clip_gradients(self, norm: float) -> None:
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
@@ -230,6 +281,14 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    def _made_with(self) -> Versions:
+        return Versions(self.version, self.basis_version)
+
+    @property
+    def basis_version(self) -> int:
+        """How often the shared basis has moved."""
+        return self._keeper.space.version if self._keeper is not None else 0
+
     def costs(self) -> dict[str, float]:
         """Mean seconds of a forward, a backward and an update in the last step."""
         microbatches = self._schedule.microbatches
@@ -243,3 +302,19 @@ class Runner:
     def now(self) -> float:
         """The clock of the trace."""
         return time.monotonic()
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+def _from_bytes(payload: bytes, like: Tensor) -> Tensor:
+    """A tensor of the shape, type and device of `like`; StageError when the size is another."""
+    if len(payload) != like.numel() * like.element_size():
+        raise StageError(
+            f"a basis of shape {tuple(like.shape)} has {like.numel() * like.element_size()} bytes, "
+            f"{len(payload)} arrived"
+        )
+    return (
+        torch.frombuffer(bytearray(payload), dtype=like.dtype).reshape(like.shape).to(like.device)
+    )

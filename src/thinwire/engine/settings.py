@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thinwire.boundary import BoundaryConfig, check_boundary
+from thinwire.boundary import BoundaryConfig
 from thinwire.codec import CodecConfig, parse_codec
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
@@ -75,6 +75,8 @@ class Settings:
         """Build from nested dictionaries, resolve the model's preset, and check everything."""
         settings = from_plain(cls, values)
         settings = dataclasses.replace(settings, model=settings.model.resolved())
+        boundary = settings.boundary.resolved(settings.model.dim, settings.split())
+        settings = dataclasses.replace(settings, boundary=boundary)
         _check(settings)
         return settings
 
@@ -138,16 +140,15 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"data.valid_fraction = {settings.data.valid_fraction} must lie between 0 and 1"
         )
-    if not re.fullmatch(r"[^\W_](?:[\w.@+-]{0,98}[\w@+-])?", settings.run.name):
+    if not re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", settings.run.name):
         raise ConfigError(
             f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
-            "'.', '_', '-', '@' and '+', at most 100, starting with a letter or digit"
+            "spaces and any of . _ - @ + inside, at most 100, starting with a letter or digit"
         )
     if settings.run.threads < 0:
         raise ConfigError(f"run.threads = {settings.run.threads} must not be negative")
     if not 0 <= link.port < 65536:
         raise ConfigError(f"link.port = {link.port} must lie in 0..65535; 0 = any free one")
-    settings.split()
     settings.schedule()
     if train.batch % pipeline.microbatches:
         raise ConfigError(
@@ -155,6 +156,10 @@ def _check(settings: Settings) -> None:
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     check_optim(settings.optim, train.steps)
-    check_boundary(settings.boundary, settings.model.dim)
+    if settings.boundary.mode == "subspace" and settings.optim.name != "adamw":
+        raise ConfigError(
+            f'optim.name = "{settings.optim.name}" cannot work with boundary.mode = "subspace": '
+            'its update would leave the subspace; use adamw, or boundary.mode = "reparam"'
+        )
     parse_codec(settings.codec.forward, "codec.forward")
     parse_codec(settings.codec.backward, "codec.backward")

@@ -3,28 +3,31 @@
 The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
 """
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thinwire.boundary import Boundary, build_boundary
-from thinwire.codec import Leg, TensorSpec, parse_codec
+from thinwire.codec import Codec, Leg, parse_codec
 from thinwire.data import Corpus
+from thinwire.engine.build import (
+    StageBuilder,
+    autocast_for,
+    choose_device,
+    load_weights,
+    prepare_torch,
+)
 from thinwire.engine.checkpoint import OPTIMIZER, Checkpoint, partial_folder, write_shard
 from thinwire.engine.feed import Feed
+from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Port
 from thinwire.engine.runner import Runner, Verdict
-from thinwire.engine.settings import PRECISIONS, Settings
-from thinwire.errors import CheckpointError, ConfigError, StageError
-from thinwire.model import Stage, stage_layers
+from thinwire.engine.settings import Settings
+from thinwire.errors import CheckpointError, StageError
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.wire import FrameKind, Link
 
@@ -57,10 +60,27 @@ class Worker:
         self.corpus = Corpus.open(assignment.corpus)
         self.feed = Feed(self.corpus, settings, self.device)
         self.mailbox = Mailbox()
-        self.stage = self._build_stage()
-        self.optimizer = StageOptimizer(self.stage.global_parameters(), settings.optim)
+        prepare_torch(settings, self.device)
+        self.builder = StageBuilder(settings, self.device)
+        self.stage = self.builder.build(self.index)
+        constraint = self.builder.constraint(self.stage)
+        axes = {held.name: held.axis for held in constraint.held} if constraint else {}
+        self.optimizer = StageOptimizer(self.stage.owned_parameters(), settings.optim, axes)
+        self.keeper = None
+        if self.builder.space is not None:
+            self.keeper = Keeper(
+                settings.boundary,
+                self.stage,
+                self.optimizer,
+                self.builder.space,
+                constraint,
+                is_first=self.index == 0,
+                is_last=self.index == self.last,
+            )
         self.first_step = self.version = 0
-        if assignment.resume is not None:
+        if assignment.resume is None:
+            self.builder.initialise(self.stage)
+        else:
             self._load(Checkpoint.open(assignment.resume))
         self._misses = 0
         self._ports: list[Port] = []
@@ -76,15 +96,18 @@ class Worker:
             "boundary": boundary,
             "forward_codec": self.settings.codec.forward,
             "backward_codec": self.settings.codec.backward,
-            "wire_shape": list(self._wire_spec().shape),
+            "wire_shape": list(self.builder.wire_spec().shape),
             "corpus": self.corpus.fingerprint,
             "first_step": self.first_step,
+            **(self.builder.space.fingerprints() if self.builder.space else {}),
         }
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
-        shape = self._wire_spec().shape
-        return max(codec.payload_limit(shape) for codec in self._codecs().values()) + 65536
+        shape = self.builder.wire_spec().shape
+        largest = max(codec.payload_limit(shape) for codec in self._codecs().values())
+        basis = 8 * self.settings.model.dim * self.settings.boundary.rank
+        return max(largest, basis) + 65536
 
     def run(self, below: Link | None, above: Link | None, report: Report) -> None:
         """Train from the first step to the last, reporting as it goes."""
@@ -125,6 +148,7 @@ class Worker:
                 "wait": runner.trace.seconds("wait"),
                 "costs": runner.costs(),
                 "spans": spans,
+                "measures": self.keeper.measures(step) if self.keeper else {},
                 "meters": {port.link.name: port.link.meter.snapshot() for port in self._ports},
             }
         )
@@ -146,7 +170,9 @@ class Worker:
             report({"type": "evaluation", "step": done, "loss": loss})
 
     def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
-        tensors: dict[str, torch.Tensor] = dict(self.stage.global_parameters())
+        tensors: dict[str, torch.Tensor] = dict(self.stage.owned_parameters())
+        if self.keeper is not None:
+            tensors.update(self.keeper.state_tensors())
         for name, tensor in self.optimizer.state_tensors().items():
             tensors[OPTIMIZER + name] = tensor
         folder = partial_folder(self.assignment.run_folder, done)
@@ -155,41 +181,23 @@ class Worker:
         except CheckpointError as error:
             report({"type": "shard_failed", "step": done, "error": str(error)})
             return
-        report({"type": "shard", "step": done, "version": runner.version, "shard": vars(shard)})
-
-    def _build_stage(self) -> Stage:
-        settings = self.settings
-        prepare_torch(settings, self.device)
-        stage = Stage(
-            stage_layers(settings.model, settings.split()[self.index]),
-            incoming=self._boundary() if self.index > 0 else None,
-            outgoing=self._boundary() if self.index < self.last else None,
-            recompute=settings.pipeline.recompute,
-        )
-        if self.assignment.resume is None:
-            stage.initialise(settings.model, settings.run.seed)
-        return stage.to(device=self.device, dtype=PRECISIONS[settings.run.precision])
+        versions = {"weight_version": runner.version, "basis_version": runner.basis_version}
+        report({"type": "shard", "step": done, "versions": versions, "shard": vars(shard)})
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        parameters = self.stage.global_parameters()
-        loaded = checkpoint.tensors(parameters)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                if loaded[name].shape != parameter.shape:
-                    raise CheckpointError(
-                        f"{name} has shape {tuple(loaded[name].shape)} in {checkpoint.folder}, "
-                        f"the model needs {tuple(parameter.shape)}"
-                    )
-                parameter.copy_(loaded[name])
-        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(parameters))
+        load_weights(self.stage, self.builder.space, checkpoint)
+        owned = self.stage.owned_parameters()
+        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(owned))
+        if self.keeper is not None:
+            self.keeper.load(checkpoint)
         self.version = checkpoint.manifest["weight_version"]
         self.first_step = checkpoint.step
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         settings = self.settings
-        from_below = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT}
+        from_below = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT, FrameKind.BASIS}
         below_port = self._port(below, from_below)
-        above_port = self._port(above, {FrameKind.BACKWARD, FrameKind.TALLY})
+        above_port = self._port(above, {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS})
         runner = Runner(
             self.stage,
             self.feed,
@@ -200,6 +208,7 @@ class Worker:
             self.index,
             settings.optim.clip,
             autocast_for(settings.run.precision, self.device),
+            self.keeper,
         )
         runner.version = self.version
         return runner
@@ -207,56 +216,15 @@ class Worker:
     def _port(self, link: Link | None, receives: set[FrameKind]) -> Port | None:
         if link is None:
             return None
-        port = Port(link, self.index, self._codecs(), self._wire_spec(), self.mailbox, receives)
+        port = Port(
+            link, self.index, self._codecs(), self.builder.wire_spec(), self.mailbox, receives
+        )
         self._ports.append(port)
         return port
 
-    def _codecs(self) -> dict[Leg, Any]:
+    def _codecs(self) -> dict[Leg, Codec]:
         codec = self.settings.codec
         return {Leg.FORWARD: parse_codec(codec.forward), Leg.BACKWARD: parse_codec(codec.backward)}
-
-    def _boundary(self) -> Boundary:
-        return build_boundary(self.settings.boundary, self.settings.model.dim)
-
-    def _wire_spec(self) -> TensorSpec:
-        settings = self.settings
-        shape = self._boundary().wire_shape(settings.microbatch_size, settings.model.context)
-        return TensorSpec(shape, PRECISIONS[settings.run.precision], self.device)
-
-
-def choose_device(wanted: str, stage: int) -> torch.device:
-    """The device of a stage; several GPUs are dealt out in turn."""
-    has_cuda = torch.cuda.is_available()
-    has_mps = torch.backends.mps.is_available()
-    if wanted == "auto":
-        wanted = "cuda" if has_cuda else "mps" if has_mps else "cpu"
-    if (wanted == "cuda" and not has_cuda) or (wanted == "mps" and not has_mps):
-        raise ConfigError(f'run.device = "{wanted}", but torch finds no such device here')
-    if wanted == "cuda":
-        return torch.device("cuda", stage % torch.cuda.device_count())
-    return torch.device(wanted)
-
-
-def prepare_torch(settings: Settings, device: torch.device) -> None:
-    """Process-wide settings of torch: threads, and the same result every time."""
-    share = max(1, (os.cpu_count() or 1) // settings.pipeline.stages)
-    torch.set_num_threads(settings.run.threads or share)
-    if device.type == "mps" and settings.run.precision == "fp64":
-        raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def autocast_for(
-    precision: str, device: torch.device
-) -> Callable[[], AbstractContextManager[None]]:
-    """The context in which a stage computes."""
-    if precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext
 
 
 def check_divergence(misses: int, step: int, latest: Path | None) -> None:

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.model.config import ModelConfig
+from thinwire.model.narrow import Narrow, ReparamEmbedding, ReparamLinear, SplitEmbedding
+
+EMBEDDING = "model.embed_tokens"
+BLOCKS = "model.layers."
+WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
 class RMSNorm(nn.Module):
@@ -46,17 +51,24 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return x_BHTE * cos_TE + torch.cat((-right, left), dim=-1) * sin_TE
 
 
+def writer(inputs: int, dim: int, narrow: Narrow | None) -> nn.Module:
+    """A matrix that writes to the stream; in coordinates where the model is reparametrised."""
+    if narrow is not None and narrow.reparam:
+        return ReparamLinear(inputs, dim, narrow.space)
+    return nn.Linear(inputs, dim, bias=False)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention. `o_proj` is one of the two writers to the stream."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, narrow: Narrow | None):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         kv_dim = self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.o_proj = writer(config.dim, config.dim, narrow)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """What attention adds to the stream."""
@@ -75,11 +87,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU. `down_proj` is the other writer to the stream."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, narrow: Narrow | None):
         super().__init__()
         self.gate_proj = nn.Linear(config.dim, config.ffn, bias=False)
         self.up_proj = nn.Linear(config.dim, config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, config.dim, bias=False)
+        self.down_proj = writer(config.ffn, config.dim, narrow)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """What the feed-forward adds to the stream."""
@@ -92,12 +104,12 @@ class Block(nn.Module):
     cos_TE: Tensor
     sin_TE: Tensor
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, narrow: Narrow | None = None):
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, narrow)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = FeedForward(config, narrow)
         cos_TE, sin_TE = rotary_tables(config.context, config.head_dim, config.rope_theta)
         self.register_buffer("cos_TE", cos_TE, persistent=False)
         self.register_buffer("sin_TE", sin_TE, persistent=False)
@@ -118,26 +130,35 @@ class LayerPlan:
     make: Callable[[], nn.Module]
 
 
-def llama_layers(config: ModelConfig) -> list[LayerPlan]:
+def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[LayerPlan]:
     """The whole model as a list: embedding, blocks, final norm, head."""
-    blocks = [LayerPlan(f"model.layers.{i}", lambda: Block(config)) for i in range(config.layers)]
+
+    def embedding() -> nn.Module:
+        if narrow is None:
+            return nn.Embedding(config.vocab, config.dim)
+        kind = ReparamEmbedding if narrow.reparam else SplitEmbedding
+        return kind(config.vocab, config.dim, narrow.space)
+
+    def block(index: int) -> LayerPlan:
+        held = narrow if narrow is not None and index < narrow.blocks else None
+        return LayerPlan(f"{BLOCKS}{index}", lambda: Block(config, held))
+
     return [
-        LayerPlan("model.embed_tokens", lambda: nn.Embedding(config.vocab, config.dim)),
-        *blocks,
+        LayerPlan(EMBEDDING, embedding),
+        *(block(index) for index in range(config.layers)),
         LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
         LayerPlan("lm_head", lambda: nn.Linear(config.dim, config.vocab, bias=False)),
     ]
 
 
-def stage_layers(config: ModelConfig, blocks: range) -> list[LayerPlan]:
+def stage_layers(
+    config: ModelConfig, blocks: range, narrow: Narrow | None = None
+) -> list[LayerPlan]:
     """The layers of the stage that holds these blocks: the ends carry embedding and head."""
-    plans = llama_layers(config)
+    plans = llama_layers(config, narrow)
     first = 0 if blocks.start == 0 else blocks.start + 1
     last = len(plans) if blocks.stop == config.layers else blocks.stop + 1
     return plans[first:last]
-
-
-WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
 def initialise(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> None:

@@ -2,5 +2,6 @@
 
 from thinwire.optim.build import StageOptimizer
 from thinwire.optim.config import OptimConfig, check_optim, learning_rate
+from thinwire.optim.subspace import SubspaceAdamW
 
-__all__ = ["OptimConfig", "StageOptimizer", "check_optim", "learning_rate"]
+__all__ = ["OptimConfig", "StageOptimizer", "SubspaceAdamW", "check_optim", "learning_rate"]

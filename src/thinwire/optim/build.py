@@ -4,10 +4,13 @@ Torch keeps optimizer state by position; a run that is split anew needs it by na
 StageOptimizer does that translation and nothing else.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from thinwire.optim.config import OptimConfig
+from thinwire.optim.subspace import SubspaceAdamW
 
 BETAS = (0.9, 0.95)
 
@@ -15,10 +18,16 @@ BETAS = (0.9, 0.95)
 class StageOptimizer:
     """The optimizers of one stage behind one face, with state addressed by parameter name."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: OptimConfig):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: OptimConfig,
+        axes: dict[str, int] | None = None,
+    ):
+        """`axes` names the parameters held in a subspace, with their model dimension."""
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
-        self._optimizers = _build(parameters, config)
+        self._optimizers = _build(parameters, config, axes or {})
 
     def step(self, lr: float) -> None:
         """One update at this learning rate; gradients are cleared afterwards."""
@@ -32,6 +41,15 @@ class StageOptimizer:
         """Forget the gradients: after an update, or when a step is not committed."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    @torch.no_grad()
+    def change_momentum(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Carry a parameter's momentum over into other coordinates, if it has one."""
+        for optimizer in self._optimizers:
+            state = optimizer.state.get(self._parameters[name], {})
+            for key in ("exp_avg", "momentum_buffer"):
+                if key in state:
+                    state[key].copy_(change(state[key]))
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter name/state name`, ready for a checkpoint."""
@@ -62,8 +80,10 @@ class StageOptimizer:
                         }
 
 
-def _build(parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
-    matrices = {n: p for n, p in parameters.items() if p.ndim >= 2}
+def _build(
+    parameters: dict[str, nn.Parameter], config: OptimConfig, axes: dict[str, int]
+) -> list[torch.optim.Optimizer]:
+    matrices = {n: p for n, p in parameters.items() if p.ndim >= 2 and n not in axes}
     gains = [p for p in parameters.values() if p.ndim < 2]
     by_muon = {}
     if config.name == "muon":
@@ -78,6 +98,14 @@ def _build(parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[tor
     if by_adamw or gains:
         optimizers.append(
             torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=BETAS)
+        )
+    held = [
+        {"params": [p for n, p in parameters.items() if axes.get(n) == axis], "axis": axis}
+        for axis in sorted(set(axes.values()))
+    ]
+    if held:
+        optimizers.append(
+            SubspaceAdamW(held, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay)
         )
     if by_muon:
         # match_rms_adamw scales the update so that one learning rate serves both optimizers.

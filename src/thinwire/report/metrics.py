@@ -52,6 +52,8 @@ class MetricsWriter:
         for link in record.links:
             for name in ("forward_bytes", "backward_bytes", "utilisation"):
                 scalars[f"link/{link.boundary}/{name}"] = getattr(link, name)
+        for name, value in record.measures.items():
+            scalars[f"space/{name}"] = value
         self._plot(scalars, record.step)
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:

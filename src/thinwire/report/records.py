@@ -4,7 +4,7 @@ Byte counts are what left the sender in one step, frame headers included; second
 those of one step unless a name says otherwise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class StepRecord:
     eta_seconds: float
     stages: list[StageRecord]
     links: list[LinkRecord]
+    measures: dict[str, float] = field(default_factory=dict)  # of the method: drift, energy, ...
 
 
 @dataclass(frozen=True)

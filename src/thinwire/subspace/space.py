@@ -1,7 +1,8 @@
 """The space that all stages share: the basis U with its version, and the fixed token table.
 
-Both come from a seed on every stage, so neither has to travel at the start; their fingerprint is
-compared in the handshake. A stage holds one Space, whatever number of boundaries and layers read it.
+Both come from a seed on every stage, so neither has to travel at the start; their fingerprints are
+compared in the handshake. A stage holds them once, whatever number of boundaries and layers read
+them.
 """
 
 import hashlib
@@ -13,24 +14,23 @@ from thinwire.subspace.random import fixed_table, random_basis
 
 
 class Space:
-    """U (dim, rank) in the weights' type, T_fixed (vocab, dim) in bfloat16, on one device."""
+    """U (dim, rank) in the weights' type, and T_fixed (vocab, dim) in bfloat16 if anchors need it.
 
-    def __init__(
-        self,
-        dim: int,
-        rank: int,
-        seed: int,
-        vocab: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
+    `basis_DK` keeps its identity when the basis moves, so that all who hold it see the move.
+    """
+
+    def __init__(self, basis_DK: Tensor, table_VD: Tensor | None = None):
+        self.basis_DK = basis_DK
+        self.table_VD = table_VD
         self.version = 0
-        basis_DK = random_basis(dim, rank, seed)
-        self.table_VD = fixed_table(vocab, dim, seed) if vocab else None
-        self.seed_fingerprint = self._fingerprint(basis_DK)
-        self.basis_DK = basis_DK.to(device=device, dtype=dtype)
-        if self.table_VD is not None:
-            self.table_VD = self.table_VD.to(device)
+
+    @classmethod
+    def from_seed(
+        cls, dim: int, rank: int, seed: int, vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> "Space":
+        """The space of a seed: the same bits everywhere. `vocab` 0 leaves the table out."""
+        table_VD = fixed_table(vocab, dim, seed).to(device) if vocab else None
+        return cls(random_basis(dim, rank, seed).to(device, dtype), table_VD)
 
     def anchors(self, ids_BT: Tensor) -> Tensor:
         """T_fixed[ids] in the basis' type: what every stage can add back by itself."""
@@ -42,12 +42,13 @@ class Space:
         self.basis_DK.copy_(basis_DK)
         self.version += 1
 
-    def _fingerprint(self, basis_DK: Tensor) -> dict[str, str]:
-        prints = {"basis": _digest(basis_DK)}
+    def fingerprints(self) -> dict[str, str]:
+        """What both ends of a link compare: a difference names the part that differs."""
+        prints = {"basis": _digest(self.basis_DK), "basis_version": str(self.version)}
         if self.table_VD is not None:
-            prints["token table"] = _digest(self.table_VD.view(torch.int16))
+            prints["token_table"] = _digest(self.table_VD.view(torch.int16))
         return prints
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]

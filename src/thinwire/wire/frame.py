@@ -38,6 +38,7 @@ class FrameKind(enum.IntEnum):
     CONTROL = 6
     BYE = 7
     EVALUATE = 8  # an activation of a validation: like FORWARD, but no gradient comes back
+    BASIS = 9  # a basis that moves or is learned, or the gradient of one
 
 
 @dataclass(frozen=True)

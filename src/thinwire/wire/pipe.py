@@ -8,7 +8,7 @@ from thinwire.errors import WireError
 
 
 class Pipe(ABC):
-    """Moves whole byte messages both ways, in order, between two ends.
+    """Moves whole byte messages, none of them empty, both ways, in order, between two ends.
 
     Reading and writing may happen on different threads at once. Closing is idempotent.
     """

@@ -25,6 +25,7 @@ from thinwire.wire.stream import (
     CLOSE_GRACE_S,
     DEFAULT_KEEPALIVE,
     Keepalive,
+    Outbox,
     StreamPipe,
     common_options,
     why_it_ended,
@@ -103,7 +104,7 @@ class Listener:
 
     def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
-        outgoing = Handover(_MESSAGES_HANDED_OVER)
+        outgoing = Outbox()
         pipe = StreamPipe(outgoing, incoming, context.cancel)
         with self._lock:
             arrival = self._expected.get(name)
@@ -112,7 +113,7 @@ class Listener:
                 context.send_initial_metadata(((_ACCEPTED_KEY, "yes"),))
                 del self._expected[name]
                 arrival.set_result(pipe)
-                return to_the_last(outgoing)
+                return outgoing.to_the_last()
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name!r} is not expected there")
         raise AssertionError("abort raises")
 
@@ -169,9 +170,9 @@ def _try_to_dial(
             ("grpc.use_local_subchannel_pool", 1),
         ],
     )
-    outgoing = Handover(_MESSAGES_HANDED_OVER)
+    outgoing = Outbox()
     open_stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
-    call = open_stream(to_the_last(outgoing), metadata=((_NAME_KEY, name.encode()),))
+    call = open_stream(outgoing.to_the_last(), metadata=((_NAME_KEY, name.encode()),))
     out_of_time = threading.Timer(max(0.0, deadline - time.monotonic()), call.cancel)
     out_of_time.daemon = True
     out_of_time.start()

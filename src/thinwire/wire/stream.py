@@ -28,15 +28,30 @@ class Keepalive:
 DEFAULT_KEEPALIVE = Keepalive()
 
 
-class StreamPipe(Pipe):
-    """One end of a stream: gRPC takes messages from `outgoing` and yields them in `incoming`.
+class Outbox(Handover):
+    """Where gRPC takes messages from: a few at most, so that a slow network holds writers back.
 
     An empty message is the last of each direction. Without it the end of a stream would not
     tell a closed pipe from a lost connection: gRPC's server side ends both alike.
     """
 
+    def __init__(self) -> None:
+        super().__init__(_MESSAGES_HELD)
+
+    def to_the_last(self) -> Iterator[bytes]:
+        """What to give to gRPC."""
+        yield from self
+        yield _LAST
+
+
+class StreamPipe(Pipe):
+    """One end of a stream: what it sends goes into `outgoing`, what comes is `incoming`.
+
+    `let_go` releases whatever gRPC holds for the stream.
+    """
+
     def __init__(
-        self, outgoing: Handover, incoming: Iterator[bytes], let_go: Callable[[], object]
+        self, outgoing: Outbox, incoming: Iterator[bytes], let_go: Callable[[], object]
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
@@ -51,10 +66,14 @@ class StreamPipe(Pipe):
         self._outgoing.end(drop=True)
 
     def write(self, message: bytes) -> None:
+        """Hand a message to gRPC, waiting while it holds enough of them."""
+        if message == _LAST:
+            raise WireError("an empty message cannot be sent")
         if not self._outgoing.put(message):
             raise WireError("the stream is closed" if self._closed else "the other end is gone")
 
     def read(self) -> bytes | None:
+        """The next message, or None after the last; WireError if the connection was lost."""
         reason = "the connection was lost"
         with self._reading:
             try:
@@ -70,6 +89,7 @@ class StreamPipe(Pipe):
         return message
 
     def close(self) -> None:
+        """Close, giving the other end a few seconds to read what is still under way."""
         self._closed = True
         self._outgoing.end()
         # Letting go at once would cut off what is still on its way out. The stream is over
@@ -83,12 +103,8 @@ class StreamPipe(Pipe):
             pass
 
 
-def to_the_last(outgoing: Handover) -> Iterator[bytes]:
-    yield from outgoing
-    yield _LAST
-
-
 def common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, int]]:
+    """The gRPC options that both sides need."""
     return [
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
@@ -103,6 +119,7 @@ def common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, in
 
 
 def why_it_ended(error: Any) -> str:
+    """What gRPC says of a call or an exception that ended."""
     try:
         return f"{error.code().name}: {error.details()}"
     except AttributeError:  # the server side of gRPC says no more than that it ended

@@ -1,0 +1,111 @@
+"""`[boundary]`: what crosses the cut, and which combinations can work."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from thinwire.errors import ConfigError
+from thinwire.typed import option
+
+NARROW = ("subspace", "reparam", "projected")
+CONSTRAINED = ("subspace", "reparam")
+
+
+@dataclass(frozen=True)
+class BoundaryConfig:
+    """`[boundary]`: what crosses the cut."""
+
+    mode: str = option(
+        "dense",
+        "dense: the whole activation; subspace: weights held in a subspace; reparam: the same by "
+        "construction; projected: weights free, narrow at the cut only",
+        ("dense", *NARROW),
+    )
+    rank: int = option(0, "width of what crosses, below model.dim; 0 for dense")
+    basis_seed: int = option(0, "decides the basis and the fixed token table on every stage")
+    basis_update_every: int = option(0, "steps between moves of the shared basis; 0 = never")
+    basis_rate: float = option(0.5, "size of such a move; 1 is about a power iteration")
+    basis: str = option(
+        "shared", "projected: one basis for all cuts, or each its own", ("shared", "per-cut")
+    )
+    learn: bool = option(False, "projected: train the basis of each cut, kept orthonormal")
+    anchor: str = option(
+        "auto",
+        "what is known of a token on both sides: none, fixed (random table), trainable (table of "
+        "the receiver); auto = fixed for subspace and reparam, none for projected",
+        ("auto", "none", "fixed", "trainable"),
+    )
+    free_layers: int = option(
+        -1, "last blocks left unconstrained by subspace and reparam; -1 = those of the last stage"
+    )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether weights are held in the subspace (by projection or by construction)."""
+        return self.mode in CONSTRAINED
+
+    def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
+        """The same config with `auto` and -1 filled in, refused if it cannot work."""
+        last_stage = len(split[-1])
+        if self.mode == "dense":
+            return self._resolved_dense(dim)
+        if not 0 < self.rank < dim:
+            raise ConfigError(
+                f"boundary.rank = {self.rank} must lie between 1 and model.dim - 1 = {dim - 1} "
+                f'with boundary.mode = "{self.mode}": at the full width nothing is saved, use dense'
+            )
+        if self.basis_update_every < 0 or not 0 < self.basis_rate < float("inf"):
+            raise ConfigError(
+                "boundary.basis_update_every must not be negative, basis_rate positive"
+            )
+        if self.is_constrained:
+            return self._resolved_constrained(last_stage)
+        if self.free_layers > 0:
+            raise ConfigError(
+                "boundary.free_layers has no meaning with projected: all its weights are free"
+            )
+        if self.learn and self.basis != "per-cut":
+            raise ConfigError(
+                'boundary.learn = true needs boundary.basis = "per-cut": a shared basis is moved '
+                "by boundary.basis_update_every instead"
+            )
+        if self.basis_update_every and self.basis == "per-cut":
+            raise ConfigError(
+                'boundary.basis_update_every cannot move boundary.basis = "per-cut": the whole '
+                "gradient is known at the last cut only, so the other bases could not follow; "
+                "use boundary.learn = true, or the shared basis"
+            )
+        anchor = "none" if self.anchor == "auto" else self.anchor
+        return dataclasses.replace(self, anchor=anchor, free_layers=0)
+
+    def _resolved_dense(self, dim: int) -> "BoundaryConfig":
+        if self.rank not in (0, dim):
+            raise ConfigError(
+                f'boundary.rank = {self.rank} has no meaning with boundary.mode = "dense", where '
+                f"all {dim} channels cross: leave it at 0"
+            )
+        if self.learn or self.basis_update_every or self.anchor not in ("auto", "none"):
+            raise ConfigError(
+                "boundary.learn, basis_update_every and anchor have no meaning with "
+                'boundary.mode = "dense", which has no basis'
+            )
+        return dataclasses.replace(self, anchor="none", free_layers=0)
+
+    def _resolved_constrained(self, last_stage: int) -> "BoundaryConfig":
+        if self.anchor not in ("auto", "fixed"):
+            raise ConfigError(
+                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": '
+                "the embedding is the fixed table plus a part in the subspace, so that table is "
+                "what both sides must take off and put back"
+            )
+        if self.learn or self.basis != "shared":
+            raise ConfigError(
+                f'boundary.mode = "{self.mode}" has one basis for all stages, which the weights '
+                "follow: it can be moved by basis_update_every, not learned or chosen per cut"
+            )
+        free = last_stage if self.free_layers == -1 else self.free_layers
+        if not 0 <= free <= last_stage:
+            raise ConfigError(
+                f"boundary.free_layers = {free}, but only the {last_stage} blocks of the last "
+                "stage may be free: what a block below the last cut writes must lie in the subspace"
+            )
+        return dataclasses.replace(self, anchor="fixed", free_layers=free)

@@ -1,0 +1,140 @@
+"""From settings to a stage: device, space, layers with their boundaries, starting weights."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from thinwire.boundary import Boundary, build_boundary
+from thinwire.codec import TensorSpec
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.settings import PRECISIONS, Settings
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.model import Narrow, Stage, stage_layers
+from thinwire.subspace import Constraint, Space, random_basis
+
+
+def choose_device(wanted: str, stage: int) -> torch.device:
+    """The device of a stage; several GPUs are dealt out in turn."""
+    has_cuda = torch.cuda.is_available()
+    has_mps = torch.backends.mps.is_available()
+    if wanted == "auto":
+        wanted = "cuda" if has_cuda else "mps" if has_mps else "cpu"
+    if (wanted == "cuda" and not has_cuda) or (wanted == "mps" and not has_mps):
+        raise ConfigError(f'run.device = "{wanted}", but torch finds no such device here')
+    if wanted == "cuda":
+        return torch.device("cuda", stage % torch.cuda.device_count())
+    return torch.device(wanted)
+
+
+def prepare_torch(settings: Settings, device: torch.device) -> None:
+    """Process-wide settings of torch: threads, and the same result every time."""
+    share = max(1, (os.cpu_count() or 1) // settings.pipeline.stages)
+    torch.set_num_threads(settings.run.threads or share)
+    if device.type == "mps" and settings.run.precision == "fp64":
+        raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def autocast_for(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which a stage computes."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+class StageBuilder:
+    """Builds stages of one run on one device; they share one space, held once."""
+
+    def __init__(self, settings: Settings, device: torch.device):
+        self.settings = settings
+        self.device = device
+        self.dtype = PRECISIONS[settings.run.precision]
+        self.space = self._space()
+
+    def build(self, index: int) -> Stage:
+        """A stage with empty weights: initialise it or load it."""
+        settings, blocks = self.settings, self.settings.split()[index]
+        is_last = blocks.stop == settings.model.layers
+        narrow = None
+        if self.space is not None and settings.boundary.is_constrained:
+            held = settings.model.layers - settings.boundary.free_layers
+            narrow = Narrow(self.space, held, settings.boundary.mode == "reparam")
+        # Made on the CPU, whose rounding is the reference for rotary tables, or with no memory.
+        with torch.device("meta" if self.device.type == "meta" else "cpu"):
+            stage = Stage(
+                stage_layers(settings.model, blocks, narrow),
+                incoming=self._boundary(blocks.start, True) if index > 0 else None,
+                outgoing=self._boundary(blocks.stop, False) if not is_last else None,
+                recompute=settings.pipeline.recompute,
+            )
+        return stage.to(device=self.device, dtype=self.dtype)
+
+    def initialise(self, stage: Stage) -> None:
+        """Starting weights: a function of the seed and the parameters' names."""
+        stage.initialise(self.settings.model, self.settings.run.seed)
+        constraint = self.constraint(stage)
+        if constraint is not None:
+            constraint.project_weights()
+
+    def constraint(self, stage: Stage) -> Constraint | None:
+        """What holds the stage's weights in the space, in subspace mode."""
+        if self.space is None or self.settings.boundary.mode != "subspace":
+            return None
+        held = self.settings.model.layers - self.settings.boundary.free_layers
+        return Constraint(self.space.basis_DK, stage.held_parameters(held))
+
+    def wire_spec(self) -> TensorSpec:
+        """The contract of every boundary: what a frame's tensor must be."""
+        settings = self.settings
+        shape = self._boundary(0, False).wire_shape(
+            settings.microbatch_size, settings.model.context
+        )
+        return TensorSpec(shape, self.dtype, self.device)
+
+    def _space(self) -> Space | None:
+        boundary, model = self.settings.boundary, self.settings.model
+        if boundary.mode == "dense":
+            return None
+        is_real = self.device.type != "meta"
+        vocab = model.vocab if boundary.anchor == "fixed" and is_real else 0
+        return Space.from_seed(
+            model.dim, boundary.rank, boundary.basis_seed, vocab, self.dtype, self.device
+        )
+
+    def _boundary(self, block: int, receives: bool) -> Boundary:
+        """One end of the cut before `block`."""
+        boundary, model, space = self.settings.boundary, self.settings.model, self.space
+        if space is not None and boundary.basis == "per-cut":
+            seed = boundary.basis_seed * 1_000_003 + block
+            basis_DK = random_basis(model.dim, boundary.rank, seed)
+            space = Space(basis_DK.to(self.device, self.dtype), space.table_VD)
+        return build_boundary(boundary, model.dim, model.vocab, space, receives)
+
+
+@torch.no_grad()
+def load_weights(stage: Stage, space: Space | None, checkpoint: Checkpoint) -> None:
+    """Fill a stage (and the basis, if it has moved) from a checkpoint of any split."""
+    parameters = stage.global_parameters()
+    loaded = checkpoint.tensors(parameters)
+    for name, parameter in parameters.items():
+        if loaded[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(loaded[name].shape)} in {checkpoint.folder}, "
+                f"the model needs {tuple(parameter.shape)}"
+            )
+        parameter.copy_(loaded[name])
+    if space is not None and checkpoint.has(BASIS):
+        space.basis_DK.copy_(checkpoint.tensors([BASIS])[BASIS])
+        space.version = checkpoint.manifest["basis_version"]
+
+
+BASIS = "space/basis"

@@ -1,0 +1,144 @@
+"""A whole pipeline in one process: stages chained by autograd, boundaries and rounding included.
+
+Tests show that the pipeline of processes computes the same. Experiments that ask about learning
+and not about time use this: no processes, no links, one device.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import Codec, Leg, Place, TensorSpec, parse_codec
+from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.feed import Feed
+from thinwire.engine.keeper import Keeper
+from thinwire.model import token_loss
+from thinwire.optim import StageOptimizer, learning_rate
+
+
+class Crossing(torch.autograd.Function):
+    """What a codec does to a tensor on its way over a cut, and to the gradient on its way back."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, forward: Codec, backward: Codec) -> Tensor:  # type: ignore[no-untyped-def]
+        """The tensor as the receiver unpacks it."""
+        ctx.backward_codec = backward
+        return _round_trip(z, forward, Leg.FORWARD)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        """The gradient as the sender unpacks it."""
+        return _round_trip(gradient, ctx.backward_codec, Leg.BACKWARD), None, None
+
+
+def _round_trip(tensor: Tensor, codec: Codec, leg: Leg) -> Tensor:
+    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    return codec.round_trip(tensor, spec, Place(leg, 0, 0))
+
+
+class Chain:
+    """Trains the model of some settings in this process, as its pipeline would."""
+
+    def __init__(self, settings: Settings, feed: Feed | None = None):
+        self.settings = settings
+        self.device = choose_device(settings.run.device, 0)
+        prepare_torch(settings, self.device)
+        self.builder = StageBuilder(settings, self.device)
+        self.feed = feed
+        self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
+        for stage in self.stages:
+            self.builder.initialise(stage)
+        for left, right in zip(self.stages, self.stages[1:], strict=False):
+            if settings.boundary.learn:  # one parameter, read on both sides of the cut
+                right.incoming.basis = left.outgoing.basis  # type: ignore[union-attr]
+        self.optimizers: list[StageOptimizer] = []
+        self.keepers: list[Keeper] = []
+        for index, stage in enumerate(self.stages):
+            constraint = self.builder.constraint(stage)
+            axes = {held.name: held.axis for held in constraint.held} if constraint else {}
+            optimizer = StageOptimizer(stage.owned_parameters(), settings.optim, axes)
+            self.optimizers.append(optimizer)
+            if self.builder.space is not None:
+                first, last = index == 0, index == len(self.stages) - 1
+                keeper = Keeper(
+                    settings.boundary, stage, optimizer, self.builder.space, constraint, first, last
+                )
+                self.keepers.append(keeper)
+        self._codecs = parse_codec(settings.codec.forward), parse_codec(settings.codec.backward)
+        self._autocast = autocast_for(settings.run.precision, self.device)
+
+    def logits(self, ids_BT: Tensor) -> Tensor:
+        """The model's output, across all cuts."""
+        z = None
+        for index, stage in enumerate(self.stages):
+            with self._autocast():
+                z = stage(z, ids_BT)
+            if index < len(self.stages) - 1:
+                z = Crossing.apply(z, *self._codecs)
+        assert z is not None
+        return z
+
+    def train_step(self, step: int) -> float:
+        """One update, as all stages together would make it; returns the loss."""
+        assert self.feed is not None, "training needs a feed"
+        for keeper in self.keepers:
+            keeper.begin_step(step)
+        count = self.settings.pipeline.microbatches
+        total = torch.zeros((), device=self.device)
+        for microbatch in range(count):
+            batch = self.feed.training(step, microbatch)
+            loss = token_loss(self.logits(batch.inputs_BT), batch.targets_BT) / count
+            loss.backward()
+            total += loss.detach()
+        self.update(step)
+        return float(total)
+
+    def update(self, step: int) -> None:
+        """Project, clip, step, and move the basis where it is time."""
+        for keeper in self.keepers:
+            keeper.project_gradients()
+        moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
+        basis_DK = self.keepers[-1].propose() if moves else None
+        parameters = [p for stage in self.stages for p in stage.parameters() if p.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(p.grad) for p in set(parameters)])
+        norm = float(torch.linalg.vector_norm(norms))
+        lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
+        if math.isfinite(norm):
+            clip = self.settings.optim.clip
+            scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+            for parameter in set(parameters):
+                assert parameter.grad is not None
+                parameter.grad.mul_(scale)
+            for optimizer in self.optimizers:
+                optimizer.step(lr)
+            for keeper in self.keepers:
+                keeper.after_update(step)
+            if basis_DK is not None:
+                self._switch(basis_DK)
+        for stage in self.stages:
+            stage.zero_grad()
+
+    def _switch(self, basis_DK: Tensor) -> None:
+        """All stages share one space here: it moves once, and every stage's weights follow."""
+        assert self.builder.space is not None
+        old_DK, version = self.builder.space.basis_DK.clone(), self.builder.space.version
+        for keeper in self.keepers:
+            self.builder.space.basis_DK.copy_(old_DK)
+            keeper.switch(basis_DK)
+        self.builder.space.version = version + 1
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation loss, compression on."""
+        assert self.feed is not None, "evaluation needs a feed"
+        losses = []
+        for microbatch in range(self.feed.validation_count):
+            batch = self.feed.validation(microbatch)
+            losses.append(token_loss(self.logits(batch.inputs_BT), batch.targets_BT))
+        return float(torch.stack(losses).double().mean())
+
+
+Progress = Callable[[str], None]

@@ -1,0 +1,102 @@
+"""What every experiment leaves behind: a verdict, a table, a picture and a short report.
+
+lab/NAME/report.md    the question, the verdict, the table, how to make it again
+lab/NAME/table.csv    every figure
+lab/NAME/plot.png     the picture
+lab/NAME/result.json  the same for programs
+"""
+
+import csv
+import json
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+import thinwire
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """The result of one experiment."""
+
+    name: str
+    question: str
+    verdict: str
+    holds: bool | None  # whether the claim under test holds; None where there is no yes or no
+    rows: list[Row]
+    figure: Figure
+    command: str
+    notes: list[str] = field(default_factory=list)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The outcome for a program."""
+        return {
+            "name": self.name,
+            "question": self.question,
+            "verdict": self.verdict,
+            "holds": self.holds,
+            "rows": self.rows,
+            "notes": self.notes,
+            "command": self.command,
+            "machine": machine(),
+        }
+
+
+def machine() -> str:
+    """What computed the figures."""
+    gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+    return f"{platform.machine()}{gpu}, torch {torch.__version__}, thinwire {thinwire.__version__}"
+
+
+def write_outcome(outcome: Outcome, folder: Path) -> Path:
+    """Write report, table, picture and JSON; returns the experiment's folder."""
+    place = folder / outcome.name
+    place.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for row in outcome.rows for key in row))
+    with (place / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(outcome.rows)
+    outcome.figure.savefig(place / "plot.png", dpi=120, bbox_inches="tight")
+    (place / "result.json").write_text(json.dumps(outcome.to_plain(), indent=1) + "\n")
+    lines = [
+        f"# {outcome.name}",
+        "",
+        outcome.question,
+        "",
+        f"**Verdict:** {outcome.verdict}",
+        "",
+        markdown_table(outcome.rows),
+        "",
+        "![plot](plot.png)",
+        "",
+        *(f"- {note}" for note in outcome.notes),
+        "",
+        f"Made by `{outcome.command}` on {machine()}.",
+        "",
+    ]
+    (place / "report.md").write_text("\n".join(lines))
+    return place
+
+
+def markdown_table(rows: list[Row]) -> str:
+    """Rows as a Markdown table, numbers in a readable form."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(c)) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        small = value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6)
+        return f"{value:.2e}" if small else f"{value:,.4f}".rstrip("0").rstrip(".")
+    return str(value)

@@ -1,0 +1,273 @@
+"""Narrow boundaries in the pipeline: every mode equals one process, exactly resumed, or refused."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import commit_all
+
+from thinwire.data import Corpus, Order
+from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder
+from thinwire.errors import ConfigError, WireError
+from thinwire.model import token_loss
+
+MODES = {
+    "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
+    "subspace-moving": {
+        "boundary__mode": "subspace",
+        "boundary__rank": 6,
+        "boundary__basis_update_every": 2,
+    },
+    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
+    "reparam-moving": {
+        "boundary__mode": "reparam",
+        "boundary__rank": 6,
+        "boundary__basis_update_every": 2,
+    },
+    "projected": {"boundary__mode": "projected", "boundary__rank": 6},
+    "projected-fixed-anchor": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__anchor": "fixed",
+    },
+    "projected-moving": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__basis_update_every": 2,
+    },
+    "projected-learned": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__basis": "per-cut",
+        "boundary__learn": True,
+        "boundary__anchor": "trainable",
+    },
+}
+
+
+def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict]:
+    """One process, one graph: stages chained by autograd, and an Adam written out by hand."""
+    torch.set_num_threads(1)
+    boundary, optim = settings.boundary, settings.optim
+    builder = StageBuilder(settings, torch.device("cpu"))
+    stages = [builder.build(i) for i in range(settings.pipeline.stages)]
+    for stage in stages:
+        builder.initialise(stage)
+    for left, right in itertools.pairwise(stages):
+        if boundary.learn:  # one basis, read on both sides of the cut
+            right.incoming.basis = left.outgoing.basis
+    parameters = {n: p for stage in stages for n, p in stage.global_parameters().items()}
+    held_blocks = settings.model.layers - boundary.free_layers
+    axes = {}
+    if boundary.mode == "subspace":
+        axes = {h.name: h.axis for s in stages for h in s.held_parameters(held_blocks)}
+    basis = builder.space.basis_DK
+    mean = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    square = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    order = Order(corpus.train, settings.model.context, settings.train.batch,
+                  settings.pipeline.microbatches, settings.run.seed)  # fmt: skip
+    watched = stages[-1].names[-2 - boundary.free_layers]
+    losses = []
+    for step in range(settings.train.steps):
+        gradients: list[torch.Tensor] = []
+        if boundary.basis_update_every:
+            first = stages[-1].names[0]
+            name = watched if boundary.is_constrained else first
+            stages[-1].watch_gradient(name, gradients.append)
+        total = 0.0
+        for m in range(settings.pipeline.microbatches):
+            batch = order.microbatch(step, m)
+            ids = torch.from_numpy(batch.inputs_BT)
+            x = None
+            for stage in stages:
+                x = stage(x, ids)
+            loss = token_loss(x, torch.from_numpy(batch.targets_BT))
+            (loss / settings.pipeline.microbatches).backward()
+            total += loss.item() / settings.pipeline.microbatches
+        losses.append(total)
+        with torch.no_grad():
+            inside = basis @ basis.T
+            for name, axis in axes.items():
+                grad = parameters[name].grad
+                parameters[name].grad = inside @ grad if axis == 0 else grad @ inside
+            norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
+            clip = min(1.0, optim.clip / (norm + 1e-6))
+            progress = (step - optim.warmup) / (settings.train.steps - optim.warmup)
+            lr = optim.lr * (
+                (step + 1) / optim.warmup
+                if step < optim.warmup
+                else 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+            )
+            for name, p in parameters.items():
+                g = p.grad * clip
+                second = g**2
+                if name in axes:
+                    second = second.mean(axes[name], keepdim=True).expand_as(second)
+                mean[name] = 0.9 * mean[name] + 0.1 * g
+                square[name] = 0.95 * square[name] + 0.05 * second
+                decay = optim.weight_decay if p.ndim > 1 else 0.0
+                unbiased = mean[name] / (1 - 0.9 ** (step + 1))
+                scale = (square[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+                p.mul_(1 - lr * decay).sub_(lr * unbiased / scale)
+                p.grad = None
+                if name.startswith("boundary.") and name.endswith(".basis"):
+                    q, r = torch.linalg.qr(p)
+                    p.copy_(q * torch.sign(r.diagonal()))
+            if boundary.basis_update_every and (step + 1) % boundary.basis_update_every == 0:
+                move(stages, basis, gradients, boundary.basis_rate, parameters, mean, axes)
+    return losses, parameters
+
+
+def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
+    """The Grassmann step from its formula, and everything that follows the basis."""
+    flat = torch.cat([g.flatten(0, 1) for g in gradients])
+    covariance = flat.T @ flat
+    old = basis.clone()
+    push = covariance @ old
+    energy = float((old * push).sum()) / old.shape[1]
+    q, r = torch.linalg.qr(old + rate / energy * (push - old @ (old.T @ push)))
+    new = q * torch.sign(r.diagonal())
+    basis.copy_(new)
+    inside = new @ new.T
+    for name, axis in axes.items():
+        for tensor in (parameters[name].data, mean[name]):
+            tensor.copy_(inside @ tensor if axis == 0 else tensor @ inside)
+    for stage in stages:
+        for name, layer in stage.reparametrised().items():
+            for tensor in (parameters[name].data, mean[name]):
+                turn = new.T @ old
+                tensor.copy_(turn @ tensor if layer.coordinate_axis == 0 else tensor @ turn.T)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipeline_equals_one_process(
+    mode: str, stages: int, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = make_settings(pipeline__stages=stages, **MODES[mode])
+    outcome = run_in_threads(settings)
+    losses, parameters = plain_training(settings, corpus)
+    assert outcome.losses() == pytest.approx(losses, abs=1e-10)
+    for name, weight in outcome.weights().items():
+        assert (weight - parameters[name]).abs().max().item() < 1e-9, name
+
+
+@pytest.mark.parametrize("mode", ["subspace", "subspace-moving", "reparam", "reparam-moving"])
+def test_constrained_modes_do_not_depend_on_the_split(
+    mode: str, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """The cut loses nothing: 1, 2 and 4 stages agree to rounding in float64."""
+    runs = [
+        run_in_threads(make_settings(pipeline__stages=n, boundary__free_layers=1, **MODES[mode]))
+        for n in (1, 2, 4)
+    ]
+    for other in runs[1:]:
+        assert other.losses() == pytest.approx(runs[0].losses(), abs=1e-10)
+
+
+def test_projected_cuts_lose_something(make_settings: Callable, run_in_threads: Callable) -> None:
+    """The failing side: with free weights the number of cuts changes the result."""
+    runs = [
+        run_in_threads(make_settings(pipeline__stages=n, **MODES["projected"])) for n in (1, 2, 4)
+    ]
+    assert abs(runs[0].losses()[0] - runs[1].losses()[0]) > 1e-4
+    assert abs(runs[1].losses()[0] - runs[2].losses()[0]) > 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_is_bitwise_across_a_move(
+    mode: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Checkpoints before, at and after a move of the basis, gathered gradients included."""
+    changes = {
+        **MODES[mode],
+        "train__steps": 7,
+        "train__checkpoint_every": 1,
+        "run__precision": "fp32",
+        "codec__forward": "fp32",
+        "codec__backward": "fp32",
+    }
+    if "moving" in mode:
+        changes["boundary__basis_update_every"] = 3
+    settings = make_settings(**changes)
+    whole = run_in_threads(settings)
+    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    for step in (2, 3, 4):
+        resumed = run_in_threads(settings, resume=saved[step], folder=tmp_path / f"from-{step}")
+        assert resumed.losses() == whole.losses()[step:], step
+        weights = resumed.weights()
+        assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
+
+
+def test_moves_are_measured_and_versioned(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    settings = make_settings(pipeline__stages=4, **MODES["subspace-moving"])
+    outcome = run_in_threads(settings)
+    last = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
+    moved = [m for m in last if "energy_before" in m]
+    assert len(moved) == 2
+    for measures in moved:
+        assert measures["energy_after"] > measures["energy_before"]
+        assert measures["largest_angle"] > 0
+        assert measures["orthonormality_error"] < 1e-12
+    assert [w.builder.space.version for w in outcome.workers] == [2] * 4
+    bases = [w.builder.space.basis_DK for w in outcome.workers]
+    assert all(torch.equal(b, bases[0]) for b in bases)
+    steps = [r for r in outcome.reports[1] if r["type"] == "step"]
+    sent = steps[-1]["meters"]["boundary-0"]["sent"]
+    assert sent["BASIS"]["payload_bytes"] == 2 * 8 * 32 * 6  # two moves of 32 x 6 in float64
+
+
+def test_a_stage_with_another_basis_version_is_refused(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    def stale(worker) -> None:
+        worker.builder.space.version = worker.index
+
+    with pytest.raises(WireError, match=r"basis version 0, but this stage is at .* version 1"):
+        run_in_threads(make_settings(**MODES["subspace"]), prepare_worker=stale)
+
+
+def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus) -> None:
+    first = StageBuilder(make_settings(**MODES["subspace"]), torch.device("cpu")).space
+    other = StageBuilder(
+        make_settings(**MODES["subspace"], boundary__basis_seed=1), torch.device("cpu")
+    ).space
+    assert first.fingerprints().keys() == {"basis", "basis_version", "token_table"}
+    assert first.fingerprints()["basis"] != other.fingerprints()["basis"]
+    assert first.fingerprints()["token_table"] != other.fingerprints()["token_table"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mode": "subspace", "rank": 32}, "nothing is saved"),
+        ({"mode": "subspace", "rank": 0}, "between 1 and"),
+        ({"mode": "dense", "learn": True}, "no basis"),
+        ({"mode": "subspace", "rank": 4, "anchor": "trainable"}, "what both sides must"),
+        ({"mode": "reparam", "rank": 4, "learn": True}, "one basis for all stages"),
+        ({"mode": "subspace", "rank": 4, "free_layers": 3}, "only the 2 blocks of the last"),
+        ({"mode": "projected", "rank": 4, "free_layers": 1}, "all its weights are free"),
+        ({"mode": "projected", "rank": 4, "learn": True}, "per-cut"),
+        (
+            {"mode": "projected", "rank": 4, "basis": "per-cut", "basis_update_every": 5},
+            "could not follow",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    changes: dict, words: str, make_settings: Callable
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_settings(**{f"boundary__{k}": v for k, v in changes.items()})
+
+
+def test_muon_leaves_the_subspace_and_is_refused(make_settings: Callable) -> None:
+    with pytest.raises(ConfigError, match="leave the subspace"):
+        make_settings(optim__name="muon", **MODES["subspace"])
+    make_settings(optim__name="muon", **MODES["reparam"])

@@ -1,0 +1,127 @@
+"""Bases, tables, projections and moves of the subspace, against independent formulas."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.subspace import (
+    Constraint,
+    Held,
+    Space,
+    captured_energy,
+    drift,
+    fixed_table,
+    grassmann_step,
+    orthonormality_error,
+    principal_angles,
+    project,
+    random_basis,
+    retract,
+    riemannian_gradient,
+)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(dim=st.integers(1, 40), share=st.floats(0, 1), seed=st.integers(0, 2**40))
+def test_a_basis_is_orthonormal(dim: int, share: float, seed: int) -> None:
+    rank = max(1, round(dim * share))
+    assert orthonormality_error(random_basis(dim, rank, seed)) < 1e-12
+
+
+def test_basis_and_table_are_the_same_bits_everywhere() -> None:
+    """Values written down once: another machine, library or version must give them too."""
+    basis = Space(random_basis(48, 5, 7)).fingerprints()["basis"]
+    table = Space(random_basis(4, 1, 0), fixed_table(100, 24, 7)).fingerprints()["token_table"]
+    assert (basis, table) == ("f753a08129f8e802", "02f154ff2f71c3fb")
+
+
+def test_seeds_give_different_spaces() -> None:
+    assert not torch.equal(random_basis(16, 4, 0), random_basis(16, 4, 1))
+    assert not torch.equal(fixed_table(16, 4, 0), fixed_table(16, 4, 1))
+
+
+def test_the_fixed_table_is_exact_in_bfloat16_and_full_rank() -> None:
+    table = fixed_table(512, 64, 0)
+    assert table.dtype == torch.bfloat16
+    steps = table.double() * 4096
+    assert torch.equal(steps, steps.round()) and steps.abs().max() <= 127
+    assert torch.linalg.matrix_rank(table.double()) == 64
+    assert 0.015 < table.double().std() < 0.021
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_projection_is_onto_the_subspace(axis: int) -> None:
+    basis = random_basis(12, 3, 0)
+    matrix = random(12, 7) if axis == 0 else random(7, 12)
+    inside = project(matrix, basis, axis)
+    full = basis @ basis.T
+    assert torch.allclose(inside, full @ matrix if axis == 0 else matrix @ full)
+    assert torch.allclose(project(inside, basis, axis), inside)
+    assert drift(inside, basis, axis) < 1e-14
+    assert drift(matrix, basis, axis) == pytest.approx(
+        float(torch.linalg.norm(matrix - inside) / torch.linalg.norm(matrix))
+    )
+    assert drift(matrix, basis, axis) > 0.5
+
+
+def test_riemannian_gradient_is_the_derivative_of_captured_energy() -> None:
+    samples = random(50, 10)
+    covariance, basis = samples.T @ samples, random_basis(10, 3, 0)
+    direction = random(10, 3, seed=2)
+    direction -= basis @ (basis.T @ direction)
+    slope = float((riemannian_gradient(covariance, basis) * direction).sum() / covariance.trace())
+    h = 1e-6
+    ahead, behind = retract(basis + h * direction), retract(basis - h * direction)
+    measured = (captured_energy(covariance, ahead) - captured_energy(covariance, behind)) / (2 * h)
+    assert measured == pytest.approx(slope, rel=1e-5)
+
+
+def test_moves_climb_to_the_leading_subspace() -> None:
+    samples = random(200, 12) * torch.logspace(0, -1.5, 12, dtype=torch.float64)
+    covariance, basis = samples.T @ samples, random_basis(12, 3, 0)
+    energies = []
+    for _ in range(60):
+        move = grassmann_step(covariance, basis, rate=0.5)
+        assert move.energy_after >= move.energy_before - 1e-12
+        assert orthonormality_error(move.basis_DK) < 1e-12
+        basis = move.basis_DK
+        energies.append(move.energy_after)
+    best = torch.linalg.eigvalsh(covariance)[-3:].sum() / covariance.trace()
+    assert energies[-1] == pytest.approx(float(best), rel=1e-3)
+    assert energies[0] < 0.9 * energies[-1]
+
+
+def test_a_move_without_gradients_stays() -> None:
+    basis = random_basis(8, 2, 0)
+    move = grassmann_step(torch.zeros(8, 8), basis, rate=1.0)
+    assert torch.allclose(move.basis_DK, basis) and move.largest_angle < 1e-7
+
+
+def test_principal_angles() -> None:
+    first = torch.eye(6, dtype=torch.float64)[:, :2]
+    for angle in (1e-9, 0.3, 1.2, math.pi / 2):
+        second = first.clone()
+        second[:, 1] = math.cos(angle) * first[:, 1]
+        second[4, 1] = math.sin(angle)
+        assert principal_angles(first, second).max() == pytest.approx(angle, rel=1e-6)
+
+
+def test_a_constraint_holds_gradients_and_weights() -> None:
+    basis = random_basis(12, 3, 0)
+    writer = torch.nn.Parameter(random(12, 7))
+    table = torch.nn.Parameter(random(9, 12))
+    constraint = Constraint(basis, [Held("writer", writer, 0), Held("table", table, 1)])
+    assert constraint.drift() > 0.5
+    constraint.project_weights()
+    assert constraint.drift() < 1e-14
+    writer.grad, table.grad = random(12, 7, seed=3), None
+    expected = basis @ basis.T @ writer.grad
+    constraint.project_gradients()
+    assert torch.allclose(writer.grad, expected) and table.grad is None
