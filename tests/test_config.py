@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.config import apply_override, load_settings
-from thinwire.engine import Settings
+from thinwire.config import load_settings
+from thinwire.engine import Settings, apply_override
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS
 from thinwire.typed import to_toml
@@ -276,7 +276,7 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"train__eval_batches": 0}, "train.eval_batches = 0 must be at least 1"),
         ({"train__keep": 0}, "train.keep = 0 must be at least 1"),
         ({"train__eval_every": -1}, "train.eval_every = -1 must not be negative"),
-        ({"train__checkpoint_every": -1}, "train.checkpoint_every = -1 must not be negative"),
+        ({"train__checkpoint_every": -2}, "train.checkpoint_every = -2 must be -1"),
         ({"optim__warmup": 5}, "optim.warmup = 5 is longer than train.steps = 4"),
         ({"optim__warmup": -1}, "optim.warmup = -1 must be a number not below 0"),
         ({"optim__lr": 0.0}, "optim.lr = 0.0 must be a positive number"),

@@ -21,6 +21,14 @@ if TYPE_CHECKING:  # commands import what they need when they run: --help stays 
 Command = Callable[[argparse.Namespace], None]
 
 INTERRUPTED = 130
+LAB_NAMES = (
+    "lossless",
+    "optimizer",
+    "rank-collapse",
+    "subspace",
+    "bandwidth",
+    "convergence",
+)
 INIT_HEADER = """\
 # A run of thinwire: every key with its value and what it means. Delete what you do not change.
 # See what it will cost: thinwire plan run.toml      Start it: thinwire train run.toml
@@ -119,6 +127,29 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
+    sub = add("lab", lab_command, "run an experiment and write its report")
+    sub.add_argument("name", choices=LAB_NAMES, help="which experiment")
+    sub.add_argument("--quick", action="store_true", help="a small version, for a first look")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    sub.add_argument("--out", type=Path, default=Path("lab"), help="folder for the reports")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--steps", type=int, default=0, help="training steps; 0 = the experiment's")
+    sub.add_argument("--modes", help="bandwidth, convergence: boundary modes, by commas")
+    sub.add_argument("--ranks", help="bandwidth, convergence: ranks, by commas")
+    sub.add_argument("--mbps", help="bandwidth: rates to measure, by commas")
+    sub.add_argument(
+        "--dense-microbatches", type=int, default=0, help="bandwidth: shorten dense steps to these"
+    )
+    sub.add_argument("--stages", help="convergence: numbers of stages, by commas")
+    sub.add_argument("--lrs", help="convergence: learning rates, by commas")
+    sub.add_argument("--seeds", help="convergence: seeds, by commas")
+    sub.add_argument("--parallel", type=int, default=1, help="convergence: arms at a time")
+    sub.add_argument(
+        "--tflops", type=float, default=50.0, help="convergence: rate of a stage, for its time axis"
+    )
+    _add_set(sub)
+
     sub = add("bench", bench_command, "measure the runtime and the links on this machine")
     sub.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
@@ -132,8 +163,7 @@ def _add_set(sub: argparse.ArgumentParser) -> None:
 
 def demo(options: argparse.Namespace) -> None:
     """Train the same small model dense and in a subspace, and show both side by side."""
-    from thinwire.config import apply_override
-    from thinwire.engine import Settings
+    from thinwire.engine import Settings, apply_override
     from thinwire.inference import Model
     from thinwire.report import comparison_table
     from thinwire.summary import FASTER, next_free_name
@@ -227,6 +257,13 @@ def generate_command(options: argparse.Namespace) -> None:
             options.prompt, options.tokens, options.temperature, options.top_k, options.seed
         )
     )
+
+
+def lab_command(options: argparse.Namespace) -> None:
+    """Run one experiment."""
+    from thinwire.lab.run import run_lab
+
+    run_lab(options)
 
 
 def bench_command(options: argparse.Namespace) -> None:

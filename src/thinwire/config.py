@@ -1,13 +1,11 @@
 """run.toml: reading it, and overriding keys from the command line."""
 
 import tomllib
-import typing
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine import Settings
+from thinwire.engine import Settings, apply_override
 from thinwire.errors import ConfigError
-from thinwire.typed import nearest, parse_literal
 
 
 def load_settings(path: Path | None, overrides: list[str]) -> Settings:
@@ -16,24 +14,6 @@ def load_settings(path: Path | None, overrides: list[str]) -> Settings:
     for override in overrides:
         apply_override(values, override)
     return Settings.from_plain(values)
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into the plain values, read as the key's own type."""
-    place, equals, text = override.partition("=")
-    section, dot, key = place.strip().partition(".")
-    if not equals or not dot:
-        raise ConfigError(
-            f'--set {override!r} must look like section.key=value, as "train.steps=50"'
-        )
-    sections = typing.get_type_hints(Settings)
-    if section not in sections:
-        raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
-    parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
-    table = values.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{section} must be a table of keys, got {table!r}")
-    table[key] = parsed
 
 
 def _read(path: Path) -> dict[str, Any]:

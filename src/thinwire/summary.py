@@ -83,6 +83,7 @@ class Ledger:
             "simulated_faster_tokens_per_s": (
                 settings.tokens_per_step / fast_step if fast_step else None
             ),
+            "measured_costs": vars(self._costs(steady)),
             "bubble_fraction": self._bubble(steady),
             "link_utilisation": max(uplinks, default=None) if network_of(settings) else None,
             "ratio_vs_bf16": _total_ratio(boundaries),

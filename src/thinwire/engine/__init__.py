@@ -2,7 +2,7 @@
 
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.host import Host
-from thinwire.engine.settings import RunConfig, Settings, TrainConfig
+from thinwire.engine.settings import RunConfig, Settings, TrainConfig, apply_override
 from thinwire.engine.worker import Assignment, Worker
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "Settings",
     "TrainConfig",
     "Worker",
+    "apply_override",
     "list_checkpoints",
 ]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig
 from thinwire.optim import OptimConfig, check_optim
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
-from thinwire.typed import from_plain, option, to_plain
+from thinwire.typed import from_plain, nearest, option, parse_literal, to_plain
 from thinwire.wire import LinkConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -52,7 +53,7 @@ class TrainConfig:
     batch: int = option(16, "sequences per step, over all microbatches")
     eval_every: int = option(50, "steps between validations; 0 = only first and last")
     eval_batches: int = option(8, "microbatches per validation")
-    checkpoint_every: int = option(100, "steps between checkpoints; 0 = only the last")
+    checkpoint_every: int = option(100, "steps between checkpoints; 0 = only the last, -1 = none")
     keep: int = option(3, "checkpoints kept; older ones are removed")
 
 
@@ -116,12 +117,30 @@ class Settings:
     def is_checkpoint_step(self, done: int) -> bool:
         """Whether a checkpoint follows the update after which `done` updates are done."""
         every = self.train.checkpoint_every
-        return done == self.train.steps or (every > 0 and done % every == 0)
+        return every >= 0 and (done == self.train.steps or (every > 0 and done % every == 0))
 
     def is_evaluation_step(self, done: int) -> bool:
         """Whether a validation follows the update after which `done` updates are done."""
         every = self.train.eval_every
         return done == self.train.steps or (every > 0 and done % every == 0)
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Put one `section.key=value` into the plain values, read as the key's own type."""
+    place, equals, text = override.partition("=")
+    section, dot, key = place.strip().partition(".")
+    if not equals or not dot:
+        raise ConfigError(
+            f'--set {override!r} must look like section.key=value, as "train.steps=50"'
+        )
+    sections = typing.get_type_hints(Settings)
+    if section not in sections:
+        raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
+    parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
+    table = values.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} must be a table of keys, got {table!r}")
+    table[key] = parsed
 
 
 def _check(settings: Settings) -> None:
@@ -130,9 +149,13 @@ def _check(settings: Settings) -> None:
     for key in ("steps", "batch", "eval_batches", "keep"):
         if getattr(train, key) < 1:
             raise ConfigError(f"train.{key} = {getattr(train, key)} must be at least 1")
-    for key in ("eval_every", "checkpoint_every"):
-        if getattr(train, key) < 0:
-            raise ConfigError(f"train.{key} = {getattr(train, key)} must not be negative")
+    if train.eval_every < 0:
+        raise ConfigError(f"train.eval_every = {train.eval_every} must not be negative")
+    if train.checkpoint_every < -1:
+        raise ConfigError(
+            f"train.checkpoint_every = {train.checkpoint_every} must be -1 (none), 0 (only the "
+            "last) or a number of steps"
+        )
     for key in ("mbps_up", "mbps_down", "latency_ms", "jitter_ms"):
         if not 0 <= getattr(link, key) < math.inf:
             raise ConfigError(f"link.{key} = {getattr(link, key)} must be a number not below 0")

@@ -1,0 +1,196 @@
+"""Small image classifiers and something real to classify: printed characters.
+
+The images are drawn from fonts that come with matplotlib, so every machine has them: 94 characters
+in 16 styles, each turned, scaled, shifted and noised afresh. There are more classes than channels,
+so that the number of classes does not bound the rank of a gradient.
+
+A ViT, an MLP-Mixer and a residual CNN share one frame: blocks that add to a stream of patches. What
+writes to the stream is called o_proj or down_proj, as in the Llama blocks, so the same code finds
+and initialises writers in all models.
+
+Shapes: B images, S pixels a side, T patches, D width, P patches a side.
+"""
+
+import functools
+import math
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont  # matplotlib itself needs it
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.errors import DataError
+from thinwire.model import ModelConfig
+from thinwire.model.llama import RMSNorm, initialise
+
+CHARACTERS = [chr(code) for code in range(33, 127)]
+FONTS = [
+    f"DejaVu{family}{style}"
+    for family, styles in {
+        "Sans": ("", "-Bold", "-Oblique", "-BoldOblique"),
+        "SansMono": ("", "-Bold", "-Oblique", "-BoldOblique"),
+        "Serif": ("", "-Bold", "-Italic", "-BoldItalic"),
+    }.items()
+    for style in styles
+] + ["STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"]
+
+SIDE = 24
+PATCH = 4
+TURN, STRETCH, SHIFT, NOISE = 0.2, 0.15, 0.1, 0.1  # radians; shares of the size; of full black
+_CANVAS = 2 * SIDE  # drawn at twice the size: averaging after the turn keeps edges smooth
+_TYPE_SIZE = 36
+
+
+@functools.cache
+def character_images() -> Tensor:
+    """Every character in every font, upright (font, character, 48, 48), black 1 on white 0."""
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    images = np.zeros((len(FONTS), len(CHARACTERS), _CANVAS, _CANVAS), dtype=np.float32)
+    for row, name in enumerate(FONTS):
+        try:
+            font = ImageFont.truetype(
+                str(folder / f"{name}.ttf"), _TYPE_SIZE, layout_engine=ImageFont.Layout.BASIC
+            )
+        except OSError as error:
+            raise DataError(
+                f"matplotlib's font {name} cannot be read from {folder} ({error}): "
+                "install matplotlib with its fonts, as pip does"
+            ) from error
+        for column, character in enumerate(CHARACTERS):
+            image = Image.new("L", (_CANVAS, _CANVAS))
+            middle = (_CANVAS / 2, _CANVAS / 2)
+            ImageDraw.Draw(image).text(middle, character, fill=255, font=font, anchor="mm")
+            images[row, column] = np.asarray(image, dtype=np.float32) / 255
+    return torch.from_numpy(images)
+
+
+def character_batch(size: int, seed: int, number: int) -> tuple[Tensor, Tensor]:
+    """Images (B, 1, S, S) and classes (B) of one batch: a function of seed and number alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    fonts_B = torch.randint(len(FONTS), (size,), generator=generator)
+    classes_B = torch.randint(len(CHARACTERS), (size,), generator=generator)
+    angle_B, scale_B, x_B, y_B = torch.rand(4, size, generator=generator) * 2 - 1
+    angle_B, scale_B = angle_B * TURN, 1 + scale_B * STRETCH
+    cos_B, sin_B = angle_B.cos() / scale_B, angle_B.sin() / scale_B
+    rows = [cos_B, -sin_B, x_B * 2 * SHIFT, sin_B, cos_B, y_B * 2 * SHIFT]
+    places = F.affine_grid(
+        torch.stack(rows, dim=1).view(size, 2, 3),
+        [size, 1, _CANVAS, _CANVAS],
+        align_corners=False,
+    )
+    upright = character_images()[fonts_B, classes_B].unsqueeze(1)
+    images = F.avg_pool2d(F.grid_sample(upright, places, align_corners=False), 2)
+    return images + NOISE * torch.randn(images.shape, generator=generator), classes_B
+
+
+class Residual(nn.Module):
+    """The stream plus what a body makes of the normalised stream, as in every pre-norm model."""
+
+    def __init__(self, norm: nn.Module, body: nn.Module):
+        super().__init__()
+        self.norm = norm
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream after this body's write."""
+        return x + self.body(self.norm(x))
+
+
+class SelfAttention(nn.Module):
+    """Attention of all patches to all patches."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """What attention adds to the stream."""
+        batch, patches, _ = x_BTD.shape
+        parts = self.qkv_proj(x_BTD).view(batch, patches, 3, self.heads, -1)
+        q_BHTE, k_BHTE, v_BHTE = parts.permute(2, 0, 3, 1, 4)
+        mixed_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE)
+        return self.o_proj(mixed_BHTE.transpose(1, 2).reshape(batch, patches, -1))
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a GELU between, along the last axis."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward adds to the stream."""
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+class AcrossPatches(FeedForward):
+    """The mixer's stand-in for attention: a feed-forward along the patches, per channel."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """What mixing adds to the stream."""
+        return super().forward(x_BTD.transpose(1, 2)).transpose(1, 2)
+
+
+class Convolutions(nn.Module):
+    """The body of a residual block of a CNN; the second convolution writes."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.up_proj = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(8, dim, affine=False)
+        self.down_proj = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
+
+    def forward(self, x_BDPP: Tensor) -> Tensor:
+        """What the two convolutions add to the stream."""
+        return self.down_proj(F.gelu(self.norm(self.up_proj(F.gelu(x_BDPP)))))
+
+
+class Classifier(nn.Module):
+    """Patches, blocks that add to them, the mean over patches, a class for the image."""
+
+    def __init__(self, dim: int, blocks: list[nn.Module], keeps_grid: bool):
+        super().__init__()
+        self.patches = nn.Conv2d(1, dim, PATCH, PATCH, bias=False)
+        self.positions = nn.Parameter(torch.empty(dim, (SIDE // PATCH) ** 2))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = RMSNorm(dim, 1e-5)
+        self.head = nn.Linear(dim, len(CHARACTERS), bias=False)
+        self._keeps_grid = keeps_grid
+
+    def forward(self, images_B1SS: Tensor) -> Tensor:
+        """The logits of each image."""
+        x_BDT = self.patches(images_B1SS).flatten(2) + self.positions
+        side = math.isqrt(x_BDT.shape[2])
+        x = x_BDT.unflatten(2, (side, side)) if self._keeps_grid else x_BDT.transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        x_BTD = x.flatten(2).transpose(1, 2) if self._keeps_grid else x
+        return self.head(self.norm(x_BTD.mean(dim=1)))
+
+
+def classifier(kind: str, dim: int, depth: int, hidden: int, seed: int) -> Classifier:
+    """A `vit`, `mixer` or `cnn`, its weights a function of the seed and the parameters' names.
+
+    They start by the rule of the Llama blocks, writers smaller: how fast training changes a
+    spectrum depends on how large the weights were to begin with.
+    """
+    patches = (SIDE // PATCH) ** 2
+    blocks: list[nn.Module] = []
+    for _ in range(depth):
+        if kind == "cnn":
+            blocks.append(Residual(nn.GroupNorm(8, dim, affine=False), Convolutions(dim)))
+            continue
+        mixing = AcrossPatches(patches, hidden) if kind == "mixer" else SelfAttention(dim, 4)
+        blocks.append(Residual(RMSNorm(dim, 1e-5), mixing))
+        blocks.append(Residual(RMSNorm(dim, 1e-5), FeedForward(dim, hidden)))
+    model = Classifier(dim, blocks, keeps_grid=kind == "cnn")
+    for name, parameter in model.named_parameters():
+        initialise(name, parameter, ModelConfig(layers=depth), seed)
+    return model
