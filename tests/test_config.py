@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +10,20 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from thinwire.config import load_settings
 from thinwire.engine import Settings, apply_override
+from thinwire.engine.settings import machine_cores, threads_per_stage
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS
 from thinwire.typed import to_toml
 
-FREE_KEYS = {("run", "name"), ("run", "out"), ("link", "listen"), ("link", "port")}
+FREE_KEYS = {
+    ("run", "name"), ("run", "out"), ("link", "listen"), ("link", "port"), ("data", "path"),
+    ("train", "keep"), ("train", "checkpoint_every"),
+}  # fmt: skip
 KEYS = [
     (section.name, key.name)
     for section in dataclasses.fields(Settings)
@@ -147,7 +153,8 @@ def test_an_override_has_the_type_of_its_key(override: str, value: object) -> No
         ("train.=5", 'unknown key "train."'),
         ("train.steps=five", "train.steps: cannot read 'five' as a whole number"),
         ("link.emulate=on", "link.emulate: cannot read 'on' as true or false"),
-        ("pipeline.split=2;2", "pipeline.split: cannot read '2;2'"),
+        ("pipeline.split=2;2", "pipeline.split: cannot read '2;2' as a list of whole numbers"),
+        ("optim.lr=nan", "optim.lr = nan must be a finite number"),
         ("optim.schedule=cosin", "optim.schedule = 'cosin' is not allowed; did you mean"),
     ],
 )
@@ -179,14 +186,21 @@ def test_written_settings_carry_every_change(make_settings: Callable[..., Settin
     assert "split = [1, 3]" in text and "emulate = false" in text
 
 
+@how(deadline=None)
 @given(
-    st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x7f"), max_size=20),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=20),
     st.floats(1e-300, 1e300),
     st.integers(-(2**62), 2**62),
 )
 def test_any_text_and_number_survives_writing(path: str, rate: float, seed: int) -> None:
     values = {"data": {"path": path}, "optim": {"lr": rate}, "run": {"seed": seed}}
     settings = Settings.from_plain(values)
+    assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
+
+
+@pytest.mark.parametrize("code", [*range(0x20), 0x7F, 0x80, 0x9F, 0x2028, 0xFFFF])
+def test_every_control_character_survives_writing(code: int) -> None:
+    settings = Settings.from_plain({"data": {"path": f"a{chr(code)}b"}})
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
 
 
@@ -240,6 +254,25 @@ def test_checkpoints_and_validations_come_on_time_and_at_the_end(
     settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
     assert [done for done in range(1, 9) if settings.is_checkpoint_step(done)] == wanted
     assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
+
+
+# --- this machine ---
+
+
+def test_stages_share_the_cores_that_are_ours(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    assert machine_cores() == 6, "of 64 cores we may use 6"
+    for stages, threads in ((1, 6), (2, 3), (4, 1)):
+        settings = make_settings(run__threads=0, pipeline__stages=stages)
+        assert threads_per_stage(settings) == threads
+    assert threads_per_stage(make_settings(run__threads=5)) == 5, "what is told counts"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert threads_per_stage(make_settings(run__threads=0)) == 1, "never none"
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert machine_cores() == 64
 
 
 # --- what cannot work: the fixture's run has 4 layers, 2 stages, 4 microbatches, 4 steps of 8 ---
@@ -330,13 +363,15 @@ def test_ordinary_run_names_are_taken(make_settings: Callable[..., Settings], na
         ("optim", "weight_decay"),
         ("model", "rope_theta"),
         ("model", "norm_eps"),
+        ("data", "valid_fraction"),
+        ("boundary", "basis_rate"),
     ],
 )
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
 def test_numbers_that_are_none_are_refused(
     make_settings: Callable[..., Settings], section: str, key: str, value: float
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} = (nan|inf)"):
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = (nan|-?inf) must be"):
         make_settings(**{f"{section}__{key}": value})
 
 
@@ -346,6 +381,8 @@ def test_numbers_that_are_none_are_refused(
         ("model__rope_theta", 0.0),
         ("model__norm_eps", -1.0),
         ("run__threads", -1),
+        ("run__seed", 2**63),
+        ("run__seed", -(2**63) - 1),
         ("link__port", -1),
         ("link__port", 70000),
     ],

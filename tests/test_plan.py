@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine import Settings
+from thinwire.engine.settings import machine_cores
 from thinwire.model import parameter_count, stage_layers
 from thinwire.plan import (
     block_flops,
@@ -21,9 +21,11 @@ from thinwire.plan import (
     measure_flops,
     plan_text,
     plan_to_plain,
+    short_grid,
     stage_memory,
     stage_parameters,
 )
+from thinwire.schedule import build
 from thinwire.wire import Frame, FrameKind, encode
 
 RATE = 5e9  # FLOP/s: compute and links of the tiny run then matter alike
@@ -215,5 +217,59 @@ def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettin
     assert 0 < measure_flops(settings, repeats=1) < float("inf")
     assert torch.get_num_threads() == threads, "measuring leaves the process as it was"
     plan = make_plan(settings)
-    assert plan.flops_per_s > 0 and plan.cores == os.cpu_count()
-    assert f"{os.cpu_count()} cores shared by all stages" in plan_text(plan)
+    assert plan.flops_per_s > 0 and plan.cores == machine_cores()
+    assert f"{machine_cores()} cores shared by all stages" in plan_text(plan)
+
+
+def test_it_is_measured_with_the_threads_that_a_stage_has(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr("thinwire.engine.settings.machine_cores", lambda: 6)
+    before = torch.get_num_threads()
+    measure_flops(make_settings(run__precision="fp32", run__threads=0), repeats=1)
+    assert used == [3, before], "half of six cores for each of two stages"
+    measure_flops(make_settings(run__precision="fp32", run__threads=2), repeats=1)
+    assert used[2:] == [2, before]
+
+
+def test_a_narrow_run_holds_the_fixed_token_table_on_every_stage(
+    make_settings: MakeSettings,
+) -> None:
+    for mode, anchor, held in (
+        ("subspace", "fixed", True),
+        ("projected", "fixed", True),
+        ("projected", "none", False),
+        ("projected", "trainable", False),
+    ):
+        narrow = make_settings(boundary__mode=mode, boundary__rank=4, boundary__anchor=anchor)
+        table = narrow.model.vocab * narrow.model.dim * 2  # bf16
+        for stage in range(2):
+            parameters = stage_parameters(narrow, stage)
+            weights = 4 * 8 * parameters
+            head = stage_memory(make_settings(), stage, 0, 0)  # what no parameter has a part in
+            expected = weights + head + (table if held else 0)
+            assert stage_memory(narrow, stage, parameters, 0) == expected
+
+
+def test_a_long_grid_shows_its_two_ends() -> None:
+    short, long = build("1f1b", 2, 4), build("1f1b", 3, 100)
+    assert short_grid(short) == short.grid()
+    lines, whole = short_grid(long).splitlines(), long.grid().splitlines()
+    columns = len(whole[0].split()) - 1
+    assert columns > 40 and max(map(len, lines)) < 220
+    for line, full in zip(lines[:-1], whole, strict=True):
+        cells, wanted = line.split("..."), full.split()
+        label = wanted[:1] if full.startswith("slot") else wanted[:2]
+        assert cells[0].split() == [*label, *wanted[len(label) :][:12]]
+        assert cells[1].split() == wanted[-12:]
+    assert lines[-1] == f"({columns - 24} slots are left out here; --json has them all)"
+
+
+def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings: MakeSettings) -> None:
+    settings = slow_link(make_settings, pipeline__microbatches=256, train__batch=256)
+    plan = make_plan(settings, RATE)
+    assert len(plan.windows) <= 12
+    assert len(plan_text(plan)) < 5000 and "slots are left out" in plan_text(plan)
+    assert plan_to_plain(plan)["schedule"].count("F") == 2 * 256, "whole for programs"

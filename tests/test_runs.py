@@ -219,7 +219,7 @@ def test_ctrl_c_drains_and_checkpoints(
     stages = run.stages()
     assert len(stages) == 2
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 0, run.text()
+    assert run.wait(60) == 130, run.text()
     assert "stopping after this step" in run.text()
     assert gone(stages)
     saved = Checkpoint.open(tmp_path / "test")
@@ -269,6 +269,27 @@ def test_a_stage_that_dies_ends_the_run_by_name(
     assert re.search(rf"error: stage {victim} died at step \d+: killed by SIGKILL", run.text())
     assert f"logs/stage-{victim}.log" in run.text()
     assert gone(stages)
+
+
+@pytest.mark.parametrize(
+    ("stages", "victim"),
+    [
+        (2, 0),
+        (2, 1),
+        *(pytest.param(3, victim, marks=pytest.mark.slow) for victim in range(3)),
+    ],
+)
+def test_a_stage_that_freezes_ends_the_run_by_name(
+    stages: int, victim: int, thinwire: Callable, config: Callable
+) -> None:
+    """Its neighbours fail first, because they wait for it; they must not be blamed."""
+    run = thinwire("train", long_run(config, pipeline__stages=stages))
+    run.wait_for(r"\[train\] step +\d")
+    pids = run.stages()
+    os.kill(pids[victim], signal.SIGSTOP)
+    assert run.wait(60) == 6, run.text()
+    assert re.search(rf"error: stage {victim} was lost at step \d+", run.text()), run.text()
+    assert gone(pids)
 
 
 def test_peers_leave_with_a_coordinator_that_is_killed(

@@ -1,19 +1,23 @@
 """The command line: each command reads its arguments and calls the room that does the work."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import json
+import math
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
 import thinwire
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.report.stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.engine import Settings
@@ -21,6 +25,7 @@ if TYPE_CHECKING:  # commands import what they need when they run: --help stays 
 Command = Callable[[argparse.Namespace], None]
 
 INTERRUPTED = 130
+NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 LAB_NAMES = (
     "lossless",
     "optimizer",
@@ -48,8 +53,27 @@ DEMO_ARMS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the `thinwire` command. Exit codes: 0 done, 2..7 by kind of error."""
-    options = _parser().parse_args(arguments)
+    """Entry point of the `thinwire` command.
+
+    Exit codes: 0 done, 2..7 by kind of error, 130 interrupted. A reader that goes away, as
+    `head` does, changes none of them.
+    """
+    with (
+        contextlib.redirect_stdout(_safe(sys.stdout)),
+        contextlib.redirect_stderr(_safe(sys.stderr)),
+    ):
+        try:
+            _run(_parser().parse_args(arguments))
+        finally:
+            sys.stdout.flush()  # what breaks only now must not change the exit code
+
+
+def _safe(stream: TextIO | None) -> Any:
+    """The stream as one whose writes cannot fail, even if it was closed from the start."""
+    return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"))
+
+
+def _run(options: argparse.Namespace) -> None:
     try:
         options.command(options)
     except ThinwireError as error:
@@ -58,8 +82,6 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        sys.exit(0)
     except Exception:
         traceback.print_exc()
         print("error: this is a defect of thinwire; please report the lines above", file=sys.stderr)
@@ -100,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume",
         type=Path,
         nargs="?",
-        const=Path(),
+        const=NEWEST,
         metavar="CHECKPOINT",
         help="go on from a checkpoint; without a value, from this run's newest",
     )
@@ -108,51 +130,119 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("plan", plan_command, "say what a run will cost before anyone waits")
     add_config(sub, required=True)
     sub.add_argument(
-        "--tflops", type=float, help="rate of each stage's machine, instead of measuring"
+        "--tflops",
+        type=_number(float, above=0),
+        help="rate of each stage's machine, instead of measuring",
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("eval", eval_command, "measure a checkpoint's loss on its run's validation text")
     sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
-    sub.add_argument("--batches", type=int, default=0, help="microbatches; 0 = as in training")
+    sub.add_argument(
+        "--batches", type=_number(int, 0), default=0, help="microbatches; 0 = as in training"
+    )
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("generate", generate_command, "continue a prompt with a checkpoint")
     sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
     sub.add_argument("--prompt", default="def ", help="text to continue")
-    sub.add_argument("--tokens", type=int, default=64)
-    sub.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest")
-    sub.add_argument("--top-k", type=int, default=40, help="choose among so many; 0 = all")
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--tokens", type=_number(int, 1), default=64)
+    sub.add_argument(
+        "--temperature", type=_number(float, 0), default=0.8, help="0 = always the likeliest"
+    )
+    sub.add_argument(
+        "--top-k", type=_number(int, 0), default=40, help="choose among so many; 0 = all"
+    )
+    sub.add_argument("--seed", type=_number(int), default=0)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
     sub = add("lab", lab_command, "run an experiment and write its report")
     sub.add_argument("name", choices=LAB_NAMES, help="which experiment")
     sub.add_argument("--quick", action="store_true", help="a small version, for a first look")
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--seed", type=_number(int), default=0)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     sub.add_argument("--out", type=Path, default=Path("lab"), help="folder for the reports")
     sub.add_argument("--json", action="store_true", help="print JSON")
-    sub.add_argument("--steps", type=int, default=0, help="training steps; 0 = the experiment's")
-    sub.add_argument("--modes", help="bandwidth, convergence: boundary modes, by commas")
-    sub.add_argument("--ranks", help="bandwidth, convergence: ranks, by commas")
-    sub.add_argument("--mbps", help="bandwidth: rates to measure, by commas")
     sub.add_argument(
-        "--dense-microbatches", type=int, default=0, help="bandwidth: shorten dense steps to these"
+        "--steps", type=_number(int, 0), default=0, help="training steps; 0 = the experiment's"
     )
-    sub.add_argument("--stages", help="convergence: numbers of stages, by commas")
-    sub.add_argument("--lrs", help="convergence: learning rates, by commas")
-    sub.add_argument("--seeds", help="convergence: seeds, by commas")
-    sub.add_argument("--parallel", type=int, default=1, help="convergence: arms at a time")
+    sub.add_argument("--modes", help="bandwidth, convergence: boundary modes, by commas")
     sub.add_argument(
-        "--tflops", type=float, default=50.0, help="convergence: rate of a stage, for its time axis"
+        "--ranks", type=_numbers(int, 1), help="bandwidth, convergence: ranks, by commas"
+    )
+    sub.add_argument(
+        "--mbps", type=_numbers(float, above=0), help="bandwidth: rates to measure, by commas"
+    )
+    sub.add_argument(
+        "--dense-microbatches",
+        type=_number(int, 0),
+        default=0,
+        help="bandwidth: shorten dense steps to these",
+    )
+    sub.add_argument(
+        "--stages", type=_numbers(int, 1), help="convergence: numbers of stages, by commas"
+    )
+    sub.add_argument(
+        "--lrs", type=_numbers(float, above=0), help="convergence: learning rates, by commas"
+    )
+    sub.add_argument(
+        "--sweep-steps",
+        type=_number(int, 0),
+        default=0,
+        help="convergence: choose each method's learning rate by runs of so many steps",
+    )
+    sub.add_argument("--seeds", type=_numbers(int), help="convergence: seeds, by commas")
+    sub.add_argument(
+        "--parallel", type=_number(int, 1), default=1, help="convergence: arms at a time"
+    )
+    sub.add_argument(
+        "--tflops",
+        type=_number(float, above=0),
+        default=50.0,
+        help="convergence: rate of a stage, for its time axis",
     )
     _add_set(sub)
 
     sub = add("bench", bench_command, "measure the runtime and the links on this machine")
     sub.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
+
+
+def _number(
+    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
+) -> Callable[[str], Any]:
+    """Reads an option's number; what is none, or out of range, is refused with what is wanted."""
+    wanted = "a whole number" if kind is int else "a number"
+    wanted += f" of at least {least}" if least > -math.inf else ""
+    wanted += f" above {above}" if above > -math.inf else ""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (value >= least and value > above):  # NaN is in no range
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
+        if abs(value) >= 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} is too large: it must fit into 64 bits")
+        return value
+
+    return read
+
+
+def _numbers(
+    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
+) -> Callable[[str], str]:
+    """Checks numbers separated by commas; they stay text, for a report repeats its command."""
+    read = _number(kind, least, above)
+
+    def check(text: str) -> str:
+        for part in text.split(","):
+            read(part)
+        return text
+
+    return check
 
 
 def _add_set(sub: argparse.ArgumentParser) -> None:
@@ -179,10 +269,11 @@ def demo(options: argparse.Namespace) -> None:
         name = next_free_name(Path(settings.run.out), settings.run.name)
         settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
         summaries[arm] = summary = _train(settings, None)
-        model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
-        text = model.generate("def ", 40, temperature=0.7, top_k=30, seed=settings.run.seed)
-        print("\nSample (so small a model, after so few steps, knows little but the layout):")
-        print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
+        if summary["paths"]["checkpoint"]:
+            model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
+            text = model.generate("def ", 40, temperature=0.7, top_k=30, seed=settings.run.seed)
+            print("\nSample (so small a model, after so few steps, knows little but the layout):")
+            print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
     Console(highlight=False).print(comparison_table(summaries))
     print(f"\nSimulated: the same runs on stages {FASTER}x faster than this machine's:")
     for arm, summary in summaries.items():
@@ -213,7 +304,7 @@ def train_command(options: argparse.Namespace) -> None:
 
     settings = load_settings(options.config, options.set)
     resume = options.resume
-    if resume == Path():
+    if resume is NEWEST:
         resume = Path(settings.run.out) / settings.run.name
     _train(settings, resume)
 
@@ -223,8 +314,6 @@ def plan_command(options: argparse.Namespace) -> None:
     from thinwire.config import load_settings
     from thinwire.plan import make_plan, plan_text, plan_to_plain
 
-    if options.tflops is not None and options.tflops <= 0:
-        raise ConfigError(f"--tflops {options.tflops} must be positive")
     settings = load_settings(options.config, options.set)
     plan = make_plan(settings, options.tflops * 1e12 if options.tflops else None)
     print(json.dumps(plan_to_plain(plan), indent=1) if options.json else plan_text(plan))
@@ -274,19 +363,18 @@ def bench_command(options: argparse.Namespace) -> None:
 
 
 def _train(settings: "Settings", resume: Path | None) -> dict[str, Any]:
-    """Train with a display around it, then print the summary."""
+    """Train with a display around it, then print the summary, also of an interrupted run."""
     from thinwire.report import open_display, summary_table
-    from thinwire.train import Interrupted, train
+    from thinwire.train import train
 
     with open_display(sys.stdout, settings.run.name) as display:
-        try:
-            summary = train(settings, display, resume)
-        except Interrupted:
-            raise KeyboardInterrupt from None
+        summary = train(settings, display, resume)
     Console(highlight=False).print(summary_table(summary))
     for what, path in summary["paths"].items():
         if path:
             print(f"{what + ':':<12}{path}")
+    if summary.get("interrupted"):
+        raise KeyboardInterrupt
     return summary
 
 

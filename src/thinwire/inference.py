@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.data import Tokenizer
-from thinwire.engine import Checkpoint, Settings
+from thinwire.engine import Checkpoint
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, load_weights
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
@@ -24,7 +24,7 @@ class Model:
     def __init__(self, place: Path, device: str = "auto"):
         self.checkpoint = Checkpoint.open(place)
         self.checkpoint.verify()
-        self.settings = Settings.from_plain(self.checkpoint.manifest["settings"])
+        self.settings = self.checkpoint.settings
         self.device = choose_device(device, 0)
         builder = StageBuilder(self.settings, self.device)
         # The stages as trained: a narrow boundary is part of the model, the codec is not.
@@ -72,7 +72,7 @@ class Model:
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
             "valid_loss": loss,
-            "perplexity": math.exp(loss),
+            "perplexity": _perplexity(loss),
             "bits_per_byte": bits_per_byte(loss, len(corpus.valid), corpus.valid_bytes),
             "tokens": len(losses) * settings.microbatch_size * settings.model.context,
         }
@@ -95,6 +95,14 @@ class Model:
                 break
             ids.append(chosen)
         return tokenizer.decode(ids)
+
+
+def _perplexity(loss: float) -> float:
+    """e to the loss; infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _choose(

@@ -4,7 +4,6 @@ Compute times are measured on this machine with one block of the model (or given
 bytes and links come from the settings, and the schedule's own simulator puts them together.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,18 @@ from torch import nn
 from thinwire.codec import parse_codec
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device
-from thinwire.engine.settings import PRECISIONS
+from thinwire.engine.settings import PRECISIONS, machine_cores, threads_per_stage
 from thinwire.model import ModelConfig, stage_layers
 from thinwire.report.human import duration, human_bytes
-from thinwire.schedule import Costs, Simulation, simulate, window_table
+from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
 from thinwire.summary import network_of
 from thinwire.wire import HEADER_BYTES
 
 BACKWARD_PER_FORWARD = 2.0  # a backward multiplies each matrix twice
+TABLE_BYTES = 2  # the fixed token table is kept in bf16
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
+_GRID_COLUMNS = 40  # a grid with more slots than these is shown by its two ends
+_GRID_END = 12
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     rate = flops_per_s or measure_flops(settings)
     # Stages of a local run share this machine; with a given rate each has a machine of its own.
     shared = flops_per_s is None and choose_device(settings.run.device, 0).type == "cpu"
-    cores = os.cpu_count() if shared else None
+    cores = machine_cores() if shared else None
     costs = estimate_costs(settings, rate)
     p = settings.pipeline
     network = network_of(settings)
@@ -107,7 +109,7 @@ def stage_parameters(settings: Settings, stage: int) -> int:
 
 
 def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:
-    """Bytes of weights, gradients, optimizer state and activations in flight."""
+    """Bytes of weights, gradients, optimizer state, token table and activations in flight."""
     width = PRECISIONS[settings.run.precision].itemsize
     states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
     model = settings.model
@@ -124,14 +126,16 @@ def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int
     activations = tokens * len(blocks) * kept_per_block * in_flight
     if blocks.stop == model.layers:
         activations += tokens * model.vocab * (compute_width + 2 * 4)
-    return parameters * width * states + activations
+    fixed = settings.boundary.anchor == "fixed"
+    table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
+    return parameters * width * states + table + activations
 
 
 def measure_flops(settings: Settings, repeats: int = 3) -> float:
     """The rate at which this machine trains one block, forward and backward together.
 
-    One thread on a CPU, as each stage of a local run has; large models are measured on fewer
-    tokens, which flatters nobody: rates grow with size.
+    On a CPU with as many threads as each stage of a local run has; large models are measured on
+    fewer tokens, which flatters nobody: rates grow with size.
     """
     device = choose_device(settings.run.device, 0)
     model, dtype = settings.model, PRECISIONS[settings.run.precision]
@@ -142,7 +146,7 @@ def measure_flops(settings: Settings, repeats: int = 3) -> float:
     block: nn.Module = stage_layers(model, range(1))[1].make().to(device, dtype)
     x = torch.randn(sequences, context, model.dim, device=device, dtype=dtype, requires_grad=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(settings.run.threads or 1)
+    torch.set_num_threads(threads_per_stage(settings))
     autocast = autocast_for(settings.run.precision, device)
     best = float("inf")
     try:
@@ -175,7 +179,7 @@ def plan_text(plan: Plan) -> str:
         _link_line(settings),
         "",
         "schedule (a column is a slot of equal length, F forward, B backward, U update):",
-        simulation.schedule.grid(),
+        short_grid(simulation.schedule),
         "",
         simulation.describe(),
         "",
@@ -211,6 +215,21 @@ def plan_text(plan: Plan) -> str:
     if not link.emulate:
         lines.append("links are not emulated: the estimate assumes they cost nothing")
     return "\n".join(lines)
+
+
+def short_grid(schedule: Schedule) -> str:
+    """The schedule's grid, of which a long one shows only how it begins and how it ends."""
+    grid = schedule.grid()
+    cell = 2 + max(len(str(action)) for row in schedule.rows for action in row)
+    title = len(f"stage {schedule.stages - 1} ")
+    lines = grid.splitlines()
+    columns = -(-(max(map(len, lines)) - title) // cell)
+    if columns <= _GRID_COLUMNS:
+        return grid
+    begin, end = title + _GRID_END * cell, title + (columns - _GRID_END) * cell
+    short = [f"{line[:begin]:<{begin}} ...  {line[end:]}".rstrip() for line in lines]
+    left_out = columns - 2 * _GRID_END
+    return "\n".join([*short, f"({left_out:,} slots are left out here; --json has them all)"])
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ times from each, bytes from both ends of each boundary.
 
 import math
 import statistics
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,53 @@ FASTER = 100  # a GPU beside the cores of a small machine: what would the links 
 _FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS")
 _BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS")
 _WARMUP_STEPS = 2  # first steps pay for allocations and caches; timings leave them out
+_LAST_RECORDS = 16  # more than the steps without a good gradient after which a run ends
+_LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
+_LAST_TRACES = 16  # steps of which one is drawn
+_LAST_SECONDS = 20  # steps over which the speed on display is taken
 
 Report = dict[str, Any]
+
+
+class _Timings:
+    """What steps add up to: of each only its duration is kept, so a run may be of any length.
+
+    Spans are kept of the last few alone.
+    """
+
+    def __init__(self, stages: int):
+        self.seconds: list[float] = []
+        self.sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
+        self.traces: deque[list[Report]] = deque(maxlen=_LAST_TRACES)
+
+    def add(self, reports: list[Report]) -> None:
+        """Count one step that all stages have reported."""
+        self.seconds.append(_step_seconds(reports))
+        self.traces.append(reports)
+        for sums, report in zip(self.sums, reports, strict=True):
+            for name, seconds in report["costs"].items():
+                sums[name] += seconds
+            sums["wait"] += report["wait"]
+            sent = (end - start for lane, _, start, end in report["spans"] if lane == "send")
+            sums["send"] += sum(sent)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all these steps."""
+        return sum(self.seconds)
+
+    def mean(self, stage: int, cost: str) -> float:
+        """Mean cost per step; 0 when there was none."""
+        return self.sums[stage][cost] / len(self.seconds) if self.seconds else 0.0
+
+    def share(self, stage: int, what: str) -> float:
+        """Share of the steps' time that went into something."""
+        return self.sums[stage][what] / self.total if self.total else math.nan
+
+    def typical(self) -> list[Report]:
+        """Of the last few steps the one nearest to the median duration of all."""
+        median = statistics.median(self.seconds)
+        return min(self.traces, key=lambda reports: abs(_step_seconds(reports) - median))
 
 
 class Ledger:
@@ -33,10 +79,15 @@ class Ledger:
         self.done = first_step
         self.refused = 0  # updates in a row that were not committed
         self.valid_losses: list[tuple[int, float]] = []
-        self.records: list[StepRecord] = []
+        self.records: list[StepRecord] = []  # the last few
         self._pending: dict[int, dict[int, Report]] = {}
-        self._complete: list[list[Report]] = []
+        self._warmup, self._steady = _Timings(self.stages), _Timings(self.stages)
+        self._recent: deque[float] = deque(maxlen=_LAST_SECONDS)
+        self._refused_in_all = 0
+        self._largest_drift: float | None = None
+        self._moves: list[dict[str, Any]] = []
         self._crossed = [(0, 0)] * (self.stages - 1)
+        self._meters: dict[int, dict[str, Any]] = {}
 
     def add_step(self, stage: int, report: Report) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
@@ -46,31 +97,38 @@ class Ledger:
             return None
         complete = [reports[s] for s in range(self.stages)]
         del self._pending[report["step"]]
-        self._complete.append(complete)
+        is_warm = len(self._warmup.seconds) >= _WARMUP_STEPS
+        (self._steady if is_warm else self._warmup).add(complete)
+        self._recent.append(_step_seconds(complete))
         self.done = report["step"] + 1
         self.refused = 0 if complete[0]["committed"] else self.refused + 1
+        self._refused_in_all += not complete[0]["committed"]
         record = self._record(complete)
-        self.records.append(record)
+        self.records = [*self.records, record][-_LAST_RECORDS:]
+        self._follow_space(record)
         return record
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """File a validation loss, from the stage that has it."""
         self.valid_losses.append((step, loss))
 
+    def add_finished(self, stage: int, message: Report) -> None:
+        """File the last word of a stage: what each of its links has sent, to the goodbye."""
+        self._meters[stage] = message["meters"]
+
     def summary(self, versions: dict[str, str], total_seconds: float) -> dict[str, Any]:
         """Everything a reader of summary.json wants to know about the run."""
         settings = self.settings
-        steady = self._steady()
         boundaries = self._boundaries()
-        simulated = simulate(settings.schedule(), self._costs(steady), network_of(settings))
-        seconds = [_step_seconds(reports) for reports in steady]
-        faster = self._costs(steady, FASTER)
+        simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
+        seconds = self._timings.seconds
+        faster = self._costs(FASTER)
         fast_step = simulate(settings.schedule(), faster, network_of(settings)).step_seconds
         losses = [record.loss for record in self.records]
-        uplinks = [self._uplink_share(stage, steady) for stage in range(self.stages)]
         return {
             "name": settings.run.name,
-            "final_train_loss": statistics.fmean(losses[-10:]) if losses else None,
+            "final_train_loss": statistics.fmean(losses[-_LAST_LOSSES:]) if losses else None,
+            "last_train_loss": losses[-1] if losses else None,
             "final_valid_loss": self.valid_losses[-1][1] if self.valid_losses else None,
             "valid_losses": self.valid_losses,
             "steps": self.done,
@@ -83,14 +141,15 @@ class Ledger:
             "simulated_faster_tokens_per_s": (
                 settings.tokens_per_step / fast_step if fast_step else None
             ),
-            "measured_costs": vars(self._costs(steady)),
-            "bubble_fraction": self._bubble(steady),
-            "link_utilisation": max(uplinks, default=None) if network_of(settings) else None,
+            "measured_costs": vars(self._costs()),
+            "bubble_fraction": self._bubble(),
+            "link_utilisation": self._busiest_uplink(),
             "ratio_vs_bf16": _total_ratio(boundaries),
             "boundaries": boundaries,
-            "time_shares": [self._time_shares(stage, steady) for stage in range(self.stages)],
+            "bytes_sent": self._bytes_sent(),
+            "time_shares": [self._time_shares(stage) for stage in range(self.stages)],
             "space": self._space_measures(),
-            "refused_updates": sum(not reports[0]["committed"] for reports in self._complete),
+            "refused_updates": self._refused_in_all,
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
             "seed": settings.run.seed,
@@ -98,9 +157,8 @@ class Ledger:
         }
 
     def median_trace(self) -> tuple[int, list[TraceSpan]]:
-        """The spans of the step whose duration is the median: a typical one to draw."""
-        steady = sorted(self._steady(), key=_step_seconds)
-        chosen = steady[len(steady) // 2]
+        """The spans of a typical step to draw, and its number."""
+        chosen = self._timings.typical()
         origin = chosen[0]["start"]
         spans = [
             TraceSpan(stage, lane, label, start - origin, end - origin)
@@ -110,27 +168,33 @@ class Ledger:
         ]
         return chosen[0]["step"], spans
 
-    def _space_measures(self) -> dict[str, Any] | None:
-        """The subspace over the run: largest drift, and each move of the basis with its jump.
+    def _follow_space(self, record: StepRecord) -> None:
+        """Keep what a step says of the subspace.
 
         The jump compares the two steps before and after a move: noise of the batches included.
         """
-        drifts = [r.measures["drift"] for r in self.records if "drift" in r.measures]
-        moves = []
-        for index, record in enumerate(self.records):
-            if "energy_after" in record.measures:
-                after = [r.loss for r in self.records[index + 1 : index + 3]]
-                before = [r.loss for r in self.records[max(0, index - 1) : index + 1]]
-                jump = statistics.fmean(after) - statistics.fmean(before) if after else None
-                moves.append({"step": record.step, **record.measures, "loss_jump": jump})
-        if not drifts and not moves:
+        drift = record.measures.get("drift")
+        if drift is not None:
+            self._largest_drift = max(drift, self._largest_drift or 0.0)
+        for move in self._moves[-2:]:
+            moved = move["step"]
+            if record.step <= moved + 2:
+                after = [r.loss for r in self.records if r.step > moved]
+                before = [r.loss for r in self.records if moved - 2 < r.step <= moved]
+                move["loss_jump"] = statistics.fmean(after) - statistics.fmean(before)
+        if "energy_after" in record.measures:
+            self._moves.append({"step": record.step, **record.measures, "loss_jump": None})
+
+    def _space_measures(self) -> dict[str, Any] | None:
+        """The subspace over the run: largest drift, and each move of the basis with its jump."""
+        if self._largest_drift is None and not self._moves:
             return None
-        return {"largest_drift": max(drifts, default=None), "moves": moves}
+        return {"largest_drift": self._largest_drift, "moves": self._moves}
 
     def _record(self, reports: list[Report]) -> StepRecord:
         settings = self.settings
         seconds = _step_seconds(reports)
-        recent = [_step_seconds(r) for r in self._complete[-20:]]
+        usual = statistics.fmean(self._recent)
         crossed = [self._crossed_bytes(b, reports) for b in range(self.stages - 1)]
         links = [
             LinkRecord(
@@ -149,9 +213,9 @@ class Ledger:
             lr=reports[0]["lr"],
             grad_norm=reports[0]["grad_norm"],
             tokens=self.done * settings.tokens_per_step,
-            tokens_per_s=settings.tokens_per_step / statistics.fmean(recent),
+            tokens_per_s=settings.tokens_per_step / usual,
             step_seconds=seconds,
-            eta_seconds=statistics.fmean(recent) * (settings.train.steps - self.done),
+            eta_seconds=usual * (settings.train.steps - self.done),
             stages=[
                 StageRecord(
                     stage,
@@ -167,9 +231,15 @@ class Ledger:
             measures=_merged_measures(reports),
         )
 
-    def _steady(self) -> list[list[Report]]:
+    @property
+    def _timings(self) -> _Timings:
         """The steps whose timings count: all but the first few, if there are more."""
-        return self._complete[_WARMUP_STEPS:] or self._complete
+        return self._steady if self._steady.seconds else self._warmup
+
+    @property
+    def _steps(self) -> int:
+        """Steps that this run has done itself, without those before a resume."""
+        return len(self._warmup.seconds) + len(self._steady.seconds)
 
     def _crossed_bytes(self, boundary: int, reports: list[Report]) -> tuple[int, int]:
         """Bytes that have left both ends of a boundary so far, forward and backward."""
@@ -180,8 +250,8 @@ class Ledger:
         )
 
     def _boundaries(self) -> list[dict[str, Any]]:
-        tokens = len(self._complete) * self.settings.tokens_per_step
-        seconds = sum(map(_step_seconds, self._complete))
+        tokens = self._steps * self.settings.tokens_per_step
+        seconds = self._warmup.total + self._steady.total
         dense = BF16_BYTES * self.settings.model.dim
         rows = []
         for b, (forward, backward) in enumerate(self._crossed if tokens else []):
@@ -192,10 +262,26 @@ class Ledger:
                     "backward_bytes_per_token": backward / tokens,
                     "bf16_bytes_per_token": dense,
                     "ratio_vs_bf16": 2 * dense * tokens / (forward + backward),
+                    # of this boundary's own bytes: the fuller of its two directions
                     "link_utilisation": self._share_of_link(max(forward, backward), seconds),
                 }
             )
         return rows
+
+    def _bytes_sent(self) -> dict[str, Any] | None:
+        """Every byte that left, headers included, over all links and both ends of each.
+
+        Beside training this has validations, handshakes and goodbyes. None until all stages
+        have said their last word.
+        """
+        if len(self._meters) < self.stages:
+            return None
+        by_kind: Counter[str] = Counter()
+        for meters in self._meters.values():
+            for snapshot in meters.values():
+                for kind in snapshot["sent"].keys() - {"total"}:
+                    by_kind[kind] += _sent(snapshot, (kind,))
+        return {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
 
     def _share_of_link(self, size: int, seconds: float) -> float:
         link = self.settings.link
@@ -203,52 +289,41 @@ class Ledger:
             return math.nan
         return size * 8e-6 / (link.mbps_up * seconds)
 
-    def _uplink_share(self, stage: int, steady: list[list[Report]]) -> float:
-        """How busy a host's uplink was: it carries activations up and gradients down."""
-        if not steady:
-            return math.nan
-        busy = sum(
-            end - start
-            for reports in steady
-            for lane, _, start, end in reports[stage]["spans"]
-            if lane == "send"
-        )
-        return busy / sum(map(_step_seconds, steady))
+    def _busiest_uplink(self) -> float | None:
+        """Share of the steps' time in which the busiest host's uplink was sending.
 
-    def _costs(self, steady: list[list[Report]], faster: int = 1) -> Costs:
+        An uplink carries activations up and gradients down, so this may be twice what the two
+        boundaries of a host say each. None where no rate is emulated: then nothing is "full".
+        """
+        link, timings = self.settings.link, self._timings
+        if not (link.emulate and link.mbps_up and timings.total and self.stages > 1):
+            return None
+        return max(timings.share(stage, "send") for stage in range(self.stages))
+
+    def _costs(self, faster: int = 1) -> Costs:
         """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
-
-        def mean(stage: int, key: str) -> float:
-            measured = [r[stage]["costs"][key] for r in steady]
-            return statistics.fmean(measured) / faster if measured else 0.0
-
-        stages = range(self.stages)
-        frames = max(1, len(self._complete) * self.settings.pipeline.microbatches)
+        stages, mean = range(self.stages), self._timings.mean
+        frames = max(1, self._steps * self.settings.pipeline.microbatches)
         return Costs(
-            forward=[mean(s, "forward") for s in stages],
-            backward=[mean(s, "backward") for s in stages],
-            update=[mean(s, "update") for s in stages],
+            forward=[mean(s, "forward") / faster for s in stages],
+            backward=[mean(s, "backward") / faster for s in stages],
+            update=[mean(s, "update") / faster for s in stages],
             forward_bytes=[forward // frames for forward, _ in self._crossed],
             backward_bytes=[backward // frames for _, backward in self._crossed],
         )
 
-    def _bubble(self, steady: list[list[Report]]) -> float | None:
+    def _bubble(self) -> float | None:
         """Share of the stages' time in which they did not compute."""
-        if not steady:
+        if not self._timings.total:
             return None
-        worked = sum(
-            _compute_seconds(report, self.settings) + report["costs"]["update"]
-            for reports in steady
-            for report in reports
-        )
-        return 1 - worked / (self.stages * sum(map(_step_seconds, steady)))
+        shares = [self._time_shares(stage) for stage in range(self.stages)]
+        return 1 - statistics.fmean(share["compute"] + share["update"] for share in shares)
 
-    def _time_shares(self, stage: int, steady: list[list[Report]]) -> dict[str, Any]:
-        total = sum(map(_step_seconds, steady)) or math.nan
-        reports = [reports[stage] for reports in steady]
-        compute = sum(_compute_seconds(report, self.settings) for report in reports) / total
-        update = sum(report["costs"]["update"] for report in reports) / total
-        wait = sum(report["wait"] for report in reports) / total
+    def _time_shares(self, stage: int) -> dict[str, Any]:
+        share = self._timings.share
+        passes = share(stage, "forward") + share(stage, "backward")
+        compute = passes * self.settings.pipeline.microbatches
+        update, wait = share(stage, "update"), share(stage, "wait")
         other = max(0.0, 1 - compute - update - wait)
         return {"stage": stage, "compute": compute, "wait": wait, "update": update, "other": other}
 
@@ -300,7 +375,10 @@ def _sent(snapshot: dict[str, Any], kinds: tuple[str, ...]) -> int:
 
 
 def _total_ratio(boundaries: list[dict[str, Any]]) -> float | None:
-    """Bytes of bf16 dense both ways over every byte that left, over all boundaries."""
+    """Bytes of bf16 dense both ways over those that training sent, over all boundaries.
+
+    Training's bytes are activations, gradients, tallies, verdicts and bases, headers included.
+    """
     if not boundaries:
         return None
     dense = sum(2 * row["bf16_bytes_per_token"] for row in boundaries)

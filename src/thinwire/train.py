@@ -6,9 +6,10 @@ prepare the corpus -> start the peers -> follow their steps -> commit checkpoint
 
 import contextlib
 import json
+import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,21 +18,41 @@ import torch
 
 from thinwire.data import Corpus, prepare
 from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
-from thinwire.engine.checkpoint import Shard, commit, discard_partial, prune
+from thinwire.engine.build import check_devices
+from thinwire.engine.checkpoint import (
+    Shard,
+    commit,
+    discard_partial,
+    prune,
+    set_aside_later,
+    step_of,
+)
+from thinwire.engine.claim import claim_folder
 from thinwire.engine.feed import Feed
 from thinwire.engine.worker import check_divergence
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.model import parameter_count
 from thinwire.paths import cache_folder
 from thinwire.report import Display, MetricsWriter, read_metrics
+from thinwire.report.metrics import without_nan
 from thinwire.summary import Ledger, bits_per_byte
 from thinwire.typed import to_toml
 
-FREE_ON_RESUME = ("pipeline", "link", "run.name", "run.out", "run.device", "run.threads", "train")
-"""Settings that may differ between a checkpoint and the run that goes on from it."""
+FIXED_ON_RESUME = {
+    "model.*",
+    "boundary.*",
+    "data.source",
+    "data.tokenizer",
+    "data.valid_fraction",
+    "run.seed",
+    "run.precision",
+    "optim.name",
+    "train.batch",
+}
+"""Settings that say what the weights mean and what comes next; all others may change."""
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """The user asked twice to stop: leave at once."""
 
 
@@ -40,29 +61,28 @@ def train(settings: Settings, display: Display, resume: Path | None = None) -> d
     started = time.monotonic()
     for line in describe(settings):
         display.phase("config", line)
+    check_devices(settings)
     folder = Path(settings.run.out) / settings.run.name
-    checkpoint = open_resume(resume, settings) if resume else None
-    claim_folder(folder, checkpoint)
-    corpus = prepare_corpus(settings, display)
-    if checkpoint is not None and checkpoint.manifest["corpus"] != corpus.fingerprint:
-        raise CheckpointError(
-            f"{checkpoint.folder} was trained on another corpus (fingerprint "
-            f"{checkpoint.manifest['corpus']}, now {corpus.fingerprint}): resume with the same data"
+    checkpoint = open_resume(resume, settings, display) if resume else None
+    with claim_folder(folder, checkpoint):
+        corpus = prepare_corpus(settings, display)
+        if checkpoint is not None and checkpoint.manifest["corpus"] != corpus.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.folder} was trained on another corpus (fingerprint "
+                f"{checkpoint.manifest['corpus']}, now {corpus.fingerprint}): resume with the "
+                "same data"
+            )
+        display.phase(
+            "start", f"{settings.pipeline.stages} stages as processes, links under mutual TLS"
         )
-    save_settings(settings, folder)
-    first_step = checkpoint.step if checkpoint else 0
-    display.phase(
-        "start", f"{settings.pipeline.stages} stages as processes, links under mutual TLS"
-    )
-    with (
-        MetricsWriter(folder, resume_step=first_step if checkpoint else None) as metrics,
-        Host(settings, folder, corpus.folder, checkpoint.folder if checkpoint else None) as host,
-    ):
-        host.launch()
-        run = _Run(settings, folder, corpus, host, display, metrics, first_step)
-        with _stopping(host):
-            run.follow()
-    return run.finish(time.monotonic() - started)
+        from_folder = checkpoint.folder if checkpoint else None
+        with Host(settings, folder, corpus.folder, from_folder) as host:
+            host.launch()
+            run = _Run(settings, folder, corpus, host, display, checkpoint)
+            with _stopping(host, run):
+                run.open_record()
+                run.follow()
+                return run.finish(time.monotonic() - started)
 
 
 def describe(settings: Settings) -> list[str]:
@@ -90,57 +110,42 @@ def prepare_corpus(settings: Settings, display: Display) -> Corpus:
     return corpus
 
 
-def open_resume(place: Path, settings: Settings) -> Checkpoint:
+def open_resume(place: Path, settings: Settings, display: Display) -> Checkpoint:
     """The checkpoint to go on from, verified and compatible with the settings."""
     checkpoint = Checkpoint.open(place)
     checkpoint.verify()
-    before, now = checkpoint.manifest["settings"], settings.to_plain()
-    changed = [
-        f"{section}.{key}"
+    saved = checkpoint.settings
+    before, now = saved.to_plain(), settings.to_plain()
+    changed = {
+        f"{section}.{key}": before[section][key]
         for section, keys in now.items()
         for key in keys
-        if before.get(section, {}).get(key) != now[section][key]
-    ]
-    fixed = [
-        k for k in changed if k not in FREE_ON_RESUME and k.split(".")[0] not in FREE_ON_RESUME
-    ]
-    allowed = ("optim.lr", "optim.clip", "optim.warmup", "optim.schedule", "optim.weight_decay")
-    fixed = [k for k in fixed if k not in allowed and not k.startswith(("codec.", "data.path"))]
-    if "train.batch" in changed:
-        fixed.append("train.batch")
-    if fixed:
-        was = {k: before.get(k.split(".")[0], {}).get(k.split(".")[1]) for k in fixed}
+        if {f"{section}.*", f"{section}.{key}"} & FIXED_ON_RESUME
+        and before[section][key] != now[section][key]
+    }
+    if changed:
         raise ConfigError(
-            f"cannot resume {checkpoint.folder} with other values of {', '.join(fixed)} "
-            f"(there: {was}): they decide what the weights mean. Start a new run instead"
+            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} "
+            f"(there: {changed}): they decide what the weights mean. Start a new run instead"
         )
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(
             f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
             f"(now {settings.train.steps}) to go on"
         )
+    if saved.split() != settings.split() and not _crosses_exactly(settings):
+        display.note(
+            "the layers are split at other places than before, and what crosses a cut is rounded: "
+            "the run goes on, but not bit for bit as it would have"
+        )
     return checkpoint
 
 
-def claim_folder(folder: Path, checkpoint: Checkpoint | None) -> None:
-    """Make the run's folder, without ever writing over another run."""
-    if checkpoint is None and (folder / "metrics.jsonl").exists():
-        saved = list_checkpoints(folder)
-        way = f"go on with --resume {saved[-1]}, or " if saved else ""
-        raise ConfigError(
-            f"{folder} already holds a run: {way}choose another name (--set run.name=...)"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run's folder {folder}: {error}") from error
-    discard_partial(folder)
-
-
-def save_settings(settings: Settings, folder: Path) -> None:
-    """Keep the resolved settings beside the results."""
-    header = f"# resolved settings of run {settings.run.name}, hash {settings.hash}\n\n"
-    (folder / "config.toml").write_text(header + to_toml(settings))
+def _crosses_exactly(settings: Settings) -> bool:
+    """Whether a cut changes no bit, so that it does not matter where the cuts are."""
+    exact = {"fp64"} if settings.run.precision == "fp64" else {"fp32", "fp64"}
+    used = {settings.codec.forward, settings.codec.backward}
+    return settings.boundary.mode == "dense" and used <= exact
 
 
 class _Run:
@@ -153,68 +158,141 @@ class _Run:
         corpus: Corpus,
         host: Host,
         display: Display,
-        metrics: MetricsWriter,
-        first_step: int,
+        resumed: Checkpoint | None,
     ):
         self.settings = settings
         self.folder = folder
         self.corpus = corpus
         self.host = host
         self.display = display
-        self.metrics = metrics
-        self.ledger = Ledger(settings, host.descriptions, first_step)
-        self._shards: dict[int, dict[int, Shard]] = {}
+        self.ledger = Ledger(settings, host.descriptions, resumed.step if resumed else 0)
+        self.is_over = False
+        self._metrics: MetricsWriter | None = None
+        self._resumed = resumed
+        self._stop_asked = False
+        self._parts: dict[int, dict[int, dict[str, Any]]] = {}
         self._failed: dict[int, str] = {}
         self._latest: Path | None = None
+        self._proven = self.ledger.first_step  # updates after which the loss was finite
+
+    def open_record(self) -> None:
+        """Begin or continue what is written of the run, now that its stages stand ready."""
+        settings, resume_step = self.settings, None
+        if self._resumed is not None:
+            resume_step = self._resumed.step
+            for moved in set_aside_later(self.folder, resume_step):
+                self.display.note(f"a later checkpoint, of the course now left, is kept as {moved}")
+        header = f"# resolved settings of run {settings.run.name}, hash {settings.hash}\n\n"
+        try:
+            (self.folder / "config.toml").write_text(header + to_toml(settings))
+            self._metrics = MetricsWriter(self.folder, resume_step)
+        except OSError as error:
+            raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
 
     def follow(self) -> None:
         """Handle everything the stages report, until they are done."""
-        for stage, message in self.host.messages():
-            if message["type"] == "step":
-                self._on_step(stage, message)
-            elif message["type"] == "evaluation":
-                self._on_evaluation(message["step"], message["loss"])
-            elif message["type"] == "shard":
-                self._on_shard(stage, message)
-            elif message["type"] == "shard_failed":
-                self._on_shard_failed(message["step"], message["error"])
-            elif message["type"] == "stopping":
-                self.display.note(
-                    "stopping after this step, with a checkpoint; press Ctrl-C again to leave now"
-                )
+        try:
+            for stage, message in self.host.messages():
+                self._on_message(stage, message)
+        finally:
+            self.is_over = True
+            self._record(MetricsWriter.close)
 
     def finish(self, total_seconds: float) -> dict[str, Any]:
-        """Write the summary and the plots; complain last about what was lost."""
+        """Write the summary, then draw the plots; complain last about what was lost."""
+        steps = self.settings.train.steps
+        summary = {
+            **self.ledger.summary(self.host.versions, total_seconds),
+            "first_step": self.ledger.first_step,
+            "steps_planned": steps,
+            "interrupted": self._stop_asked and self.ledger.done < steps,
+            "paths": {
+                "folder": str(self.folder),
+                "checkpoint": str(self._latest) if self._latest else None,
+                "metrics": str(self.folder / "metrics.jsonl"),
+                "logs": str(self.folder / "logs"),
+                "plots": str(self.folder / "plots"),
+            },
+        }
+        text = json.dumps(without_nan(summary), indent=1, allow_nan=False)
+        try:
+            (self.folder / "summary.json").write_text(text + "\n")
+        except OSError as error:
+            self.display.note(f"summary.json could not be written: {error}")
+        try:
+            self._draw()
+        except Exception as error:  # whatever a plot stumbles over, the run itself is done
+            self.display.note(f"the plots could not be drawn: {error}")
+        self._complain()
+        return summary
+
+    def _draw(self) -> None:
         from thinwire.report.plots import plot_loss, plot_step  # slow to import
 
-        check_divergence(self.ledger.refused, self.ledger.done, self._latest)
-        summary = self.ledger.summary(self.host.versions, total_seconds)
-        summary["first_step"] = self.ledger.first_step
-        steps, evaluations = read_metrics(self.folder)
         plots = self.folder / "plots"
         plots.mkdir(exist_ok=True)
-        plot_loss(steps, evaluations, plots / "loss.png")
+        plot_loss(*read_metrics(self.folder), plots / "loss.png")
         if self.ledger.records:
             number, spans = self.ledger.median_trace()
             title = f"{self.settings.run.name}: step {number + 1}"
             plot_step(spans, self.ledger.records[-1].stages, plots / "step.png", title)
-        summary["paths"] = {
-            "folder": str(self.folder),
-            "checkpoint": str(self._latest) if self._latest else None,
-            "metrics": str(self.folder / "metrics.jsonl"),
-            "logs": str(self.folder / "logs"),
-            "plots": str(plots),
-        }
-        (self.folder / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
-        if self.ledger.done in self._failed:
-            raise CheckpointError(self._failed[self.ledger.done])
-        return summary
+
+    def _complain(self) -> None:
+        """Raise what a user must know about a run whose last weights are lost or no good."""
+        done, good = self.ledger.done, self._last_good()
+        check_divergence(self.ledger.refused, done, good)
+        last_losses = [record.loss for record in self.ledger.records[-1:]]
+        last_losses += [loss for _, loss in self.ledger.valid_losses[-1:]]
+        if self.ledger.refused or not all(map(math.isfinite, last_losses)):
+            kept = f"the last good weights are in {good}" if good else "no good checkpoint exists"
+            raise StageError(
+                f"the run ended at step {done} with a loss or gradients that are not finite: "
+                f"{kept}. Resume from there with a lower optim.lr"
+            )
+        if done in self._failed:
+            raise CheckpointError(self._failed[done])
+
+    def _last_good(self) -> Path | None:
+        """The newest checkpoint whose weights have given a finite loss."""
+        good = [path for path in list_checkpoints(self.folder) if step_of(path) <= self._proven]
+        if good:
+            return good[-1]
+        return self._resumed.folder if self._resumed else None
+
+    def _record(self, write: Callable[..., None], *values: Any) -> None:
+        """Give the metrics something to write; a full disk costs them, but not the training."""
+        if self._metrics is None:
+            return
+        try:
+            write(self._metrics, *values)
+        except Exception as error:  # TensorBoard has errors of its own
+            self.display.note(f"metrics are no longer written, training goes on: {error}")
+            with contextlib.suppress(Exception):
+                self._metrics.close()
+            self._metrics = None
+
+    def _on_message(self, stage: int, message: dict[str, Any]) -> None:
+        if message["type"] == "step":
+            self._on_step(stage, message)
+        elif message["type"] == "evaluation":
+            self._on_evaluation(message["step"], message["loss"])
+        elif message["type"] in ("shard", "shard_failed"):
+            self._on_shard(stage, message)
+        elif message["type"] == "finished":
+            self.ledger.add_finished(stage, message)
+        elif message["type"] == "stopping":
+            self._stop_asked = True
+            self.display.note(
+                "stopping after this step, with a checkpoint; press Ctrl-C again to leave now"
+            )
 
     def _on_step(self, stage: int, message: dict[str, Any]) -> None:
         record = self.ledger.add_step(stage, message)
         if record is None:
             return
-        self.metrics.step(record)
+        if math.isfinite(record.loss):  # measured before the update of its step
+            self._proven = max(self._proven, record.step - 1)
+        self._record(MetricsWriter.step, record)
         self.display.step(record)
         if self.ledger.refused:
             self.display.note(
@@ -223,64 +301,73 @@ class _Run:
 
     def _on_evaluation(self, step: int, loss: float) -> None:
         self.ledger.add_evaluation(step, loss)
+        if math.isfinite(loss):
+            self._proven = max(self._proven, step)
         ratio = bits_per_byte(loss, len(self.corpus.valid), self.corpus.valid_bytes)
-        self.metrics.evaluation(step, loss, ratio)
+        self._record(MetricsWriter.evaluation, step, loss, ratio)
         self.display.evaluation(step, loss, ratio)
 
     def _on_shard(self, stage: int, message: dict[str, Any]) -> None:
+        """File one stage's word; when all have spoken, complete the checkpoint or drop it."""
         step = message["step"]
-        shards = self._shards.setdefault(step, {})
-        shards[stage] = Shard(**message["shard"])
-        if len(shards) < self.settings.pipeline.stages:
-            return
+        parts = self._parts.setdefault(step, {})
+        parts[stage] = message
+        if message["type"] == "shard_failed":
+            self._on_failure(step, message["error"])
+        if len(parts) < self.settings.pipeline.stages:
+            return  # another stage may be writing still
+        del self._parts[step]
+        if step not in self._failed:
+            self._commit(step, [parts[s] for s in sorted(parts)])
+        if step in self._failed:
+            discard_partial(self.folder, step)
+
+    def _commit(self, step: int, parts: list[dict[str, Any]]) -> None:
         facts = {
             "settings": self.settings.to_plain(),
             "config_hash": self.settings.hash,
             "corpus": self.corpus.fingerprint,
-            **message["versions"],
+            **parts[0]["versions"],
         }
-        ordered = [shards[s] for s in sorted(self._shards.pop(step))]
+        shards = [Shard(**part["shard"]) for part in parts]
         try:
-            self._latest = commit(self.folder, step, ordered, facts, self.corpus.tokenizer())
+            self._latest = commit(self.folder, step, shards, facts, self.corpus.tokenizer())
         except CheckpointError as error:
-            self._on_shard_failed(step, str(error))
+            self._on_failure(step, str(error))
             return
-        prune(self.folder, self.settings.train.keep)
+        prune(self.folder, self.settings.train.keep, self._latest)
         self.display.phase("save", f"checkpoint of step {step} in {self._latest}")
 
-    def _on_shard_failed(self, step: int, error: str) -> None:
+    def _on_failure(self, step: int, error: str) -> None:
         if step not in self._failed:
             self._failed[step] = error
             self.display.note(f"checkpoint of step {step} not written, training goes on: {error}")
-            discard_partial(self.folder)
 
 
 @contextlib.contextmanager
-def _stopping(host: Host) -> Iterator[None]:
-    """First Ctrl-C: finish the step, checkpoint, end. Second: leave at once."""
+def _stopping(host: Host, run: _Run) -> Iterator[None]:
+    """First Ctrl-C: finish the step, checkpoint, end. Second: leave at once.
+
+    Once the stages are done only results are left to write: a signal must not cost them.
+    """
     asked = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        if run.is_over:
+            return
         if asked:
             raise Interrupted
         asked = True
         host.interrupt()
 
-    before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # a closed terminal; nohup has it ignored
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        heeded.append(hangup)
+    before = {number: signal.signal(number, on_signal) for number in heeded}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: absent numbers become null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and value != value:
-        return None
-    return value

@@ -7,6 +7,7 @@ one place that fills them, so an unknown key or a wrong type is refused everywhe
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from typing import Any, TypeVar
@@ -117,8 +118,8 @@ def _checked(value: Any, wanted: Any, place: str) -> Any:
                 return _checked(value, candidate, place)
             except ConfigError:
                 continue
-    elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return _finite(value, place)
     elif wanted is type(None) and value is None:
         return None
     elif isinstance(value, bool) and wanted is not bool:
@@ -128,16 +129,30 @@ def _checked(value: Any, wanted: Any, place: str) -> Any:
     raise ConfigError(f"{place} must be {_type_name(wanted)}, got {value!r}")
 
 
+def _finite(value: float, place: str) -> float:
+    """No setting means anything as NaN or infinity; and a whole number may be too large."""
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{place} = {number} must be a finite number")
+    return number
+
+
 def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a TOML basic string, escapes and all
+        # A TOML basic string, escapes and all; DEL is the one that JSON leaves as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 
 def _type_name(wanted: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if typing.get_origin(wanted) is list:
-        return f"a list of {_type_name(typing.get_args(wanted)[0])}"
+        inner = typing.get_args(wanted)[0]
+        several = {int: "whole numbers", float: "numbers", str: "texts"}
+        return f"a list of {several.get(inner, str(inner))}"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(wanted, str(wanted))

@@ -103,6 +103,10 @@ def test_waiting_ends_with_the_item_or_a_timeout() -> None:
     mailbox = Mailbox(timeout=0.05)
     with pytest.raises(WireError, match="arrived within"):
         mailbox.take(("F", 0, 0))
-    mailbox = Mailbox(timeout=30)
+    mailbox = Mailbox()
+    threading.Timer(0.05, mailbox.fail, (WireError("the link broke"),)).start()
+    with pytest.raises(WireError, match="the link broke"):
+        mailbox.take(("F", 0, 0))
+    mailbox = Mailbox()
     threading.Timer(0.05, mailbox.put, (("F", 0, 0), 0, "item")).start()
     assert mailbox.take(("F", 0, 0)) == "item"

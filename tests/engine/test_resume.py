@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, Settings
@@ -194,3 +196,72 @@ def test_links_of_unlike_runs_do_not_mix(make_settings: Callable, run_in_threads
 
     with pytest.raises(WireError, match="weight version"):
         run_in_threads(exact(make_settings), prepare_worker=ahead)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a checkpoint and have its manifest agree with them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for entry in manifest["shards"]:
+        tensors = load_file(folder / entry["file"])
+        change(tensors)
+        save_file(tensors, folder / entry["file"])
+        entry["tensors"] = sorted(tensors)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def dropped(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if n.endswith(ending)]:
+            del tensors[name]
+
+    return change
+
+
+def cut(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({n: t[:1].clone() for n, t in tensors.items() if n.endswith(ending)})
+
+    return change
+
+
+NARROW = {"boundary__mode": "subspace", "boundary__rank": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "harm", "words"),
+    [
+        ({}, lambda t: [t.pop(n) for n in list(t) if n.startswith("optimizer/")], "lacks the opt"),
+        ({}, dropped("q_proj.weight/exp_avg"), "exp_avg_sq.*this optimizer keeps"),
+        ({}, cut("q_proj.weight/exp_avg"), "q_proj.weight.*this optimizer keeps"),
+        ({"optim__name": "muon"}, dropped("/momentum_buffer"), "lacks the optimizer's state"),
+        ({"optim__name": "muon"}, cut("/momentum_buffer"), "this optimizer keeps"),
+        (NARROW, cut("down_proj.weight/exp_avg"), "this optimizer keeps"),
+        (NARROW, dropped("down_proj.weight/exp_avg_sq"), "this optimizer keeps"),
+    ],
+)
+def test_a_resume_without_the_optimizers_state_is_refused(
+    changes: dict[str, Any],
+    harm: Callable,
+    words: str,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    settings = exact(make_settings, train__steps=2, train__checkpoint_every=1, **changes)
+    outcome = run_in_threads(settings)
+    folder = commit_all(outcome, settings, tmp_path / "run", corpus)[1]
+    run_in_threads(settings, resume=folder, folder=tmp_path / "sound")
+    rewrite(folder, harm)
+    with pytest.raises(CheckpointError, match=words):
+        run_in_threads(settings, resume=folder, folder=tmp_path / "harmed")
+
+
+def test_state_of_another_optimizer_is_refused(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = exact(make_settings, train__steps=2, train__checkpoint_every=1)
+    folder = commit_all(run_in_threads(settings), settings, tmp_path / "run", corpus)[1]
+    other = exact(make_settings, train__steps=2, optim__name="muon")
+    with pytest.raises(CheckpointError, match=r"this optimizer keeps.*momentum_buffer"):
+        run_in_threads(other, resume=folder, folder=tmp_path / "other")

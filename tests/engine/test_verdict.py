@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,54 @@ def _fresh(worker) -> dict:
     stage = worker.builder.build(worker.index)
     worker.builder.initialise(stage)
     return stage.global_parameters()
+
+
+def test_a_refused_step_leaves_no_checkpoint(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """What may be lost already must not push an earlier checkpoint out."""
+    settings = make_settings(train__checkpoint_every=1)
+    outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
+    assert sorted(outcome.shards()) == [1, 3, 4]
+
+
+def test_a_stop_during_a_refused_step_leaves_no_checkpoint(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    def prepare(worker) -> None:
+        worker.stop_requested.set()
+        poison(1, {0})(worker)
+
+    outcome = run_in_threads(make_settings(), prepare_worker=prepare)
+    assert len(outcome.losses()) == 1
+    assert outcome.shards() == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_end_the_run(
+    value: float, make_settings: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    """The update itself may overflow where every gradient was finite."""
+
+    def prepare(worker) -> None:
+        if worker.index != 1:
+            return
+        update, name = worker.optimizer.step, "lm_head.weight"
+
+        def overflow(lr: float) -> None:
+            update(lr)
+            if worker.optimizer.state_tensors()[f"{name}/step"] == 2:
+                with torch.no_grad():
+                    worker.stage.owned_parameters()[name].view(-1)[7] = value
+
+        worker.optimizer.step = overflow
+
+    settings = make_settings(train__checkpoint_every=1)
+    expected = r"weights of lm_head.weight are not finite after step 2: .* lower optim\.lr"
+    with pytest.raises(StageError, match=expected):
+        run_in_threads(settings, prepare_worker=prepare, folder=tmp_path / "run")
+    written = [p.parent.name for p in (tmp_path / "run").rglob("stage-1.safetensors")]
+    assert written == [".partial-step-00000001"]
 
 
 def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Callable) -> None:

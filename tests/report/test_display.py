@@ -146,6 +146,73 @@ def test_an_ascii_stream_gets_replacements_not_errors():
     assert stream.buffer.getvalue() == b"[data]  reading caf?.txt\n"
 
 
+class GoneReader(io.TextIOWrapper):
+    """The writing end of a pipe whose reader has left; perhaps a terminal, as far as it says."""
+
+    def __init__(self, tty=False):
+        reading, writing = os.pipe()
+        os.close(reading)
+        super().__init__(os.fdopen(writing, "wb"), encoding="utf-8")
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
+
+
+def run_of(display, make_record):
+    display.phase("data", "ready")
+    display.progress("data", 1, 2, "B")
+    display.progress("data", 2, 2, "B")
+    display.evaluation(0, 5.0, 1.5)
+    for step in range(1, 4):
+        display.step(make_record(step, steps=3))
+    display.note("slow")
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_a_reader_that_leaves_does_not_end_the_run(tty, make_record):
+    stream = GoneReader(tty)
+    with pytest.raises(BrokenPipeError):  # so it is without a display
+        print("text", file=stream, flush=True)
+    with open_display(stream) as display:
+        assert isinstance(display, LiveDisplay if tty else PlainDisplay)
+        run_of(display, make_record)
+    stream.close()  # what was buffered must not fail later, when the program ends
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_stream_that_is_closed_does_not_end_the_run(kind, make_record):
+    stream = kind()
+    with open_display(stream) as display:
+        display.phase("data", "ready")
+        stream.close()
+        run_of(display, make_record)
+
+
+def test_a_display_stays_silent_once_its_stream_has_failed(make_record):
+    class FullDisk(io.StringIO):
+        full = False
+
+        def write(self, text):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    stream = FullDisk()
+    display = PlainDisplay(stream)
+    display.phase("data", "first")
+    stream.full = True
+    display.phase("data", "second")
+    stream.full = False
+    display.phase("data", "third")
+    assert stream.getvalue() == "[data]  first\n", "half a log would mislead"
+
+
+def test_errors_that_are_not_the_streams_are_not_hidden(make_record):
+    with pytest.raises(ValueError, match="format code"):
+        PlainDisplay(io.StringIO()).step(make_record(loss="no number"))
+
+
 def test_files_and_pipes_get_plain_lines():
     assert isinstance(open_display(io.StringIO()), PlainDisplay)
 

@@ -9,6 +9,7 @@ from thinwire.report import as_text, comparison_table, summary_table
 def summary():
     return {
         "final_train_loss": 3.31234,
+        "last_train_loss": 3.2,
         "final_valid_loss": 3.4567,
         "valid_losses": [[0, 10.8123], [100, 4.2], [200, 3.4567]],
         "tokens_per_s": 3412.3,
@@ -46,12 +47,12 @@ def line_with(text, start):
 def test_summary_has_the_numbers(summary):
     text = as_text(summary_table(summary))
     assert "10.8123 -> 3.4567  (step 0 -> 200)" in line_with(text, "validation loss")
-    assert "3.3123" in line_with(text, "training loss")
+    assert "3.3123 (mean of the last 10 steps), last 3.2" in line_with(text, "training loss")
     assert "3,412 tokens/s, 200 steps in 4m12s" in line_with(text, "speed")
     assert "1.234 s measured" in text and "1.100 s simulated (+12 %)" in text
     assert "27 %" in line_with(text, "pipeline bubble")
     assert "15.5x" in line_with(text, "bytes vs bf16")
-    assert "71 %" in line_with(text, "link busy")
+    assert "71 %" in line_with(text, "busiest uplink")
     assert "a1b2c3d4, seed 17" in line_with(text, "config")
     assert line_with(text, "0 -> 1").split()[3:] == [
         "132.4", "264.8", "2,048.0", "10.3x", "83", "%",
@@ -77,12 +78,38 @@ def test_one_stage_has_no_boundaries_and_nothing_simulated(summary):
     assert "boundary" not in text
     assert "- s simulated\n" in text
     assert line_with(text, "validation loss").split() == ["validation", "loss", "3.4567"]
-    assert line_with(text, "link busy").split()[-1] == "-"
+    assert line_with(text, "busiest uplink").split()[-1] == "-"
 
 
 def test_an_empty_summary_is_all_dashes():
     text = as_text(summary_table({}))
     assert not any(character.isdigit() for character in text.replace("bf16", ""))
+
+
+def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
+    assert "bytes sent" not in as_text(summary_table(summary)), "not said, so not shown"
+    sent = {"by_kind": {"FORWARD": 3_000_000, "EVALUATE": 500_000, "BYE": 64}, "total": 3_500_064}
+    text = as_text(summary_table(summary | {"bytes_sent": sent}))
+    assert line_with(text, "bytes sent").endswith(
+        "3.5 MB over all links, 500.0 kB of it for validations"
+    )
+    quiet = {"by_kind": {}, "total": 0}
+    text = as_text(summary_table(summary | {"bytes_sent": quiet}))
+    assert "0 B over all links, 0 B of it" in line_with(text, "bytes sent")
+
+
+def test_the_subspace_has_its_lines_where_there_is_one(summary):
+    assert "basis" not in as_text(summary_table(summary | {"space": None}))
+    moves = [
+        {"step": step, "energy_before": 0.1 * step, "energy_after": 0.1 * step + 0.05}
+        for step in (1, 2, 3)
+    ]
+    space = {"largest_drift": 1.25e-7, "moves": moves}
+    text = as_text(summary_table(summary | {"space": space}))
+    assert line_with(text, "subspace drift").split()[2:] == ["1.2e-07", "at", "most"]
+    assert line_with(text, "basis moves").endswith("3, captured energy 10 % -> 35 %")
+    still = as_text(summary_table(summary | {"space": {"largest_drift": 0.5, "moves": []}}))
+    assert "5.0e-01" in line_with(still, "subspace drift") and "basis moves" not in still
 
 
 def test_comparison_has_a_row_per_run(summary):

@@ -32,7 +32,7 @@ class CountingPipe(Pipe):
         self.read_in += len(message or b"")
         return message
 
-    def close(self) -> None:
+    def close(self, grace: float | None = None) -> None:
         self._inner.close()
 
 
@@ -93,6 +93,57 @@ def test_close_sends_what_is_queued_first(ends):
     there.heard.wait(lambda: there.heard.ends)
     assert [frame.step for frame in there.heard.frames] == list(range(20))
     assert there.heard.errors == []
+
+
+def slow_pair(mbps: float, latency_ms: float = 0) -> tuple[End, End]:
+    here, there = memory_pair()
+    return End("0-1", here, Nic(mbps, 0, latency_ms)), End("1-0", there, None)
+
+
+@pytest.mark.parametrize(("timeout", "whole"), [(None, True), (0.05, False)])
+def test_closing_without_a_limit_drops_nothing_on_a_slow_link(timeout, whole):
+    here, there = slow_pair(mbps=1)
+    for number in range(5):
+        here.link.send(forward(number, 10_000))  # 80 ms each
+    here.link.close(timeout)
+    there.heard.wait(lambda: there.heard.ends or there.heard.errors)
+    assert (len(there.heard.frames) == 5 and there.heard.ends == 1) is whole
+    there.link.close()
+
+
+def test_closing_without_a_limit_ends_with_the_link():
+    here, there = slow_pair(mbps=0, latency_ms=3_600_000)
+    here.link.send(forward(1))
+    closing = threading.Thread(target=here.link.close, args=(None,), daemon=True)
+    closing.start()
+    there.pipe.close()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert here.heard.errors == []
+
+
+def test_flushing_without_a_limit_waits_for_a_slow_link_and_ends_with_it():
+    here, there = slow_pair(mbps=1)
+    for number in range(3):
+        here.link.send(forward(number, 10_000))
+    here.link.flush(None)
+    there.heard.wait(lambda: len(there.heard.frames) == 3)
+    here.link.send(forward(3, 10_000_000))
+    there.pipe.close()
+    with pytest.raises(WireError, match=r"1 frames unsent: .* without a goodbye"):
+        here.link.flush(None)
+
+
+def test_a_link_tells_a_lost_neighbour_from_a_fault_of_its_own(direct_ends):
+    here, there = direct_ends
+
+    def fail() -> Frame:
+        raise ZeroDivisionError
+
+    here.link.send(fail)
+    here.heard.wait(lambda: here.heard.errors)
+    there.heard.wait(lambda: there.heard.errors)
+    assert (here.link.other_end_lost, there.link.other_end_lost) == (False, True)
 
 
 def test_meter_totals_equal_the_bytes_handed_to_the_transport(ends):
@@ -274,7 +325,7 @@ def test_a_goodbye_that_is_read_only_after_a_failed_write_still_counts():
             time.sleep(0.05)
             return self.rest.pop(0)
 
-        def close(self) -> None:
+        def close(self, grace: float | None = None) -> None:
             pass
 
     heard = Recorder()

@@ -274,6 +274,45 @@ def test_closing_pipe_and_listener_at_once_loses_nothing(authority):
     dialed.close()
 
 
+@pytest.mark.parametrize("side", [0, 1], ids=["accepted", "dialed"])
+def test_closing_without_a_limit_waits_for_a_late_reader(connect, side):
+    ends = connect("peer")
+    closer, reader = ends[side], ends[1 - side]
+    for number in range(5):
+        closer.write(bytes([number]) * (1 << 20))
+    closing = threading.Thread(target=closer.close, args=(None,), daemon=True)
+    closing.start()
+    closing.join(6)  # longer than the usual grace
+    assert closing.is_alive()
+    assert [message[0] for message in iter(reader.read, None)] == list(range(5))
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
+def test_a_dialer_with_the_certificate_of_another_is_refused(authority, listener):
+    right, wrong = authority.issue("stage-1"), authority.issue("stage-2")
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "boundary-0", PATIENCE, "stage-1")
+        with pytest.raises(WireError, match="'boundary-0' is expected from 'stage-1', not from"):
+            dial(listener.address, "boundary-0", wrong, "host", 0.5, MAX_MESSAGE)
+        assert not accepted.done()
+        dialed = dial(listener.address, "boundary-0", right, "host", PATIENCE, MAX_MESSAGE)
+        dialed.write(b"let in")
+        assert accepted.result().read() == b"let in"
+    listener.close()
+    dialed.close()
+
+
+def test_closing_the_listener_ends_a_wait_without_limit(listener):
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", None)
+        while "peer" not in listener._expected:
+            time.sleep(0.01)
+        listener.close()
+        with pytest.raises(WireError, match="closed before 'peer' dialed"):
+            accepted.result(PATIENCE)
+
+
 def test_closing_the_listener_breaks_what_is_still_open(connect, listener):
     accepted, dialed = connect("peer")
     link, heard = start(dialed)

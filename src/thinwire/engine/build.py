@@ -29,17 +29,27 @@ def choose_device(wanted: str, stage: int) -> torch.device:
     return torch.device(wanted)
 
 
+def check_devices(settings: Settings) -> None:
+    """Refuse a device that is not here, before anything is prepared or started for it."""
+    for stage in range(settings.pipeline.stages):
+        _check_precision(settings.run.precision, choose_device(settings.run.device, stage))
+
+
 def prepare_torch(settings: Settings, device: torch.device) -> None:
     """Process-wide settings of torch: threads, and the same result every time."""
     share = max(1, (os.cpu_count() or 1) // settings.pipeline.stages)
     torch.set_num_threads(settings.run.threads or share)
-    if device.type == "mps" and settings.run.precision == "fp64":
-        raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
+    _check_precision(settings.run.precision, device)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _check_precision(precision: str, device: torch.device) -> None:
+    if device.type == "mps" and precision == "fp64":
+        raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
 
 
 def autocast_for(

@@ -9,14 +9,18 @@
 Stages write into a hidden `.partial-` folder; the coordinator adds the manifest and renames the
 folder once all stages have written. A crash or a full disk on the way leaves the previous
 checkpoint as it was. Names are global, so any number of stages can load what others wrote.
+
+What is removed is first renamed to a hidden name, so a folder called `step-` is always whole.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +30,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.data import Tokenizer
-from thinwire.errors import CheckpointError
+from thinwire.engine.settings import Settings
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.typed import from_plain
 
 FORMAT = 1
 OPTIMIZER = "optimizer/"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+FACTS = {
+    "step": int,
+    "weight_version": int,
+    "basis_version": int,
+    "settings": dict,
+    "corpus": str,
+    "shards": list,
+}
+"""What every manifest says, beside its format."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +101,11 @@ def commit(
             manifest["tokenizer_sha256"] = _sha256(partial / TOKENIZER)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         _flush(partial / MANIFEST)
+        replaced = _hidden(final, "replaced")
         if final.exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _flush(final.parent)
     except OSError as error:
         raise CheckpointError(
@@ -98,35 +115,78 @@ def commit(
     return final
 
 
-def discard_partial(run_folder: Path) -> None:
-    """Remove what an interrupted or failed checkpoint left behind."""
-    for leftover in checkpoints_folder(run_folder).glob(".partial-step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def discard_partial(run_folder: Path, step: int | None = None) -> None:
+    """Remove what failed or interrupted work left behind: that of one step, or all of it.
+
+    A checkpoint that was to be replaced, and was not, takes its place again.
+    """
+    folder = checkpoints_folder(run_folder)
+    which = "step-*" if step is None else f"step-{step:08d}"
+    for replaced in folder.glob(f".replaced-{which}"):
+        final = folder / replaced.name.removeprefix(".replaced-")
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # it is still there for the next attempt
+                replaced.rename(final)
+    for kind in ("partial", "pruned"):
+        for leftover in folder.glob(f".{kind}-{which}"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def prune(run_folder: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints. The newest is never removed."""
-    for old in list_checkpoints(run_folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+def prune(run_folder: Path, keep: int, latest: Path) -> None:
+    """Keep `latest` and the newest of the others, `keep` in all."""
+    others = [path for path in list_checkpoints(run_folder) if path != latest]
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        pruned = _hidden(old, "pruned")
+        with contextlib.suppress(OSError):  # one too many is no reason to stop training
+            old.rename(pruned)
+            shutil.rmtree(pruned)
+
+
+def set_aside_later(run_folder: Path, step: int) -> list[Path]:
+    """Rename checkpoints after `step`, from where a run goes on anew; returns where they are.
+
+    Left in place, the old course would look like the newer one to whoever resumes next.
+    """
+    moved = []
+    for path in list_checkpoints(run_folder):
+        if step_of(path) <= step:
+            continue
+        aside, number = path.with_name(f"abandoned-{path.name}"), 1
+        while aside.exists():
+            number += 1
+            aside = path.with_name(f"abandoned-{path.name}-{number}")
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
+        moved.append(aside)
+    return moved
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """Complete checkpoints of a run, oldest first; copies under other names do not count."""
     return sorted(
         path
         for path in checkpoints_folder(run_folder).glob("step-*")
-        if (path / MANIFEST).is_file()
+        if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file()
     )
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a listed checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 class Checkpoint:
     """A complete checkpoint on disk, opened for reading."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]):
+    def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[Shard]):
         self.folder = folder
         self.manifest = manifest
         self.step: int = manifest["step"]
-        self.shards = [Shard(**entry) for entry in manifest["shards"]]
+        self.shards = shards
 
     @classmethod
     def open(cls, place: Path) -> "Checkpoint":
@@ -135,23 +195,27 @@ class Checkpoint:
             raise CheckpointError(f"there is no checkpoint at {place}: no such folder")
         folder = place
         if not (place / MANIFEST).is_file():
-            found = list_checkpoints(place) or list_checkpoints(place.parent)
-            if not found or (place.name != "checkpoints" and not list_checkpoints(place)):
+            found = list_checkpoints(place)
+            if not found and place.name == checkpoints_folder(place).name:
+                found = list_checkpoints(place.parent)
+            if not found:
                 raise CheckpointError(
                     f"there is no checkpoint at {place}: expected a folder with a {MANIFEST}, "
                     "or the folder of a run that has written one"
                 )
             folder = found[-1]
+        return cls(folder, *_read_manifest(folder / MANIFEST))
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The settings of the run that wrote this, as this thinwire understands them."""
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-            if manifest["format"] != FORMAT:
-                raise CheckpointError(
-                    f"{folder} has checkpoint format {manifest['format']}, this thinwire reads "
-                    f"format {FORMAT}: use the version that wrote it"
-                )
-            return cls(folder, manifest)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from error
+            return Settings.from_plain(self.manifest["settings"])
+        except ConfigError as error:
+            raise CheckpointError(
+                f"the settings in {self.folder / MANIFEST} cannot be used: {error}. "
+                "Use the version of thinwire that wrote it"
+            ) from error
 
     def verify(self) -> None:
         """Hold every file against its size and hash; CheckpointError names the one that differs."""
@@ -166,6 +230,9 @@ class Checkpoint:
                 )
             if _sha256(path) != shard.sha256:
                 raise CheckpointError(f"{path} is altered: its hash is not the manifest's")
+            with self._opened(shard) as file:
+                if set(file.keys()) != set(shard.tensors):
+                    raise CheckpointError(f"{path} holds other tensors than the manifest lists")
         expected = self.manifest.get("tokenizer_sha256")
         if expected and _sha256(self.folder / TOKENIZER) != expected:
             raise CheckpointError(f"{self.folder / TOKENIZER} is altered or missing")
@@ -188,7 +255,7 @@ class Checkpoint:
             here = left.intersection(shard.tensors)
             if not here:
                 continue
-            with safetensors.safe_open(self.folder / shard.file, framework="pt") as file:
+            with self._opened(shard) as file:
                 found.update({name: file.get_tensor(name) for name in sorted(here)})
             left -= here
         if left:
@@ -199,11 +266,61 @@ class Checkpoint:
         return found
 
     def optimizer_tensors(self, parameters: Iterable[str]) -> dict[str, Tensor]:
-        """The optimizer's state for these parameters, by `parameter/state name`."""
-        prefixes = tuple(f"{OPTIMIZER}{name}/" for name in parameters)
-        names = [n for shard in self.shards for n in shard.tensors if n.startswith(prefixes)]
+        """The optimizer's state for these parameters, by `parameter/state name`.
+
+        Once there was an update, each must have some: without it a run goes on differently.
+        """
+        listed = [n for shard in self.shards for n in shard.tensors if n.startswith(OPTIMIZER)]
+        owners = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in listed}
+        wanted = set(parameters)
+        if self.manifest["weight_version"] > 0 and not wanted <= owners:
+            raise CheckpointError(
+                f"checkpoint {self.folder} lacks the optimizer's state of {min(wanted - owners)}, "
+                f"one of {len(wanted - owners)}: training cannot go on from it as it was"
+            )
+        names = [n for n in listed if n.removeprefix(OPTIMIZER).rpartition("/")[0] in wanted]
         loaded = self.tensors(names)
         return {name.removeprefix(OPTIMIZER): tensor for name, tensor in loaded.items()}
+
+    @contextlib.contextmanager
+    def _opened(self, shard: Shard) -> Iterator[Any]:
+        path = self.folder / shard.file
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                yield file
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
+    """The manifest with every fact in its type; CheckpointError names the one that is not."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise ValueError("it is not an object")
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has checkpoint format {manifest.get('format')!r}, this thinwire reads "
+                f"format {FORMAT}: use the version that wrote it"
+            )
+        for key, kind in FACTS.items():
+            if type(manifest.get(key)) is not kind or (kind is int and manifest[key] < 0):
+                raise ValueError(f"{key} is {manifest.get(key)!r}")
+        if not isinstance(manifest.get("tokenizer_sha256", ""), str):
+            raise ValueError(f"tokenizer_sha256 is {manifest['tokenizer_sha256']!r}")
+        entries = enumerate(manifest["shards"])
+        shards = [from_plain(Shard, entry, f"shards[{number}]") for number, entry in entries]
+        for shard in shards:
+            if Path(shard.file).name != shard.file:
+                raise ValueError(f"{shard.file!r} is not the name of a file beside it")
+    except (OSError, ValueError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return manifest, shards
+
+
+def _hidden(checkpoint: Path, kind: str) -> Path:
+    """The name that a checkpoint bears while it is on its way out."""
+    return checkpoint.with_name(f".{kind}-{checkpoint.name}")
 
 
 def _sha256(path: Path) -> str:

@@ -37,12 +37,9 @@ class Channel:
         payload = json.dumps(message).encode()
         self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
 
-    def receive(self, wanted: str, timeout: float) -> Message:
-        """The next message, which must be of the wanted type."""
-        try:
-            message = self._inbox.get(timeout=timeout)
-        except queue.Empty:
-            raise WireError(f"no {wanted!r} came from the coordinator in {timeout:.0f} s") from None
+    def receive(self, wanted: str) -> Message:
+        """The next message, which must be of the wanted type; waits while the channel holds."""
+        message = self._inbox.get()
         if isinstance(message, ThinwireError):
             raise message
         if message.get("type") != wanted:

@@ -4,6 +4,7 @@ Peers dial the coordinator, never the other way round. Everything they say arriv
 and the coordinator reads it from one thread.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -21,7 +22,6 @@ from thinwire.engine.settings import Settings
 from thinwire.errors import StageError, WireError
 from thinwire.wire import Authority, Listener
 
-JOIN_SECONDS = 120.0
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 LOG_LINES = 12
 
@@ -93,17 +93,20 @@ class Host:
         finished: set[int] = set()
         while len(finished) < self.stages:
             stage, message = self._said.get()
-            if message["type"] == "finished":
-                finished.add(stage)
-            elif message["type"] in ("failed", "exit", "lost"):
-                if not (message["type"] != "failed" and stage in finished):
-                    raise self._explain(stage, message)
-            else:
-                if message["type"] == "step":
-                    self._last_step[stage] = message["step"] + 1
-                elif message["type"] == "stopping":
+            if message["type"] in ("failed", "exit", "lost"):
+                if message["type"] != "failed" and stage in finished:
+                    continue
+                raise self._explain(stage, message)
+            if message["type"] == "stopping":
+                if 0 in finished:
+                    continue  # too late to ask, and the end is near
+                with contextlib.suppress(WireError):  # it is about to say that it has finished
                     self._channels[0].send({"type": "stop"})
-                yield stage, message
+            elif message["type"] == "step":
+                self._last_step[stage] = message["step"] + 1
+            elif message["type"] == "finished":
+                finished.add(stage)
+            yield stage, message
         self._wait_for_exits()
 
     def interrupt(self) -> None:
@@ -131,7 +134,8 @@ class Host:
         }
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "thinwire.engine.peer"],
+                # -P: a file in the user's folder must not pass for a module
+                [sys.executable, "-P", "-m", "thinwire.engine.peer"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -150,7 +154,7 @@ class Host:
     def _accept(self, stage: int) -> None:
         """Wait for a peer to dial and listen to it; runs on a thread of its own per peer."""
         try:
-            pipe = self._listener.accept(f"control-{stage}", JOIN_SECONDS)
+            pipe = self._listener.accept(f"control-{stage}", None, f"stage-{stage}")
         except WireError as error:
             self._said.put((stage, {"type": "lost", "error": str(error)}))
             return
@@ -162,17 +166,13 @@ class Host:
         )
 
     def _gather(self, wanted: str) -> list[Message]:
-        """One message of the wanted type from every stage, in stage order."""
+        """One message of the wanted type from every stage, in stage order.
+
+        Waits for as long as all stages live: a death or a silence is a message too.
+        """
         got: dict[int, Message] = {}
         while len(got) < self.stages:
-            try:
-                stage, message = self._said.get(timeout=JOIN_SECONDS)
-            except queue.Empty:
-                missing = sorted(set(range(self.stages)) - set(got))
-                raise StageError(
-                    f"stages {missing} did not say {wanted!r} within {JOIN_SECONDS:.0f} s; "
-                    f"their logs are in {self.run_folder / 'logs'}"
-                ) from None
+            stage, message = self._said.get()
             if message["type"] != wanted:
                 raise self._explain(stage, message)
             got[stage] = message
@@ -186,7 +186,7 @@ class Host:
         """The error of the stage that failed first in truth, not the first to be heard of.
 
         A stage that dies takes its neighbours' links down, and they may complain before the
-        coordinator sees the death. So listen a moment, then blame by the strongest evidence.
+        coordinator sees the death. So listen a moment before blaming anyone.
         """
         heard = [(stage, message)]
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -195,10 +195,9 @@ class Host:
                 heard.append(self._said.get(timeout=left))
             except queue.Empty:
                 break
-        culprit, evidence = min(heard, key=lambda item: _evidence_rank(item[1]))
-        where = (
-            f"at step {self._last_step[culprit]}" if self._last_step[culprit] else "at the start"
-        )
+        culprit, evidence = blame(heard)
+        step = self._last_step[culprit]
+        where = f"at step {step}" if step else "at the start"
         if evidence["type"] == "failed":
             reason = f"failed {where}: {evidence['error']}"
         elif evidence["type"] == "exit" and evidence["code"] < 0:
@@ -207,11 +206,15 @@ class Host:
             reason = f"died {where}: exit code {evidence['code']}"
         else:
             reason = f"was lost {where}: {evidence.get('error', evidence['type'])}"
-        return StageError(f"stage {culprit} {reason}" + self._last_words(culprit))
+        # An error that was foreseen says all there is to say; any other needs its traceback.
+        lines = 0 if evidence.get("known") else LOG_LINES
+        return StageError(f"stage {culprit} {reason}" + self._last_words(culprit, lines))
 
-    def _last_words(self, stage: int) -> str:
+    def _last_words(self, stage: int, count: int) -> str:
         log = self.run_folder / "logs" / f"stage-{stage}.log"
-        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.is_file() else []
+        if not count:
+            return f"\n  its log is {log}"
+        lines = log.read_text(errors="replace").splitlines()[-count:] if log.is_file() else []
         if not lines:
             return f"\n  its log {log} is empty"
         return f"\n  last lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines)
@@ -225,16 +228,29 @@ class Host:
                 process.kill()
 
 
-def _evidence_rank(message: Message) -> int:
-    """How sure a message makes us that its stage is the cause: smaller is surer."""
-    if message["type"] == "exit" and message["code"] < 0:
+def blame(heard: list[tuple[int, Message]]) -> tuple[int, Message]:
+    """The stage that failed first in truth, and the message that shows it.
+
+    A stage whose link broke accuses the neighbour at its other end. Who was accused and has said
+    nothing is lost; who has complained too was a victim, and its exit is no news.
+    """
+    spoke = {stage for stage, message in heard if message["type"] == "failed"}
+    suspects = [item for item in heard if item[1]["type"] != "exit" or item[0] not in spoke]
+    for stage, message in heard:
+        for accused in set(message.get("accuses", ())) - spoke:
+            error = f"stage {stage} says: {message['error']}"
+            suspects.append((accused, {"type": "lost", "error": error}))
+    return min(suspects, key=lambda suspect: _doubt(suspect[1]))
+
+
+def _doubt(message: Message) -> int:
+    """How unsure a message leaves us that its stage is the cause."""
+    if message["type"] == "exit" and message["code"] != 0:
         return 0
     if message["type"] == "failed" and message["kind"] != "WireError":
         return 1
-    if message["type"] == "failed":
-        return 2
-    if message["type"] == "exit" and message["code"] != 0:
-        return 3
     if message["type"] == "lost":
-        return 4
+        return 2
+    if message["type"] == "failed":
+        return 4 if message["accuses"] else 3
     return 5

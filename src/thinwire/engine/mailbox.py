@@ -1,8 +1,6 @@
 """Where received tensors wait for the compute thread, and the compute thread for them."""
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 from thinwire.errors import ThinwireError, WireError
@@ -14,10 +12,11 @@ class Mailbox:
     """Items by key, put by link threads as they arrive and taken once by the runner.
 
     A failure of any link is put here too, so that a stage which waits for a frame that can no
-    longer come stops at once instead of for ever.
+    longer come stops at once instead of for ever. A link may be as slow as it likes: unless a
+    `timeout` is given, waiting ends with the item or with a failure only.
     """
 
-    def __init__(self, timeout: float = 600.0):
+    def __init__(self, timeout: float | None = None):
         self._items: dict[Key, Any] = {}
         self._changed = threading.Condition()
         self._failure: ThinwireError | None = None
@@ -34,22 +33,13 @@ class Mailbox:
             self._items[key] = item
             self._changed.notify_all()
 
-    def take(self, key: Key, waiting: Callable[[], None] | None = None) -> Any:
-        """The item of this key, waiting for it if need be.
-
-        `waiting` is called now and then while nothing comes, and may raise.
-        """
-        deadline = time.monotonic() + self._timeout
+    def take(self, key: Key) -> Any:
+        """The item of this key, waiting for it if need be."""
         with self._changed:
-            while key not in self._items:
-                if self._failure is not None:
-                    raise self._failure
-                if time.monotonic() > deadline:
-                    raise WireError(f"no {key} arrived within {self._timeout:.0f} s")
-                self._changed.wait(1.0)
-                if waiting is not None:
-                    waiting()
-            return self._items.pop(key)
+            self._changed.wait_for(lambda: key in self._items or self._failure, self._timeout)
+            if key in self._items:
+                return self._items.pop(key)
+            raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
 
     def close_step(self, step: int) -> None:
         """Frames of this step and of earlier ones are late from now on."""

@@ -13,7 +13,6 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,10 +20,10 @@ import thinwire
 from thinwire.engine.control import MAX_MESSAGE, Channel, Message
 from thinwire.engine.settings import Settings
 from thinwire.engine.worker import Assignment, Worker
-from thinwire.errors import ThinwireError
-from thinwire.wire import Identity, Link, Listener, Meter, Nic, dial, handshake
+from thinwire.errors import ThinwireError, WireError
+from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, handshake
 
-JOIN_SECONDS = 120.0
+JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 
 
 def versions() -> dict[str, str]:
@@ -43,9 +42,7 @@ class Peer:
     def __init__(self, stage: int, coordinator: str, identity: Identity):
         self.stage = stage
         self.identity = identity
-        self.worker: Worker | None = None
-        self._start = threading.Event()
-        self._stop_early = False
+        self._links: dict[int, Link] = {}  # by the neighbouring stage
         pipe = dial(
             coordinator, f"control-{stage}", identity, "coordinator", JOIN_SECONDS, MAX_MESSAGE
         )
@@ -54,7 +51,7 @@ class Peer:
     def run(self) -> None:
         """The whole life of a peer; errors leave through `fail`."""
         self.control.send({"type": "hello", "stage": self.stage, "versions": versions()})
-        worker = Worker(self._assignment(self.control.receive("assign", JOIN_SECONDS)))
+        worker = Worker(self._assignment(self.control.receive("assign")))
         listener = None
         if self.stage < worker.last:
             listener = Listener(
@@ -62,23 +59,34 @@ class Peer:
             )
         address = listener.address if listener else ""
         self.control.send({"type": "ready", "address": address, **worker.describe()})
-        connect = self.control.receive("connect", JOIN_SECONDS)
-        below, above = self._join(worker, connect["below"], listener)
+        self._join(worker, self.control.receive("connect")["below"], listener)
         self.control.send({"type": "linked"})
-        self.control.receive("start", JOIN_SECONDS)
+        self.control.receive("start")
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
+        below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.control.send)
-        self.control.send({"type": "finished"})
+        meters = {link.name: link.meter.snapshot() for link in self._links.values()}
+        self.control.send({"type": "finished", "meters": meters})
         self.control.close()
         if listener:
             listener.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the coordinator why this stage cannot go on, if it still listens."""
-        known = isinstance(error, ThinwireError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
+        """Tell the coordinator why this stage cannot go on, if it still listens.
+
+        A broken link says more about the neighbour who vanished than about this stage.
+        """
+        known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
+        lost = [stage for stage, link in self._links.items() if link.other_end_lost]
+        message = {
+            "type": "failed",
+            "kind": type(error).__name__,
+            "known": known,
+            "error": str(error) if known else f"{type(error).__name__}: {error}",
+            "accuses": lost if is_wire else [],
+        }
         try:
-            self.control.send({"type": "failed", "kind": type(error).__name__, "error": text})
+            self.control.send(message)
             self.control.close()
         except ThinwireError:
             pass  # the coordinator sees the exit code and the log
@@ -92,32 +100,27 @@ class Peer:
             resume=Path(message["resume"]) if message["resume"] else None,
         )
 
-    def _join(
-        self, worker: Worker, below_address: str, listener: Listener | None
-    ) -> tuple[Link | None, Link | None]:
+    def _join(self, worker: Worker, below_address: str, listener: Listener | None) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
-        below = above = None
+        below, above = self.stage - 1, self.stage + 1
         if self.stage > 0:
-            server = f"stage-{self.stage - 1}"
-            limit = worker.max_payload() + 64
-            name = f"boundary-{self.stage - 1}"
+            name, server, limit = f"boundary-{below}", f"stage-{below}", worker.max_payload() + 64
             pipe = dial(below_address, name, self.identity, server, JOIN_SECONDS, limit)
-            below = self._agree(worker, pipe, self.stage - 1, nic)
+            self._links[below] = self._agree(worker, pipe, below, nic)
         if listener is not None:
-            pipe = listener.accept(f"boundary-{self.stage}", JOIN_SECONDS)
-            above = self._agree(worker, pipe, self.stage, nic)
-        return below, above
+            pipe = listener.accept(f"boundary-{self.stage}", JOIN_SECONDS, f"stage-{above}")
+            self._links[above] = self._agree(worker, pipe, self.stage, nic)
 
-    def _agree(self, worker: Worker, pipe: Any, boundary: int, nic: Nic | None) -> Link:
-        contract = worker.contract(boundary)
-        handshake(pipe, contract, contract, JOIN_SECONDS)
-        return Link(pipe, Meter(), nic, f"boundary-{boundary}", worker.max_payload())
+    def _agree(self, worker: Worker, pipe: Pipe, boundary: int, nic: Nic | None) -> Link:
+        contract, meter = worker.contract(boundary), Meter()
+        handshake(pipe, contract, contract, JOIN_SECONDS, meter)
+        return Link(pipe, meter, nic, f"boundary-{boundary}", worker.max_payload())
 
     def _obey(self, worker: Worker) -> None:
         """While training, the only message a coordinator sends is to stop after this step."""
         try:
-            self.control.receive("stop", timeout=10 * 365 * 86400.0)
+            self.control.receive("stop")
         except ThinwireError:
             return
         worker.stop_requested.set()

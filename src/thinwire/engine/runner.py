@@ -30,6 +30,7 @@ from thinwire.optim import StageOptimizer
 from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
 
+FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step
 _VERDICT = struct.Struct("<d???")
 
 
@@ -53,8 +54,6 @@ class Verdict:
             raise StageError(f"a verdict has {_VERDICT.size} bytes, {len(payload)} arrived")
         return cls(*_VERDICT.unpack(payload))
 
-
-FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step
 
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
@@ -142,6 +141,25 @@ class Runner:
         self.stage.train()
         return float(torch.stack(losses).double().mean()) if losses else None
 
+    @property
+    def basis_version(self) -> int:
+        """How often the shared basis has moved."""
+        return self._keeper.space.version if self._keeper is not None else 0
+
+    def costs(self) -> dict[str, float]:
+        """Mean seconds of a forward, a backward and an update in the last step."""
+        microbatches = self._schedule.microbatches
+        update = self.trace.seconds("compute", "U") + self.trace.seconds("compute", "norm")
+        return {
+            "forward": self.trace.seconds("compute", "F") / microbatches,
+            "backward": self.trace.seconds("compute", "B") / microbatches,
+            "update": update,
+        }
+
+    def now(self) -> float:
+        """The clock of the trace."""
+        return time.monotonic()
+
     def _forward(self, step: int, microbatch: int) -> None:
         batch = self._feed.training(step, microbatch)
         received = None
@@ -184,22 +202,21 @@ class Runner:
             )
 
     def _update(self, step: int, lr: float, decide: Decide) -> Verdict:
-        basis_DK = None
+        new_basis_DK = None
         if self._keeper is not None:
-            basis_DK = self._meet_at_basis(step, self._keeper)
+            with self.trace.span("compute", "norm"):
+                self._keeper.project_gradients()
+                self._sync()
+            self._gather_learned(step, self._keeper)
+            if self._keeper.moves_after(step):
+                new_basis_DK = self._pass_move_down(step, self._keeper)
         with self.trace.span("compute", "norm"):
             tally = self._squared_norms()
         with self.trace.span("wait", "U"):
             verdict = self._agree(step, tally, decide)
         with self.trace.span("compute", "U"):
             if verdict.commit:
-                self._clip_gradients(verdict.grad_norm)
-                self._optimizer.step(lr)
-                self.version += 1
-                if self._keeper is not None:
-                    self._keeper.after_update(step)
-                    if basis_DK is not None:
-                        self._keeper.switch(basis_DK)
+                self._commit(step, lr, verdict.grad_norm, new_basis_DK)
             else:
                 self._optimizer.zero_grad()
             self._sync()
@@ -207,12 +224,9 @@ class Runner:
             self._share_learned(step, self._keeper)
         return verdict
 
-    def _meet_at_basis(self, step: int, keeper: Keeper) -> Tensor | None:
-        """Project gradients, gather those of a learned basis, pass a proposed move down."""
-        with self.trace.span("compute", "norm"):
-            keeper.project_gradients()
-            self._sync()
-        borrowed, own = keeper.learned_incoming(), keeper.learned_outgoing()
+    def _gather_learned(self, step: int, keeper: Keeper) -> None:
+        """Add to the gradient of a learned basis what its receiver found, before norms count."""
+        own, borrowed = keeper.learned_outgoing(), keeper.learned_incoming()
         if self._below is not None and borrowed is not None:
             assert borrowed.grad is not None
             self._below.send_message(FrameKind.BASIS, step, _to_bytes(borrowed.grad), FROM_ABOVE)
@@ -221,27 +235,23 @@ class Runner:
             assert own.grad is not None
             payload = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
             own.grad += _from_bytes(payload, own)
-        if not keeper.moves_after(step):
-            return None
+
+    def _pass_move_down(self, step: int, keeper: Keeper) -> Tensor:
+        """The basis that the last stage proposes, handed on to the stage below."""
         if self._above is None:
             with self.trace.span("compute", "norm"):
-                basis_DK = keeper.propose()
-            payload = _to_bytes(basis_DK)
+                payload = _to_bytes(keeper.propose())
         else:
             payload = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
         if self._below is not None:
             self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
         return _from_bytes(payload, keeper.space.basis_DK)
 
-    def _share_learned(self, step: int, keeper: Keeper) -> None:
-        """The owner of a learned basis sends it up; the receiver's copy follows."""
-        own, borrowed = keeper.learned_outgoing(), keeper.learned_incoming()
-        if self._above is not None and own is not None:
-            self._above.send_message(FrameKind.BASIS, step, _to_bytes(own), FROM_BELOW)
-        if self._below is not None and borrowed is not None:
-            payload = self._below.take_message(FrameKind.BASIS, step, FROM_BELOW)
-            with torch.no_grad():
-                borrowed.copy_(_from_bytes(payload, borrowed))
+    def _squared_norms(self) -> list[float]:
+        """The squared gradient norm of each parameter, in float64."""
+        gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        return [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
@@ -262,11 +272,16 @@ class Runner:
             self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
         return verdict
 
-    def _squared_norms(self) -> list[float]:
-        """The squared gradient norm of each parameter, in float64."""
-        gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        return [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
+    def _commit(self, step: int, lr: float, norm: float, new_basis_DK: Tensor | None) -> None:
+        """Change the weights, and the basis if it moves."""
+        self._clip_gradients(norm)
+        self._optimizer.step(lr)
+        self.version += 1
+        if self._keeper is not None:
+            self._keeper.after_update(step)
+            if new_basis_DK is not None:
+                self._keeper.switch(new_basis_DK)
+        self._check_weights(step)
 
     def _clip_gradients(self, norm: float) -> None:
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
@@ -276,6 +291,31 @@ class Runner:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
 
+    @torch.no_grad()
+    def _check_weights(self, step: int) -> None:
+        """End the run before weights that are not finite reach a checkpoint.
+
+        A sum is not finite if any of its terms is not, and it reads the weights only once.
+        """
+        owned = self.stage.owned_parameters()
+        sums = torch.stack([parameter.sum() for parameter in owned.values()]).tolist()
+        for name, total in zip(owned, sums, strict=True):
+            if not math.isfinite(total):
+                raise StageError(
+                    f"weights of {name} are not finite after step {step + 1}: the update "
+                    "overflowed, and is in no checkpoint. Resume with a lower optim.lr"
+                )
+
+    def _share_learned(self, step: int, keeper: Keeper) -> None:
+        """The owner of a learned basis sends it up; the receiver's copy follows."""
+        own, borrowed = keeper.learned_outgoing(), keeper.learned_incoming()
+        if self._above is not None and own is not None:
+            self._above.send_message(FrameKind.BASIS, step, _to_bytes(own), FROM_BELOW)
+        if self._below is not None and borrowed is not None:
+            payload = self._below.take_message(FrameKind.BASIS, step, FROM_BELOW)
+            with torch.no_grad():
+                borrowed.copy_(_from_bytes(payload, borrowed))
+
     def _sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
         if self._device.type == "cuda":
@@ -283,25 +323,6 @@ class Runner:
 
     def _made_with(self) -> Versions:
         return Versions(self.version, self.basis_version)
-
-    @property
-    def basis_version(self) -> int:
-        """How often the shared basis has moved."""
-        return self._keeper.space.version if self._keeper is not None else 0
-
-    def costs(self) -> dict[str, float]:
-        """Mean seconds of a forward, a backward and an update in the last step."""
-        microbatches = self._schedule.microbatches
-        update = self.trace.seconds("compute", "U") + self.trace.seconds("compute", "norm")
-        return {
-            "forward": self.trace.seconds("compute", "F") / microbatches,
-            "backward": self.trace.seconds("compute", "B") / microbatches,
-            "update": update,
-        }
-
-    def now(self) -> float:
-        """The clock of the trace."""
-        return time.monotonic()
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -7,7 +7,7 @@ resolved tree (every default filled in) is what travels to the stages, is saved,
 import dataclasses
 import hashlib
 import json
-import math
+import os
 import re
 import typing
 from dataclasses import dataclass, field
@@ -27,6 +27,17 @@ from thinwire.wire import LinkConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """The type weights are kept in; bf16 keeps fp32 weights and computes under autocast."""
+
+_NOT_HASHED = (
+    ("run", "name"),
+    ("run", "out"),
+    ("link", "listen"),
+    ("link", "port"),
+    ("data", "path"),
+    ("train", "keep"),
+    ("train", "checkpoint_every"),
+)
+_SEED_LIMIT = 2**63  # what TOML, and torch's generators, can hold
 
 
 @dataclass(frozen=True)
@@ -87,11 +98,14 @@ class Settings:
 
     @property
     def hash(self) -> str:
-        """Names what is computed: equal for runs that differ only in name and place."""
+        """Names what is computed, not how it is called, where it happens or what is kept of it.
+
+        So the path of the data stays out (its content has a fingerprint of its own), while
+        run.threads stays in: another number of threads may round otherwise.
+        """
         plain = self.to_plain()
-        for key in ("name", "out"):
-            del plain["run"][key]
-        del plain["link"]["listen"], plain["link"]["port"]
+        for section, key in _NOT_HASHED:
+            del plain[section][key]
         text = json.dumps(plain, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -143,6 +157,18 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     table[key] = parsed
 
 
+def machine_cores() -> int:
+    """Cores that this process may use: fewer than the machine has inside a container or cpuset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_stage(settings: Settings) -> int:
+    """Compute threads of each stage of a local run: as told, or an even share of the cores."""
+    return settings.run.threads or max(1, machine_cores() // settings.pipeline.stages)
+
+
 def _check(settings: Settings) -> None:
     """Everything that one section alone cannot know."""
     train, pipeline, link = settings.train, settings.pipeline, settings.link
@@ -157,7 +183,7 @@ def _check(settings: Settings) -> None:
             "last) or a number of steps"
         )
     for key in ("mbps_up", "mbps_down", "latency_ms", "jitter_ms"):
-        if not 0 <= getattr(link, key) < math.inf:
+        if getattr(link, key) < 0:
             raise ConfigError(f"link.{key} = {getattr(link, key)} must be a number not below 0")
     if not 0 < settings.data.valid_fraction < 1:
         raise ConfigError(
@@ -168,6 +194,8 @@ def _check(settings: Settings) -> None:
             f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
             "spaces and any of . _ - @ + inside, at most 100, starting with a letter or digit"
         )
+    if not -_SEED_LIMIT <= settings.run.seed < _SEED_LIMIT:
+        raise ConfigError(f"run.seed = {settings.run.seed} must fit into 64 bits")
     if settings.run.threads < 0:
         raise ConfigError(f"run.threads = {settings.run.threads} must not be negative")
     if not 0 <= link.port < 65536:

@@ -29,7 +29,7 @@ from thinwire.engine.runner import Runner, Verdict
 from thinwire.engine.settings import Settings
 from thinwire.errors import CheckpointError, StageError
 from thinwire.optim import StageOptimizer, learning_rate
-from thinwire.wire import FrameKind, Link
+from thinwire.wire import FrameKind, Link, Span
 
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
@@ -110,23 +110,25 @@ class Worker:
         return max(largest, basis) + 65536
 
     def run(self, below: Link | None, above: Link | None, report: Report) -> None:
-        """Train from the first step to the last, reporting as it goes."""
+        """Train from the first step to the last, reporting as it goes.
+
+        Validations come first, in between and last; what a step has won is saved before one.
+        """
         runner = self._runner(below, above)
-        settings = self.settings
-        done = self.first_step
-        self._evaluate(runner, done, report)
-        while done < settings.train.steps:
-            verdict = self._train_step(runner, done, report)
-            done += 1
-            self.mailbox.close_step(done - 1)
-            if settings.is_evaluation_step(done) or verdict.stop:
+        done, stop = self.first_step, False
+        while done < self.settings.train.steps and not stop:
+            if done == self.first_step or self.settings.is_evaluation_step(done):
                 self._evaluate(runner, done, report)
+                for port in self._ports:
+                    port.link.flush(None)  # the next step's clock must not pay for this traffic
+            verdict = self._train_step(runner, done, report)
+            self.mailbox.close_step(done)
+            done, stop = done + 1, verdict.stop
             if verdict.checkpoint:
                 self._checkpoint(runner, done, report)
-            if verdict.stop:
-                break
+        self._evaluate(runner, done, report)
         for port in self._ports:
-            port.link.close()
+            port.link.close(None)
 
     def _train_step(self, runner: Runner, step: int, report: Report) -> Verdict:
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
@@ -134,7 +136,7 @@ class Worker:
         verdict, loss = runner.train_step(step, lr, self._decide)
         spans = [*runner.trace.spans]
         for port in self._ports:
-            spans += [_send_span(*sent) for sent in port.link.take_spans()]
+            spans += sent_spans(port.link.take_spans(), step)
         report(
             {
                 "type": "step",
@@ -150,22 +152,24 @@ class Worker:
                 "spans": spans,
                 "measures": self.keeper.measures(step) if self.keeper else {},
                 "meters": {port.link.name: port.link.meter.snapshot() for port in self._ports},
+                "dropped": self.mailbox.dropped,
             }
         )
         return verdict
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
-        """On the first stage: whether all stages checkpoint after this step, and stop."""
+        """On the first stage: whether all stages checkpoint after this step, and stop.
+
+        Weights whose gradients are not finite may be lost already: they must not take the place
+        of an earlier checkpoint.
+        """
         self._misses = 0 if commit else self._misses + 1
-        lost = self._misses >= PATIENCE
-        stop = lost or self.stop_requested.is_set()
+        stop = self._misses >= PATIENCE or self.stop_requested.is_set()
         checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
-        return checkpoint and not lost, stop
+        return checkpoint and commit, stop
 
     def _evaluate(self, runner: Runner, done: int, report: Report) -> None:
         loss = runner.evaluate(done, self.feed.validation_count)
-        for port in self._ports:
-            port.link.take_spans()
         if loss is not None:
             report({"type": "evaluation", "step": done, "loss": loss})
 
@@ -237,8 +241,12 @@ def check_divergence(misses: int, step: int, latest: Path | None) -> None:
         )
 
 
-def _send_span(
-    kind: str, step: int, microbatch: int, start: float, end: float
-) -> tuple[str, str, float, float]:
-    labels = {"FORWARD": f"F{microbatch}>", "BACKWARD": f"<B{microbatch}"}
-    return ("send", labels.get(kind, kind.lower()), start, end)
+def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
+    """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
+    labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
+    labels |= {"TALLY": "tally", "VERDICT": "verdict", "BASIS": "basis"}
+    return [
+        ("send", labels[kind].format(microbatch), start, end)
+        for kind, step, microbatch, start, end in sent
+        if step == of_step and kind in labels
+    ]

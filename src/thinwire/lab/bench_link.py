@@ -154,7 +154,7 @@ def _measure(config: LinkConfig, size: int, seconds: float) -> list[Row]:
         "size": size,
         "seconds": seconds,
     }
-    command = [sys.executable, "-m", "thinwire.lab.bench_link", "--other-end"]
+    command = [sys.executable, "-P", "-m", "thinwire.lab.bench_link", "--other-end"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

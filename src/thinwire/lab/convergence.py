@@ -287,7 +287,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 def _start(arm: Arm, base: dict[str, dict[str, Any]], corpus: Corpus) -> "subprocess.Popen[str]":
     order = json.dumps({"arm": dataclasses.asdict(arm), "base": base, "corpus": str(corpus.folder)})
     return subprocess.Popen(
-        [sys.executable, "-m", "thinwire.lab.convergence", order],
+        [sys.executable, "-P", "-m", "thinwire.lab.convergence", order],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

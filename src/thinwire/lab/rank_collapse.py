@@ -31,9 +31,9 @@ from thinwire.model.llama import WRITERS
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.paths import cache_folder
 
-STEPS, QUICK_STEPS = 600, 24
+STEPS, QUICK_STEPS = 500, 16
 DIM, DEPTH, HIDDEN, VOCAB, CONTEXT = 64, 4, 128, 1024, 64
-SEQUENCES, IMAGES = 16, 32  # per step: about a thousand tokens or patches each
+SEQUENCES, IMAGES = 24, 48  # per step: about 1,600 tokens or patches each
 PROBE = 4  # batches that gradients are measured on: never trained on, the same at every step
 FALLEN = 0.5  # below this share of where it started, a stable rank counts as collapsed
 MODELS = {
@@ -314,7 +314,7 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0)
         holds=holds,
         rows=[row for trail in trails.values() for row in trail.rows],
         figure=figure(trails),
-        command=_command(quick, seed, device, steps),
+        command=lab_command("rank-collapse", quick, seed, device, steps),
         notes=[
             "stable rank: ||W||_F^2 / ||W||_2^2, mean over the model's writers; a random matrix "
             "has 25 % of full rank if square and more if not, so step 0 is the baseline for "
@@ -331,12 +331,13 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0)
     )
 
 
-def _command(quick: bool, seed: int, device: str, steps: int) -> str:
+def lab_command(name: str, quick: bool, seed: int, device: str, steps: int) -> str:
+    """The command that makes the same figures again."""
     return (
-        "thinwire lab rank-collapse"
+        f"thinwire lab {name}"
         + (f" --seed {seed}" if seed else "")
         + (f" --steps {steps}" if steps else "")
-        + (f" --device {device}" if device != "cpu" else "")
+        + (f" --device {device}" if device != "auto" else "")
         + (" --quick" if quick else "")
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.engine import Settings, apply_override
 from thinwire.errors import ConfigError
 from thinwire.lab.bandwidth import run_bandwidth
-from thinwire.lab.convergence import grid, outcome, train_grid
+from thinwire.lab.convergence import Arm, best_by_method, grid, outcome, train_grid
 from thinwire.lab.experiment import Outcome, write_outcome
 from thinwire.report import PlainDisplay
 from thinwire.train import prepare_corpus
@@ -58,10 +58,21 @@ def run_lab(options: argparse.Namespace) -> None:
 def command_line(options: argparse.Namespace) -> str:
     """The command that makes the same figures again."""
     parts = ["thinwire lab", options.name]
-    for key in ("seed", "steps", "stages", "modes", "ranks", "lrs", "seeds", "mbps", "device"):
+    for key in (
+        "seed",
+        "steps",
+        "stages",
+        "modes",
+        "ranks",
+        "lrs",
+        "seeds",
+        "mbps",
+        "device",
+        "sweep_steps",
+    ):
         value = getattr(options, key)
         if value not in (None, 0, "auto"):
-            parts.append(f"--{key} {value}")
+            parts.append(f"--{key.replace('_', '-')} {value}")
     parts += ["--quick"] if options.quick else []
     parts += [f"--set {override}" for override in options.set]
     return " ".join(parts)
@@ -95,15 +106,23 @@ def _convergence(options: argparse.Namespace, say: Callable[[str], None]) -> Out
     seeds = _numbers(options.seeds, int) or [options.seed]
     if options.quick:
         ranks = ranks[-1:]
-    arms = []
-    for stages in _numbers(options.stages, int) or [4]:
-        arms += grid(modes, ranks, lrs, stages, seeds, steps)
+    all_stages = _numbers(options.stages, int) or [4]
+
+    def arms_of(rates: list[float], chosen: list[int], length: int) -> list[Arm]:
+        return [arm for n in all_stages for arm in grid(modes, ranks, rates, n, chosen, length)]
+
+    arms = arms_of(lrs, seeds[:1] if options.sweep_steps else seeds, options.sweep_steps or steps)
     for arm in arms:
         arm.settings(base)  # an arm that cannot work is refused before the first one trains
     corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "convergence.jsonl"
     rows = train_grid(arms, base, corpus, log, options.parallel, say)
+    if options.sweep_steps:
+        best = best_by_method(row for row in rows if row["steps"] == options.sweep_steps)
+        rates = {(n, method): found["lr"] for (n, _, method), found in best.items()}
+        full = [a for a in arms_of(lrs, seeds, steps) if rates.get((a.stages, a.method)) == a.lr]
+        rows = train_grid(full, base, corpus, log, options.parallel, say)
     if not rows:
         raise ConfigError(f"no arm could be trained; see the messages above, and {log}")
     return outcome(rows, base, options.tflops * 1e12, command_line(options))

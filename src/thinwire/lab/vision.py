@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from thinwire.errors import DataError
 from thinwire.model import ModelConfig
-from thinwire.model.llama import RMSNorm, initialise
+from thinwire.model.llama import WRITERS, RMSNorm, initialise
 
 CHARACTERS = [chr(code) for code in range(33, 127)]
 FONTS = [
@@ -39,7 +39,8 @@ FONTS = [
 
 SIDE = 24
 PATCH = 4
-TURN, STRETCH, SHIFT, NOISE = 0.2, 0.15, 0.1, 0.1  # radians; shares of the size; of full black
+TURN, STRETCH, SHIFT, NOISE = 0.1, 0.1, 0.05, 0.1  # radians; shares of the size; of full black
+MEAN, SPREAD = 0.08, 0.26  # of the pixels, taken off so that images are centred
 _CANVAS = 2 * SIDE  # drawn at twice the size: averaging after the turn keeps edges smooth
 _TYPE_SIZE = 36
 
@@ -83,7 +84,8 @@ def character_batch(size: int, seed: int, number: int) -> tuple[Tensor, Tensor]:
     )
     upright = character_images()[fonts_B, classes_B].unsqueeze(1)
     images = F.avg_pool2d(F.grid_sample(upright, places, align_corners=False), 2)
-    return images + NOISE * torch.randn(images.shape, generator=generator), classes_B
+    images += NOISE * torch.randn(images.shape, generator=generator)
+    return (images - MEAN) / SPREAD, classes_B
 
 
 class Residual(nn.Module):
@@ -178,8 +180,9 @@ class Classifier(nn.Module):
 def classifier(kind: str, dim: int, depth: int, hidden: int, seed: int) -> Classifier:
     """A `vit`, `mixer` or `cnn`, its weights a function of the seed and the parameters' names.
 
-    They start by the rule of the Llama blocks, writers smaller: how fast training changes a
-    spectrum depends on how large the weights were to begin with.
+    Writers start by the rule of the Llama blocks, because how fast training changes a spectrum
+    depends on how large the weights were. The other matrices are scaled by their inputs: at the
+    Llama's fixed spread, images of so few pixels teach these models next to nothing.
     """
     patches = (SIDE // PATCH) ** 2
     blocks: list[nn.Module] = []
@@ -193,4 +196,6 @@ def classifier(kind: str, dim: int, depth: int, hidden: int, seed: int) -> Class
     model = Classifier(dim, blocks, keeps_grid=kind == "cnn")
     for name, parameter in model.named_parameters():
         initialise(name, parameter, ModelConfig(layers=depth), seed)
+        if parameter.ndim > 1 and not name.endswith(WRITERS):
+            parameter.data /= parameter.data.std() * math.sqrt(parameter[0].numel())
     return model

@@ -5,10 +5,12 @@ StageOptimizer does that translation and nothing else.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import CheckpointError
 from thinwire.optim.config import OptimConfig
 from thinwire.optim.subspace import SubspaceAdamW
 
@@ -61,23 +63,49 @@ class StageOptimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave, for the parameters that this stage holds."""
+        """Put back what `state_tensors` gave, for the parameters that this stage holds.
+
+        State of another kind of optimizer, or of another shape, is a CheckpointError.
+        """
         loaded: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
-            name, key = full_name.rsplit("/", 1)
+            name, _, key = full_name.rpartition("/")
             loaded.setdefault(name, {})[key] = value
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = loaded.get(self._names[parameter])
-                    if state is not None:
+                    name = self._names[parameter]
+                    if name in loaded:
+                        _check_state(name, loaded[name], _state_shapes(optimizer, group, parameter))
                         optimizer.state[parameter] = {
                             # a step counter stays on the CPU, as torch itself keeps it
                             key: value.clone()
                             if value.ndim == 0
                             else value.to(parameter.device, copy=True)
-                            for key, value in state.items()
+                            for key, value in loaded[name].items()
                         }
+
+
+def _state_shapes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> dict[str, tuple[int, ...]]:
+    """What each kind of optimizer keeps of a parameter."""
+    shape = tuple(parameter.shape)
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": shape}
+    second = shape
+    if isinstance(optimizer, SubspaceAdamW):
+        second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
+    return {"step": (), "exp_avg": shape, "exp_avg_sq": second}
+
+
+def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> None:
+    found = {key: tuple(value.shape) for key, value in state.items()}
+    if found != expected:
+        raise CheckpointError(
+            f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer keeps "
+            f"{expected}: resume with the optimizer and the model that wrote it"
+        )
 
 
 def _build(

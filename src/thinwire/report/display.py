@@ -1,7 +1,8 @@
 """What a person sees while a run is under way: the interface, and the plain-text form of it.
 
 Plain lines serve log files, pipes and dumb terminals; `live.py` holds the panel that a real
-terminal gets. All methods are called from one thread.
+terminal gets. All methods are called from one thread. None fails because the reader is gone:
+the display falls silent then, and the run goes on.
 """
 
 import abc
@@ -13,6 +14,7 @@ from typing import Self, TextIO
 
 from thinwire.report.human import amount, duration, percent
 from thinwire.report.records import StepRecord
+from thinwire.report.stream import SafeStream
 
 _TAG_WIDTH = 8  # "[train] ": texts of the usual tags start in the same column
 
@@ -87,7 +89,7 @@ class PlainDisplay(Display):
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = stream
+        self._stream = SafeStream(stream)
         self._interval = interval
         self._clock = clock
         self._step_due = -float("inf")
@@ -138,9 +140,7 @@ class PlainDisplay(Display):
         self.phase("train", step_line(record))
 
     def _write(self, text: str) -> None:
-        # a log in ASCII must not end a run because a file name has an accent
-        encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        self._stream.write(text)
         self._stream.flush()
 
 

@@ -4,6 +4,7 @@ import atexit
 import sys
 import time
 from collections.abc import Callable
+from typing import IO, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +25,7 @@ from thinwire.report.human import (
     sparkline,
 )
 from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
+from thinwire.report.stream import SafeStream
 
 _SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
 _SPARKLINE_WIDTH = 24
@@ -41,6 +43,7 @@ class LiveDisplay(Display):
     def __init__(
         self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        console.file = cast(IO[str], SafeStream(cast(TextIO, console.file)))
         self._console = console
         self._run = run
         self._clock = clock

@@ -83,7 +83,7 @@ class MetricsWriter:
 
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
         values = {"kind": kind, **dataclasses.asdict(record)}
-        self._file.write(json.dumps(_without_nan(values), allow_nan=False) + "\n")
+        self._file.write(json.dumps(without_nan(values), allow_nan=False) + "\n")
         self._file.flush()
 
     def _plot(self, scalars: dict[str, float], step: int) -> None:
@@ -120,14 +120,14 @@ def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON knows neither nan nor infinity; both become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(inner) for inner in value]
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
     return value
 
 

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.report.human import ABSENT, duration, percent
+from thinwire.report.human import ABSENT, duration, human_bytes, percent
 
 Summary = Mapping[str, Any]
 
@@ -70,7 +70,7 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     grid.add_row("validation loss", Text(_validation(summary), style="bold"))
-    grid.add_row("training loss", f"{_number(summary.get('final_train_loss'), '.4f')} at the end")
+    grid.add_row("training loss", _training(summary))
     grid.add_row(
         "speed",
         f"{_number(summary.get('tokens_per_s'), ',.0f')} tokens/s, "
@@ -84,7 +84,11 @@ def _facts(summary: Summary) -> RenderableType:
     )
     grid.add_row("pipeline bubble", f"{percent(summary.get('bubble_fraction'))} of the step")
     grid.add_row("bytes vs bf16", f"{_times(summary.get('ratio_vs_bf16'))} over all boundaries")
-    grid.add_row("link busy", percent(summary.get("link_utilisation")))
+    if summary.get("bytes_sent"):
+        grid.add_row("bytes sent", _bytes_sent(summary["bytes_sent"]))
+    grid.add_row("busiest uplink", percent(summary.get("link_utilisation")))
+    if summary.get("space"):
+        _add_space(grid, summary["space"])
     grid.add_row(
         "config", f"{summary.get('config_hash', ABSENT)}, seed {summary.get('seed', ABSENT)}"
     )
@@ -98,6 +102,26 @@ def _validation(summary: Summary) -> str:
         return final
     (first_step, first), (last_step, _) = losses[0], losses[-1]
     return f"{_number(first, '.4f')} -> {final}  (step {first_step:,} -> {last_step:,})"
+
+
+def _training(summary: Summary) -> str:
+    mean, last = summary.get("final_train_loss"), summary.get("last_train_loss")
+    if mean is None:
+        return ABSENT
+    return f"{_number(mean, '.4f')} (mean of the last 10 steps), last {_number(last, '.4f')}"
+
+
+def _bytes_sent(sent: Summary) -> str:
+    validations = human_bytes(sent["by_kind"].get("EVALUATE", 0))
+    return f"{human_bytes(sent['total'])} over all links, {validations} of it for validations"
+
+
+def _add_space(grid: Table, space: Summary) -> None:
+    grid.add_row("subspace drift", f"{_number(space.get('largest_drift'), '.1e')} at most")
+    moves = space.get("moves") or []
+    if moves:
+        before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
+        grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
 
 
 def _gap(summary: Summary) -> str:

@@ -15,6 +15,7 @@ from thinwire.schedule.build import FORWARD_ONLY, build, in_flight, validate
 
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
+MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,10 @@ def simulate(
 
     start, end = play.step_ends[-2:]
     seconds = end - start
-    last = [span for step, span in play.spans if step == steps - 1]
     return Simulation(
         schedule=schedule,
         step_seconds=seconds,
-        spans=[Span(s.stage, s.lane, s.label, s.start - start, s.end - start) for s in last],
+        spans=[Span(s.stage, s.lane, s.label, s.start - start, s.end - start) for s in play.spans],
         compute_seconds=[sum(map(costs.of, row)) for row in schedule.rows],
         uplink_utilisation=[_ratio(host.uplink_busy, steps * seconds) for host in play.hosts],
         downlink_utilisation=[_ratio(host.downlink_busy, steps * seconds) for host in play.hosts],
@@ -180,18 +180,19 @@ def window_table(
 
     The windows are 1, half the stages, the stages (classic 1f1b), then half as many again
     each time up to all microbatches: fine where memory is tight, coarse where it is not.
+    Many microbatches take long to play: windows double, and end where more gain nothing.
     """
-    windows = {1, max(1, stages // 2), microbatches}
-    window = stages
+    many = microbatches > MANY_MICROBATCHES
+    windows, window = {1, max(1, stages // 2), microbatches}, stages
     while window < microbatches:
         windows.add(window)
-        window += max(1, window // 2)
-    # A single stage has one window only: build lowers them all to it.
-    schedules = {build("1f1b", stages, microbatches, window) for window in windows}
-    table = []
-    for schedule in sorted(schedules, key=lambda schedule: schedule.window):
-        played = simulate(schedule, costs, network, cores=cores)
-        table.append((schedule.window, played.step_seconds, played.in_flight))
+        window += window if many else max(1, window // 2)
+    table: list[tuple[int, float, list[int]]] = []
+    for window in sorted(windows) if stages > 1 else [1]:  # a single stage has one window only
+        played = simulate(build("1f1b", stages, microbatches, window), costs, network, 2, cores)
+        table.append((window, played.step_seconds, played.in_flight))
+        if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
+            break
     return table
 
 
@@ -247,7 +248,7 @@ class _Cores:
         """Time and stage of the next action to end; the time is infinite when none runs."""
         if not self.ends:
             return math.inf, -1
-        reading, stage = min((reading, stage) for stage, reading in self.ends.items())
+        reading, stage = min(zip(self.ends.values(), self.ends, strict=True))
         return self.base_time + (reading - self.base_work) / self.speed, stage
 
     def _reading(self, now: float) -> float:
@@ -273,7 +274,7 @@ class _Play:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[_Message], None], _Message]] = []
         self.scheduled = 0  # breaks ties in time by order of scheduling
-        self.spans: list[tuple[int, Span]] = []
+        self.spans: list[Span] = []  # of the last step
         self.step_ends: list[float] = []
 
     def run(self) -> None:
@@ -296,15 +297,20 @@ class _Play:
         if host.running is not None or host.step == self.steps:
             return
         action = self.schedule.rows[stage][host.position]
-        needed = action.label
-        if action.kind is Kind.U:
-            needed = "verdict" if stage > 0 else "tally"
-        if self.schedule.needs(action) and (host.step, needed) not in host.inbox:
+        needed = self.message_for(action)
+        if needed is not None and (host.step, needed) not in host.inbox:
             return
         if self.now > host.since:
             self.record(stage, "wait", action.label, host.since, self.now)
         host.running, host.since = action, self.now
         self.cores.start(stage, self.costs.of(action), self.now)
+
+    def message_for(self, action: Action) -> str | None:
+        """The label of the message an action waits for: what brings it `Schedule.needs`."""
+        if action.kind is Kind.U:
+            return None if self.top == 0 else "verdict" if action.stage > 0 else "tally"
+        source = 0 if action.kind is Kind.F else self.top
+        return None if action.stage == source else action.label
 
     def finish(self, stage: int) -> None:
         host = self.hosts[stage]
@@ -376,7 +382,8 @@ class _Play:
         self.scheduled += 1
 
     def record(self, stage: int, lane: str, label: str, start: float, end: float) -> None:
-        self.spans.append((self.hosts[stage].step, Span(stage, lane, label, start, end)))
+        if self.hosts[stage].step == self.steps - 1:
+            self.spans.append(Span(stage, lane, label, start, end))
 
 
 def _seconds(size: int, mbps: float) -> float:

@@ -21,7 +21,7 @@ from thinwire.typed import option
 from thinwire.wire.emulate import DelayLine, Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
 from thinwire.wire.meter import Meter
-from thinwire.wire.pipe import Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 Span = tuple[str, int, int, float, float]
 
@@ -53,16 +53,17 @@ class LinkConfig:
 class Link:
     """Frames to and from one neighbour over a pipe, metered and, with a Nic, held back.
 
-    All links of a process share its meter and its Nic. `max_payload` bounds what the other
-    end may send in one frame.
+    All links of a process share its Nic; each has a meter of its own. `max_payload` bounds
+    what the other end may send in one frame.
     """
 
     def __init__(
         self, pipe: Pipe, meter: Meter, nic: Nic | None, name: str, max_payload: int
     ) -> None:
         self.name = name
-        self._pipe = pipe
         self.meter = meter
+        self.other_end_lost = False  # broken, and not by a fault in this process
+        self._pipe = pipe
         self._nic = nic
         self._max_payload = max_payload
         self._spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
@@ -109,18 +110,22 @@ class Link:
             self._unsent += 1
             self._outgoing.put(item)
 
-    def flush(self, timeout: float) -> None:
-        """Wait until every frame handed to `send` has reached the transport."""
+    def flush(self, timeout: float | None) -> None:
+        """Wait until every frame handed to `send` has reached the transport.
+
+        None waits for as long as the link holds.
+        """
         with self._state:
             self._state.wait_for(lambda: not self._unsent or self._lost(), timeout)
             if self._unsent:
-                reason = self._why_stopped() or f"not done after {timeout:g} s"
+                reason = self._why_stopped() or f"not done after {timeout} s"
                 raise WireError(f"link {self.name}: {self._unsent} frames unsent: {reason}")
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Send what is queued and a BYE, then close the pipe; never raises, never hangs.
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Send what is queued and a BYE, then close the pipe; never raises.
 
-        From here on nothing is reported to `on_broken`.
+        What is not sent within `timeout` seconds is dropped. None drops nothing while the link
+        holds, however slow it is. From here on nothing is reported to `on_broken`.
         """
         with self._state:
             if self._closing:
@@ -133,7 +138,7 @@ class Link:
                 lambda: not self._started or not self._unsent or self._lost(), timeout
             )
         self._stop_threads()
-        self._pipe.close()
+        self._pipe.close(None if timeout is None else CLOSE_GRACE_S)
 
     def take_spans(self) -> list[Span]:
         """(kind, step, microbatch, start, end) of each frame sent since the last call.
@@ -152,7 +157,7 @@ class Link:
                 frame = item if isinstance(item, Frame) else item()
                 message = encode(frame)
             except Exception as error:  # whatever packing raised belongs to the run, not to us
-                self._break(f"packing a frame failed: {error!r}", error)
+                self._break(f"packing a frame failed: {error!r}", error, here=True)
                 return
             self.meter.count_sent(frame.kind, len(message) - HEADER_BYTES)
             start = time.monotonic()
@@ -219,17 +224,21 @@ class Link:
                 elif self._on_end is not None:
                     self._on_end()
             except Exception as error:  # the receiver's failure must not die with this thread
-                self._break(f"handling a frame failed: {error!r}", error, despite_bye=True)
+                self._break(f"handling a frame failed: {error!r}", error, here=True)
         if not isinstance(arrival, Frame):
             self._stop_threads()
 
-    def _break(self, reason: str, cause: BaseException | None, despite_bye: bool = False) -> None:
+    def _break(self, reason: str, cause: BaseException | None, here: bool = False) -> None:
+        """End the link for a fault `here` in this process, or because the other end is gone."""
         with self._state:
-            if self._closing or self._failure or (self._said_bye and not despite_bye):
+            if self._failure or (self._said_bye and not here):
                 return
             self._failure = WireError(f"link {self.name} is broken: {reason}")
             self._failure.__cause__ = cause
             self._state.notify_all()
+            if self._closing:  # close() need not wait any longer, and does the rest
+                return
+            self.other_end_lost = not here
         try:
             self._on_broken(self._failure)
         finally:
@@ -247,8 +256,8 @@ class Link:
         return self._said_bye or self._failure is not None
 
     def _why_stopped(self) -> str:
+        if self._closing:
+            return "it was closed here"
         if self._failure is not None:
             return str(self._failure)
-        if self._said_bye:
-            return "the other end said goodbye"
-        return "it was closed here" if self._closing else ""
+        return "the other end said goodbye" if self._said_bye else ""

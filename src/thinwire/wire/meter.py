@@ -1,8 +1,8 @@
 """The meter: counts every byte a stage hands to the transport and takes from it.
 
-One meter serves all links of a stage. It counts whole frames, header and payload apart, so
-that a published number can be traced to what really crossed the link. What TLS, HTTP/2 and
-TCP add lies below; thinwire.wire.kernel measures that part.
+Each end of a link has its own. It counts whole frames from the handshake to the goodbye, header
+and payload apart, so that a published number can be traced to what really crossed the link. What
+TLS, HTTP/2 and TCP add lies below; thinwire.wire.kernel measures that part.
 """
 
 import dataclasses

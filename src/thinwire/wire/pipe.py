@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 from thinwire.errors import WireError
 
+CLOSE_GRACE_S = 5.0
+
 
 class Pipe(ABC):
     """Moves whole byte messages, none of them empty, both ways, in order, between two ends.
@@ -22,8 +24,11 @@ class Pipe(ABC):
         """Wait for the next message; None once either end closed in good order."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End both directions; messages already written still reach the other end."""
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        """End both directions; messages already written still reach the other end.
+
+        It has `grace` seconds to read them; None waits for as long as the connection lives.
+        """
 
 
 class Handover:
@@ -82,7 +87,7 @@ class _MemoryPipe(Pipe):
     def read(self) -> bytes | None:
         return next(self._incoming, None)
 
-    def close(self) -> None:
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
         self._outgoing.end()
         self._incoming.end(drop=True)
 

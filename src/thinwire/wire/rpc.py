@@ -9,9 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 # gRPC's core logs to stderr on its own; what matters there also reaches us as an error. It
 # reads this when first imported.
@@ -20,9 +20,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from thinwire.errors import WireError
-from thinwire.wire.pipe import Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.stream import (
-    CLOSE_GRACE_S,
     DEFAULT_KEEPALIVE,
     Keepalive,
     Outbox,
@@ -53,7 +52,7 @@ class Listener:
         max_message: int,
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
     ) -> None:
-        self._expected: dict[str, futures.Future[StreamPipe]] = {}
+        self._expected: dict[str, _Expected] = {}
         self._lock = threading.Lock()
         handler = grpc.stream_stream_rpc_method_handler(self._exchange)
         self._server = grpc.server(
@@ -80,12 +79,17 @@ class Listener:
         self.address = _address(host, bound)
         self._server.start()
 
-    def accept(self, name: str, timeout: float) -> Pipe:
-        """Wait for the peer that dials as `name`; dials by any other name are refused."""
+    def accept(self, name: str, timeout: float | None, peer_name: str | None = None) -> Pipe:
+        """Wait for the peer that dials as `name`; dials by any other name are refused.
+
+        With `peer_name`, so is a dialer whose certificate was issued to another name. Without
+        a `timeout` only `close` ends the wait.
+        """
+        arrival: futures.Future[StreamPipe] = futures.Future()
         with self._lock:
             if name in self._expected:
                 raise WireError(f"{self.address} already waits for {name!r}")
-            arrival = self._expected[name] = futures.Future()
+            self._expected[name] = _Expected(arrival, peer_name)
         try:
             return arrival.result(timeout)
         except futures.TimeoutError:
@@ -101,21 +105,45 @@ class Listener:
     def close(self) -> None:
         """Stop listening; returns when the port is free again."""
         self._server.stop(grace=None).wait(CLOSE_GRACE_S)
+        with self._lock:
+            for name, expected in self._expected.items():
+                expected.arrival.set_exception(
+                    WireError(f"{self.address} was closed before {name!r} dialed it")
+                )
+            self._expected.clear()
 
     def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
         outgoing = Outbox()
         pipe = StreamPipe(outgoing, incoming, context.cancel)
         with self._lock:
-            arrival = self._expected.get(name)
-            if arrival is not None and context.add_callback(pipe.stream_is_over):
+            expected = self._expected.get(name)
+            refusal = _refusal(name, expected, context.peer_identities() or ())
+            if expected and not refusal and context.add_callback(pipe.stream_is_over):
                 # Raises if the dialer has given up by now; then its next attempt is expected.
                 context.send_initial_metadata(((_ACCEPTED_KEY, "yes"),))
                 del self._expected[name]
-                arrival.set_result(pipe)
+                expected.arrival.set_result(pipe)
                 return outgoing.to_the_last()
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name!r} is not expected there")
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal or "the stream has ended")
         raise AssertionError("abort raises")
+
+
+class _Expected(NamedTuple):
+    """A dial that is waited for, and the name its certificate must carry, if any will not do."""
+
+    arrival: "futures.Future[StreamPipe]"
+    peer_name: str | None
+
+
+def _refusal(name: str, expected: _Expected | None, identities: Iterable[bytes]) -> str:
+    """Why a dial as `name` by the holder of a certificate is refused; empty if it is not."""
+    if expected is None:
+        return f"{name!r} is not expected there"
+    shown = [identity.decode(errors="replace") for identity in identities]
+    if expected.peer_name not in (None, *shown):
+        return f"{name!r} is expected from {expected.peer_name!r}, not from {', '.join(shown)}"
+    return ""
 
 
 def dial(

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import WireError
-from thinwire.wire.pipe import Handover, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S, Handover, Pipe
 
-CLOSE_GRACE_S = 5.0
 _LAST = b""
 _MESSAGES_HELD = 4
 
@@ -88,14 +87,14 @@ class StreamPipe(Pipe):
             raise WireError(f"the other end is gone ({reason})")
         return message
 
-    def close(self) -> None:
-        """Close, giving the other end a few seconds to read what is still under way."""
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        """Close, giving the other end `grace` seconds to read what is still under way."""
         self._closed = True
         self._outgoing.end()
         # Letting go at once would cut off what is still on its way out. The stream is over
         # once both ends have read it to its end, and here nobody may be reading any more.
         threading.Thread(target=self._discard_rest, name="thinwire close", daemon=True).start()
-        self._over.wait(CLOSE_GRACE_S)
+        self._over.wait(grace)
         self._let_go()
 
     def _discard_rest(self) -> None:

@@ -1,0 +1,129 @@
+"""What the subspace method itself costs a stage: `python -m thinwire.lab.cost --preset 2b ...`.
+
+Times one middle stage alone: its layers forward and backward, the two ends of its boundaries, the
+projection of gradients, the modified optimizer against AdamW, and a move of the basis.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.keeper import GATHER_SHARE
+from thinwire.lab.experiment import Row, machine, markdown_table
+from thinwire.optim import StageOptimizer
+from thinwire.subspace import grassmann_step
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Median seconds of `work`, after two runs to warm up."""
+    seconds = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds[2:])[repeats // 2]
+
+
+def measure(settings: Settings, update_every: int = 500) -> list[Row]:
+    """The parts of a subspace step on one middle stage, as shares of the dense step."""
+    device = choose_device(settings.run.device, 0)
+    prepare_torch(settings, device)
+    model, microbatches = settings.model, settings.pipeline.microbatches
+    builder = StageBuilder(settings, device)
+    stage = builder.build(1)
+    builder.initialise(stage)
+    assert builder.space is not None and stage.incoming is not None and stage.outgoing is not None
+    incoming, outgoing, constraint = stage.incoming, stage.outgoing, builder.constraint(stage)
+    shape = (settings.microbatch_size, model.context)
+    ids_BT = torch.randint(model.vocab, shape, device=device)
+    x_BTD = torch.randn(*shape, model.dim, device=device, requires_grad=True)
+    z_BTK = torch.randn(*shape, settings.boundary.rank, device=device, requires_grad=True)
+    autocast = autocast_for(settings.run.precision, device)
+
+    def layers() -> None:
+        with autocast():
+            y_BTD = x_BTD
+            for layer in stage.layers:
+                y_BTD = layer(y_BTD)
+        y_BTD.backward(torch.ones_like(y_BTD))
+
+    def ends() -> None:
+        outgoing.encode(x_BTD, ids_BT).backward(torch.ones_like(z_BTK))
+        incoming.decode(z_BTK, ids_BT).backward(torch.ones_like(x_BTD))
+
+    per_microbatch = timed(layers, device)
+    narrow = timed(ends, device)
+    axes = {held.name: held.axis for held in constraint.held} if constraint else {}
+    updates = {}
+    for name, chosen in (("adamw", {}), ("subspace", axes)):
+        optimizer = StageOptimizer(stage.global_parameters(), settings.optim, chosen)
+        kept = {p: p.grad for p in stage.parameters()}
+
+        def update(optimizer: StageOptimizer = optimizer, kept: dict = kept) -> None:
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
+            optimizer.step(1e-6)
+
+        updates[name] = timed(update, device)
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+    projection = timed(constraint.project_gradients, device) if constraint else 0.0
+    flat_ND = x_BTD.detach().flatten(0, 1)
+    gather = timed(lambda: flat_ND.T @ flat_ND, device)
+    covariance_DD = flat_ND.T @ flat_ND
+    basis_DK = builder.space.basis_DK
+    move = timed(lambda: grassmann_step(covariance_DD, basis_DK, 0.5), device, 3)
+    dense_step = microbatches * per_microbatch + updates["adamw"]
+    extra = microbatches * narrow + projection + updates["subspace"] - updates["adamw"]
+    moved = (microbatches * gather * update_every / GATHER_SHARE + move) / update_every
+    table = builder.space.table_VD
+    return [
+        {"part": "layers, forward and backward, per microbatch", "seconds": per_microbatch},
+        {"part": "encode and decode with gradients, per microbatch", "seconds": narrow},
+        {"part": "projection of gradients, per step", "seconds": projection},
+        {"part": "update with AdamW", "seconds": updates["adamw"]},
+        {"part": "update with the subspace optimizer", "seconds": updates["subspace"]},
+        {"part": "one move of the basis", "seconds": move},
+        {"part": f"extra per step of {microbatches} microbatches", "seconds": extra,
+         "share of a dense step": extra / dense_step},
+        {"part": f"moves every {update_every} steps, amortised", "seconds": moved,
+         "share of a dense step": moved / dense_step},
+        {"part": "token table per stage, bytes (any sequence length)",
+         "seconds": None if table is None else float(table.numel() * table.element_size())},
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--mode", default="subspace", choices=("subspace", "reparam"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    settings = Settings.from_plain(
+        {
+            "model": {"preset": options.preset},
+            "run": {"device": options.device, "precision": options.precision},
+            "boundary": {"mode": options.mode, "rank": options.rank},
+            "pipeline": {"stages": options.stages, "microbatches": options.microbatches},
+            "train": {"batch": options.microbatches},
+        }
+    )
+    print(f"{options.preset}, rank {options.rank}, {options.precision}, on {machine()}")
+    print(markdown_table(measure(settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""`thinwire lab subspace`: how a moving basis behaves over a long run, and whether moving it helps.
+
+The same constrained model is trained with the basis moved at several cadences and never, on the
+same batches. A probe of its own watches the gradient of the stream at every step, so that the share
+that the basis captures is known between moves too, in the arms that never move, and on gradients
+that a move has not been fitted to.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from thinwire.data import Corpus, DataConfig, prepare
+from thinwire.engine import Settings
+from thinwire.engine.build import choose_device
+from thinwire.engine.feed import Feed
+from thinwire.lab.chain import Chain
+from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.rank_collapse import lab_command, say
+from thinwire.paths import cache_folder
+from thinwire.report.plots import running_mean
+from thinwire.subspace import captured_energy, principal_angles
+
+STEPS, QUICK_STEPS = 1000, 120
+CADENCES, QUICK_CADENCES = (50, 100, 500), (20, 40, 60)
+NEVER, OTHER_BASIS = "never", "never, other basis"
+NEAR = 5  # steps on either side of a move that its effect is read from
+WINDOWS = 20  # points of the energy curve
+RETURNS, DRIFTS = 0.5, 0.85  # below: back and forth; above: a drift; unrelated moves give 0.71
+COLOURS = ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#56B4E9")
+MODEL = {
+    "layers": 4, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 1024, "context": 64,
+}  # fmt: skip
+
+
+def distance(first_DK: Tensor, second_DK: Tensor) -> float:
+    """How far two subspaces are apart: the length of the shortest way from one to the other."""
+    return float(torch.linalg.vector_norm(principal_angles(first_DK, second_DK)))
+
+
+def oscillation(first_DK: Tensor, second_DK: Tensor, third_DK: Tensor) -> float | None:
+    """How much of two moves is left when both are done: 0 came back, 1 went straight on.
+
+    Two equal moves in unrelated directions leave 0.71. None if nothing moved.
+    """
+    path = distance(first_DK, second_DK) + distance(second_DK, third_DK)
+    return distance(first_DK, third_DK) / path if path > 1e-9 else None
+
+
+def manner(ratio: float) -> str:
+    """An oscillation ratio in words."""
+    return "back and forth" if ratio < RETURNS else "drifts" if ratio > DRIFTS else "wanders"
+
+
+def best_share(covariance_DD: Tensor, rank: int) -> float:
+    """The share of energy that the best basis of that rank would capture."""
+    values = torch.linalg.eigvalsh(covariance_DD.double()).clamp(min=0)
+    return float(values[-rank:].sum() / values.sum()) if values.sum() > 0 else 0.0
+
+
+def jump(losses: list[float], step: int) -> float | None:
+    """How the mean loss changed over a move after `step`; None with too few steps beside it."""
+    before, after = losses[max(0, step + 1 - NEAR) : step + 1], losses[step + 1 : step + 1 + NEAR]
+    if min(len(before), len(after)) < NEAR:
+        return None
+    return statistics.fmean(after) - statistics.fmean(before)
+
+
+class StreamProbe:
+    """Sums g g^T of the stream where it leaves the constrained blocks, as the keeper does."""
+
+    def __init__(self, chain: Chain):
+        last, free = chain.stages[-1], chain.settings.boundary.free_layers
+        dim = chain.settings.model.dim
+        self._sum_DD = torch.zeros(dim, dim, device=chain.device)
+        last.layers[len(last.names) - 2 - free].register_forward_pre_hook(self._attach)
+
+    def take(self) -> Tensor:
+        """What has been gathered since the last time, scaled to unit energy.
+
+        So every step weighs the same: a single spike in the gradient cannot decide a mean.
+        """
+        taken, self._sum_DD = self._sum_DD, torch.zeros_like(self._sum_DD)
+        return (taken / taken.trace().clamp(min=1e-30)).cpu()
+
+    def _attach(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(self._add)
+
+    def _add(self, gradient_BTD: Tensor) -> None:
+        flat_ND = gradient_BTD.detach().flatten(0, 1).float()
+        self._sum_DD += flat_ND.T @ flat_ND
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run: how often its basis moves (0 = never), and which basis it starts from."""
+
+    name: str
+    every: int
+    basis_seed: int
+
+
+@dataclass
+class Track:
+    """All that one arm's training showed."""
+
+    arm: Arm
+    rank: int
+    losses: list[float] = field(default_factory=list)
+    covariances: list[Tensor] = field(default_factory=list)  # of each step, (D, D)
+    bases: list[Tensor] = field(default_factory=list)  # before the first move, after each move
+    moves: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    valid: list[tuple[int, float]] = field(default_factory=list)
+    before_last: float = 0.0  # validation loss without the last update, and a move after it
+
+    def basis_at(self, step: int) -> Tensor:
+        """The basis that this step computed with."""
+        return self.bases[sum(moved < step for moved, _ in self.moves)]
+
+    def energy(self, start: int, stop: int) -> tuple[float, float]:
+        """The mean share captured over some steps, and the best that one basis could capture."""
+        steps = range(start, min(stop, len(self.covariances)))
+        shares = [captured_energy(self.covariances[t], self.basis_at(t)) for t in steps]
+        total_DD = torch.stack(self.covariances[start:stop]).sum(0)
+        return statistics.fmean(shares), best_share(total_DD, self.rank)
+
+    def straightness(self) -> float | None:
+        """The way from the first basis to the last over the length of all moves."""
+        path = sum(distance(a, b) for a, b in zip(self.bases, self.bases[1:], strict=False))
+        return distance(self.bases[0], self.bases[-1]) / path if path > 1e-9 else None
+
+    def ratios(self) -> list[float | None]:
+        """The oscillation at each move; None at the first, which has no move before it."""
+        triples = zip(self.bases, self.bases[1:], self.bases[2:], strict=False)
+        return ([None] if self.moves else []) + [oscillation(*triple) for triple in triples]
+
+
+def follow(arm: Arm, settings: Settings, corpus: Corpus) -> Track:
+    """Train one arm."""
+    chain = Chain(settings, Feed(corpus, settings, choose_device(settings.run.device, 0)))
+    assert chain.builder.space is not None
+    space, probe, steps = chain.builder.space, StreamProbe(chain), settings.train.steps
+    track = Track(arm, settings.boundary.rank, bases=[space.basis_DK.cpu().clone()])
+    track.valid.append((0, chain.evaluate()))
+    start, every = time.perf_counter(), max(1, steps // (10 if steps >= 300 else 4))
+    for step in range(steps):
+        if step == steps - 1:
+            track.before_last = chain.evaluate()
+        version = space.version
+        track.losses.append(chain.train_step(step))
+        track.covariances.append(probe.take())
+        measures = chain.keepers[-1].measures(step)
+        if space.version != version:
+            track.moves.append((step, measures))
+            track.bases.append(space.basis_DK.cpu().clone())
+        if (step + 1) % every == 0:
+            track.valid.append((step + 1, chain.evaluate()))
+            captured, best = track.energy(step + 1 - every, step + 1)
+            say(
+                f"{arm.name:<19} step {step + 1:>5}  validation loss {track.valid[-1][1]:.4f}  "
+                f"captured {captured:.1%} of {best:.1%} possible  "
+                f"({time.perf_counter() - start:.0f} s)"
+            )
+    return track
+
+
+def move_rows(track: Track, reference: Track) -> list[Row]:
+    """One row per move; jumps are also given against the same steps of the arm that never moves."""
+    rows = []
+    ratios = track.ratios()
+    for number, (step, measures) in enumerate(track.moves):
+        fresh = track.covariances[step + 1 : step + 1 + NEAR]
+        fresh_DD = torch.stack(fresh).sum(0) if len(fresh) == NEAR else None
+        old_DK, new_DK = track.bases[number], track.bases[number + 1]
+        own, usual = jump(track.losses, step), jump(reference.losses, step)
+        rows.append(
+            {
+                "updates every": track.arm.name,
+                "move": number + 1,
+                "step": step + 1,
+                "energy before": measures.get("energy_before"),
+                "energy after": measures.get("energy_after"),
+                "fresh before": None if fresh_DD is None else captured_energy(fresh_DD, old_DK),
+                "fresh after": None if fresh_DD is None else captured_energy(fresh_DD, new_DK),
+                "best possible": None if fresh_DD is None else best_share(fresh_DD, track.rank),
+                "largest angle": measures.get("largest_angle"),
+                "oscillation": ratios[number],
+                "loss jump": own,
+                "jump less never's": own - usual if own is not None and usual is not None else None,
+            }
+        )
+    return rows
+
+
+def summary_row(track: Track) -> Row:
+    """One arm in one row."""
+    steps = len(track.losses)
+    captured, best = track.energy(steps - max(1, steps // 10), steps)
+    return {
+        "updates every": track.arm.name,
+        "move": f"all {len(track.moves)}",
+        "step": steps,
+        "fresh after": captured,
+        "best possible": best,
+        "largest angle": max((m.get("largest_angle", 0.0) for _, m in track.moves), default=None),
+        "oscillation": _median(track.ratios()),
+        "straightness": track.straightness(),
+        "validation loss": track.before_last,
+        "after the last step": track.valid[-1][1],
+    }
+
+
+def reference_of(tracks: list[Track]) -> Track:
+    """The arm that starts where the moving ones do and never moves."""
+    return next(track for track in tracks if track.arm.name == NEVER)
+
+
+def judge(tracks: list[Track], chance: float) -> tuple[bool | None, str]:
+    """Which cadence captured most, how the basis moves, whether the loss gained."""
+    still = reference_of(tracks)
+    summaries = {track.arm.name: summary_row(track) for track in tracks}
+    moving = [track for track in tracks if track.arm.every]
+    names = [track.arm.name for track in moving]
+    most = max(names, key=lambda name: summaries[name]["fresh after"])
+    best = min(names, key=lambda name: summaries[name]["validation loss"])
+    gain = summaries[NEVER]["validation loss"] - summaries[best]["validation loss"]
+    fixed = [summaries[t.arm.name]["validation loss"] for t in tracks if not t.arm.every]
+    spread = max(fixed) - min(fixed)
+    helps = True if gain > spread else False if gain <= 0 else None
+    energies = [f"{name} {row['fresh after']:.1%}" for name, row in summaries.items()]
+    losses = [f"{name} {row['validation loss']:.4f}" for name, row in summaries.items()]
+    ways, jumps = [], []
+    for track in moving:
+        ratio = summaries[track.arm.name]["oscillation"]
+        ways += [f"{track.arm.name} {ratio:.2f} ({manner(ratio)})"] if ratio is not None else []
+        change = _median([row["jump less never's"] for row in move_rows(track, still)])
+        jumps += [f"{track.arm.name} {change:+.4f}"] if change is not None else []
+    end = {
+        True: "moving helped",
+        None: "lower, but by less than two fixed bases differ, so one seed cannot tell",
+        False: "moving did not help",
+    }[helps]
+    return helps, (
+        f"Share of the gradient's energy captured in the last tenth of the run, by steps between "
+        f"moves: {', '.join(energies)} (chance {chance:.1%}); most with {most}, where "
+        f"{summaries[most]['best possible']:.1%} were possible. Way of the basis, median of two "
+        f"moves' net over their sum: {', '.join(ways) or 'too few moves'}; 0 is back and forth, "
+        f"0.71 unrelated directions, 1 a steady drift. Loss over a move against the arm that never "
+        f"moves, median: {', '.join(jumps) or 'too few moves'}. Validation loss: "
+        f"{', '.join(losses)}; the best moving arm ({best}) stands {gain:+.4f} better than never, "
+        f"two fixed bases differ by {spread:.4f}: {end}."
+    )
+
+
+def figure(tracks: list[Track]) -> Figure:
+    """Captured energy over the run, the loss, and the loss against the arm that never moves."""
+    plot = Figure(figsize=(17, 5), layout="constrained")
+    energy, loss, against = plot.subplots(1, 3)
+    still = reference_of(tracks)
+    for track, colour in zip(tracks, COLOURS, strict=False):
+        steps, name = len(track.losses), track.arm.name
+        style = {"color": colour, "label": f"every {name}" if track.arm.every else name}
+        width = max(1, steps // WINDOWS)
+        starts = range(0, steps - width + 1, width)
+        shares = [track.energy(start, start + width) for start in starts]
+        middles = [start + width / 2 for start in starts]
+        energy.plot(middles, [share for share, _ in shares], linewidth=2, **style)
+        energy.plot(middles, [best for _, best in shares], color=colour, linestyle=":")
+        done, values = zip(*track.valid[1:], strict=True)
+        loss.plot(done, values, marker="o", markersize=4, **style)
+        if track is not still:
+            apart = running_mean(np.array(track.losses) - np.array(still.losses))
+            against.plot(range(1, steps + 1), apart, linewidth=1.5, **style)
+            differences = [own - usual for (_, own), (_, usual) in _pairs(track, still)]
+            against.plot(done, differences, color=colour, marker="o", markersize=5, linestyle="")
+    energy.set(title="energy of the gradient: captured (solid), best possible (dotted)",
+               xlabel="step", ylabel="share", ylim=(0, 1))  # fmt: skip
+    loss.set(title="validation loss", xlabel="step", ylabel="nats per token")
+    loss.legend(frameon=False, title="basis moves")
+    against.set(title="loss less never's: training (running mean), validation (dots)",
+                xlabel="step", ylabel="nats per token")  # fmt: skip
+    against.axhline(0, color="#808080", linewidth=1)
+    for axis in (energy, loss, against):
+        axis.grid(color="#E0E0E0", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return plot
+
+
+def arms_of(cadences: tuple[int, ...]) -> list[Arm]:
+    """Every cadence, never, and never from another basis: what chance in the basis does."""
+    moving = [Arm(str(every), every, 0) for every in cadences]
+    return [*moving, Arm(NEVER, 0, 0), Arm(OTHER_BASIS, 0, 1)]
+
+
+def arm_settings(arm: Arm, steps: int, seed: int, device: str, model: dict[str, Any]) -> Settings:
+    """A constrained model in four stages, with exact rounding at the cuts."""
+    dim = model["dim"]
+    return Settings.from_plain(
+        {
+            "run": {"seed": seed, "device": device, "threads": 1},
+            "model": model,
+            "pipeline": {"stages": 4, "microbatches": 1, "schedule": "gpipe"},
+            "boundary": {
+                "mode": "subspace",
+                "rank": dim // 8,
+                "basis_seed": arm.basis_seed,
+                "basis_update_every": arm.every,
+            },
+            "codec": {"forward": "fp32", "backward": "fp32"},
+            "optim": {"warmup": min(20, steps)},
+            "train": {"steps": steps, "batch": 8, "eval_batches": 16},
+        }
+    )
+
+
+def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0) -> Outcome:
+    """Train every arm and compare."""
+    count = steps or (QUICK_STEPS if quick else STEPS)
+    corpus = prepare(DataConfig(), MODEL["vocab"], cache_folder())
+    arms = arms_of(QUICK_CADENCES if quick else CADENCES)
+    tracks = [follow(arm, arm_settings(arm, count, seed, device, MODEL), corpus) for arm in arms]
+    rank = tracks[0].rank
+    helps, verdict = judge(tracks, rank / MODEL["dim"])
+    return Outcome(
+        name="subspace",
+        question=(
+            "How does the basis behave over a long run when it moves at different cadences, and "
+            "does moving it help?"
+        ),
+        verdict=verdict,
+        holds=helps,
+        rows=[
+            *(row for track in tracks for row in move_rows(track, reference_of(tracks))),
+            *(summary_row(track) for track in tracks),
+        ],
+        figure=figure(tracks),
+        command=lab_command("subspace", quick, seed, device, steps),
+        notes=[
+            f"width {MODEL['dim']}, rank {rank}, 4 blocks in 4 stages, fp32, the same batches and "
+            "starting weights in every arm; one seed",
+            "energy before, after: on the gradients that the move was fitted to; fresh: the old "
+            f"and the new basis on the gradients of the {NEAR} steps after the move; summary rows "
+            "give the share captured over the last tenth of the run",
+            "oscillation: the distance between the bases two moves apart over the sum of the two "
+            "moves; straightness: the same for the whole run",
+            f"loss jump: mean of {NEAR} steps after minus {NEAR} before; less never's: the same "
+            "batches' jump in the arm that never moves is taken off",
+            "validation loss is read before the last update: each cadence would also move after "
+            "it, with no step left to recover in; what that does stands beside it",
+        ],
+    )
+
+
+def _pairs(track: Track, still: Track) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
+    return zip(track.valid[1:], still.valid[1:], strict=True)
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

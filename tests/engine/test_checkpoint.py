@@ -1,0 +1,180 @@
+"""Checkpoints on disk: whole or absent, told apart, set aside, and read with suspicion."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.engine import Checkpoint, list_checkpoints
+from thinwire.engine.checkpoint import (
+    checkpoints_folder,
+    commit,
+    discard_partial,
+    partial_folder,
+    prune,
+    set_aside_later,
+    write_shard,
+)
+from thinwire.errors import CheckpointError
+
+FACTS: dict[str, Any] = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
+
+
+def save(run: Path, step: int, value: float = 0.0) -> Path:
+    """A complete checkpoint of one tensor."""
+    shard = write_shard(partial_folder(run, step), 0, {"w": torch.full((2,), value)})
+    return commit(run, step, [shard], FACTS, None)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints_folder(run).iterdir())
+
+
+def test_only_checkpoints_count_as_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 2).rename(checkpoints_folder(tmp_path) / "step-best")
+    save(tmp_path, 3).rename(checkpoints_folder(tmp_path) / "step-00000003-copy")
+    assert list_checkpoints(tmp_path) == []
+    newest = save(tmp_path, 1)
+    assert Checkpoint.open(tmp_path).folder == newest
+    assert Checkpoint.open(checkpoints_folder(tmp_path)).folder == newest
+    assert Checkpoint.open(checkpoints_folder(tmp_path) / "step-best").step == 2
+    prune(tmp_path, 1, newest)
+    assert names(tmp_path) == ["step-00000001", "step-00000003-copy", "step-best"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "latest", "left"),
+    [(1, 2, [2]), (2, 2, [2, 6]), (1, 6, [6]), (3, 6, [2, 4, 6]), (9, 6, [1, 2, 4, 6])],
+)
+def test_pruning_spares_the_latest_whatever_its_number(
+    keep: int, latest: int, left: list[int], tmp_path: Path
+) -> None:
+    saved = {step: save(tmp_path, step) for step in (1, 2, 4, 6)}
+    prune(tmp_path, keep, saved[latest])
+    assert names(tmp_path) == [saved[step].name for step in left]
+
+
+def test_later_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
+    for step, value in ((2, 2.0), (4, 4.0), (6, 6.0)):
+        save(tmp_path, step, value)
+    assert [p.name for p in set_aside_later(tmp_path, 4)] == ["abandoned-step-00000006"]
+    assert Checkpoint.open(tmp_path).step == 4
+    save(tmp_path, 6, 7.0)
+    set_aside_later(tmp_path, 4)  # abandoned once more: the first one stays as it is
+    assert names(tmp_path) == [
+        "abandoned-step-00000006",
+        "abandoned-step-00000006-2",
+        "step-00000002",
+        "step-00000004",
+    ]
+    kept = Checkpoint.open(checkpoints_folder(tmp_path) / "abandoned-step-00000006")
+    assert kept.tensors(["w"])["w"][0] == 6.0
+    assert set_aside_later(tmp_path, 4) == []
+
+
+def test_a_replacement_that_fails_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, 1.0)
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.startswith(".partial"):
+            raise OSError("no")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(CheckpointError, match="cannot be completed"):
+            save(tmp_path, 2, 9.0)
+    assert list_checkpoints(tmp_path) == []  # as a crash at this moment would leave it
+    discard_partial(tmp_path)
+    assert names(tmp_path) == ["step-00000002"]
+    assert Checkpoint.open(tmp_path).tensors(["w"])["w"][0] == 1.0
+    save(tmp_path, 2, 9.0)
+    assert names(tmp_path) == ["step-00000002"]
+    assert Checkpoint.open(tmp_path).tensors(["w"])["w"][0] == 9.0
+
+
+def test_leftovers_are_removed_by_step_or_all(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in (".partial-step-00000002", ".partial-step-00000004", ".pruned-step-00000004",
+                 ".replaced-step-00000001"):  # fmt: skip
+        (checkpoints_folder(tmp_path) / name).mkdir()
+    discard_partial(tmp_path, 4)
+    assert names(tmp_path) == [
+        ".partial-step-00000002", ".replaced-step-00000001", "step-00000001"
+    ]  # fmt: skip
+    discard_partial(tmp_path)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def without(key: str) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest.pop(key)
+
+
+def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest.update({key: value})
+
+
+def put_shard(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["shards"][0].update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (without("settings"), "settings is None"),
+        (put("settings", "x"), "settings is 'x'"),
+        (put("corpus", 3), "corpus is 3"),
+        (without("weight_version"), "weight_version is None"),
+        (put("basis_version", True), "basis_version is True"),
+        (put("step", "2"), "step is '2'"),
+        (put("step", -2), "step is -2"),
+        (put("shards", {}), "shards is {}"),
+        (put("shards", [7]), "shards.0. must be"),
+        (put("tokenizer_sha256", 5), "tokenizer_sha256 is 5"),
+        (put_shard("tensors", None), "tensors must be"),
+        (put_shard("tensors", [1]), "tensors.0. must be"),
+        (put_shard("bytes", "9"), "bytes must be"),
+        (put_shard("file", "../outside.safetensors"), "outside.safetensors' is not the name"),
+        (put_shard("file", "/etc/hostname"), "hostname' is not the name"),
+        (put_shard("more", 1), "more"),
+        (lambda manifest: manifest["shards"][0].pop("sha256"), "sha256"),
+    ],
+)
+def test_each_fact_of_a_manifest_is_checked(harm: Callable, words: str, tmp_path: Path) -> None:
+    path = save(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    harm(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        Checkpoint.open(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_tensors_listed_but_absent_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0]["tensors"].append("ghost")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(CheckpointError, match="other tensors than the manifest lists"):
+        checkpoint.verify()
+    with pytest.raises(CheckpointError, match="ghost"):
+        checkpoint.tensors(["ghost"])
+    (folder / "stage-0.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(CheckpointError, match=r"stage-0\.safetensors cannot be read"):
+        checkpoint.tensors(["w"])
+
+
+def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["settings"] = {"model": {"wings": 2}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be used.*wings"):
+        _ = Checkpoint.open(folder).settings

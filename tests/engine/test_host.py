@@ -1,0 +1,148 @@
+"""The coordinator: whom it blames, what it relays, and how it starts its stages."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.data import Corpus
+from thinwire.engine import Host
+from thinwire.engine import host as host_module
+from thinwire.engine.control import Channel, Message
+from thinwire.engine.host import blame
+from thinwire.errors import WireError
+from thinwire.wire import memory_pair
+
+
+def failed(error: str, kind: str = "WireError", accuses: tuple[int, ...] = ()) -> Message:
+    """What a peer sends before it leaves."""
+    known = kind.endswith("Error") and kind != "ValueError"
+    return {"type": "failed", "kind": kind, "known": known, "error": error, "accuses": [*accuses]}
+
+
+def exit_with(code: int) -> Message:
+    return {"type": "exit", "code": code}
+
+
+LOST = {"type": "lost", "error": "link control of stage 1 is broken"}
+STEP = {"type": "step", "step": 3}
+
+
+@pytest.mark.parametrize(
+    ("heard", "culprit"),
+    [
+        # a frozen stage is silent: its neighbours accuse it, theirs accuse them
+        ([(1, failed("boundary-0", accuses=(0,)))], 0),
+        ([(0, failed("boundary-0", accuses=(1,))), (0, exit_with(1))], 1),
+        ([(0, failed("b-0", accuses=(1,))), (2, failed("b-1", accuses=(1,)))], 1),
+        ([(2, failed("b-1", accuses=(1,))), (1, failed("b-0", accuses=(0,)))], 0),
+        ([(0, failed("b-0", accuses=(1,))), (1, failed("b-1", accuses=(2,)))], 2),
+        ([(2, failed("b-1", accuses=(1,))), (1, LOST)], 1),
+        # a death without a word is the surest sign
+        ([(1, failed("b-0", accuses=(0,))), (0, exit_with(-9)), (1, exit_with(1))], 0),
+        ([(1, failed("b-0", accuses=(0,))), (0, exit_with(1))], 0),
+        ([(0, failed("b-0", accuses=(1,))), (1, LOST), (1, exit_with(-11))], 1),
+        # whoever failed by itself says so, and its neighbours' complaints follow from that
+        ([(0, failed("b-0", accuses=(1,))), (1, failed("x", "StageError")), (1, exit_with(1))], 1),
+        ([(0, failed("b-0", accuses=(1,))), (1, failed("x", "ValueError"))], 1),
+        # a frame outside the contract breaks the link at the end that objects
+        ([(0, failed("b-0", accuses=(1,))), (1, failed("b-0: unexpected frame"))], 1),
+        ([(0, STEP), (1, exit_with(0))], 0),
+    ],
+)
+def test_the_stage_that_failed_first_is_blamed(
+    heard: list[tuple[int, Message]], culprit: int
+) -> None:
+    assert blame(heard)[0] == culprit
+
+
+@pytest.fixture
+def make_host(
+    make_settings: Callable, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Host]]:
+    """A coordinator whose processes are ended with the test."""
+    monkeypatch.setattr(host_module, "SETTLE_SECONDS", 0.05)
+    hosts: list[Host] = []
+
+    def make(**changes: object) -> Host:
+        hosts.append(Host(make_settings(**changes), tmp_path / "run", corpus.folder, None))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.__exit__(None, None, None)
+
+
+def test_an_accused_stage_is_named_with_the_witness(make_host: Callable) -> None:
+    text = str(make_host()._explain(0, failed("link boundary-0 is broken", accuses=(1,))))
+    assert text.startswith("stage 1 was lost at the start: stage 0 says: link boundary-0 is broken")
+
+
+def test_only_an_unforeseen_error_shows_its_traceback(make_host: Callable, tmp_path: Path) -> None:
+    host = make_host()
+    log = tmp_path / "run" / "logs" / "stage-1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("Traceback (most recent call last):\n  a line of ours\n")
+    known = str(host._explain(1, failed("no such device", "ConfigError")))
+    assert known == f"stage 1 failed at the start: no such device\n  its log is {log}"
+    unknown = str(host._explain(1, failed("ValueError: odd", "ValueError")))
+    assert f"last lines of {log}" in unknown and "| Traceback" in unknown
+    assert "| Traceback" in str(host._explain(1, exit_with(-11)))
+
+
+@pytest.mark.parametrize("order", ["after it finished", "while it leaves"])
+def test_a_late_request_to_stop_disturbs_nothing(order: str, make_host: Callable) -> None:
+    """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
+    host = make_host()
+    ours, theirs = memory_pair()
+    host._channels[0] = Channel(ours, "control of stage 0")
+    Channel(theirs, "control").close()
+    with pytest.raises(WireError, match="said goodbye"):  # as soon as the goodbye has come
+        while True:
+            host._channels[0].send({"type": "stop"})
+    finished, shard = {"type": "finished", "meters": {}}, {"type": "shard", "step": 4}
+    if order == "after it finished":
+        host._said.put((0, finished))
+        host.interrupt()
+    else:
+        host.interrupt()
+        host._said.put((0, finished))
+    host._said.put((1, shard))
+    host._said.put((1, finished))
+    heard = [said for said in host.messages() if said[1]["type"] != "stopping"]
+    assert heard == [(0, finished), (1, shard), (1, finished)]
+
+
+def test_stages_start_in_any_folder_and_account_for_every_byte(
+    make_host: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes, in a folder whose files bear the names of modules."""
+    for name in ("platform", "safetensors", "thinwire"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from the wrong folder')\n")
+    monkeypatch.chdir(tmp_path)
+    path = os.environ.get("PYTHONPATH", "")
+    absolute = [str(Path(p).absolute()) for p in path.split(os.pathsep) if p]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(absolute))
+    host = make_host(train__steps=2)
+    host.launch()
+    messages = list(host.messages())
+    finished = {stage: m for stage, m in messages if m["type"] == "finished"}
+    assert sorted(finished) == [0, 1]
+    steps = {stage: m for stage, m in messages if m["type"] == "step"}
+    for stage, message in finished.items():
+        assert list(message["meters"]) == ["boundary-0"]
+        sent = message["meters"]["boundary-0"]["sent"]
+        before = steps[stage]["meters"]["boundary-0"]["sent"]
+        assert sent["HELLO"]["frames"] == before["HELLO"]["frames"] == 1
+        assert "BYE" not in before
+        assert sent["total"] == {
+            key: sum(kind[key] for name, kind in sent.items() if name != "total")
+            for key in ("frames", "header_bytes", "payload_bytes")
+        }
+    lower, upper = (finished[stage]["meters"]["boundary-0"] for stage in (0, 1))
+    assert "BYE" in lower["sent"] or "BYE" in upper["sent"]  # whoever leaves first says it
+    for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
+        assert lower["sent"][kind] == upper["received"][kind]
+    assert json.dumps(messages)

@@ -1,0 +1,100 @@
+"""Where a validation stands in a run: after the checkpoint, and beside the steps' times."""
+
+from collections.abc import Callable
+
+import pytest
+
+from thinwire.engine.worker import sent_spans
+from thinwire.wire import Link, Span
+
+SLOW = {
+    "link__emulate": True,
+    "link__mbps_up": 4.0,
+    "link__mbps_down": 0.0,
+    "link__latency_ms": 0.0,
+    "train__steps": 3,
+    "train__eval_every": 1,
+    "train__eval_batches": 6,
+}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Link, tuple]]:
+    """Every span that any link hands out, with its link."""
+    spans: list[tuple[Link, tuple]] = []
+    take = Link.take_spans
+
+    def observed(link: Link) -> list:
+        taken = take(link)
+        spans.extend((link, span) for span in taken)
+        return taken
+
+    monkeypatch.setattr(Link, "take_spans", observed)
+    return spans
+
+
+def test_a_slow_link_carries_the_last_validation_to_its_end(
+    make_settings: Callable, run_in_threads: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the patience of an ordinary close: the end of a run has no limit."""
+    monkeypatch.setattr(Link.close, "__defaults__", (0.0,))
+    outcome = run_in_threads(make_settings(pipeline__stages=3, **SLOW))
+    assert len(outcome.valid_losses()) == 4
+    assert {step: len(parts) for step, parts in outcome.shards().items()} == {3: 3}
+
+
+def test_what_was_trained_is_saved_before_it_is_validated(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    outcome = run_in_threads(make_settings(train__checkpoint_every=2, train__eval_every=2))
+    reports = [(r["type"], r["step"]) for r in outcome.reports[-1] if r["type"] != "step"]
+    assert reports == [
+        ("evaluation", 0), ("shard", 2), ("evaluation", 2), ("shard", 4), ("evaluation", 4),
+    ]  # fmt: skip
+
+
+def test_steps_do_not_pay_for_validations(
+    make_settings: Callable, run_in_threads: Callable, seen: list
+) -> None:
+    outcome = run_in_threads(make_settings(**SLOW))
+    start = {r["step"]: r["start"] for r in outcome.reports[0] if r["type"] == "step"}
+    validations = [(step, end) for _, (kind, step, _, _, end) in seen if kind == "EVALUATE"]
+    before = [(step, end) for step, end in validations if step in start]
+    assert {step for step, _ in before} == {0, 1, 2}
+    assert all(end <= start[step] for step, end in before)
+
+
+def test_a_step_s_spans_are_its_own(
+    make_settings: Callable, run_in_threads: Callable, seen: list
+) -> None:
+    outcome = run_in_threads(make_settings(**SLOW))
+    assert any(span[0] == "EVALUATE" for _, span in seen)
+    times = {(span[3], span[4]): span[:2] for _, span in seen}
+    for reports in outcome.reports:
+        for report in (r for r in reports if r["type"] == "step"):
+            sent = [times[start, end] for lane, _, start, end in report["spans"] if lane == "send"]
+            assert {step for _, step in sent} == {report["step"]}
+            assert "EVALUATE" not in {kind for kind, _ in sent}
+
+
+def test_spans_of_other_steps_and_kinds_are_left_out() -> None:
+    sent: list[Span] = [
+        ("VERDICT", 6, 0, 0.0, 0.1),
+        ("EVALUATE", 7, 0, 0.1, 0.2),
+        ("FORWARD", 7, 3, 0.2, 0.3),
+        ("BACKWARD", 7, 1, 0.3, 0.4),
+        ("TALLY", 7, 0, 0.4, 0.5),
+        ("BASIS", 7, 0, 0.5, 0.6),
+        ("BYE", 0, 0, 0.6, 0.7),
+    ]
+    found = [(label, start) for _, label, start, _ in sent_spans(sent, 7)]
+    assert found == [("F3>", 0.2), ("<B1", 0.3), ("tally", 0.4), ("basis", 0.5)]
+
+
+def test_dropped_frames_are_reported(make_settings: Callable, run_in_threads: Callable) -> None:
+    def repeat(worker) -> None:
+        worker.mailbox.dropped = 3 * worker.index
+
+    outcome = run_in_threads(make_settings(), prepare_worker=repeat)
+    for stage, reports in enumerate(outcome.reports):
+        assert {r["dropped"] for r in reports if r["type"] == "step"} == {3 * stage}

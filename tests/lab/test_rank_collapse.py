@@ -1,0 +1,181 @@
+"""The measures of rank against plain definitions, the images, and a short run of all models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from thinwire.data import Corpus
+from thinwire.engine import Settings
+from thinwire.lab import rank_collapse as lab
+from thinwire.lab.experiment import Outcome, write_outcome
+from thinwire.lab.vision import (
+    CHARACTERS,
+    FONTS,
+    SIDE,
+    character_batch,
+    character_images,
+    classifier,
+)
+from thinwire.model.llama import WRITERS
+
+
+def gaussian(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+def test_stable_rank_is_frobenius_over_spectral() -> None:
+    matrix = gaussian(12, 30)
+    singular = torch.linalg.svdvals(matrix)
+    expected = matrix.norm() ** 2 / torch.linalg.matrix_norm(matrix, 2) ** 2
+    assert lab.stable_rank(singular) == pytest.approx(float(expected), rel=1e-12)
+    assert lab.stable_rank(torch.ones(7)) == 7
+    assert lab.stable_rank(torch.tensor([3.0, 0, 0])) == 1
+    assert lab.stable_rank(torch.zeros(3)) == 0
+
+
+def test_energy_rank_counts_directions() -> None:
+    assert lab.energy_rank(torch.ones(10)) == 9
+    assert lab.energy_rank(torch.tensor([3.0, 1.0, 0.0]), 0.9) == 1  # 9 of 10
+    assert lab.energy_rank(torch.tensor([3.0, 1.0, 0.0]), 0.91) == 2
+    assert lab.energy_rank(torch.zeros(4)) == 0
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(96, 96), (64, 256)])
+def test_a_random_matrix_has_the_stable_rank_foretold(rows: int, columns: int) -> None:
+    found = [
+        lab.stable_rank(torch.linalg.svdvals(gaussian(rows, columns, seed))) for seed in range(4)
+    ]
+    assert np.mean(found) == pytest.approx(lab.random_stable_rank(rows, columns), rel=0.08)
+
+
+def test_a_look_tells_low_rank_from_random() -> None:
+    low = gaussian(32, 3) @ gaussian(3, 64, seed=1)
+    noisy, full = low + 1e-3 * gaussian(32, 64, seed=2), gaussian(32, 64, seed=3)
+    assert lab.look_at([noisy]).energy_share <= 3 / 32
+    assert lab.look_at([noisy]).of_random < 0.3
+    assert lab.look_at([full]).of_random == pytest.approx(1, rel=0.2)
+    assert lab.look_at([full]).energy_share > 0.5
+    both = lab.look_at([noisy, full])
+    assert lab.look_at([noisy]).stable < both.stable < lab.look_at([full]).stable
+    assert both.spectrum[0] == 1 and (np.diff(both.spectrum) <= 0).all()
+
+
+def test_a_convolution_is_read_as_a_matrix() -> None:
+    kernel = gaussian(8, 4 * 9).view(8, 4, 3, 3)
+    assert lab.look_at([kernel]).stable == lab.look_at([kernel.view(8, 36)]).stable
+
+
+def test_checkpoints_are_spread_by_doubling() -> None:
+    assert lab.checkpoints(20) == [0, 1, 2, 4, 8, 16, 20]
+    assert lab.checkpoints(16) == [0, 1, 2, 4, 8, 16]
+    assert lab.checkpoints(1) == [0, 1]
+
+
+def test_characters_are_a_function_of_seed_and_number() -> None:
+    images, classes = character_batch(16, 0, 3)
+    again, same_classes = character_batch(16, 0, 3)
+    assert images.shape == (16, 1, SIDE, SIDE)
+    assert torch.equal(images, again) and torch.equal(classes, same_classes)
+    assert not torch.equal(images, character_batch(16, 0, 4)[0])
+    assert not torch.equal(images, character_batch(16, 1, 3)[0])
+
+
+def test_every_character_of_every_font_is_there_and_differs() -> None:
+    images = character_images()
+    assert images.shape[:2] == (len(FONTS), len(CHARACTERS))
+    assert (images.flatten(2).sum(-1) > 5).all()
+    flat = images[0].flatten(1)
+    apart = torch.cdist(flat, flat) + 1e9 * torch.eye(len(CHARACTERS))
+    assert apart.min() > 1
+
+
+@pytest.mark.parametrize(("kind", "count"), [("vit", 4), ("mixer", 4), ("cnn", 2)])
+def test_classifiers_start_alike_and_learn(kind: str, count: int) -> None:
+    torch.set_num_threads(1)
+    model = classifier(kind, 16, 2, 32, seed=0)
+    writers = {n: p for n, p in model.named_parameters() if n.endswith(WRITERS)}
+    assert len(writers) == count
+    for writer in writers.values():
+        assert float(writer.detach().std()) == pytest.approx(0.01, rel=0.2)  # 0.02 / sqrt(2 * 2)
+    twin = classifier(kind, 16, 2, 32, seed=0)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    images, classes = character_batch(24, 0, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        losses.append(nn.functional.cross_entropy(model(images), classes))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+class OneWriter(nn.Module):
+    """A model whose only writer gets a gradient of rank one, however it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(x)
+
+
+def test_a_low_rank_gradient_is_recognised(make_settings: Callable[..., Settings]) -> None:
+    torch.manual_seed(0)
+    model = OneWriter()
+    one = torch.ones(1, 24)
+    task = lab.Task("one", model, lambda step: (one, torch.tensor([3])), model)
+    trail = lab.follow(task, make_settings(train__steps=8, optim__warmup=1))
+    assert list(trail.looks["gradient"]) == [0, 1, 2, 4, 8]
+    assert all(look.stable == pytest.approx(1) for look in trail.looks["gradient"].values())
+    assert trail.looks["weight"][0].of_random == pytest.approx(1, rel=0.25)
+    assert trail.rows[-1]["loss"] < trail.rows[0]["loss"]
+
+
+def trail_of(start: float, end: float, gradient: float = 0.02) -> lab.Trail:
+    def look(share: float) -> lab.Look:
+        return lab.Look(16 * share, share, share / 0.3, share, np.ones_like(lab.GRID))
+
+    weights = {0: look(start), 8: look(end)}
+    return lab.Trail([], {"weight": weights, "gradient": {0: look(0.05), 8: look(gradient)}})
+
+
+def test_the_verdict_says_whose_collapse_it_is() -> None:
+    down, stays = trail_of(0.3, 0.05), trail_of(0.3, 0.25)
+    names = list(lab.MODELS)
+    holds, text = lab.judge(dict(zip(names, [down, down, stays, stays], strict=True)))
+    assert holds and "transformers' own" in text and "30.0% -> 5.0%" in text
+    holds, text = lab.judge(dict(zip(names, [down] * 4, strict=True)))
+    assert not holds and "transformers' own" not in text
+    holds, text = lab.judge(dict(zip(names, [stays] * 4, strict=True)))
+    assert not holds and "No model" in text
+
+
+def test_all_models_are_followed_and_reported(
+    corpus: Corpus, make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    settings = make_settings(
+        run__precision="fp32", train__steps=2, pipeline__stages=1, pipeline__microbatches=1
+    )
+    trails = lab.compare(corpus, settings)
+    assert list(trails) == list(lab.MODELS)
+    holds, verdict = lab.judge(trails)
+    rows = [row for trail in trails.values() for row in trail.rows]
+    assert len(rows) == 4 * 2 * 3  # models, weights and gradients, looks at 0, 1 and 2 updates
+    for row in rows:
+        assert 0 < row["share of full rank"] <= 1 and 0 < row["90 % energy in"] <= 1
+        if row["what"] == "weight" and row["step"] == 0:
+            assert row["share of random"] == pytest.approx(1, abs=0.2)
+    outcome = Outcome("rank-collapse", "?", verdict, holds, rows, lab.figure(trails), "thinwire")
+    place = write_outcome(outcome, tmp_path)
+    assert (place / "plot.png").stat().st_size > 10_000
+    assert json.loads((place / "result.json").read_text())["rows"] == rows

@@ -1,0 +1,191 @@
+"""Oscillation on constructed bases, the probe against the keeper, and a short run of all arms."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine import Settings
+from thinwire.engine.feed import Feed
+from thinwire.lab import stability as lab
+from thinwire.lab.chain import Chain
+from thinwire.lab.experiment import Outcome, write_outcome
+from thinwire.subspace import captured_energy, random_basis
+
+
+def line(degrees: float, tilt: float = 0.0) -> torch.Tensor:
+    """A line in three dimensions, turned in a plane, and out of it."""
+    angle, out = math.radians(degrees), math.radians(tilt)
+    flat = torch.tensor([math.cos(angle), math.sin(angle), 0.0], dtype=torch.float64)
+    up = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    return (flat * math.cos(out) + up * math.sin(out)).unsqueeze(1)
+
+
+def test_distance_is_the_angle_and_adds_over_directions() -> None:
+    assert lab.distance(line(0), line(30)) == pytest.approx(math.radians(30))
+    first = torch.eye(4, dtype=torch.float64)[:, :2]
+    turn = math.radians(20)
+    second = torch.zeros(4, 2, dtype=torch.float64)
+    second[0, 0] = second[1, 1] = math.cos(turn)
+    second[2, 0] = second[3, 1] = math.sin(turn)
+    assert lab.distance(first, second) == pytest.approx(turn * math.sqrt(2))
+    assert lab.distance(first, first.flip(1)) == pytest.approx(0, abs=1e-9)  # the same plane
+
+
+def test_oscillation_tells_return_from_drift() -> None:
+    assert lab.oscillation(line(0), line(10), line(0)) == pytest.approx(0, abs=1e-9)
+    assert lab.oscillation(line(0), line(10), line(20)) == pytest.approx(1)
+    assert lab.oscillation(line(0), line(10), line(5)) == pytest.approx(1 / 3)
+    sideways = lab.oscillation(line(0), line(2), line(2, tilt=2))
+    assert sideways == pytest.approx(math.sqrt(0.5), rel=1e-3)
+    assert lab.oscillation(line(7), line(7), line(7)) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"), [(0.1, "back and forth"), (0.7, "wanders"), (0.95, "drifts")]
+)
+def test_a_ratio_in_words(ratio: float, word: str) -> None:
+    assert lab.manner(ratio) == word
+
+
+def test_best_share_is_the_top_of_the_spectrum() -> None:
+    basis = random_basis(10, 10, 3)
+    covariance = basis @ torch.diag(torch.arange(1.0, 11, dtype=torch.float64)) @ basis.T
+    assert lab.best_share(covariance, 2) == pytest.approx(19 / 55)
+    assert captured_energy(covariance, basis[:, -2:]) == pytest.approx(19 / 55)
+    assert captured_energy(covariance, basis[:, :2]) < lab.best_share(covariance, 2)
+    assert lab.best_share(torch.zeros(4, 4), 2) == 0
+
+
+def test_a_jump_is_read_on_both_sides_of_a_move() -> None:
+    losses = [3.0] * 10 + [3.5] * 10
+    assert lab.jump(losses, 9) == pytest.approx(0.5)
+    assert lab.jump(losses, 4) == pytest.approx(0)
+    assert lab.jump(losses, 19) is None and lab.jump(losses, 2) is None
+
+
+def track_of(bases: list[torch.Tensor], every: int, valid: float, name: str = "") -> lab.Track:
+    """A run of twelve steps with a constant gradient along the first axis, and made-up losses."""
+    covariance = torch.diag(torch.tensor([1.0, 0, 0], dtype=torch.float64))
+    moves = [(3 + 3 * n, {"largest_angle": 0.1}) for n in range(len(bases) - 1)]
+    return lab.Track(
+        lab.Arm(name or str(every), every, 0),
+        1,
+        losses=[3.0] * 12,
+        covariances=[covariance] * 12,
+        bases=bases,
+        moves=moves,
+        valid=[(0, 4.0), (12, valid)],
+        before_last=valid,
+    )
+
+
+def test_energy_follows_the_basis_that_was_in_use() -> None:
+    track = track_of([line(90), line(0)], 4, 3.0)  # moves after step 3
+    assert track.energy(0, 4)[0] == pytest.approx(0, abs=1e-12)
+    assert track.energy(4, 12) == (pytest.approx(1), pytest.approx(1))
+    assert track.energy(2, 6)[0] == pytest.approx(0.5)
+
+
+def test_straightness_sees_a_way_that_comes_back() -> None:
+    assert track_of([line(0), line(10), line(0)], 4, 3.0).straightness() == pytest.approx(0)
+    assert track_of([line(0), line(10), line(30)], 4, 3.0).straightness() == pytest.approx(1)
+    assert track_of([line(0)], 0, 3.0).straightness() is None
+
+
+@pytest.mark.parametrize(
+    ("moving", "other", "helps"), [(2.8, 3.1, True), (2.95, 3.1, None), (3.05, 3.1, False)]
+)
+def test_the_verdict_weighs_a_gain_against_the_chance_in_a_basis(
+    moving: float, other: float, helps: bool | None
+) -> None:
+    tracks = [
+        track_of([line(60), line(50), line(60)], 4, moving),
+        track_of([line(60)], 0, 3.0, lab.NEVER),
+        track_of([line(80)], 0, other, lab.OTHER_BASIS),
+    ]
+    found, text = lab.judge(tracks, 1 / 3)
+    assert found is helps
+    assert "(back and forth)" in text and "chance 33.3%" in text
+    assert ("moving helped" in text) == (helps is True)
+
+
+ARMS = {
+    "boundary__mode": "subspace",
+    "boundary__rank": 4,
+    "pipeline__stages": 4,
+    "pipeline__microbatches": 2,
+    "pipeline__schedule": "gpipe",
+}
+
+
+def test_the_probe_sees_what_the_keeper_gathers(
+    corpus: Corpus, make_settings: Callable[..., Settings]
+) -> None:
+    settings = make_settings(**ARMS, boundary__basis_update_every=2)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    probe = lab.StreamProbe(chain)
+    before_DK = chain.builder.space.basis_DK.clone()
+    chain.train_step(0)
+    first_DD = probe.take()
+    chain.train_step(1)  # the keeper gathers in this step alone, then moves
+    second_DD = probe.take()
+    measures = chain.keepers[-1].measures(1)
+    assert captured_energy(second_DD.double(), before_DK) == pytest.approx(
+        measures["energy_before"], rel=1e-4
+    )
+    assert captured_energy(first_DD.double(), before_DK) != pytest.approx(
+        measures["energy_before"], rel=1e-4
+    )
+    assert float(second_DD.trace()) == pytest.approx(1, rel=1e-5)
+    assert not probe.take().any(), "what was taken is not counted again"
+
+
+@pytest.fixture
+def tracks(corpus: Corpus, make_settings: Callable[..., Settings]) -> list[lab.Track]:
+    def settings(arm: lab.Arm) -> Settings:
+        changes: dict[str, Any] = {
+            **ARMS,
+            "boundary__basis_update_every": arm.every,
+            "boundary__basis_seed": arm.basis_seed,
+            "train__steps": 18,
+        }
+        return make_settings(**changes)
+
+    return [lab.follow(arm, settings(arm), corpus) for arm in lab.arms_of((3, 6))]
+
+
+def test_all_arms_are_followed_and_reported(tracks: list[lab.Track], tmp_path: Path) -> None:
+    three, six, never, other = tracks
+    assert [step for step, _ in three.moves] == [2, 5, 8, 11, 14, 17]
+    assert len(three.bases) == 7 and len(six.bases) == 4 and len(never.bases) == 1
+    assert three.losses[:3] == never.losses[:3], "arms differ only from the first move on"
+    assert three.losses[4] != never.losses[4] and six.losses[:6] == never.losses[:6]
+    assert other.losses[0] != never.losses[0]
+    rows = lab.move_rows(three, never)
+    assert rows[0]["oscillation"] is None and 0 <= rows[1]["oscillation"] <= 1 + 1e-9
+    assert rows[0]["energy after"] > rows[0]["energy before"]
+    assert rows[0]["fresh after"] <= rows[0]["best possible"] + 1e-9
+    assert rows[0]["loss jump"] is None, "too few steps before the first move"
+    assert rows[-1]["fresh after"] is None, "nothing follows the last"
+    assert isinstance(rows[2]["jump less never's"], float)
+    summary = lab.summary_row(three)
+    assert summary["validation loss"] != summary["after the last step"]
+    helps, verdict = lab.judge(tracks, 4 / 32)
+    rows += [lab.summary_row(track) for track in tracks]
+    outcome = Outcome("subspace", "?", verdict, helps, rows, lab.figure(tracks), "thinwire")
+    place = write_outcome(outcome, tmp_path)
+    assert (place / "plot.png").stat().st_size > 10_000
+    assert len(json.loads((place / "result.json").read_text())["rows"]) == 6 + 4
+
+
+def test_the_experiments_own_settings_can_work() -> None:
+    for arm in lab.arms_of(lab.CADENCES):
+        settings = lab.arm_settings(arm, 5, 0, "cpu", lab.MODEL)
+        assert settings.boundary.rank == 8 and settings.optim.warmup == 5
+        assert settings.boundary.basis_update_every == arm.every

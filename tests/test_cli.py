@@ -1,0 +1,175 @@
+"""The command line itself: what it refuses, how it ends, and whom it does not need to listen."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire.train
+from thinwire.cli import main
+from thinwire.engine import Settings
+from thinwire.typed import to_toml
+
+
+@pytest.fixture
+def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(make_settings(run__precision="fp32")))
+    return path
+
+
+def exit_code(*arguments: object) -> int:
+    """The exit code of a command run in this process."""
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+    return 0
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "x", "--batches", "-5"], "--batches: '-5' must be a whole number of at least 0"),
+        (["eval", "x", "--batches", "many"], "--batches: 'many' must be a whole number"),
+        (["generate", "x", "--tokens", "0"], "--tokens: '0' must be a whole number of at least 1"),
+        (["generate", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
+        (["generate", "x", "--temperature", "inf"], "'inf' is too large"),
+        (["generate", "x", "--temperature", "-1"], "'-1' must be a number of at least 0"),
+        (["generate", "x", "--top-k", "-1"], "--top-k: '-1' must be a whole number of at least 0"),
+        (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
+        (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be a whole number"),
+        (["plan", "x", "--tflops", "nan"], "--tflops: 'nan' must be a number above 0"),
+        (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
+        (["lab", "convergence", "--parallel", "0"], "--parallel: '0' must be"),
+        (["lab", "convergence", "--steps", "-1"], "--steps: '-1' must be"),
+        (["lab", "lossless", "--ranks", "abc"], "--ranks: 'abc' must be a whole number"),
+        (["lab", "bandwidth", "--ranks", "8,0"], "--ranks: '0' must be a whole number of at least"),
+        (["lab", "bandwidth", "--ranks", "8,,16"], "--ranks: '' must be a whole number"),
+        (["lab", "bandwidth", "--mbps", "80,nan"], "--mbps: 'nan' must be a number above 0"),
+        (["lab", "bandwidth", "--dense-microbatches", "-1"], "'-1' must be"),
+        (["lab", "convergence", "--stages", "0"], "--stages: '0' must be"),
+        (["lab", "convergence", "--lrs", "-0.1"], "--lrs: '-0.1' must be a number above 0"),
+        (["lab", "convergence", "--seeds", "1,x"], "--seeds: 'x' must be a whole number"),
+        (["lab", "convergence", "--tflops", "0"], "--tflops: '0' must be"),
+    ],
+)
+def test_values_out_of_range_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 2
+    text = capsys.readouterr().err
+    assert words in text and "Traceback" not in text
+
+
+def test_values_in_range_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("thinwire.lab.run.run_lab", seen.append)
+    main(["lab", "convergence", "--ranks", "8,16", "--lrs", "1e-3,0.5", "--seeds", "0,-1",
+          "--steps", "0", "--parallel", "2", "--tflops", "0.5"])  # fmt: skip
+    (options,) = seen
+    assert (options.ranks, options.lrs, options.seeds) == ("8,16", "1e-3,0.5", "0,-1")
+    assert (options.steps, options.parallel, options.tflops) == (0, 2, 0.5)
+
+
+# --- where a run goes on ---
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, Path | None]]:
+    """Instead of training: who was asked to, in `calls`; every run says it was interrupted."""
+    calls: list[tuple[Settings, Path | None]] = []
+
+    def interrupted(settings: Settings, display: object, resume: Path | None) -> dict[str, Any]:
+        calls.append((settings, resume))
+        return {"steps": 3, "interrupted": True, "paths": {"folder": "f", "checkpoint": None}}
+
+    monkeypatch.setattr(thinwire.train, "train", interrupted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [([], None), (["--resume", "."], Path()), (["--resume", "a/b"], Path("a/b"))],
+)
+def test_resume_goes_where_it_is_told(
+    arguments: list[str], place: Path | None, training: list[Any], config: Path
+) -> None:
+    exit_code("train", config, *arguments)
+    assert training[0][1] == place
+
+
+def test_resume_alone_means_this_run(training: list[Any], config: Path, tmp_path: Path) -> None:
+    exit_code("train", config, "--resume")
+    assert training[0][1] == tmp_path / "test"
+
+
+# --- how it ends ---
+
+
+def test_an_interrupted_run_shows_its_summary_and_says_so(
+    training: list[Any], config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("train", config) == 130
+    output = capsys.readouterr()
+    assert "3 steps" in output.out and "folder:" in output.out
+    assert output.err == "interrupted\n"
+
+
+def test_an_interrupted_demo_does_not_start_its_second_arm(
+    training: list[Any], tmp_path: Path
+) -> None:
+    assert exit_code("demo", "--set", f"run.out={tmp_path}") == 130
+    assert [settings.run.name for settings, _ in training] == ["demo-dense"]
+
+
+def start(arguments: list[object], cache: Path, **streams: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "thinwire.cli", *map(str, arguments)],
+        env={**os.environ, "THINWIRE_CACHE": str(cache)},
+        **streams,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--tflops", "1"], ["plan", "--tflops", "x"]])
+def test_a_reader_that_leaves_changes_no_exit_code(
+    arguments: list[str], config: Path, tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    error = tmp_path / "error.txt"
+    with error.open("wb") as errors, os.fdopen(writing, "wb") as pipe:
+        program = start([*arguments[:1], config, *arguments[1:]], tmp_path, stdout=pipe,
+                        stderr=errors)  # fmt: skip
+        assert program.wait(60) == (2 if "x" in arguments else 0)
+    assert "Traceback" not in error.read_text() and "BrokenPipe" not in error.read_text()
+
+
+def test_errors_nobody_reads_keep_their_exit_code(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        program = start(["train", "absent.toml"], tmp_path, stdout=pipe, stderr=pipe)
+        assert program.wait(60) == 2
+
+
+def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Path) -> None:
+    """As in `thinwire train run.toml | head -1`."""
+    error = tmp_path / "error.txt"
+    with error.open("wb") as errors:
+        run = start(["train", config], tmp_path / "cache", stdout=subprocess.PIPE, stderr=errors)
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith(b"[config]")
+        run.stdout.close()
+        assert run.wait(120) == 0, error.read_text()
+    assert error.read_text() == ""
+    assert (tmp_path / "test" / "summary.json").is_file()
+    assert (tmp_path / "test" / "checkpoints" / "step-00000004").is_dir()

@@ -1,0 +1,247 @@
+"""The ledger: what stages report becomes a summary, in memory that does not grow with the run."""
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from thinwire.engine import Settings
+from thinwire.summary import Ledger, bits_per_byte, network_of, next_free_name
+
+MakeSettings = Callable[..., Settings]
+FRAME = 1064  # bytes of one frame, header included
+
+
+def meter(**frames: int) -> dict[str, Any]:
+    """A meter's snapshot with so many frames sent of each kind."""
+
+    def count(number: int) -> dict[str, int]:
+        return {"frames": number, "header_bytes": 64 * number, "payload_bytes": 1000 * number}
+
+    sent = {kind: count(number) for kind, number in frames.items()}
+    return {"sent": {**sent, "total": count(sum(frames.values()))}, "received": {"total": count(0)}}
+
+
+def report(stage: int, step: int, seconds: float, **changes: Any) -> dict[str, Any]:
+    """What one of two stages says of a step: four microbatches, and a quarter of it sending."""
+    done = 4 * (step + 1)
+    kinds = {"FORWARD": done, "VERDICT": step + 1} if stage == 0 else {
+        "BACKWARD": done, "TALLY": step + 1}  # fmt: skip
+    start = 100.0 + 10 * step
+    return {
+        "type": "step",
+        "step": step,
+        "loss": 5.0 - 0.01 * step,
+        "lr": 0.1,
+        "grad_norm": 1.0,
+        "committed": True,
+        "start": start,
+        "end": start + seconds,
+        "wait": seconds / 8,
+        "costs": {
+            "forward": seconds / 16,
+            "backward": seconds / 16 * (1 + stage),
+            "update": seconds / 16,
+        },
+        "spans": [
+            ("compute", "F0", start, start + seconds / 2),
+            ("compute", "norm", start, start),
+            ("send", "F0>", start, start + seconds / (4 + 4 * stage)),
+        ],
+        "measures": {},
+        "meters": {"boundary-0": meter(**kinds, EVALUATE=7, HELLO=1)},
+        **changes,
+    }
+
+
+def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledger:
+    """File the steps of these durations; `changes` holds a value per step, for all stages."""
+    for step, seconds in enumerate(durations):
+        own = {key: values[step] for key, values in changes.items()}
+        assert ledger.add_step(1, report(1, step, seconds, **own)) is None, "a stage is missing"
+        record = ledger.add_step(0, report(0, step, seconds, **own))
+        assert record is not None and record.step == step + 1
+    return ledger
+
+
+@pytest.fixture
+def make_ledger(make_settings: MakeSettings) -> Callable[..., Ledger]:
+    def make(**changes: Any) -> Ledger:
+        values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000, **changes}
+        about = [{"layers": "0..1", "device": "cpu"}, {"layers": "2..3", "device": "cpu"}]
+        return Ledger(make_settings(**values), about, first_step=0)
+
+    return make
+
+
+def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
+    ledger = follow(make_ledger(), [9.0, 9.0, 1.0, 2.0, 6.0])
+    summary = ledger.summary({"torch": "x"}, 30.0)
+    tokens = ledger.settings.tokens_per_step
+    assert summary["steps"] == 5 and summary["tokens"] == 5 * tokens
+    assert summary["step_seconds_median"] == 2.0, "the first two steps only warm up"
+    assert summary["tokens_per_s"] == pytest.approx(tokens / 3.0)
+    costs = summary["measured_costs"]
+    assert costs["forward"] == pytest.approx([3 / 16] * 2)
+    assert costs["backward"] == pytest.approx([3 / 16, 6 / 16])
+    assert costs["update"] == pytest.approx([3 / 16] * 2)
+    assert costs["forward_bytes"] == [FRAME * (4 * 5 + 5) // 20]
+    first, second = summary["time_shares"]
+    assert first == pytest.approx(
+        {"stage": 0, "compute": 1 / 2, "wait": 1 / 8, "update": 1 / 16, "other": 5 / 16}
+    )
+    assert second["compute"] == pytest.approx(3 / 4)
+    assert summary["bubble_fraction"] == pytest.approx(1 - (1 / 2 + 3 / 4) / 2 - 1 / 16)
+    assert summary["link_utilisation"] == pytest.approx(1 / 4), "stage 0 sends more than stage 1"
+    (row,) = summary["boundaries"]
+    assert row["forward_bytes_per_token"] == pytest.approx(FRAME * 25 / (5 * tokens))
+    assert row["link_utilisation"] == pytest.approx(FRAME * 25 * 8e-6 / (8.0 * 27.0))
+    assert summary["refused_updates"] == 0 and summary["total_seconds"] == 30.0
+
+
+def test_a_run_of_one_step_has_a_summary_too(make_ledger: Callable[..., Ledger]) -> None:
+    summary = follow(make_ledger(), [2.0]).summary({}, 1.0)
+    assert summary["step_seconds_median"] == 2.0
+    assert summary["final_train_loss"] == summary["last_train_loss"] == 5.0
+
+
+def test_a_run_of_no_step_has_a_summary_too(make_ledger: Callable[..., Ledger]) -> None:
+    summary = make_ledger().summary({}, 1.0)
+    for key in ("tokens_per_s", "final_train_loss", "last_train_loss", "link_utilisation"):
+        assert summary[key] is None
+    assert summary["boundaries"] == [] and summary["space"] is None
+
+
+def test_the_final_loss_is_the_mean_of_ten_and_the_last_is_the_last(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    losses = [float(number) for number in range(40)]
+    summary = follow(make_ledger(), [1.0] * 40, loss=losses).summary({}, 1.0)
+    assert summary["final_train_loss"] == statistics.fmean(losses[-10:])
+    assert summary["last_train_loss"] == 39.0
+
+
+def size_of(value: object, seen: set[int]) -> int:
+    """How many objects hang on this one."""
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    if isinstance(value, dict):
+        return 1 + sum(size_of(inner, seen) for pair in value.items() for inner in pair)
+    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+        return 1 + (size_of(vars(value), seen) if hasattr(value, "__dict__") else 0)
+    return 1 + sum(size_of(inner, seen) for inner in value)
+
+
+def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: Callable[..., Ledger]) -> None:
+    def held(steps: int) -> int:
+        ledger = follow(make_ledger(), [1.0] * steps)
+        return size_of(vars(ledger), set())
+
+    # a duration is one number per step; a report has dozens, a trace hundreds
+    assert held(400) - held(200) <= 2 * 200
+    assert held(100) > held(1) + 100, "the count sees what a ledger holds"
+
+
+def test_the_step_to_draw_is_a_typical_one(make_ledger: Callable[..., Ledger]) -> None:
+    draw = random.Random(3)
+    durations = [draw.uniform(1.0, 3.0) for _ in range(200)]
+    number, spans = follow(make_ledger(), durations).median_trace()
+    kept, median = durations[-16:], statistics.median(durations[2:])
+    assert durations[number] == min(kept, key=lambda seconds: abs(seconds - median))
+    assert spans[0].start == 0.0 and spans[0].end == pytest.approx(durations[number] / 2)
+    assert {span.stage for span in spans} == {0, 1}
+    assert "norm" not in {span.label for span in spans}
+
+
+def test_a_first_step_is_drawn_only_if_there_is_no_other(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    assert follow(make_ledger(), [3.0, 1.0]).median_trace()[0] in (0, 1)
+    assert follow(make_ledger(), [1.0, 1.0, 9.0]).median_trace()[0] == 2
+
+
+def test_the_last_records_are_at_hand(make_ledger: Callable[..., Ledger]) -> None:
+    ledger = follow(make_ledger(), [1.0] * 50)
+    assert 10 <= len(ledger.records) < 50
+    assert ledger.records[-1].step == 50 and len(ledger.records[-1].stages) == 2
+
+
+def test_every_byte_that_left_is_counted_by_kind(make_ledger: Callable[..., Ledger]) -> None:
+    ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
+    assert ledger.summary({}, 1.0)["bytes_sent"] is None, "the stages have not finished"
+    before = ledger.summary({}, 1.0)["boundaries"]
+    down = meter(FORWARD=12, EVALUATE=5, HELLO=1, BYE=1)
+    up = meter(BACKWARD=12, HELLO=1, BYE=1)
+    ledger.add_finished(0, {"type": "finished", "meters": {"boundary-0": down}})
+    assert ledger.summary({}, 1.0)["bytes_sent"] is None
+    ledger.add_finished(1, {"type": "finished", "meters": {"boundary-0": up, "boundary-1": down}})
+    summary = ledger.summary({}, 1.0)
+    wanted = {"FORWARD": 24, "BACKWARD": 12, "EVALUATE": 10, "HELLO": 3, "BYE": 3}
+    assert summary["bytes_sent"] == {
+        "by_kind": {kind: FRAME * frames for kind, frames in wanted.items()},
+        "total": FRAME * sum(wanted.values()),
+    }
+    assert summary["boundaries"] == before, "bytes per token are those of training alone"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"link__emulate": False}, {"link__mbps_up": 0}, {"link__mbps_up": 0.0}]
+)
+def test_a_link_without_a_rate_is_never_busy(
+    make_ledger: Callable[..., Ledger], changes: dict[str, Any]
+) -> None:
+    summary = follow(make_ledger(**changes), [1.0] * 4).summary({}, 1.0)
+    assert summary["link_utilisation"] is None
+    assert math.isnan(summary["boundaries"][0]["link_utilisation"])
+
+
+def test_refused_updates_are_counted_in_a_row_and_in_all(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    committed = [True, False, True, False, False]
+    ledger = follow(make_ledger(), [1.0] * 5, committed=committed)
+    assert ledger.refused == 2
+    assert ledger.summary({}, 1.0)["refused_updates"] == 3
+
+
+def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., Ledger]) -> None:
+    count = 60
+    measures: list[dict[str, float]] = [{} for _ in range(count)]
+    measures[4] = {"drift": 0.5}
+    measures[10] = {"energy_before": 0.1, "energy_after": 0.2}
+    measures[50] = {"drift": 0.25, "energy_before": 0.3, "energy_after": 0.4}
+    measures[59] = {"energy_before": 0.5, "energy_after": 0.6}
+    losses = [1.0] * 10 + [2.0] + [4.0, 6.0] + [9.0] * 37 + [1.0] + [7.0] * 9
+    ledger = follow(make_ledger(), [1.0] * count, measures=measures, loss=losses)
+    space = ledger.summary({}, 1.0)["space"]
+    assert space["largest_drift"] == 0.5
+    first, second, last = space["moves"]
+    assert (first["step"], second["step"], last["step"]) == (11, 51, 60)
+    assert first["loss_jump"] == (4.0 + 6.0) / 2 - (1.0 + 2.0) / 2
+    assert second["loss_jump"] == 7.0 - (9.0 + 1.0) / 2
+    assert last["loss_jump"] is None, "no step has followed"
+    assert (last["energy_before"], last["energy_after"]) == (0.5, 0.6)
+
+
+def test_a_summary_is_plain_data(make_ledger: Callable[..., Ledger]) -> None:
+    ledger = follow(make_ledger(), [1.0] * 4)
+    ledger.add_evaluation(4, 3.0)
+    summary = json.loads(json.dumps(ledger.summary({}, 1.0)))
+    assert summary["final_valid_loss"] == 3.0 and summary["valid_losses"] == [[4, 3.0]]
+
+
+def test_small_helpers(make_settings: MakeSettings, tmp_path: Any) -> None:
+    assert network_of(make_settings()) is None
+    network = network_of(make_settings(link__emulate=True, link__latency_ms=4, link__jitter_ms=2))
+    assert network is not None and network.latency_s == 0.005, "half the jitter on average"
+    assert bits_per_byte(math.log(2), tokens=10, size=40) == pytest.approx(0.25)
+    assert bits_per_byte(1.0, 10, 0) is None
+    assert next_free_name(tmp_path, "a") == "a"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a-2").mkdir()
+    assert next_free_name(tmp_path, "a") == "a-3"

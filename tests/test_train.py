@@ -1,0 +1,398 @@
+"""The coordinator's story of a run, mostly from what real stages reported, told again."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine import Checkpoint, Settings, list_checkpoints
+from thinwire.engine.checkpoint import checkpoints_folder, commit, partial_folder, write_shard
+from thinwire.engine.claim import claim_folder
+from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
+from thinwire.report import PlainDisplay
+from thinwire.train import FIXED_ON_RESUME, Interrupted, _Run, _stopping, open_resume, train
+
+
+def save(run: Path, settings: Settings, step: int = 2) -> Path:
+    """A complete checkpoint of one tensor under these settings."""
+    shard = write_shard(partial_folder(run, step), 0, {"w": torch.zeros(2)})
+    facts = {
+        "settings": settings.to_plain(),
+        "corpus": "c",
+        "weight_version": step,
+        "basis_version": 0,
+    }
+    return commit(run, step, [shard], facts, None)
+
+
+def silent() -> PlainDisplay:
+    return PlainDisplay(StringIO())
+
+
+def test_what_is_fixed_on_resume_exists() -> None:
+    plain = Settings().to_plain()
+    places = {f"{section}.{key}" for section, keys in plain.items() for key in keys}
+    assert places | {f"{section}.*" for section in plain} >= FIXED_ON_RESUME
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"model__ffn": 64}, "model.ffn"),
+        ({"model__rope_theta": 1.0e4}, "model.rope_theta"),
+        ({"boundary__mode": "subspace", "boundary__rank": 4}, "boundary.mode"),
+        ({"data__source": "stdlib", "data__path": ""}, "data.source"),
+        ({"data__tokenizer": "other.json"}, "data.tokenizer"),
+        ({"data__valid_fraction": 0.2}, "data.valid_fraction"),
+        ({"run__seed": 5}, "run.seed"),
+        ({"run__precision": "fp32"}, "run.precision"),
+        ({"optim__name": "muon"}, "optim.name"),
+        ({"train__batch": 16}, "train.batch"),
+    ],
+)
+def test_what_the_weights_mean_cannot_change_on_resume(
+    change: dict[str, Any], place: str, make_settings: Callable, tmp_path: Path
+) -> None:
+    saved = save(tmp_path, make_settings())
+    with pytest.raises(ConfigError, match=f"other values of .*{place}"):
+        open_resume(saved, make_settings(**change), silent())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train__steps": 9, "train__eval_every": 3, "train__keep": 1},
+        {"optim__lr": 1e-4, "optim__clip": 1.0, "optim__warmup": 1, "optim__schedule": "wsd"},
+        {"codec__forward": "bf16", "link__emulate": True, "link__mbps_up": 5.0},
+        {"run__name": "other", "run__threads": 2, "data__path": "moved"},
+        {"pipeline__stages": 4, "pipeline__microbatches": 8, "pipeline__window": 6},
+    ],
+)
+def test_everything_else_may_change_on_resume(
+    change: dict[str, Any], make_settings: Callable, tmp_path: Path
+) -> None:
+    saved = save(tmp_path, make_settings())
+    assert open_resume(saved, make_settings(**change), silent()).folder == saved
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noted"),
+    [
+        ({}, {"pipeline__stages": 4}, False),
+        ({"codec__forward": "fp32"}, {"pipeline__stages": 4}, True),
+        ({"codec__backward": "bf16"}, {"pipeline__stages": 4}, True),
+        ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, False),
+        ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
+        ({"codec__forward": "fp16"}, {"pipeline__split": [1, 3]}, True),
+        ({"boundary__mode": "projected", "boundary__rank": 4}, {"pipeline__stages": 4}, True),
+    ],
+)
+def test_a_split_anew_says_whether_it_is_exact(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    noted: bool,
+    make_settings: Callable,
+    tmp_path: Path,
+) -> None:
+    saved = save(tmp_path, make_settings(**before))
+    stream = StringIO()
+    open_resume(saved, make_settings(**before, **after), PlainDisplay(stream))
+    assert ("not bit for bit" in stream.getvalue()) == noted
+
+
+def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with claim_folder(folder, None):
+        (folder / "metrics.jsonl").touch()  # as a launch that failed may leave it
+    with claim_folder(folder, None):
+        (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="already holds a run: choose another"):
+        claim_folder(folder, None).__enter__()
+    (folder / "metrics.jsonl").unlink()
+    saved = save(folder, make_settings())
+    with pytest.raises(ConfigError, match="already holds a run: go on with --resume"):
+        claim_folder(folder, None).__enter__()
+    with claim_folder(folder, Checkpoint.open(saved)):
+        pass
+
+
+def test_a_resume_never_takes_over_another_run(make_settings: Callable, tmp_path: Path) -> None:
+    theirs, ours, free = (tmp_path / name for name in ("A", "B", "C"))
+    checkpoint = Checkpoint.open(save(theirs, make_settings()))
+    save(ours, make_settings())
+    with pytest.raises(ConfigError, match=r"another run than .*choose a new name"):
+        claim_folder(ours, checkpoint).__enter__()
+    with claim_folder(free, checkpoint), claim_folder(theirs, checkpoint):
+        pass
+
+
+def test_leftovers_go_when_a_folder_is_claimed_and_when_it_is_left(tmp_path: Path) -> None:
+    partial = partial_folder(tmp_path, 3)
+    partial.mkdir(parents=True)
+    with claim_folder(tmp_path, None):
+        assert not partial.exists()
+        partial.mkdir()
+    assert not partial.exists()
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
+    """A real second process; killed, it leaves no lock behind."""
+    pytest.importorskip("fcntl")
+    program = (
+        "import sys, pathlib, time\n"
+        "from thinwire.engine.claim import claim_folder\n"
+        "with claim_folder(pathlib.Path(sys.argv[1]), None):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(120)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "held\n"
+            with pytest.raises(ConfigError, match="another process is training in this folder"):
+                claim_folder(tmp_path, None).__enter__()
+        finally:
+            other.kill()
+            other.wait()
+    with claim_folder(tmp_path, None):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without cuda")
+def test_a_device_that_is_not_here_is_refused_first(
+    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="no such device"):
+        train(make_settings(run__device="cuda"), silent())
+    assert not (tmp_path / "cache").exists(), "nothing was tokenised"
+    assert not (tmp_path / "test").exists()
+
+
+class Replay:
+    """A host whose stages are done already: says again what they reported."""
+
+    def __init__(self, outcome: Any):
+        self.descriptions = [worker.describe() for worker in outcome.workers]
+        self.versions: dict[str, str] = {}
+        self.script: list[tuple[int, dict[str, Any]]] = [
+            (stage, report)
+            for step in range(-1, 9)
+            for stage, reports in enumerate(outcome.reports)
+            for report in reports
+            if "step" in report and report["step"] - (report["type"] != "step") == step
+        ]
+        self.before_each: Callable[[int], None] = lambda position: None
+        self.asked = 0
+
+    def messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        told = 0
+        for position, item in enumerate(self.script):
+            self.before_each(position)
+            if self.asked > told:
+                told += 1
+                yield 0, {"type": "stopping"}
+            yield item
+
+    def interrupt(self) -> None:
+        self.asked += 1
+
+
+@pytest.fixture
+def replay(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> Callable[..., tuple[_Run, Replay, StringIO]]:
+    """A run about to follow what real stages reported, `planned` to have so many steps."""
+
+    def make(planned: int = 4, **changes: Any) -> tuple[_Run, Replay, StringIO]:
+        outcome = run_in_threads(make_settings(train__checkpoint_every=2, **changes))
+        settings = make_settings(train__steps=planned, train__checkpoint_every=2, **changes)
+        host, stream = Replay(outcome), StringIO()
+        run = _Run(settings, tmp_path / "run", corpus, host, PlainDisplay(stream), None)
+        run.open_record()
+        return run, host, stream
+
+    return make
+
+
+def test_a_run_is_followed_to_its_summary(replay: Callable) -> None:
+    run, host, _ = replay()
+    lasts = {stage: m["meters"] for stage, m in host.script if m["type"] == "step"}
+    host.script += [(s, {"type": "finished", "meters": meters}) for s, meters in lasts.items()]
+    run.follow()
+    summary = run.finish(1.0)
+    assert (summary["interrupted"], summary["steps"], summary["steps_planned"]) == (False, 4, 4)
+    assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
+    written = json.loads((run.folder / "summary.json").read_text())
+    assert written["final_train_loss"] == summary["final_train_loss"]
+    assert (run.folder / "plots" / "loss.png").is_file()
+
+
+def test_plots_that_fail_cost_no_run(replay: Callable) -> None:
+    run, _, stream = replay()
+    run.follow()
+    (run.folder / "plots").write_text("a file where the folder should be")
+    assert run.finish(1.0)["steps"] == 4
+    assert "plots could not be drawn" in stream.getvalue()
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_summary_holds_no_nan_and_no_infinity(replay: Callable) -> None:
+    run, _, _ = replay()
+    run.follow()
+    run.ledger.valid_losses.insert(0, (0, math.inf))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    run.finish(math.nan)
+    written = json.loads((run.folder / "summary.json").read_text(), parse_constant=refuse)
+    assert written["valid_losses"][0] == [0, None]
+    assert written["total_seconds"] is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_metrics_on_a_full_disk_cost_no_run(replay: Callable) -> None:
+    run, _, stream = replay()
+    run._metrics._file = open("/dev/full", "w")  # noqa: SIM115
+    run.follow()
+    assert run.finish(1.0)["steps"] == 4
+    assert stream.getvalue().count("metrics are no longer written") == 1
+    assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
+
+
+def test_a_failed_part_waits_for_the_others(replay: Callable) -> None:
+    """Stage 0 fails; stage 1 writes later, also for the next step; nothing is mixed up."""
+    run, host, stream = replay()
+    parts = {(stage, m["step"]): m for stage, m in host.script if m["type"] == "shard"}
+    failed = {"type": "shard_failed", "step": 2, "error": "disk full"}
+    run._on_message(0, failed)
+    assert partial_folder(run.folder, 2).is_dir(), "stage 1 may be writing there"
+    run._on_message(0, parts[0, 4])
+    run._on_message(1, parts[1, 2])
+    assert not partial_folder(run.folder, 2).exists()
+    assert partial_folder(run.folder, 4).is_dir(), "the later checkpoint is on its way"
+    run._on_message(1, parts[1, 4])
+    assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["4"]
+    Checkpoint.open(run.folder).verify()
+    assert stream.getvalue().count("checkpoint of step 2 not written") == 1
+
+
+def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(replay: Callable) -> None:
+    run, host, _ = replay()
+    host.script = [
+        (stage, {"type": "shard_failed", "step": 4, "error": "disk full"})
+        if (message["type"], message["step"]) == ("shard", 4)
+        else (stage, message)
+        for stage, message in host.script
+    ]
+    run.follow()
+    with pytest.raises(CheckpointError, match="disk full"):
+        run.finish(1.0)
+    assert (run.folder / "summary.json").is_file()
+    assert [p.name for p in checkpoints_folder(run.folder).iterdir()] == ["step-00000002"]
+
+
+def spoil(host: Replay, kind: str, step: int, **values: Any) -> None:
+    """Have the stages report these values from `step` on."""
+    for _, message in host.script:
+        if message["type"] == kind and message["step"] >= step:
+            message.update({key: value for key, value in values.items() if key in message})
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "values", "good"),
+    [
+        ("step", 3, {"committed": False}, "step-00000004"),
+        ("step", 2, {"committed": False, "loss": math.nan}, None),
+        ("evaluation", 4, {"loss": math.nan}, "step-00000002"),
+    ],
+)
+def test_a_run_that_ends_badly_points_to_the_last_good_weights(
+    kind: str, step: int, values: dict[str, Any], good: str | None, replay: Callable
+) -> None:
+    run, host, _ = replay()
+    spoil(host, kind, step, **values)
+    if good is None:  # weights of step 2 gave no finite loss, neither in training nor validation
+        spoil(host, "evaluation", 2, loss=math.inf)
+    run.follow()
+    with pytest.raises(StageError, match="not finite") as caught:
+        run.finish(1.0)
+    assert (good or "no good checkpoint exists") in str(caught.value)
+    assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is False
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_asks_once_and_leaves_the_second_time(name: str, replay: Callable) -> None:
+    number = getattr(signal, name, None)
+    if number is None:
+        pytest.skip(f"no {name} here")
+    run, host, stream = replay(planned=9)
+    host.before_each = lambda position: os.kill(os.getpid(), number) if position == 3 else None
+    with _stopping(host, run):
+        run.follow()
+        os.kill(os.getpid(), number)  # while results are written it must not cost them
+        os.kill(os.getpid(), number)
+        summary = run.finish(1.0)
+    assert host.asked == 1
+    assert (summary["interrupted"], summary["steps"], summary["steps_planned"]) == (True, 4, 9)
+    assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is True
+    assert "stopping after this step" in stream.getvalue()
+
+
+def test_a_second_signal_leaves_at_once(replay: Callable) -> None:
+    run, host, _ = replay()
+    host.before_each = lambda position: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught, _stopping(host, run):
+        run.follow()
+    assert isinstance(caught.value, Interrupted)
+    assert not isinstance(caught.value, Exception), "no broad handler may swallow it"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no hangups here")
+def test_nohup_is_respected(replay: Callable) -> None:
+    run, host, _ = replay()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _stopping(host, run):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_goes_on_in_its_own_folder(
+    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes: a launch that failed costs nothing; a resume leaves one course to follow."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "test"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(WireError, match="in use"):
+            train(make_settings(link__port=port), silent())
+    assert not (folder / "metrics.jsonl").exists()
+
+    train(make_settings(train__checkpoint_every=1, train__steps=3), silent())
+    middle = checkpoints_folder(folder) / "step-00000001"
+    stream = StringIO()
+    settings = make_settings(train__steps=2, train__keep=1)
+    summary = train(settings, PlainDisplay(stream), resume=middle)
+    assert (summary["first_step"], summary["steps"]) == (1, 2)
+    left = sorted(path.name for path in checkpoints_folder(folder).iterdir())
+    assert left == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000002"]
+    assert "abandoned-step-00000003" in stream.getvalue()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
