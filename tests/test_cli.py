@@ -1,9 +1,10 @@
 """The command line itself: what it refuses, how it ends, and whom it does not need to listen."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_values_in_range_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, Path | None]]:
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, Path | None]]]:
     """Instead of training: who was asked to, in `calls`; every run says it was interrupted."""
     calls: list[tuple[Settings, Path | None]] = []
 
@@ -93,7 +94,9 @@ def training(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, Path | Non
         return {"steps": 3, "interrupted": True, "paths": {"folder": "f", "checkpoint": None}}
 
     monkeypatch.setattr(thinwire.train, "train", interrupted)
-    return calls
+    before = signal.getsignal(signal.SIGINT)
+    yield calls
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,7 @@ def test_an_interrupted_run_shows_its_summary_and_says_so(
     output = capsys.readouterr()
     assert "3 steps" in output.out and "folder:" in output.out
     assert output.err == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"
 
 
 def test_an_interrupted_demo_does_not_start_its_second_arm(

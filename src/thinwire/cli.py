@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -80,6 +81,8 @@ def _run(options: argparse.Namespace) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        with contextlib.suppress(ValueError):  # which is raised outside the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception:

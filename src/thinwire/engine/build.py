@@ -10,7 +10,7 @@ import torch
 from thinwire.boundary import Boundary, build_boundary
 from thinwire.codec import TensorSpec
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.settings import PRECISIONS, Settings
+from thinwire.engine.settings import PRECISIONS, Settings, threads_per_stage
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Narrow, Stage, stage_layers
 from thinwire.subspace import Constraint, Space, random_basis
@@ -37,8 +37,7 @@ def check_devices(settings: Settings) -> None:
 
 def prepare_torch(settings: Settings, device: torch.device) -> None:
     """Process-wide settings of torch: threads, and the same result every time."""
-    share = max(1, (os.cpu_count() or 1) // settings.pipeline.stages)
-    torch.set_num_threads(settings.run.threads or share)
+    torch.set_num_threads(threads_per_stage(settings))
     _check_precision(settings.run.precision, device)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

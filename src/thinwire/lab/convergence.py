@@ -8,6 +8,7 @@ the log already are not trained again, so a grid can be finished over several ca
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -90,7 +91,13 @@ def train_arm(arm: Arm, base: dict[str, dict[str, Any]], corpus: Corpus) -> Row:
         if (step + 1) % every == 0 or step + 1 == arm.steps:
             curve.append(((step + 1) * settings.tokens_per_step, chain.evaluate()))
     seconds = time.perf_counter() - start
-    return {**dataclasses.asdict(arm), "curve": curve, "loss": curve[-1][1], "seconds": seconds}
+    return {
+        **dataclasses.asdict(arm),
+        **_ground(base, corpus),
+        "curve": curve,
+        "loss": curve[-1][1],
+        "seconds": seconds,
+    }
 
 
 def train_grid(
@@ -101,8 +108,16 @@ def train_grid(
     parallel: int,
     say: Callable[[str], None],
 ) -> list[Row]:
-    """Train the arms that the log lacks, `parallel` at a time; returns all the log's rows."""
-    done = {_key(row) for row in read_log(log)}
+    """Train the arms that the log lacks, `parallel` at a time.
+
+    Returns the log's rows of this model, batch and corpus: losses on others do not compare.
+    """
+    ground = _ground(base, corpus)
+
+    def comparable() -> list[Row]:
+        return [row for row in read_log(log) if ground.items() <= row.items()]
+
+    done = {_key(row) for row in comparable()}
     waiting = [arm for arm in arms if _key(dataclasses.asdict(arm)) not in done]
     say(f"{len(arms)} arms, {len(arms) - len(waiting)} of them in {log} already")
     running: list[tuple[Arm, subprocess.Popen[str]]] = []
@@ -129,7 +144,7 @@ def train_grid(
                 f"seed {arm.seed}  steps {arm.steps}  loss {row['loss']:.4f}  "
                 f"{row['seconds']:.0f} s"
             )
-    return read_log(log)
+    return comparable()
 
 
 def read_log(log: Path) -> list[Row]:
@@ -204,8 +219,9 @@ def figure(rows: list[Row], base: dict[str, dict[str, Any]], flops_per_s: float)
         per_token = (out + back) / (settings.microbatch_size * settings.model.context)
         tokens = [t for t, _ in found["row"]["curve"]][1:]
         losses = [loss for _, loss in found["row"]["curve"]][1:]
-        costs = estimate_costs(settings, flops_per_s)
-        step = simulate(settings.schedule(), costs, CHOSEN_LINK).step_seconds
+        piped = _with_microbatches(settings)
+        costs = estimate_costs(piped, flops_per_s)
+        step = simulate(piped.schedule(), costs, CHOSEN_LINK).step_seconds
         hours = [t / settings.tokens_per_step * step / 3600 for t in tokens]
         style = {"label": method, "marker": "o", "markersize": 3}
         axes[0].plot([t / 1e6 for t in tokens], losses, **style)
@@ -218,6 +234,14 @@ def figure(rows: list[Row], base: dict[str, dict[str, Any]], flops_per_s: float)
     for axis in axes:
         axis.grid(alpha=0.3)
     return plot
+
+
+def _with_microbatches(settings: Settings) -> Settings:
+    """For the time axis: the batch in as many microbatches as a pipeline would use, at most 16."""
+    values = settings.to_plain()
+    counts = [n for n in range(1, 17) if settings.train.batch % n == 0]
+    values["pipeline"].update({"microbatches": max(counts), "schedule": "gpipe", "window": 0})
+    return Settings.from_plain(values)
 
 
 def outcome(
@@ -274,6 +298,16 @@ def grid(
             )
         )
     return arms
+
+
+def _ground(base: dict[str, dict[str, Any]], corpus: Corpus) -> dict[str, str]:
+    """What arms must share for their losses to be compared: model, batch and corpus."""
+    shared = Arm("dense", 0, 1e-3, 1, 0, 10).settings(base).to_plain()
+    text = json.dumps([shared["model"], shared["train"], shared["run"]["precision"]])
+    return {
+        "corpus": corpus.fingerprint,
+        "base": hashlib.sha256(text.encode()).hexdigest()[:12],
+    }
 
 
 def _arm(row: Row) -> Arm:

@@ -33,8 +33,7 @@ from thinwire.subspace import Space, project, retract
 WAYS = list(product(("subspace", "reparam"), (1, 2), (2, 4, 8)))  # mode, blocks, stages
 EXACT = 1e-12  # the largest relative difference that float64 may show
 BROKEN = 1e-6  # the least that a broken assumption must show
-# What is compared, with its marker in the picture.
-QUANTITIES = {"loss": "o", "activation": "s", "gradient": "^", "clipped gradient": "D"}
+QUANTITIES = {"loss": "o", "activation": "s", "gradient": "^", "clipped gradient": "D"}  # drawn as
 UNCUT = "uncut gradient against float64"  # what rounding does without any cut
 PRECISIONS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 VOCAB, BATCH, WARM_UP_STEPS = 257, 2, 3
@@ -378,7 +377,7 @@ def draw(kept: list[Row], broken: list[Row]) -> Figure:
     left.axhline(EXACT, color=_COLOURS["float64"], linestyle="--")
     left.text(-0.5, 1.5 * EXACT, "float64 must stay below", color=_COLOURS["float64"])
     right.axhline(BROKEN, color=_BROKEN_COLOUR, linestyle="--")
-    right.text(-0.5, BROKEN / 2, "the largest must rise above", va="top", color=_BROKEN_COLOUR)
+    right.text(-0.5, BROKEN / 15, "the largest must rise above", va="top", color=_BROKEN_COLOUR)
     figure.legend(loc="outside upper center", ncols=7, frameon=False)
     return figure
 
@@ -393,7 +392,8 @@ def _points(axes: Axes, rows: list[Row], key: str, colour: str) -> None:
             [max(row[quantity], _ZERO) for row in shown],
             marker, color=colour, markersize=5, alpha=0.75, markeredgewidth=0,
         )  # fmt: skip
-    axes.set_xticks(range(len(labels)), [textwrap.fill(text, 10) for text in labels], fontsize=9)
+    wrapped = [textwrap.fill(text, 10, break_long_words=False) for text in labels]
+    axes.set_xticks(range(len(labels)), wrapped, fontsize=9)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.grid(color="#E8E8E8", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -199,7 +199,7 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu") -> Outcome:
     ]
     engine, standard, bare = (max(curves[arm].drifts) for arm in (ENGINE, STANDARD, BARE))
     holds = engine <= STAYS and standard > LEAVES
-    text = "synthetic tokens" if quick else "Python's standard library"
+    text = "a synthetic stream" if quick else "Python's standard library"
     return Outcome(
         name="optimizer",
         question="Which optimizer keeps constrained weights in their subspace while they learn?",
@@ -231,9 +231,10 @@ def draw(curves: dict[Arm, Curve]) -> Figure:
     axes = figure.add_subplot()
     for arm, curve in curves.items():
         steps = range(1, len(curve.drifts) + 1)
-        axes.plot(steps, curve.drifts, color=arm.colour, linewidth=2, label=arm.name)
+        style = "-" if arm.subspace_adamw else "--"
+        axes.plot(steps, curve.drifts, style, color=arm.colour, linewidth=2, label=arm.name)
     for level, words in ((STAYS, "must stay below"), (LEAVES, "leaves the subspace")):
-        axes.axhline(level, color="#808080", linestyle="--", linewidth=1)
+        axes.axhline(level, color="#808080", linestyle=":", linewidth=1)
         axes.text(len(steps), level * 1.15, words, color="#606060", ha="right", va="bottom")
     axes.set_yscale("log")
     axes.set_xlabel("step")
