@@ -121,21 +121,27 @@ def foreign() -> tuple[Foreign, Constraint]:
 
 
 def test_public_api_on_a_foreign_model() -> None:
+    """What the README shows: a constraint, an optimizer that knows it, an ordinary loop."""
     model, constraint = foreign()
-    optimizer = SubspaceAdamW(
-        [
-            {"params": [model.mix_out.weight, model.down.weight], "axis": 0},  # writers
-            {"params": [model.embed.weight], "axis": 1},  # a table: its rows are in the subspace
-            {"params": [*model.mix.parameters(), *model.up.parameters()], "axis": None},
-            {"params": model.head.parameters(), "axis": None},  # free: ordinary AdamW
-        ],
-        lr=1e-2,
-        weight_decay=0.1,
-        constraint=constraint,  # projects the gradients at each step
-    )
+    optimizer = SubspaceAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, constraint=constraint)
     losses = learn(model, optimizer)
     assert losses[-1] < 0.5 * losses[0]
     assert constraint.drift() <= STAYS
+
+
+def test_axes_of_groups_say_the_same_as_the_constraint() -> None:
+    by_constraint, constraint = foreign()
+    learn(by_constraint, SubspaceAdamW(by_constraint.parameters(), lr=1e-2, constraint=constraint))
+    by_groups, constraint = foreign()
+    free = [*by_groups.mix.parameters(), *by_groups.up.parameters(), *by_groups.head.parameters()]
+    groups = [
+        {"params": [by_groups.mix_out.weight, by_groups.down.weight], "axis": 0},
+        {"params": [by_groups.embed.weight], "axis": 1},
+        {"params": free, "axis": None},
+    ]
+    learn(by_groups, SubspaceAdamW(groups, lr=1e-2, constraint=constraint))
+    for left, right in zip(by_constraint.parameters(), by_groups.parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_a_foreign_model_leaves_the_subspace_by_other_optimizers() -> None:

@@ -102,14 +102,16 @@ class Chain:
             keeper.project_gradients()
         moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
         basis_DK = self.keepers[-1].propose() if moves else None
-        parameters = [p for stage in self.stages for p in stage.parameters() if p.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(p.grad) for p in set(parameters)])
+        # A learned basis is one parameter of two stages: count it once, in a fixed order.
+        every = dict.fromkeys(p for stage in self.stages for p in stage.parameters())
+        parameters = [parameter for parameter in every if parameter.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(p.grad) for p in parameters])
         norm = float(torch.linalg.vector_norm(norms))
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         if math.isfinite(norm):
             clip = self.settings.optim.clip
             scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
-            for parameter in set(parameters):
+            for parameter in parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(scale)
             for optimizer in self.optimizers:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -214,38 +215,39 @@ def fallen(trail: Trail, what: str) -> float:
     return looks[-1].stable_share / looks[0].stable_share if looks[0].stable_share else 1.0
 
 
-def judge(trails: dict[str, Trail]) -> tuple[bool | None, str]:
+def judge(trails: dict[str, Trail]) -> tuple[bool, str]:
     """Whether the transformers' writers collapse and the others' do not, in words."""
-    collapsed = {
-        what: [name for name, trail in trails.items() if fallen(trail, what) < FALLEN]
-        for what in ("weight", "gradient")
-    }
-    holds = set(collapsed["weight"]) == set(TRANSFORMERS)
-    parts = []
-    for what in ("weight", "gradient"):
-        figures = []
-        for name, trail in trails.items():
-            looks = list(trail.looks[what].values())
-            figures.append(f"{name} {looks[0].stable_share:.1%} -> {looks[-1].stable_share:.1%}")
-        names = ", ".join(collapsed[what]) or "no model"
-        parts.append(
-            f"stable rank of {what}s as a share of the full rank, first to last: "
-            f"{'; '.join(figures)}; it fell below half of its start in {names}"
-        )
-    own = (
-        "The collapse of weights is the transformers' own here"
-        if holds
-        else "No model's weights collapsed"
-        if not collapsed["weight"]
-        else "The collapse of weights is not a matter of being a transformer here"
+    collapsed = [name for name, trail in trails.items() if fallen(trail, "weight") < FALLEN]
+    holds = set(collapsed) == set(TRANSFORMERS)
+    if holds:
+        answer = "The collapse of weights is the transformers' own here"
+    elif collapsed:
+        answer = "The collapse of weights is not the transformers' own here"
+    else:
+        answer = "No model's weights collapsed"
+    learned = [f"{n} {trail.rows[-1]['accuracy']:.0%}" for n, trail in trails.items() if trail.rows]
+    return holds, (
+        f"{answer}. Stable rank of writers' weights as a share of the full rank, first to last: "
+        f"{_ways(trails, 'weight')}; it ended below {FALLEN:.0%} of its start in "
+        f"{', '.join(collapsed) or 'none'}. Of their gradients: {_ways(trails, 'gradient')}. "
+        f"Right answers at the end: {', '.join(learned)}."
     )
-    return holds, f"{own}: {parts[0]}. Of gradients: {parts[1]}."
+
+
+def _ways(trails: dict[str, Trail], what: str) -> str:
+    parts = []
+    for name, trail in trails.items():
+        shares = {step: look.stable_share for step, look in trail.looks[what].items()}
+        first, *_, last = shares.values()
+        low = min(shares, key=lambda step: shares[step])
+        parts.append(f"{name} {first:.1%} -> {last:.1%} (lowest {shares[low]:.1%} at step {low})")
+    return ", ".join(parts)
 
 
 def figure(trails: dict[str, Trail]) -> Figure:
     """Above: stable rank over training. Below: mean spectra, before and after."""
     plot = Figure(figsize=(12, 8.5), layout="constrained")
-    axes = plot.subplots(2, 2, sharey="row")
+    axes = plot.subplots(2, 2)
     for column, what in enumerate(("weight", "gradient")):
         over, spectra = axes[0][column], axes[1][column]
         for name, trail in trails.items():
@@ -256,12 +258,13 @@ def figure(trails: dict[str, Trail]) -> Figure:
             spectra.plot(GRID, first.spectrum, color=MODELS[name], linestyle=":", linewidth=1.3)
             spectra.plot(GRID, last.spectrum, color=MODELS[name], linewidth=1.8, label=name)
         over.set_xscale("symlog", linthresh=1)
+        over.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         over.set(title=f"writers' {what}s", xlabel="updates (0, then logarithmic)", ylim=(0, None))
         spectra.set(xlabel="place in the spectrum (share of full rank)", ylim=(1e-3, 1.3))
         spectra.set_yscale("log")
     axes[0][0].set_ylabel("stable rank, share of full rank")
     axes[1][0].set_ylabel("singular value over the largest\ndotted: before, solid: after")
-    axes[0][1].legend(frameon=False)
+    axes[0][0].legend(frameon=False)
     for axis in axes.flat:
         _plain(axis)
     return plot

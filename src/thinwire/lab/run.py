@@ -69,6 +69,7 @@ def command_line(options: argparse.Namespace) -> str:
         "mbps",
         "device",
         "sweep_steps",
+        "dense_microbatches",
     ):
         value = getattr(options, key)
         if value not in (None, 0, "auto"):
@@ -90,6 +91,8 @@ def _simple(options: argparse.Namespace, say: Callable[[str], None]) -> Outcome:
 
 def _base(options: argparse.Namespace) -> Values:
     values = {section: dict(keys) for section, keys in SMALL.items()}
+    if any(override.startswith("model.preset=") for override in options.set):
+        values["model"] = {}  # a preset is a whole shape, not a patch on the small one
     values["run"] = {"device": options.device, "seed": options.seed}
     for override in options.set:
         apply_override(values, override)

@@ -6,9 +6,9 @@ that the basis captures is known between moves too, in the arms that never move,
 that a move has not been fitted to.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
 from thinwire.engine.feed import Feed
+from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.rank_collapse import lab_command, say
@@ -61,7 +62,7 @@ def manner(ratio: float) -> str:
 
 def best_share(covariance_DD: Tensor, rank: int) -> float:
     """The share of energy that the best basis of that rank would capture."""
-    values = torch.linalg.eigvalsh(covariance_DD.double()).clamp(min=0)
+    values = torch.linalg.eigvalsh(covariance_DD).clamp(min=0)
     return float(values[-rank:].sum() / values.sum()) if values.sum() > 0 else 0.0
 
 
@@ -88,7 +89,8 @@ class StreamProbe:
         So every step weighs the same: a single spike in the gradient cannot decide a mean.
         """
         taken, self._sum_DD = self._sum_DD, torch.zeros_like(self._sum_DD)
-        return (taken / taken.trace().clamp(min=1e-30)).cpu()
+        taken = taken.cpu().double()
+        return taken / taken.trace().clamp(min=1e-300)
 
     def _attach(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0].requires_grad:
@@ -118,8 +120,13 @@ class Track:
     covariances: list[Tensor] = field(default_factory=list)  # of each step, (D, D)
     bases: list[Tensor] = field(default_factory=list)  # before the first move, after each move
     moves: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    valid: list[tuple[int, float]] = field(default_factory=list)
-    before_last: float = 0.0  # validation loss without the last update, and a move after it
+    valid: dict[int, float] = field(default_factory=dict)  # updates done -> validation loss
+    at_end: float = math.nan  # the same after the last update, and a move if one follows it
+
+    @property
+    def last_valid(self) -> float:
+        """The validation loss before the last update: no move stands between it and training."""
+        return list(self.valid.values())[-1]
 
     def basis_at(self, step: int) -> Tensor:
         """The basis that this step computed with."""
@@ -148,27 +155,27 @@ def follow(arm: Arm, settings: Settings, corpus: Corpus) -> Track:
     chain = Chain(settings, Feed(corpus, settings, choose_device(settings.run.device, 0)))
     assert chain.builder.space is not None
     space, probe, steps = chain.builder.space, StreamProbe(chain), settings.train.steps
-    track = Track(arm, settings.boundary.rank, bases=[space.basis_DK.cpu().clone()])
-    track.valid.append((0, chain.evaluate()))
+    track = Track(arm, settings.boundary.rank, bases=[_copy(space.basis_DK)])
     start, every = time.perf_counter(), max(1, steps // (10 if steps >= 300 else 4))
     for step in range(steps):
-        if step == steps - 1:
-            track.before_last = chain.evaluate()
+        looks = (step + 1) % every == 0 or step + 1 == steps
+        if looks:  # before the update: a move that follows it is not judged while still fresh
+            track.valid[step] = chain.evaluate()
         version = space.version
         track.losses.append(chain.train_step(step))
         track.covariances.append(probe.take())
         measures = chain.keepers[-1].measures(step)
         if space.version != version:
             track.moves.append((step, measures))
-            track.bases.append(space.basis_DK.cpu().clone())
-        if (step + 1) % every == 0:
-            track.valid.append((step + 1, chain.evaluate()))
-            captured, best = track.energy(step + 1 - every, step + 1)
+            track.bases.append(_copy(space.basis_DK))
+        if looks:
+            captured, best = track.energy(max(0, step + 1 - every), step + 1)
             say(
-                f"{arm.name:<19} step {step + 1:>5}  validation loss {track.valid[-1][1]:.4f}  "
+                f"{arm.name:<19} step {step + 1:>5}  validation loss {track.valid[step]:.4f}  "
                 f"captured {captured:.1%} of {best:.1%} possible  "
                 f"({time.perf_counter() - start:.0f} s)"
             )
+    track.at_end = chain.evaluate()
     return track
 
 
@@ -213,8 +220,8 @@ def summary_row(track: Track) -> Row:
         "largest angle": max((m.get("largest_angle", 0.0) for _, m in track.moves), default=None),
         "oscillation": _median(track.ratios()),
         "straightness": track.straightness(),
-        "validation loss": track.before_last,
-        "after the last step": track.valid[-1][1],
+        "validation loss": track.last_valid,
+        "after the last step": track.at_end,
     }
 
 
@@ -274,13 +281,12 @@ def figure(tracks: list[Track]) -> Figure:
         middles = [start + width / 2 for start in starts]
         energy.plot(middles, [share for share, _ in shares], linewidth=2, **style)
         energy.plot(middles, [best for _, best in shares], color=colour, linestyle=":")
-        done, values = zip(*track.valid[1:], strict=True)
-        loss.plot(done, values, marker="o", markersize=4, **style)
+        loss.plot(list(track.valid), list(track.valid.values()), marker="o", markersize=4, **style)
         if track is not still:
             apart = running_mean(np.array(track.losses) - np.array(still.losses))
             against.plot(range(1, steps + 1), apart, linewidth=1.5, **style)
-            differences = [own - usual for (_, own), (_, usual) in _pairs(track, still)]
-            against.plot(done, differences, color=colour, marker="o", markersize=5, linestyle="")
+            valid = [value - still.valid[done] for done, value in track.valid.items()]
+            against.plot(list(track.valid), valid, "o", color=colour, markersize=5)
     energy.set(title="energy of the gradient: captured (solid), best possible (dotted)",
                xlabel="step", ylabel="share", ylim=(0, 1))  # fmt: skip
     loss.set(title="validation loss", xlabel="step", ylabel="nats per token")
@@ -354,14 +360,18 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0)
             "moves; straightness: the same for the whole run",
             f"loss jump: mean of {NEAR} steps after minus {NEAR} before; less never's: the same "
             "batches' jump in the arm that never moves is taken off",
-            "validation loss is read before the last update: each cadence would also move after "
-            "it, with no step left to recover in; what that does stands beside it",
+            "validation loss is read before an update that a move follows; `after the last step` "
+            "includes such a move, which has no step left to recover in",
+            f"a move is fitted to the last 1/{GATHER_SHARE} of the steps before it: "
+            + ", ".join(
+                f"{-(-arm.every // GATHER_SHARE)} at {arm.name}" for arm in arms if arm.every
+            ),
         ],
     )
 
 
-def _pairs(track: Track, still: Track) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
-    return zip(track.valid[1:], still.valid[1:], strict=True)
+def _copy(basis_DK: Tensor) -> Tensor:
+    return basis_DK.detach().cpu().to(torch.float64, copy=True)
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -17,10 +17,11 @@ from thinwire.subspace import Constraint
 
 
 class SubspaceAdamW(torch.optim.Optimizer):
-    """AdamW whose second moment is constant along each group's model dimension (`axis`).
+    """AdamW whose second moment is constant along the model dimension of held parameters.
 
-    A group with `axis` None is ordinary AdamW. With a constraint, `step` first projects the
-    gradients of the parameters it holds.
+    Give it a constraint: then `step` first projects the gradients of the parameters it holds, and
+    updates all others as AdamW does. (Clip after `constraint.project_gradients()`: the part that is
+    projected away must not count.) Or give groups an `axis` and project yourself.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class SubspaceAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        axis: int | None = 0,
+        axis: int | None = None,
         constraint: Constraint | None = None,
     ):
         defaults = {
@@ -42,6 +43,8 @@ class SubspaceAdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._constraint = constraint
+        held = constraint.held if constraint is not None else []
+        self._axes: dict[Tensor, int] = {entry.parameter: entry.axis for entry in held}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -59,7 +62,7 @@ class SubspaceAdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, axis = self.state[weight], group["axis"]
+        state, axis = self.state[weight], self._axes.get(weight, group["axis"])
         square = gradient.square()
         if axis is not None:
             square = square.mean(dim=axis, keepdim=True)

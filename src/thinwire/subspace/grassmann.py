@@ -22,7 +22,8 @@ class BasisMove:
 
 
 def captured_energy(covariance_DD: Tensor, basis_DK: Tensor) -> float:
-    """The share of gradient energy that lies in S, from 0 to 1."""
+    """The share of gradient energy that lies in S, from 0 to 1, computed in float64."""
+    covariance_DD, basis_DK = covariance_DD.double(), basis_DK.double()
     total = covariance_DD.trace()
     if not total:
         return 0.0
