@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_resume import commit_all
+from test_verdict import poison
 
 from thinwire.data import Corpus, Order
 from thinwire.engine import Settings
@@ -117,7 +118,8 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
                 if name.startswith("boundary.") and name.endswith(".basis"):
                     q, r = torch.linalg.qr(p)
                     p.copy_(q * torch.sign(r.diagonal()))
-            if boundary.basis_update_every and (step + 1) % boundary.basis_update_every == 0:
+            every, is_last_step = boundary.basis_update_every, step + 1 == settings.train.steps
+            if every and (step + 1) % every == 0 and not is_last_step:
                 move(stages, basis, gradients, boundary.basis_rate, parameters, mean, axes)
     return losses, parameters
 
@@ -206,7 +208,7 @@ def test_resume_is_bitwise_across_a_move(
 def test_moves_are_measured_and_versioned(
     make_settings: Callable, run_in_threads: Callable
 ) -> None:
-    settings = make_settings(pipeline__stages=4, **MODES["subspace-moving"])
+    settings = make_settings(pipeline__stages=4, train__steps=5, **MODES["subspace-moving"])
     outcome = run_in_threads(settings)
     last = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
     moved = [m for m in last if "energy_before" in m]
@@ -271,3 +273,25 @@ def test_muon_leaves_the_subspace_and_is_refused(make_settings: Callable) -> Non
     with pytest.raises(ConfigError, match="leave the subspace"):
         make_settings(optim__name="muon", **MODES["subspace"])
     make_settings(optim__name="muon", **MODES["reparam"])
+
+
+def test_the_basis_does_not_move_after_the_last_update(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    outcome = run_in_threads(make_settings(train__steps=4, **MODES["subspace-moving"]))
+    assert [w.builder.space.version for w in outcome.workers] == [1, 1]
+
+
+def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    def prepare(worker) -> None:
+        if worker.index == 0:
+            poison(0, {1})(worker)
+
+    outcome = run_in_threads(
+        make_settings(train__steps=3, **MODES["subspace-moving"]), prepare_worker=prepare
+    )
+    assert [w.builder.space.version for w in outcome.workers] == [0, 0]
+    measures = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
+    assert not any("energy_after" in found for found in measures)

@@ -42,6 +42,7 @@ class Keeper:
         optimizer: StageOptimizer,
         space: Space,
         constraint: Constraint | None,
+        steps: int,
         is_first: bool,
         is_last: bool,
     ):
@@ -50,9 +51,11 @@ class Keeper:
         self._stage = stage
         self._optimizer = optimizer
         self._constraint = constraint
+        self._steps = steps
         self._is_first, self._is_last = is_first, is_last
         self._covariance_DD: Tensor | None = None
         self._gathering = False
+        self._proposed: BasisMove | None = None
         self._move: BasisMove | None = None
         if is_last and config.basis_update_every:
             stage.watch_gradient(self._watched_layer(), self._gather)
@@ -64,9 +67,12 @@ class Keeper:
         self._gathering = every > 0 and (step % every) >= every - window
 
     def moves_after(self, step: int) -> bool:
-        """Whether the basis moves after this step, on all stages."""
+        """Whether the basis moves after this step, on all stages.
+
+        Not after the last one: nothing would be left to learn the new coordinates.
+        """
         every = self._config.basis_update_every
-        return every > 0 and (step + 1) % every == 0
+        return every > 0 and (step + 1) % every == 0 and step + 1 < self._steps
 
     def project_gradients(self) -> None:
         """Before clipping and before the moments: only what stays in S counts."""
@@ -79,12 +85,13 @@ class Keeper:
         basis_DK = self.space.basis_DK
         if covariance_DD is None or not bool(torch.isfinite(covariance_DD).all()):
             return basis_DK.clone()
-        self._move = grassmann_step(covariance_DD, basis_DK, self._config.basis_rate)
-        return self._move.basis_DK.to(basis_DK.dtype)
+        self._proposed = grassmann_step(covariance_DD, basis_DK, self._config.basis_rate)
+        return self._proposed.basis_DK.to(basis_DK.dtype)
 
     @torch.no_grad()
     def switch(self, basis_DK: Tensor) -> None:
-        """Take the new basis; weights and momentum follow it."""
+        """Take the new basis, now that the step is committed; weights and momentum follow it."""
+        self._move, self._proposed = self._proposed, None
         old_DK = self.space.basis_DK.clone()
         new_DK = basis_DK.to(old_DK)
         self.space.move(new_DK)

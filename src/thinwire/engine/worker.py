@@ -74,6 +74,7 @@ class Worker:
                 self.optimizer,
                 self.builder.space,
                 constraint,
+                settings.train.steps,
                 is_first=self.index == 0,
                 is_last=self.index == self.last,
             )

@@ -64,7 +64,14 @@ class Chain:
             if self.builder.space is not None:
                 first, last = index == 0, index == len(self.stages) - 1
                 keeper = Keeper(
-                    settings.boundary, stage, optimizer, self.builder.space, constraint, first, last
+                    settings.boundary,
+                    stage,
+                    optimizer,
+                    self.builder.space,
+                    constraint,
+                    settings.train.steps,
+                    is_first=first,
+                    is_last=last,
                 )
                 self.keepers.append(keeper)
         self._codecs = parse_codec(settings.codec.forward), parse_codec(settings.codec.backward)

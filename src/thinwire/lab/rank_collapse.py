@@ -328,6 +328,8 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0)
             f"text: Python's standard library, {VOCAB} tokens; images: {len(CHARACTERS)} printed "
             "characters in 16 fonts, turned, scaled, shifted, noised; no example comes twice",
             f"gradients, loss and accuracy: over {PROBE} batches that no step trains on",
+            "writers start small in every model (the Llama blocks' rule), so a few dozen of Adam's "
+            "updates may outweigh the start: the early dip is perhaps theirs (no control was run)",
             f"collapsed: the share of full rank fell below {FALLEN:.0%} of where it started; one "
             "seed, small models, short training",
         ],
