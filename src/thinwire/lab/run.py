@@ -52,7 +52,8 @@ def run_lab(options: argparse.Namespace) -> None:
         print(json.dumps(found.to_plain(), indent=1))
         return
     held = {True: "holds: ", False: "does not hold: ", None: ""}[found.holds]
-    print(f"\nVerdict: {held}{found.verdict}\n\n{place / 'report.md'}\n{place / 'plot.png'}")
+    verdict = held + found.verdict.removeprefix(held)
+    print(f"\nVerdict: {verdict}\n\n{place / 'report.md'}\n{place / 'plot.png'}")
 
 
 def command_line(options: argparse.Namespace) -> str:
