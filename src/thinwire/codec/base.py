@@ -2,8 +2,15 @@
 
 A codec sees the tensor that a boundary has encoded (forward leg) or the gradient of that
 tensor (backward leg). It knows nothing of frames or links; it owns the payload's bytes.
+
+To write one, say three things: the `layout` of the payload (runs of elements, in order), how to
+`encode` a tensor into such parts on its own device, and how to `decode` them. Bytes, sizes and the
+refusal of what does not fit follow from these. One codec object is one end of one direction of one
+boundary: it either only encodes or only decodes, so what it remembers is its own.
 """
 
+import hashlib
+import math
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,7 +19,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from thinwire.errors import WireError
+
 Payload = bytes | bytearray | memoryview
+Shape = tuple[int, ...]
 
 
 class Leg(Enum):
@@ -32,15 +42,44 @@ class Place:
     leg: Leg
     step: int
     microbatch: int
+    cut: int = 0
+    seed: int = 0
+    training: bool = True
+    """False in a validation or when text is generated: then nothing is remembered."""
+    examples: tuple[int, ...] | None = None
+    """Which training examples the rows are, for codecs that remember examples."""
+
+    @property
+    def key(self) -> int:
+        """63 bits that differ from place to place: the key of everything random here."""
+        text = f"{self.seed}/{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """What the receiver expects: checked before anything is allocated."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of elements of one type within a payload."""
+
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size on the wire."""
+        return self.count * self.dtype.itemsize
+
+
+Parts = tuple[Tensor, ...]
+Layout = tuple[Part, ...]
 
 
 class Codec(ABC):
@@ -52,22 +91,79 @@ class Codec(ABC):
         """The text that `parse_codec` reads back to an equal codec."""
 
     @abstractmethod
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """What the payload of such a tensor consists of, known to both ends beforehand."""
+
+    @abstractmethod
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """The parts of the payload as flat tensors, on the tensor's device."""
+
+    @abstractmethod
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """The tensor of `spec` from parts on its device; WireError when they cannot be one."""
+
     def pack(self, tensor: Tensor, place: Place) -> Payload:
         """The payload for `tensor`. May be called off the compute thread."""
+        return self.to_bytes(self.encode(tensor.detach(), place))
 
-    @abstractmethod
     def unpack(self, payload: Payload, spec: TensorSpec, place: Place) -> Tensor:
         """The tensor of `spec` from a payload; WireError when the payload cannot be one."""
+        parts = self.from_bytes(payload, spec, place)
+        return self.decode(tuple(part.to(spec.device) for part in parts), spec, place)
 
-    @abstractmethod
-    def payload_limit(self, shape: tuple[int, ...]) -> int:
+    def to_bytes(self, parts: Parts) -> Payload:
+        """The parts one after the other, little-endian; shares memory where there is only one."""
+        views = [_bytes_of(part.cpu().contiguous()) for part in parts]
+        return views[0] if len(views) == 1 else b"".join(views)
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        """The inverse of `to_bytes`, in memory of its own; WireError when the size is another."""
+        layout = self.layout(spec.shape, place)
+        wanted = sum(part.bytes for part in layout)
+        if len(payload) != wanted:
+            raise WireError(
+                f"a {self.name} payload for shape {spec.shape} has {wanted} bytes, "
+                f"but {len(payload)} arrived"
+            )
+        parts, start, view = [], 0, memoryview(payload)
+        for part in layout:
+            flat = torch.empty(part.count, dtype=part.dtype)
+            if part.count:
+                _bytes_of(flat)[:] = view[start : start + part.bytes]
+            start += part.bytes
+            parts.append(flat)
+        return tuple(parts)
+
+    def payload_limit(self, shape: Shape) -> int:
         """The most bytes `pack` may need for this shape: a receiver refuses anything larger."""
+        return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
 
-    def round_trip(self, tensor: Tensor, spec: TensorSpec, place: Place) -> Tensor:
-        """What the other end would unpack, for experiments that need no link."""
-        return self.unpack(self.pack(tensor, place), spec, place)
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What this end remembers from one tensor to the next, for checkpoints; often nothing."""
+        return {}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave."""
+        if tensors:
+            raise ValueError(f"{self.name} remembers nothing, but was given {sorted(tensors)}")
 
     @property
     def tag(self) -> int:
         """Four bytes that name the codec in every frame, so that ends cannot disagree unseen."""
         return zlib.crc32(self.name.encode())
+
+
+def cross(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
+    """What the receiver would unpack, without bytes: for one process that holds both ends."""
+    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    return receiver.decode(sender.encode(tensor.detach(), place), spec, place)
+
+
+def elements(shape: Shape) -> int:
+    """How many elements a tensor of this shape has."""
+    return math.prod(shape)
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat CPU tensor, writable, without a copy."""
+    return flat.view(torch.uint8).numpy().data

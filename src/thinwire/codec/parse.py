@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from thinwire.codec.base import Codec
+from thinwire.codec.base import Codec, Leg
 from thinwire.codec.cast import FORMATS, Cast
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest, option
@@ -14,6 +14,14 @@ class CodecConfig:
 
     forward: str = option("bf16", "activations: fp32, bf16 or fp16 (fp64 for exact tests)")
     backward: str = option("bf16", "gradients: fp32, bf16 or fp16 (fp64 for exact tests)")
+
+
+def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg, Codec]:
+    """The codecs of one end of a boundary, new and without memory, for both directions."""
+    return {
+        Leg.FORWARD: parse_codec(forward, f"{where}.forward"),
+        Leg.BACKWARD: parse_codec(backward, f"{where}.backward"),
+    }
 
 
 def parse_codec(name: str, where: str = "codec") -> Codec:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.codec import Codec, Leg, parse_codec
+from thinwire.codec import Codec, Leg, build_codecs
 from thinwire.data import Corpus
 from thinwire.engine.build import (
     StageBuilder,
@@ -229,7 +229,7 @@ class Worker:
 
     def _codecs(self) -> dict[Leg, Codec]:
         codec = self.settings.codec
-        return {Leg.FORWARD: parse_codec(codec.forward), Leg.BACKWARD: parse_codec(codec.backward)}
+        return build_codecs(codec.forward, codec.backward)
 
 
 def check_divergence(misses: int, step: int, latest: Path | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec, parse_codec
+from thinwire.codec import Leg, Place, build_codecs, cross
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.feed import Feed
@@ -19,24 +19,45 @@ from thinwire.model import token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 
 
+class Cut:
+    """Both ends of one boundary in one process: codecs that send and codecs that receive."""
+
+    def __init__(self, settings: Settings, index: int):
+        forward, backward = settings.codec.forward, settings.codec.backward
+        self._below = build_codecs(forward, backward)
+        self._above = build_codecs(forward, backward)
+        self._index, self._seed = index, settings.run.seed
+        self.at = 0, 0
+        self.training = True
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The activation as the stage above unpacks it."""
+        place = self._place(Leg.FORWARD)
+        return cross(self._below[Leg.FORWARD], self._above[Leg.FORWARD], z, place)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient as the stage below unpacks it."""
+        place = self._place(Leg.BACKWARD)
+        return cross(self._above[Leg.BACKWARD], self._below[Leg.BACKWARD], gradient, place)
+
+    def _place(self, leg: Leg) -> Place:
+        step, microbatch = self.at
+        return Place(leg, step, microbatch, self._index, self._seed, self.training)
+
+
 class Crossing(torch.autograd.Function):
-    """What a codec does to a tensor on its way over a cut, and to the gradient on its way back."""
+    """What a cut does to a tensor on its way up, and to the gradient on its way down."""
 
     @staticmethod
-    def forward(ctx, z: Tensor, forward: Codec, backward: Codec) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, z: Tensor, cut: Cut) -> Tensor:  # type: ignore[no-untyped-def]
         """The tensor as the receiver unpacks it."""
-        ctx.backward_codec = backward
-        return _round_trip(z, forward, Leg.FORWARD)
+        ctx.cut = cut
+        return cut.forward(z)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         """The gradient as the sender unpacks it."""
-        return _round_trip(gradient, ctx.backward_codec, Leg.BACKWARD), None, None
-
-
-def _round_trip(tensor: Tensor, codec: Codec, leg: Leg) -> Tensor:
-    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-    return codec.round_trip(tensor, spec, Place(leg, 0, 0))
+        return ctx.cut.backward(gradient), None
 
 
 class Chain:
@@ -74,7 +95,7 @@ class Chain:
                     is_last=last,
                 )
                 self.keepers.append(keeper)
-        self._codecs = parse_codec(settings.codec.forward), parse_codec(settings.codec.backward)
+        self.cuts = [Cut(settings, index) for index in range(len(self.stages) - 1)]
         self._autocast = autocast_for(settings.run.precision, self.device)
 
     def logits(self, ids_BT: Tensor) -> Tensor:
@@ -84,7 +105,7 @@ class Chain:
             with self._autocast():
                 z = stage(z, ids_BT)
             if index < len(self.stages) - 1:
-                z = Crossing.apply(z, *self._codecs)
+                z = Crossing.apply(z, self.cuts[index])
         assert z is not None
         return z
 
@@ -97,6 +118,8 @@ class Chain:
         total = torch.zeros((), device=self.device)
         for microbatch in range(count):
             batch = self.feed.training(step, microbatch)
+            for cut in self.cuts:
+                cut.at = step, microbatch
             loss = token_loss(self.logits(batch.inputs_BT), batch.targets_BT) / count
             loss.backward()
             total += loss.detach()
