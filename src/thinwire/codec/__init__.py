@@ -1,8 +1,9 @@
 """Codecs: tensors to bytes and back, outside autograd (floor 1)."""
 
-from thinwire.codec.base import Codec, Leg, Payload, Place, TensorSpec, cross
+from thinwire.codec.base import Codec, Leg, Payload, Place, Surroundings, TensorSpec, cross
 from thinwire.codec.cast import Cast
-from thinwire.codec.parse import CodecConfig, build_codecs, parse_codec
+from thinwire.codec.config import CodecConfig
+from thinwire.codec.parse import build_codecs, parse_codec
 
 __all__ = [
     "Cast",
@@ -11,6 +12,7 @@ __all__ = [
     "Leg",
     "Payload",
     "Place",
+    "Surroundings",
     "TensorSpec",
     "build_codecs",
     "cross",

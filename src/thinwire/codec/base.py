@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,6 +79,18 @@ class Part:
         return self.count * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a codec that remembers examples may use, given to it before the first tensor."""
+
+    examples: int
+    """How many training examples there are: places name them by 0..examples-1."""
+    limit_bytes: int
+    """The most that one end may keep."""
+    folder: Path | None = None
+    """Where to keep it, in files of its own; None = in the memory of the tensor's device."""
+
+
 Parts = tuple[Tensor, ...]
 Layout = tuple[Part, ...]
 
@@ -137,6 +150,13 @@ class Codec(ABC):
     def payload_limit(self, shape: Shape) -> int:
         """The most bytes `pack` may need for this shape: a receiver refuses anything larger."""
         return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:  # noqa: B027
+        """Called once before the first tensor; ConfigError when there is not enough room."""
+
+    def agreement(self) -> str:
+        """A fingerprint of what both ends must remember alike; empty where there is no such."""
+        return ""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What this end remembers from one tensor to the next, for checkpoints; often nothing."""

@@ -1,19 +1,9 @@
-"""Codec names as users write them, and the config section that holds them."""
-
-from dataclasses import dataclass
+"""Codec names as users write them."""
 
 from thinwire.codec.base import Codec, Leg
 from thinwire.codec.cast import FORMATS, Cast
 from thinwire.errors import ConfigError
-from thinwire.typed import nearest, option
-
-
-@dataclass(frozen=True)
-class CodecConfig:
-    """`[codec]`: how tensors become bytes at the cut, chosen per direction."""
-
-    forward: str = option("bf16", "activations: fp32, bf16 or fp16 (fp64 for exact tests)")
-    backward: str = option("bf16", "gradients: fp32, bf16 or fp16 (fp64 for exact tests)")
+from thinwire.typed import nearest
 
 
 def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg, Codec]:
