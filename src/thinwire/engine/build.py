@@ -85,6 +85,8 @@ class StageBuilder:
                 outgoing=self._boundary(blocks.stop, False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
             )
+        if settings.run.compile:
+            stage.compile_layers()
         return stage.to(device=self.device, dtype=self.dtype)
 
     def initialise(self, stage: Stage) -> None:

@@ -25,7 +25,7 @@ from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
 from thinwire.engine.trace import StepTrace
 from thinwire.errors import StageError
-from thinwire.model import Stage, token_loss
+from thinwire.model import Stage
 from thinwire.optim import StageOptimizer
 from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
@@ -132,7 +132,7 @@ class Runner:
             with self._autocast():
                 output = self.stage(received, batch.inputs_BT)
                 if self._above is None:
-                    losses.append(token_loss(output, batch.targets_BT))
+                    losses.append(self.stage.loss(output, batch.targets_BT))
             if self._above is not None:
                 self._sync()
                 self._above.send_tensor(
@@ -174,7 +174,8 @@ class Runner:
                 output = self.stage(received, batch.inputs_BT)
                 if self._above is None:
                     # Each microbatch has the same number of tokens: the step's loss is their mean.
-                    output = token_loss(output, batch.targets_BT) / self._schedule.microbatches
+                    loss = self.stage.loss(output, batch.targets_BT)
+                    output = loss / self._schedule.microbatches
                     self._losses.append(output.detach())
             self._sync()
         self._in_flight[microbatch] = _InFlight(received, output)

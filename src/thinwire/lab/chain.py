@@ -15,7 +15,6 @@ from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
-from thinwire.model import token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 
 
@@ -97,6 +96,7 @@ class Chain:
                 self.keepers.append(keeper)
         self.cuts = [Cut(settings, index) for index in range(len(self.stages) - 1)]
         self._autocast = autocast_for(settings.run.precision, self.device)
+        self._loss = self.stages[-1].loss
 
     def logits(self, ids_BT: Tensor) -> Tensor:
         """The model's output, across all cuts."""
@@ -120,7 +120,7 @@ class Chain:
             batch = self.feed.training(step, microbatch)
             for cut in self.cuts:
                 cut.at = step, microbatch
-            loss = token_loss(self.logits(batch.inputs_BT), batch.targets_BT) / count
+            loss = self._loss(self.logits(batch.inputs_BT), batch.targets_BT) / count
             loss.backward()
             total += loss.detach()
         self.update(step)
@@ -135,15 +135,14 @@ class Chain:
         # A learned basis is one parameter of two stages: count it once, in a fixed order.
         every = dict.fromkeys(p for stage in self.stages for p in stage.parameters())
         parameters = [parameter for parameter in every if parameter.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(p.grad) for p in parameters])
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients))
         norm = float(torch.linalg.vector_norm(norms))
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         if math.isfinite(norm):
             clip = self.settings.optim.clip
             scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
-            for parameter in parameters:
-                assert parameter.grad is not None
-                parameter.grad.mul_(scale)
+            torch._foreach_mul_(gradients, scale)
             for optimizer in self.optimizers:
                 optimizer.step(lr)
             for keeper in self.keepers:
@@ -169,7 +168,7 @@ class Chain:
         losses = []
         for microbatch in range(self.feed.validation_count):
             batch = self.feed.validation(microbatch)
-            losses.append(token_loss(self.logits(batch.inputs_BT), batch.targets_BT))
+            losses.append(self._loss(self.logits(batch.inputs_BT), batch.targets_BT))
         return float(torch.stack(losses).double().mean())
 
 

@@ -34,6 +34,7 @@ class Stage(nn.Module):
         self.incoming = incoming
         self.outgoing = outgoing
         self.recompute = recompute
+        self.loss = token_loss
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
     @property
@@ -58,6 +59,12 @@ class Stage(nn.Module):
             else:
                 x = layer(x)
         return x if self.outgoing is None else self.outgoing.encode(x, ids_BT)
+
+    def compile_layers(self) -> None:
+        """Have torch fuse what is inside each layer. Equal blocks share one compiled graph."""
+        for layer in self.layers:
+            layer.compile(dynamic=False)
+        self.loss = torch.compile(token_loss, dynamic=False)
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by the name they have in the whole model, whatever the split.

@@ -77,11 +77,12 @@ class StageOptimizer:
                     name = self._names[parameter]
                     if name in loaded:
                         _check_state(name, loaded[name], _state_shapes(optimizer, group, parameter))
+                        # A step counter stays on the CPU, unless one kernel reads it too.
+                        counter = parameter.device if group.get("fused") else torch.device("cpu")
                         optimizer.state[parameter] = {
-                            # a step counter stays on the CPU, as torch itself keeps it
-                            key: value.clone()
-                            if value.ndim == 0
-                            else value.to(parameter.device, copy=True)
+                            key: value.to(
+                                counter if value.ndim == 0 else parameter.device, copy=True
+                            )
                             for key, value in loaded[name].items()
                         }
 
@@ -124,9 +125,9 @@ def _build(
     ]
     optimizers: list[torch.optim.Optimizer] = []
     if by_adamw or gains:
-        optimizers.append(
-            torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=BETAS)
-        )
+        fused = all(p.is_cuda for p in parameters.values())
+        chosen = [g for g in groups if g["params"]]
+        optimizers.append(torch.optim.AdamW(chosen, lr=config.lr, betas=BETAS, fused=fused))
     held = [
         {"params": [p for n, p in parameters.items() if axes.get(n) == axis], "axis": axis}
         for axis in sorted(set(axes.values()))

@@ -63,9 +63,11 @@ class SubspaceAdamW(torch.optim.Optimizer):
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, axis = self.state[weight], self._axes.get(weight, group["axis"])
-        square = gradient.square()
-        if axis is not None:
-            square = square.mean(dim=axis, keepdim=True)
+        if axis is None:
+            square = gradient.square()
+        else:  # one pass over the gradient, and nothing of its size is written
+            norm = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True)
+            square = norm.square_().div_(gradient.shape[axis])
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(weight)
@@ -76,4 +78,4 @@ class SubspaceAdamW(torch.optim.Optimizer):
         state["exp_avg_sq"].lerp_(square, 1 - beta2)
         scale = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.sub_(state["exp_avg"] / scale * (group["lr"] / (1 - beta1**count)))
+        weight.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1**count))
