@@ -36,10 +36,11 @@ class SubspaceBoundary(Boundary):
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
         """Coordinates of x - T_fixed[ids] in the basis."""
         with torch.autocast(x_BTD.device.type, enabled=False):
+            z_BTK = x_BTD @ self.basis_DK
             if self.anchored:
                 assert ids_BT is not None, "an anchored boundary reads token ids"
-                x_BTD = x_BTD - self.space.anchors(ids_BT)
-            return x_BTD @ self.basis_DK
+                z_BTK = z_BTK - self._anchor_coordinates(ids_BT)
+            return z_BTK
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """The stream from its coordinates."""
@@ -49,6 +50,9 @@ class SubspaceBoundary(Boundary):
                 assert ids_BT is not None, "an anchored boundary reads token ids"
                 x_BTD = x_BTD + self.space.anchors(ids_BT)
             return x_BTD
+
+    def _anchor_coordinates(self, ids_BT: Tensor) -> Tensor:
+        return self.space.anchor_coordinates(ids_BT)
 
     def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """Coordinates only."""
@@ -77,6 +81,12 @@ class ProjectedBoundary(SubspaceBoundary):
     def basis_DK(self) -> Tensor:
         """The learned basis of this cut, or the one it was given."""
         return self.space.basis_DK if self.basis is None else self.basis
+
+    def _anchor_coordinates(self, ids_BT: Tensor) -> Tensor:
+        if self.basis is None:
+            return super()._anchor_coordinates(ids_BT)
+        # the basis learns from this too
+        return self.space.anchors(ids_BT).to(self.basis.dtype) @ self.basis
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """The stream from its coordinates, plus what the receiver has learned of the token."""

@@ -27,7 +27,7 @@ from thinwire.subspace import (
 )
 
 COVARIANCE = "space/covariance"
-GATHER_SHARE = 50  # a covariance is gathered in the last 1/50 of the steps between two moves
+GATHER_SHARE = 200  # a covariance is gathered in the last 1/200 of the steps between two moves
 REPROJECT_EVERY = 50  # steps between projections of weights against the drift of rounding
 MEASURE_EVERY = 10  # steps between measurements of the drift
 

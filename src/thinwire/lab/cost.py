@@ -5,17 +5,22 @@ projection of gradients, the modified optimizer against AdamW, and a move of the
 """
 
 import argparse
+import math
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
+from thinwire.boundary import DenseBoundary
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.lab.experiment import Row, machine, markdown_table
 from thinwire.optim import StageOptimizer
 from thinwire.subspace import grassmann_step
+
+ROUNDS = 5
 
 
 def timed(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
@@ -33,7 +38,11 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int = 10) -
 
 
 def measure(settings: Settings, update_every: int = 500) -> list[Row]:
-    """The parts of a subspace step on one middle stage, as shares of the dense step."""
+    """The parts of a subspace step on one middle stage, as shares of the dense step.
+
+    The ends of boundaries are timed where they work, as the difference between a stage with narrow
+    ends and the same layers with dense ones: alone they would pay for launches that a step hides.
+    """
     device = choose_device(settings.run.device, 0)
     prepare_torch(settings, device)
     model, microbatches = settings.model, settings.pipeline.microbatches
@@ -41,26 +50,32 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     stage = builder.build(1)
     builder.initialise(stage)
     assert builder.space is not None and stage.incoming is not None and stage.outgoing is not None
-    incoming, outgoing, constraint = stage.incoming, stage.outgoing, builder.constraint(stage)
+    ends, constraint = (stage.incoming, stage.outgoing), builder.constraint(stage)
     shape = (settings.microbatch_size, model.context)
     ids_BT = torch.randint(model.vocab, shape, device=device)
-    x_BTD = torch.randn(*shape, model.dim, device=device, requires_grad=True)
-    z_BTK = torch.randn(*shape, settings.boundary.rank, device=device, requires_grad=True)
     autocast = autocast_for(settings.run.precision, device)
 
-    def layers() -> None:
-        with autocast():
-            y_BTD = x_BTD
-            for layer in stage.layers:
-                y_BTD = layer(y_BTD)
-        y_BTD.backward(torch.ones_like(y_BTD))
+    def microbatch(width: int) -> Callable[[], None]:
+        received = torch.randn(*shape, width, device=device, requires_grad=True)
+        gradient = torch.randn(*shape, width, device=device)
 
-    def ends() -> None:
-        outgoing.encode(x_BTD, ids_BT).backward(torch.ones_like(z_BTK))
-        incoming.decode(z_BTK, ids_BT).backward(torch.ones_like(x_BTD))
+        def work() -> None:
+            with autocast():
+                sent = stage(received, ids_BT)
+            sent.backward(gradient.to(sent.dtype))
+            received.grad = None
 
-    per_microbatch = timed(layers, device)
-    narrow = timed(ends, device)
+        return work
+
+    dense_ends = DenseBoundary(model.dim), DenseBoundary(model.dim)
+    narrow, dense = [], []
+    for _ in range(ROUNDS):  # in turn, so that a drifting clock touches both alike
+        stage.incoming, stage.outgoing = ends
+        narrow.append(timed(microbatch(settings.boundary.rank), device))
+        stage.incoming, stage.outgoing = dense_ends
+        dense.append(timed(microbatch(model.dim), device))
+    stage.incoming, stage.outgoing = ends
+    narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
     axes = {held.name: held.axis for held in constraint.held} if constraint else {}
     updates = {}
     for name, chosen in (("adamw", {}), ("subspace", axes)):
@@ -76,24 +91,31 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
         for parameter, gradient in kept.items():
             parameter.grad = gradient
     projection = timed(constraint.project_gradients, device) if constraint else 0.0
-    flat_ND = x_BTD.detach().flatten(0, 1)
+    flat_ND = torch.randn(shape[0] * shape[1], model.dim, device=device)
     gather = timed(lambda: flat_ND.T @ flat_ND, device)
     covariance_DD = flat_ND.T @ flat_ND
     basis_DK = builder.space.basis_DK
     move = timed(lambda: grassmann_step(covariance_DD, basis_DK, 0.5), device, 3)
-    dense_step = microbatches * per_microbatch + updates["adamw"]
-    extra = microbatches * narrow + projection + updates["subspace"] - updates["adamw"]
-    moved = (microbatches * gather * update_every / GATHER_SHARE + move) / update_every
+    dense_step = microbatches * dense_s + updates["adamw"]
+    ends_step = microbatches * (narrow_s - dense_s)
+    others = projection + updates["subspace"] - updates["adamw"]
+    window = math.ceil(update_every / GATHER_SHARE)
+    moved = (microbatches * gather * window + move) / update_every
     table = builder.space.table_VD
     return [
-        {"part": "layers, forward and backward, per microbatch", "seconds": per_microbatch},
-        {"part": "encode and decode with gradients, per microbatch", "seconds": narrow},
+        {"part": "stage with dense ends, per microbatch", "seconds": dense_s},
+        {"part": "stage with narrow ends, per microbatch", "seconds": narrow_s},
         {"part": "projection of gradients, per step", "seconds": projection},
         {"part": "update with AdamW", "seconds": updates["adamw"]},
         {"part": "update with the subspace optimizer", "seconds": updates["subspace"]},
+        {"part": "gathering gradients for a move, per microbatch", "seconds": gather},
         {"part": "one move of the basis", "seconds": move},
-        {"part": f"extra per step of {microbatches} microbatches", "seconds": extra,
-         "share of a dense step": extra / dense_step},
+        {"part": f"encode and decode, {microbatches} microbatches", "seconds": ends_step,
+         "share of a dense step": ends_step / dense_step},
+        {"part": "projection and change of the optimizer", "seconds": others,
+         "share of a dense step": others / dense_step},
+        {"part": "all extras", "seconds": ends_step + others,
+         "share of a dense step": (ends_step + others) / dense_step},
         {"part": f"moves every {update_every} steps, amortised", "seconds": moved,
          "share of a dense step": moved / dense_step},
         {"part": "token table per stage, bytes (any sequence length)",
@@ -111,11 +133,16 @@ def main() -> None:
     parser.add_argument("--mode", default="subspace", choices=("subspace", "reparam"))
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     settings = Settings.from_plain(
         {
             "model": {"preset": options.preset},
-            "run": {"device": options.device, "precision": options.precision},
+            "run": {
+                "device": options.device,
+                "precision": options.precision,
+                "compile": options.compile,
+            },
             "boundary": {"mode": options.mode, "rank": options.rank},
             "pipeline": {"stages": options.stages, "microbatches": options.microbatches},
             "train": {"batch": options.microbatches},

@@ -113,7 +113,7 @@ def _convergence(options: argparse.Namespace, say: Callable[[str], None]) -> Out
     all_stages = _numbers(options.stages, int) or [4]
 
     def arms_of(rates: list[float], chosen: list[int], length: int) -> list[Arm]:
-        return [arm for n in all_stages for arm in grid(modes, ranks, rates, n, chosen, length)]
+        return grid(modes, ranks, rates, all_stages, chosen, length)
 
     arms = arms_of(lrs, seeds[:1] if options.sweep_steps else seeds, options.sweep_steps or steps)
     for arm in arms:

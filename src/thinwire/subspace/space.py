@@ -9,8 +9,11 @@ import hashlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from thinwire.subspace.random import fixed_table, random_basis
+
+TABLE_ROWS = 8192  # of the token table that are widened at a time
 
 
 class Space:
@@ -23,6 +26,8 @@ class Space:
         self.basis_DK = basis_DK
         self.table_VD = table_VD
         self.version = 0
+        self._table_VK: Tensor | None = None
+        self._table_made_at = -1
 
     @classmethod
     def from_seed(
@@ -33,9 +38,22 @@ class Space:
         return cls(random_basis(dim, rank, seed).to(device, dtype), table_VD)
 
     def anchors(self, ids_BT: Tensor) -> Tensor:
-        """T_fixed[ids] in the basis' type: what every stage can add back by itself."""
+        """T_fixed[ids], still in bfloat16: what every stage can add back by itself."""
         assert self.table_VD is not None, "this space was made without a token table"
-        return self.table_VD[ids_BT].to(self.basis_DK.dtype)
+        return F.embedding(ids_BT, self.table_VD)
+
+    def anchor_coordinates(self, ids_BT: Tensor) -> Tensor:
+        """U^T T_fixed[ids], from a table (V, K) that is made anew whenever the basis has moved.
+
+        So a sender reads K numbers per token, not D.
+        """
+        assert self.table_VD is not None, "this space was made without a token table"
+        if self._table_VK is None or self._table_made_at != self.basis_DK._version:
+            with torch.no_grad():
+                rows = self.table_VD.split(TABLE_ROWS)
+                parts = [part.to(self.basis_DK.dtype) @ self.basis_DK for part in rows]
+            self._table_VK, self._table_made_at = torch.cat(parts), self.basis_DK._version
+        return F.embedding(ids_BT, self._table_VK)
 
     def move(self, basis_DK: Tensor) -> None:
         """Take a new basis; everything that reads this space sees it from now on."""
