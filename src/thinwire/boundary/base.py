@@ -26,6 +26,9 @@ class Boundary(nn.Module, ABC):
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """What the receiver's first layer reads, as a differentiable function of z."""
 
+    def compile_ends(self) -> None:
+        """Have torch fuse what encode and decode do, where there is something to fuse."""
+
     @abstractmethod
     def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """The shape of z: part of the contract that both ends check on every frame."""

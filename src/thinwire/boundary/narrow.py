@@ -10,6 +10,33 @@ from torch.nn import functional as F
 from thinwire.boundary.base import Boundary
 from thinwire.subspace import Space
 
+# Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
+# orthonormal, and the error would be the same for every token.
+
+
+def to_coordinates(
+    x_BTD: Tensor, basis_DK: Tensor, ids_BT: Tensor | None, table_VK: Tensor | None
+) -> Tensor:
+    """U^T x, less the coordinates of what is known of each token."""
+    with torch.autocast(x_BTD.device.type, enabled=False):
+        z_BTK = x_BTD @ basis_DK
+        if table_VK is not None:
+            assert ids_BT is not None, "an anchored boundary reads token ids"
+            z_BTK = z_BTK - F.embedding(ids_BT, table_VK)
+        return z_BTK
+
+
+def from_coordinates(
+    z_BTK: Tensor, basis_DK: Tensor, ids_BT: Tensor | None, table_VD: Tensor | None
+) -> Tensor:
+    """U z, plus what is known of each token."""
+    with torch.autocast(z_BTK.device.type, enabled=False):
+        x_BTD = z_BTK @ basis_DK.T
+        if table_VD is not None:
+            assert ids_BT is not None, "an anchored boundary reads token ids"
+            x_BTD = x_BTD + F.embedding(ids_BT, table_VD)
+        return x_BTD
+
 
 class SubspaceBoundary(Boundary):
     """The paper's cut: take off what is known of the token, send coordinates in the shared basis.
@@ -24,35 +51,30 @@ class SubspaceBoundary(Boundary):
         self.space = space
         self.anchored = anchored
         self.needs_ids = anchored
+        self._encode, self._decode = to_coordinates, from_coordinates
 
     @property
     def basis_DK(self) -> Tensor:
         """The basis of this cut."""
         return self.space.basis_DK
 
-    # Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
-    # orthonormal, and the error would be the same for every token.
-
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
         """Coordinates of x - T_fixed[ids] in the basis."""
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            z_BTK = x_BTD @ self.basis_DK
-            if self.anchored:
-                assert ids_BT is not None, "an anchored boundary reads token ids"
-                z_BTK = z_BTK - self._anchor_coordinates(ids_BT)
-            return z_BTK
+        table_VK = self._anchor_coordinates() if self.anchored else None
+        return self._encode(x_BTD, self.basis_DK, ids_BT, table_VK)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """The stream from its coordinates."""
-        with torch.autocast(z.device.type, enabled=False):
-            x_BTD = z @ self.basis_DK.T
-            if self.anchored:
-                assert ids_BT is not None, "an anchored boundary reads token ids"
-                x_BTD = x_BTD + self.space.anchors(ids_BT)
-            return x_BTD
+        table_VD = self.space.table_VD if self.anchored else None
+        return self._decode(z, self.basis_DK, ids_BT, table_VD)
 
-    def _anchor_coordinates(self, ids_BT: Tensor) -> Tensor:
-        return self.space.anchor_coordinates(ids_BT)
+    def compile_ends(self) -> None:
+        """Fuse what each end does into as few kernels as torch finds."""
+        self._encode = torch.compile(to_coordinates, dynamic=False)
+        self._decode = torch.compile(from_coordinates, dynamic=False)
+
+    def _anchor_coordinates(self) -> Tensor:
+        return self.space.anchor_coordinates()
 
     def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """Coordinates only."""
@@ -82,11 +104,12 @@ class ProjectedBoundary(SubspaceBoundary):
         """The learned basis of this cut, or the one it was given."""
         return self.space.basis_DK if self.basis is None else self.basis
 
-    def _anchor_coordinates(self, ids_BT: Tensor) -> Tensor:
-        if self.basis is None:
-            return super()._anchor_coordinates(ids_BT)
-        # the basis learns from this too
-        return self.space.anchors(ids_BT).to(self.basis.dtype) @ self.basis
+    def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """Coordinates in the basis; a learned one learns from the anchors' coordinates too."""
+        if self.basis is None or not self.anchored:
+            return super().encode(x_BTD, ids_BT)
+        assert ids_BT is not None, "an anchored boundary reads token ids"
+        return self._encode(x_BTD - self.space.anchors(ids_BT), self.basis, None, None)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """The stream from its coordinates, plus what the receiver has learned of the token."""

@@ -42,6 +42,7 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds up in any order
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

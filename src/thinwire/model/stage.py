@@ -64,6 +64,9 @@ class Stage(nn.Module):
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph."""
         for layer in self.layers:
             layer.compile(dynamic=False)
+        for end in (self.incoming, self.outgoing):
+            if end is not None:
+                end.compile_ends()
         self.loss = torch.compile(token_loss, dynamic=False)
 
     def global_parameters(self) -> dict[str, nn.Parameter]:

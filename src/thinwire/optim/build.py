@@ -15,6 +15,7 @@ from thinwire.optim.config import OptimConfig
 from thinwire.optim.subspace import SubspaceAdamW
 
 BETAS = (0.9, 0.95)
+LEARNED_BASIS = ".basis"  # how the global name of a cut's learned basis ends
 
 
 class StageOptimizer:
@@ -35,7 +36,7 @@ class StageOptimizer:
         """One update at this learning rate; gradients are cleared afterwards."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_share", 1.0)
             optimizer.step()
         self.zero_grad()
 
@@ -112,7 +113,12 @@ def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[
 def _build(
     parameters: dict[str, nn.Parameter], config: OptimConfig, axes: dict[str, int]
 ) -> list[torch.optim.Optimizer]:
-    matrices = {n: p for n, p in parameters.items() if p.ndim >= 2 and n not in axes}
+    # Entries of an orthonormal basis are small: at the rate of weights it would turn too fast for
+    # the layers on either side to follow.
+    bases = {n: p for n, p in parameters.items() if n.endswith(LEARNED_BASIS)}
+    matrices = {
+        n: p for n, p in parameters.items() if p.ndim >= 2 and n not in axes and n not in bases
+    }
     gains = [p for p in parameters.values() if p.ndim < 2]
     by_muon = {}
     if config.name == "muon":
@@ -122,9 +128,10 @@ def _build(
     groups = [
         {"params": by_adamw, "weight_decay": config.weight_decay},
         {"params": gains, "weight_decay": 0.0},
+        {"params": [*bases.values()], "weight_decay": 0.0, "lr_share": config.basis_lr},
     ]
     optimizers: list[torch.optim.Optimizer] = []
-    if by_adamw or gains:
+    if by_adamw or gains or bases:
         fused = all(p.is_cuda for p in parameters.values())
         chosen = [g for g in groups if g["params"]]
         optimizers.append(torch.optim.AdamW(chosen, lr=config.lr, betas=BETAS, fused=fused))

@@ -23,6 +23,9 @@ class OptimConfig:
     schedule: str = option(
         "cosine", "decay after the warmup", ("cosine", "linear", "wsd", "constant")
     )
+    basis_lr: float = option(
+        0.1, "learning rate of a learned basis (boundary.learn), as a share of lr"
+    )
     clip: float = option(1.0, "largest global gradient norm over all stages; 0 = no clipping")
 
 
@@ -30,7 +33,7 @@ def check_optim(config: OptimConfig, steps: int) -> None:
     """Refuse values that cannot work in a run of `steps` steps."""
     if not (config.lr > 0 and math.isfinite(config.lr)):
         raise ConfigError(f"optim.lr = {config.lr} must be a positive number")
-    for key in ("weight_decay", "clip", "warmup"):
+    for key in ("weight_decay", "clip", "warmup", "basis_lr"):
         if not 0 <= getattr(config, key) < math.inf:
             raise ConfigError(f"optim.{key} = {getattr(config, key)} must be a number not below 0")
     if config.warmup > steps:

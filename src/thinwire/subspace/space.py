@@ -42,10 +42,10 @@ class Space:
         assert self.table_VD is not None, "this space was made without a token table"
         return F.embedding(ids_BT, self.table_VD)
 
-    def anchor_coordinates(self, ids_BT: Tensor) -> Tensor:
-        """U^T T_fixed[ids], from a table (V, K) that is made anew whenever the basis has moved.
+    def anchor_coordinates(self) -> Tensor:
+        """T_fixed U (V, K), made anew whenever the basis has moved.
 
-        So a sender reads K numbers per token, not D.
+        With it a sender reads K numbers per token, not D.
         """
         assert self.table_VD is not None, "this space was made without a token table"
         if self._table_VK is None or self._table_made_at != self.basis_DK._version:
@@ -53,7 +53,7 @@ class Space:
                 rows = self.table_VD.split(TABLE_ROWS)
                 parts = [part.to(self.basis_DK.dtype) @ self.basis_DK for part in rows]
             self._table_VK, self._table_made_at = torch.cat(parts), self.basis_DK._version
-        return F.embedding(ids_BT, self._table_VK)
+        return self._table_VK
 
     def move(self, basis_DK: Tensor) -> None:
         """Take a new basis; everything that reads this space sees it from now on."""
