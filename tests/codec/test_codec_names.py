@@ -1,17 +1,63 @@
-"""Codec names as users write them."""
+"""Codec names as users write them, and what docs/codecs.md says each of them sends."""
+
+import math
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
-from thinwire.codec import CodecConfig, parse_codec
+from thinwire.codec import (
+    Cast,
+    Codec,
+    CodecConfig,
+    Leg,
+    Place,
+    Surroundings,
+    TensorSpec,
+    build_codecs,
+    parse_codec,
+    register_codec,
+)
+from thinwire.codec.parse import _CODECS
 from thinwire.errors import ConfigError
 
+DOCS = Path(__file__).parents[2] / "docs" / "codecs.md"
+CANONICAL = [
+    "fp64", "fp32", "bf16", "fp16", "fp8", "int2", "int3", "int4", "int5", "int6", "int7", "int8",
+    "int4(group=64)", "int8(group=4)", "int4(hadamard)", "int4(group=64,hadamard)", "int4(tensor)",
+    "step(3)", "step(2.5)", "topk(0.1)", "topk(shared)", "randk(0.05)", "lowrank(4)",
+    "bf16+zstd", "int4+zstd(3)", "step(3)+zstd", "int4+ef", "topk(0.1)+ef-mixed", "topk(0.1)+ef21",
+    "int4(group=64)+aqsgd", "topk(0.1)+ef21+zstd", "int4+zstd+ef", "lowrank(2)+ef-mixed+zstd(9)",
+]  # fmt: skip
 
-@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
+
+@pytest.mark.parametrize("name", CANONICAL)
 def test_a_name_reads_back_to_the_same_codec(name: str) -> None:
     codec = parse_codec(name)
     assert codec.name == name
     again = parse_codec(codec.name)
-    assert type(again) is type(codec) and again.tag == codec.tag
+    assert type(again) is type(codec) and again.tag == codec.tag and again is not codec
+
+
+def test_no_two_names_share_a_tag() -> None:
+    assert len({parse_codec(name).tag for name in CANONICAL}) == len(CANONICAL)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        (" int4 ( hadamard , group = 64 ) + zstd ( 1 ) ", "int4(group=64,hadamard)+zstd"),
+        ("int4(64)", "int4(group=64)"),
+        ("int4()", "int4"),
+        ("step(bits=3.0)", "step(3)"),
+        ("topk(1e-3)", "topk(0.001)"),
+        ("topk(.5)+ef", "topk(0.5)+ef"),
+        ("lowrank( rank=4 )", "lowrank(4)"),
+    ],
+)
+def test_what_means_the_same_prints_the_same(written: str, name: str) -> None:
+    assert parse_codec(written).name == name
 
 
 def test_the_default_codecs_exist() -> None:
@@ -21,13 +67,195 @@ def test_the_default_codecs_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"), [("bf61", "bf16"), ("fp23", "fp32"), ("float16", "fp16"), ("FP64", "fp64")]
-)
+    ("wrong", "meant"), [("bf61", "bf16"), ("fp23", "fp32"), ("float16", "fp16"), ("FP64", "fp64"),
+                         ("int44", "int4"), ("top-k(0.1)", "topk"), ("low-rank(2)", "lowrank")]
+)  # fmt: skip
 def test_a_slip_is_answered_with_the_nearest_name(wrong: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f'codec.forward = "{wrong}" .*mean "{meant}"'):
+    with pytest.raises(ConfigError) as failure:
         parse_codec(wrong, "codec.forward")
+    assert str(failure.value).startswith(f'codec.forward = "{wrong}": ')
+    assert str(failure.value).endswith(f'is not a codec; did you mean "{meant}"?')
 
 
 def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
-    with pytest.raises(ConfigError, match="allowed: fp64, fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match=r"allowed: fp64, fp32, bf16, fp16, fp8, int2, .*lowrank"):
         parse_codec("zip")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("", "is written as in"),
+        ("int4(", "is written as in"),
+        ("int4)", "is written as in"),
+        ("int4((3))", "is written as in"),
+        ("int4(3)(4)", "is written as in"),
+        ("+zstd", "is written as in"),
+        ("int4+", "is written as in"),
+        ("int4++zstd", "is written as in"),
+        ("int4,int8", "is written as in"),
+        ("int4+zst", '"zst" is not a suffix; did you mean "zstd"?'),
+        ("int4+gzip", "not a suffix; allowed: zstd, ef, ef-mixed, ef21, aqsgd"),
+        ("zstd", '"zstd" stands behind a codec, as in "bf16+zstd"'),
+        ("int4+bf16", '"bf16" stands first'),
+        ("bf16(3)", "bf16 takes no arguments"),
+        ("step", "step takes bits=number"),
+        ("step(a)", "step takes bits=number, not (a)"),
+        ("step(2,3)", "step takes bits=number, not (2,3)"),
+        ("step(nan)", "step takes bits=number"),
+        ("step(13)", "bits must lie between 0.5 and 12"),
+        ("int4(grup=64)", "int4 takes group=whole number, tensor, hadamard, not (grup=64)"),
+        ("int4(group)", "int4 takes group=whole number"),
+        ("int4(group=a)", "int4 takes group=whole number"),
+        ("int4(group=6.5)", "int4 takes group=whole number"),
+        ("int4(group=64,group=64)", '"group=64" cannot be read'),
+        ("int4(group=)", '"group=" cannot be read'),
+        ("int4(hadamard=1)", "int4 takes group=whole number, tensor, hadamard"),
+        ("int4(group=2)", "at least 4"),
+        ("int4(group=48,hadamard)", "power of two"),
+        ("int4(tensor,group=64)", "no group, no hadamard"),
+        ("topk", "topk takes the share"),
+        ("topk(0.1,shared)", "topk takes the share"),
+        ("topk(0)", "above 0 and at most 1"),
+        ("randk(1.5)", "above 0 and at most 1"),
+        ("lowrank(1.5)", "lowrank takes rank=whole number"),
+        ("int4+zstd(0)", "between 1"),
+        ("int4+zstd(fast)", "zstd takes level=whole number, not (fast)"),
+        ("int4+ef(3)", "ef takes no arguments"),
+        ("int4+ef+ef21", "one kind of feedback"),
+        ("int4+ef-mixed", "no budget to halve"),
+    ],
+)
+def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        parse_codec(wrong, "codec.backward")
+    assert str(failure.value).startswith(f'codec.backward = "{wrong}": ')
+    assert said in str(failure.value)
+
+
+def test_both_directions_are_built_and_the_key_is_named() -> None:
+    codecs = build_codecs("int4", "int8+ef")
+    assert [codecs[leg].name for leg in Leg] == ["int4", "int8+ef"]
+    with pytest.raises(ConfigError, match=r'codec.cuts\[0\].backward = "int9"'):
+        build_codecs("int4", "int9", "codec.cuts[0]")
+
+
+@pytest.mark.parametrize("forward", ["topk(0.1)", "randk(0.3)", "topk(0.1)+ef21", "topk(0.5)+zstd"])
+@pytest.mark.parametrize("backward", ["topk(shared)", "topk(shared)+zstd", "topk(shared)+ef"])
+def test_a_shared_mask_uses_what_went_forward(forward: str, backward: str) -> None:
+    below, above = build_codecs(forward, backward), build_codecs(forward, backward)
+    spec = TensorSpec((2, 30), torch.float32, torch.device("cpu"))
+    x, gradient = torch.randn(2, 30), torch.ones(2, 30)
+    there, back = Place(Leg.FORWARD, 0, 0), Place(Leg.BACKWARD, 0, 0)
+    payload = bytes(below[Leg.FORWARD].pack(x, there))
+    kept = above[Leg.FORWARD].unpack(payload, spec, there) != 0
+    payload = bytes(above[Leg.BACKWARD].pack(gradient, back))
+    assert torch.equal(below[Leg.BACKWARD].unpack(payload, spec, back) != 0, kept)
+
+
+def test_a_shared_mask_without_a_mask_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'^codec.backward = "topk\(shared\)": .*forward.*int4'):
+        build_codecs("int4", "topk(shared)")
+    with pytest.raises(ConfigError, match=r'^codec.forward = "topk\(shared\)\+ef": .*way back'):
+        build_codecs("topk(shared)+ef", "bf16")
+
+
+class Rounded(Cast):
+    """A codec with arguments, as an outsider might write it."""
+
+    def __init__(self, digits: int, base: float = 10, exact: bool = False, note: str = ""):
+        super().__init__("fp32")
+        self.arguments = digits, base, exact, note
+
+
+def test_a_registered_codec_is_read_by_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(_CODECS, "rounded", raising=False)
+    register_codec("rounded", Rounded)
+    register_codec("rounded", Rounded)  # a module may be imported twice
+    codec = parse_codec("rounded(3,base=2,exact,note=why)")
+    assert isinstance(codec, Rounded) and codec.arguments == (3, 2.0, True, "why")
+    assert type(codec.arguments[1]) is float
+    assert parse_codec("rounded(3)+zstd").name == "fp32+zstd"
+    for wrong in ("", "(2.5)", "(3,base=x)", "(3,note)", "(3,exact=1)", "(other=1)"):
+        with pytest.raises(ConfigError, match="digits=whole number, base=number, exact, note=word"):
+            parse_codec(f"rounded{wrong}")
+    with pytest.raises(ConfigError, match='did you mean "rounded"'):
+        parse_codec("roundet(3)")
+
+
+@pytest.mark.parametrize("name", ["bf16", "zstd", "int4", "Sign", "", "my codec", "a(b)", "a+b"])
+def test_a_name_that_is_taken_or_unreadable_is_not_registered(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        register_codec(name, Rounded)
+    assert _CODECS.get(name) is not Rounded
+
+
+# What docs/codecs.md says about bytes, held against what codecs make.
+
+TABLE = DOCS.read_text().split("## Payload")[1].split("\n## ")[0]
+ROWS = re.findall(r"^\| `([^`]+)` \| (.*?`.*?`.*?) \|", TABLE, re.MULTILINE)
+FORMULAS = {name: re.findall(r"`([^`]+)`", cell) for name, cell in ROWS}
+SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 64), (4, 5, 130), (2, 6, 5, 5), (3, 0), (0,)]
+
+
+def said(formula: str, shape: tuple[int, ...]) -> int:
+    """The value of a formula of the table, its letters as the page defines them."""
+    N = math.prod(shape)
+    D = shape[-1] if shape else 1
+    B, n = (shape[0], N // shape[0]) if len(shape) > 1 else (1, N)
+    C = shape[1] if len(shape) == 4 else D if len(shape) > 1 else 1
+
+    def positions(B: int, n: int, k: int) -> int:
+        marks = {low: k + (n - 1) // 2**low for low in range(1, 40)} | {0: n}
+        low = min(range(40), key=lambda low: (marks[low] + k * low, low))
+        return math.ceil(B * marks[low] / 8) + math.ceil(B * k * low / 8)
+
+    def share(count: int, p: float) -> int:
+        return min(count, max(1, round(p * count)))
+
+    letters = {
+        "N": N, "D": D, "R": N // D, "B": B, "n": n, "C": C, "M": N // C,
+        "k": lambda p: share(n, p), "K": lambda p: share(N, p),
+        "positions": positions, "ceil": math.ceil, "min": min,
+        "P": 2 * (N // D) + math.ceil(4 * N / 8),
+    }  # fmt: skip
+    value = eval(formula, {"__builtins__": {}}, letters)
+    assert isinstance(value, int)
+    return value
+
+
+def payloads(name: str, shape: tuple[int, ...]) -> list[int]:
+    """The sizes that a codec really makes of a tensor: one, or two over two visits."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if name == "topk(shared)":
+        codecs = build_codecs("topk(0.1)", name)
+        codecs[Leg.FORWARD].pack(x, Place(Leg.FORWARD, 0, 0))
+        return [len(bytes(codecs[Leg.BACKWARD].pack(x, Place(Leg.BACKWARD, 0, 0))))]
+    codec: Codec = parse_codec(name)
+    if not codec.remembers_examples:
+        return [len(bytes(codec.pack(x, Place(leg, 0, 0)))) for leg in Leg]
+    codec.prepare(TensorSpec(shape, x.dtype, x.device), Surroundings(9, 2**20))
+    visits = [Place(Leg.FORWARD, step, 0, examples=tuple(range(shape[0]))) for step in (0, 1)]
+    return [len(bytes(codec.pack(x, place))) for place in visits]
+
+
+def test_the_table_has_every_codec() -> None:
+    words = {re.match(r"[a-z0-9]+", name)[0] for name in FORMULAS}  # type: ignore[index]
+    assert words >= {name for name in _CODECS if name != "rounded"}
+    suffixes = {name.partition("+")[2] for name in FORMULAS}
+    assert suffixes >= {"ef", "ef-mixed", "ef21", "aqsgd", "zstd"}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_payloads_have_the_size_that_the_docs_say(name: str, shape: tuple[int, ...]) -> None:
+    if "aqsgd" in name and not shape:
+        return  # no rows to remember
+    sizes, empty = payloads(name, shape), math.prod(shape) == 0
+    wanted = [0 if empty else said(formula, shape) for formula in FORMULAS[name]]
+    if "zstd" in name:
+        (limit,) = wanted
+        assert empty or parse_codec(name).payload_limit(shape) == limit
+        assert max(sizes) <= parse_codec(name).payload_limit(shape)
+    else:
+        assert sizes == (wanted if "aqsgd" in name else wanted[:1] * len(sizes))

@@ -1,20 +1,39 @@
 """Codecs: tensors to bytes and back, outside autograd (floor 1)."""
 
-from thinwire.codec.base import Codec, Leg, Payload, Place, Surroundings, TensorSpec, cross
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Leg,
+    Part,
+    Parts,
+    Payload,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+    cross,
+    elements,
+)
 from thinwire.codec.cast import Cast
 from thinwire.codec.config import CodecConfig
-from thinwire.codec.parse import build_codecs, parse_codec
+from thinwire.codec.parse import build_codecs, parse_codec, register_codec
 
 __all__ = [
     "Cast",
     "Codec",
     "CodecConfig",
+    "Layout",
     "Leg",
+    "Part",
+    "Parts",
     "Payload",
     "Place",
+    "Shape",
     "Surroundings",
     "TensorSpec",
     "build_codecs",
     "cross",
+    "elements",
     "parse_codec",
+    "register_codec",
 ]

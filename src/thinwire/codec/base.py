@@ -154,6 +154,24 @@ class Codec(ABC):
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:  # noqa: B027
         """Called once before the first tensor; ConfigError when there is not enough room."""
 
+    @property
+    def remembers(self) -> bool:
+        """Whether anything is kept from one tensor to the next; a wrapper asks what it wraps.
+
+        If so, checkpoints hold it, and tensors of a step wait until the step before is saved.
+        """
+        return type(self).state_tensors is not Codec.state_tensors
+
+    @property
+    def remembers_examples(self) -> bool:
+        """Whether it remembers training examples: places then name those that the rows are."""
+        return False
+
+    @property
+    def size_varies(self) -> bool:
+        """Whether payloads of one shape differ in size: `payload_limit` is then only a bound."""
+        return type(self).to_bytes is not Codec.to_bytes
+
     def agreement(self) -> str:
         """A fingerprint of what both ends must remember alike; empty where there is no such."""
         return ""

@@ -1,13 +1,87 @@
 """`[codec]`: how tensors become bytes, per direction and per cut."""
 
+import importlib
+import re
 from dataclasses import dataclass
 
-from thinwire.typed import option
+from thinwire.codec.base import Leg
+from thinwire.codec.parse import build_codecs
+from thinwire.errors import ConfigError
+from thinwire.typed import nearest, option
+
+LEGS = tuple(leg.value for leg in Leg)
+_CUT = re.compile(r"\s*(\d+)\s*:(.*)", re.DOTALL)
+_SPACE = re.compile(r"\s+(?![^(]*\))")  # not within a codec's parentheses
 
 
 @dataclass(frozen=True)
 class CodecConfig:
     """`[codec]`: how tensors become bytes at the cut, chosen per direction."""
 
-    forward: str = option("bf16", "activations: fp32, bf16 or fp16 (fp64 for exact tests)")
-    backward: str = option("bf16", "gradients: fp32, bf16 or fp16 (fp64 for exact tests)")
+    forward: str = option(
+        "bf16",
+        "activations: fp32 bf16 fp16 fp8, int2..int8, step(bits), topk(share), randk(share), "
+        "lowrank(rank); and behind it +ef, +ef-mixed, +ef21 or +aqsgd, and +zstd",
+    )
+    backward: str = option(
+        "bf16", "gradients: the same choice, and topk(shared) for what topk sent forward"
+    )
+    cuts: list[str] = option(  # noqa: RUF009 -- option makes a fresh list each time
+        [], 'single cuts that differ, the first is 0, such as "2: forward=int8 backward=bf16"'
+    )
+    plugins: list[str] = option(  # noqa: RUF009 -- as above
+        [], "modules that register codecs of your own; every process imports them"
+    )
+    memory_mb: int = option(
+        1024, "megabytes that each end of a direction of a cut may keep of examples (+aqsgd)"
+    )
+
+    def names(self, cut: int) -> tuple[str, str]:
+        """The codecs of one cut, forward and backward."""
+        chosen = self._overrides().get(cut, {})
+        return chosen.get("forward", self.forward), chosen.get("backward", self.backward)
+
+    def check(self, cuts: int) -> None:
+        """Import the plugins, then refuse codecs that do not exist, of cuts that do not exist."""
+        self._import_plugins()
+        if self.memory_mb < 1:
+            raise ConfigError(f"codec.memory_mb = {self.memory_mb} must be at least 1")
+        build_codecs(self.forward, self.backward)
+        for place, cut in enumerate(self._overrides()):
+            if cut >= cuts:
+                there = f"the cuts here are 0..{cuts - 1}" if cuts else "a single stage has no cut"
+                raise ConfigError(f'codec.cuts[{place}] = "{self.cuts[place]}": {there}')
+            build_codecs(*self.names(cut), where=f"codec.cuts[{place}]")
+
+    def _overrides(self) -> dict[int, dict[str, str]]:
+        """What `cuts` says, in its order: the names by leg of each cut."""
+        found: dict[int, dict[str, str]] = {}
+        for place, text in enumerate(self.cuts):
+            where = f'codec.cuts[{place}] = "{text}"'
+            matched = _CUT.fullmatch(text)
+            parts = _SPACE.split(matched[2].strip()) if matched else [""]
+            if matched is None or parts == [""]:
+                raise ConfigError(f'{where} must look like "0: forward=fp32 backward=bf16"')
+            cut = int(matched[1])
+            if cut in found:
+                raise ConfigError(f"{where}: cut {cut} stands here a second time")
+            found[cut] = {}
+            for part in parts:
+                leg, _, name = part.partition("=")
+                if leg not in LEGS:
+                    raise ConfigError(f'{where}: unknown leg "{leg}"{nearest(leg, LEGS)}')
+                if leg in found[cut]:
+                    raise ConfigError(f"{where}: {leg} stands here a second time")
+                found[cut][leg] = name
+        return found
+
+    def _import_plugins(self) -> None:
+        for name in self.plugins:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # a plugin may stumble over anything
+                raise ConfigError(
+                    f'codec.plugins: importing "{name}" failed: {type(error).__name__}: {error}. '
+                    "Every stage imports it by this name: install it, or set PYTHONPATH to its "
+                    "folder"
+                ) from error

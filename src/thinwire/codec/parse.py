@@ -1,21 +1,193 @@
-"""Codec names as users write them."""
+"""Codec names as users write them: `base`, `base(arguments)`, then suffixes behind a plus.
+
+Arguments read as in a call: `step(3.5)` gives a number, `int4(group=64)` names it, and a bare word
+switches something on, `int4(hadamard)`. What a codec takes is read off its constructor, so a new
+codec needs a name here and nothing else.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from thinwire.codec.base import Codec, Leg
 from thinwire.codec.cast import FORMATS, Cast
+from thinwire.codec.entropy import Zstd
+from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
+from thinwire.codec.lowrank import LowRank
+from thinwire.codec.quantize import Float8, Integer, TensorInteger
+from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, layers
+from thinwire.codec.step import Step
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest
 
+Factory = Callable[..., Codec]
+
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?(?:\+|$)")
+_WORDS = {bool: "", int: "=whole number", float: "=number", str: "=word"}
+_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?")
+
+
+def _integer(
+    bits: int, group: int | None = None, tensor: bool = False, hadamard: bool = False
+) -> Codec:
+    if not tensor:
+        return Integer(bits, group, hadamard)
+    if group is not None or hadamard:
+        raise ConfigError(f"int{bits}(tensor) has one scale for all: no group, no hadamard")
+    return TensorInteger(bits)
+
+
+def _topk(share: float | None = None, shared: bool = False) -> Codec:
+    if (share is None) is not shared:
+        raise ConfigError(
+            "topk takes the share of elements that travel, as topk(0.1); or, on the way back, "
+            "topk(shared) for those that went forward"
+        )
+    return SharedMask() if share is None else TopK(share)
+
+
+_CODECS: dict[str, Factory] = {
+    **{name: partial(Cast, name) for name in FORMATS},
+    "fp8": Float8,
+    **{f"int{bits}": partial(_integer, bits) for bits in range(2, 9)},
+    "step": Step,
+    "topk": _topk,
+    "randk": RandK,
+    "lowrank": LowRank,
+}
+_SUFFIXES: dict[str, Factory] = {
+    "zstd": Zstd,
+    "ef": ErrorFeedback,
+    "ef-mixed": MixedErrorFeedback,
+    "ef21": EF21,
+    "aqsgd": AQSGD,
+}
+
+
+def register_codec(name: str, factory: Factory) -> None:
+    """Let users write `name` or `name(arguments)` for the codec that `factory(arguments)` makes.
+
+    Call it at the top level of a module and name that module in `codec.plugins`: docs/codecs.md.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot name a codec: small letters, digits and - only")
+    if name in _SUFFIXES or _CODECS.get(name, factory) is not factory:
+        raise ValueError(f"{name!r} is the name of another codec already")
+    _CODECS[name] = factory
+
 
 def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg, Codec]:
-    """The codecs of one end of a boundary, new and without memory, for both directions."""
-    return {
-        Leg.FORWARD: parse_codec(forward, f"{where}.forward"),
-        Leg.BACKWARD: parse_codec(backward, f"{where}.backward"),
-    }
+    """The codecs of one end of a boundary, new and without memory, for both directions.
+
+    A `topk(shared)` on the way back is bound to the masks of the way forward.
+    """
+    there = parse_codec(forward, f"{where}.forward")
+    back = parse_codec(backward, f"{where}.backward")
+    if any(isinstance(codec, SharedMask) for codec in layers(there)):
+        raise ConfigError(
+            f'{where}.forward = "{forward}": topk(shared) is for the way back, after a forward '
+            "codec that chose the elements"
+        )
+    try:
+        bind_masks(there, back)
+    except ConfigError as error:
+        raise ConfigError(f'{where}.backward = "{backward}": {error}') from None
+    return {Leg.FORWARD: there, Leg.BACKWARD: back}
 
 
 def parse_codec(name: str, where: str = "codec") -> Codec:
     """The codec a name stands for; `where` is the config key, for the message."""
-    if name in FORMATS:
-        return Cast(name)
-    raise ConfigError(f'{where} = "{name}" is not a codec{nearest(name, FORMATS)}')
+    text = "".join(name.split())
+    try:
+        (base, arguments), *suffixes = _terms(text)
+        codec = _made(_CODECS, base, arguments)
+        for suffix, arguments in suffixes:
+            codec = _made(_SUFFIXES, suffix, arguments, codec)
+    except ConfigError as error:
+        raise ConfigError(f'{where} = "{name}": {error}') from None
+    return codec
+
+
+def _terms(text: str) -> list[tuple[str, str]]:
+    """The names between the pluses, each with what stands in its parentheses."""
+    found, start = [], 0
+    while start < len(text) and (term := _TERM.match(text, start)):
+        found.append((term[1], term[2] or ""))
+        start = term.end()
+    if start < len(text) or not found or text.endswith("+"):
+        raise ConfigError('a codec is written as in "int4(group=64)" or "topk(0.1)+ef21+zstd"')
+    return found
+
+
+def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Codec) -> Codec:
+    """What a factory makes of the arguments, once these fit its signature."""
+    if name not in factories:
+        is_base = factories is _CODECS
+        if name in (_SUFFIXES if is_base else _CODECS):
+            hint = f"bf16+{name}" if is_base else f"{name}+zstd"
+            place = "behind a codec" if is_base else "first"
+            raise ConfigError(f'"{name}" stands {place}, as in "{hint}"')
+        kind = "a codec" if is_base else "a suffix"
+        raise ConfigError(f'"{name}" is not {kind}{nearest(name, factories)}')
+    factory = factories[name]
+    signature = inspect.signature(factory, eval_str=True)
+    taken = list(signature.parameters.values())[len(inner) :]
+    by_place, by_name = _read(arguments)
+    try:
+        bound = signature.bind(*inner, *by_place, **by_name)
+    except TypeError:
+        instead = f", not ({arguments})" if arguments else ""
+        raise ConfigError(f"{name} takes {_usage(taken)}{instead}") from None
+    for parameter in taken:
+        if parameter.name in bound.arguments:
+            value = _fitting(bound.arguments[parameter.name], parameter)
+            if value is None:
+                raise ConfigError(f"{name} takes {_usage(taken)}, not ({arguments})")
+            bound.arguments[parameter.name] = value
+    return factory(*bound.args, **bound.kwargs)
+
+
+def _read(arguments: str) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by place and by name; a bare word is a name with the value True."""
+    by_place: list[Any] = []
+    by_name: dict[str, Any] = {}
+    for argument in arguments.split(",") if arguments else []:
+        key, equals, value = argument.partition("=")
+        if not equals and _NUMBER.fullmatch(key):
+            by_place.append(_value(key))
+            continue
+        if not key.isidentifier() or key in by_name or (equals and not value):
+            raise ConfigError(f'"{argument}" cannot be read as an argument')
+        by_name[key] = _value(value) if equals else True
+    return by_place, by_name
+
+
+def _value(text: str) -> int | float | str:
+    if not _NUMBER.fullmatch(text):
+        return text
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def _fitting(value: Any, parameter: inspect.Parameter) -> Any:
+    """The value in a type that the parameter allows; None where there is no such."""
+    kinds = _kinds(parameter)
+    if type(value) is int and float in kinds and int not in kinds:
+        value = float(value)
+    return value if type(value) in kinds or not kinds & _WORDS.keys() else None
+
+
+def _usage(parameters: list[inspect.Parameter]) -> str:
+    """What may stand in the parentheses, in words."""
+    return ", ".join(p.name + _like(p) for p in parameters) or "no arguments"
+
+
+def _like(parameter: inspect.Parameter) -> str:
+    return next((word for kind, word in _WORDS.items() if kind in _kinds(parameter)), "")
+
+
+def _kinds(parameter: inspect.Parameter) -> set[Any]:
+    return set(typing.get_args(parameter.annotation) or (parameter.annotation,))

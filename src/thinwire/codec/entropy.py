@@ -1,0 +1,116 @@
+"""Entropy coding: the payload of any codec, compressed by Zstandard."""
+
+import zstandard
+from torch import Tensor
+
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Parts,
+    Payload,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+)
+from thinwire.codec.sparse import layers
+from thinwire.errors import ConfigError, WireError
+
+DEFAULT_LEVEL = 1
+
+
+class Zstd(Codec):
+    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum.
+
+    Nothing is lost and nothing is remembered; only the bytes differ. A receiver knows what size
+    must come out, and refuses a frame that says another before any memory is taken for it.
+    """
+
+    def __init__(self, inner: Codec, level: int = DEFAULT_LEVEL):
+        if not 1 <= level <= zstandard.MAX_COMPRESSION_LEVEL:
+            raise ConfigError(
+                f"zstd({level}): the level must lie between 1 (fast) and "
+                f"{zstandard.MAX_COMPRESSION_LEVEL} (small)"
+            )
+        if any(isinstance(codec, Zstd) for codec in layers(inner)):
+            raise ConfigError(f"{inner.name}+zstd: compressing twice saves nothing")
+        self.inner = inner
+        self._level = level
+        self._compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    @property
+    def name(self) -> str:
+        """The inner codec's, and the level where it is not the usual one."""
+        suffix = "zstd" if self._level == DEFAULT_LEVEL else f"zstd({self._level})"
+        return f"{self.inner.name}+{suffix}"
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """What comes out of the frame."""
+        return self.inner.layout(shape, place)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """As the inner codec does."""
+        return self.inner.encode(tensor, place)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """As the inner codec does."""
+        return self.inner.decode(parts, spec, place)
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        """The inner codec's bytes in one frame."""
+        return self._compressor.compress(self.inner.to_bytes(parts))
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        """The inverse; WireError when the payload is not exactly one frame of the right size."""
+        wanted = sum(part.bytes for part in self.layout(spec.shape, place))
+        try:
+            size = zstandard.frame_content_size(payload)
+            if size != wanted:
+                said = f"{size} bytes" if size >= 0 else "an unknown size"
+                raise WireError(
+                    f"a {self.name} payload for shape {spec.shape} holds {wanted} bytes, "
+                    f"but one of {said} arrived"
+                )
+            plain = self._decompressor.decompress(payload, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise WireError(f"a {self.name} payload cannot be read: {error}") from None
+        return self.inner.from_bytes(plain, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        """The inner codec's limit, and what Zstandard may add where nothing can be saved."""
+        return _worst_case(self.inner.payload_limit(shape))
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """Pass on to the inner codec."""
+        self.inner.prepare(spec, surroundings)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the inner codec does."""
+        return self.inner.remembers
+
+    @property
+    def remembers_examples(self) -> bool:
+        """Whether the inner codec does."""
+        return self.inner.remembers_examples
+
+    def agreement(self) -> str:
+        """The inner codec's."""
+        return self.inner.agreement()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The inner codec's."""
+        return self.inner.state_tensors()
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Pass on to the inner codec."""
+        self.inner.load_state_tensors(tensors)
+
+
+def _worst_case(size: int) -> int:
+    """The most bytes of a frame: blocks of 128 KiB as they are, each with a header of 3 bytes.
+
+    The frame itself adds magic (4), descriptor (1), window (1), size (8) and checksum (4) at most.
+    """
+    return size + 3 * (size // 2**17 + 1) + 18

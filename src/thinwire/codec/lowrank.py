@@ -1,0 +1,150 @@
+"""A low-rank codec: a tensor as a matrix, the matrix as a product of two thin ones.
+
+Shapes: a matrix of R rows and C columns; r the rank.
+"""
+
+import torch
+from torch import Tensor
+
+from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.errors import ConfigError
+
+FACTORS = torch.bfloat16
+_COLD_ROUNDS = 3
+_SEED = 0
+
+
+class LowRank(Codec):
+    """M is sent as P (R x r, orthonormal) and Q = M^T P, both in bf16, and arrives as P Q^T.
+
+    The last dimension gives the columns and all others the rows; of an image (four dimensions) the
+    channels, dimension 1, give the columns: a row is what is known of one token or pixel.
+
+    P spans M Q for the last Q (PowerSGD's single power iteration with a warm start), so the
+    sending end remembers Q and follows a subspace that moves slowly. Without a memory, that is at
+    the first tensor and in evaluation, it starts from random numbers of a fixed seed and takes
+    three iterations; evaluation remembers nothing.
+
+    The numbers of P, and those of Q, are whole multiples (up to 2^22) of one power of two, so that
+    P Q^T is exact in float64 in whatever order it is summed: every machine computes the same bits,
+    which EF21 and AQSGD rely on. What is not finite makes all of the tensor NaN; so may magnitudes
+    within a factor sqrt(R) of the largest float.
+
+    Payload: 2 r (R + C) bytes; where that is not less than the matrix itself (always for
+    r >= min(R, C)), the elements in bf16, 2 R C bytes.
+    """
+
+    def __init__(self, rank: int):
+        if rank != int(rank) or rank < 1:
+            raise ConfigError(f"lowrank({rank}): the rank must be a whole number, 1 or more")
+        self.rank = int(rank)
+        self._last_Q: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """With its rank."""
+        return f"lowrank({self.rank})"
+
+    def halved(self) -> "LowRank":
+        """A new codec with half the rank, rounded down."""
+        if self.rank < 2:
+            raise ConfigError("lowrank(1) cannot be halved: choose lowrank(2) or more")
+        return LowRank(self.rank // 2)
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """P and Q, or the elements."""
+        if self._whole(shape):
+            return (Part(FACTORS, elements(shape)),)
+        rows, columns = _matrix_shape(shape)
+        return (Part(FACTORS, rows * self.rank), Part(FACTORS, columns * self.rank))
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """Power iterations in the tensor's type, float32 at least."""
+        if self._whole(tuple(tensor.shape)):
+            return (tensor.to(FACTORS).reshape(-1),)
+        M = _as_matrix(tensor).to(_working(tensor.dtype))
+        largest = M.abs().amax()
+        finite, scale = largest.isfinite(), _power_of_two(largest)
+        M = torch.where(finite, M / scale, 0)
+        warm = self._warm(M) if place.training else None
+        start_Q = self._seeded(M) if warm is None else warm
+        Q = start_Q
+        for _ in range(_COLD_ROUNDS if warm is None else 1):
+            P = _on_grid(torch.linalg.qr(M @ Q).Q)
+            Q = M.T @ P
+        if place.training and finite and largest > 0:
+            # Columns of one size keep M @ Q well conditioned.
+            size = Q.abs().amax(0)
+            self._last_Q = torch.where(size > 0, Q / size, start_Q)
+        Q = torch.where(finite, _on_grid(Q) * scale, torch.nan)
+        return P.to(FACTORS).reshape(-1), Q.to(FACTORS).reshape(-1)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """The product of the two."""
+        if self._whole(spec.shape):
+            return parts[0].reshape(spec.shape).to(spec.dtype)
+        P, Q = (part.view(-1, self.rank).to(torch.float64) for part in parts)
+        return _from_matrix((P @ Q.T).to(spec.dtype), spec.shape)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The Q to start from, once there is one."""
+        return {} if self._last_Q is None else {"q": self._last_Q}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from the Q of a checkpoint."""
+        super().load_state_tensors({name: t for name, t in tensors.items() if name != "q"})
+        self._last_Q = tensors.get("q")
+
+    def _whole(self, shape: Shape) -> bool:
+        rows, columns = _matrix_shape(shape)
+        return self.rank * (rows + columns) >= rows * columns
+
+    def _warm(self, M: Tensor) -> Tensor | None:
+        if self._last_Q is None:
+            return None
+        if self._last_Q.shape != (M.shape[1], self.rank):
+            raise ConfigError(
+                f"{self.name} remembers a Q of shape {tuple(self._last_Q.shape)}, which does not "
+                f"fit a matrix of {M.shape[1]} columns: tensors must keep their width"
+            )
+        return self._last_Q.to(M)
+
+    def _seeded(self, M: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(_SEED)
+        return torch.randn((M.shape[1], self.rank), generator=generator).to(M)
+
+
+def _matrix_shape(shape: Shape) -> tuple[int, int]:
+    if len(shape) < 2:
+        return elements(shape), 1
+    columns = shape[1] if len(shape) == 4 else shape[-1]
+    return elements(shape) // max(1, columns), columns
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    rows_first = tensor.movedim(1, -1) if tensor.dim() == 4 else tensor
+    return rows_first.reshape(_matrix_shape(tuple(tensor.shape)))
+
+
+def _from_matrix(M: Tensor, shape: Shape) -> Tensor:
+    if len(shape) != 4:
+        return M.view(shape)
+    images, channels, height, width = shape
+    return M.view(images, height, width, channels).movedim(-1, 1).contiguous()
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two up to x, exactly; 1 where there is none."""
+    positive = torch.where((x > 0) & x.isfinite(), x, 1)
+    return positive / (2 * positive.frexp().mantissa)
+
+
+def _on_grid(x: Tensor) -> Tensor:
+    """Rounded to what bf16 can hold, and to multiples, up to 2^22, of one power of two."""
+    step = _power_of_two(x.abs().amax()) * 2.0**-21
+    return ((x / step).round() * step).to(FACTORS).to(x.dtype)

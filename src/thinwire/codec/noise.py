@@ -1,0 +1,54 @@
+"""Random numbers without a generator: a hash of a key and a counter.
+
+The same key gives the same numbers on every device and in any order of calls, so runs repeat
+exactly and no state has to be saved.
+"""
+
+import torch
+from torch import Tensor
+
+from thinwire.codec.base import Leg, Place
+
+_STRIDE = -0x61C88647  # 2**32 over the golden ratio, modulo 2**32: neighbours land far apart
+_FACTORS = (-0x7A143595, -0x3D4D51CB)  # those of MurmurHash3's last mix, as signed numbers
+
+
+def random_words(count: int, key: int, device: torch.device) -> Tensor:
+    """int32 numbers, uniform over all 32 bits, decided by the key and their index alone."""
+    start, summand = _spread(key)
+    words = torch.add(start, torch.arange(count, dtype=torch.int32, device=device), alpha=_STRIDE)
+    _fold(words)
+    words = torch.add(summand, words, alpha=_FACTORS[0])
+    _fold(words)
+    return words.mul_(_FACTORS[1])
+
+
+def round_at(values: Tensor, place: Place) -> Tensor:
+    """Round in place to whole numbers: to nearest forward, stochastically backward.
+
+    A gradient is rounded up or down so that its mean is kept: x becomes x's floor plus one with
+    the probability of x's fraction, to within 2**-16. Whole numbers stay as they are.
+    """
+    if place.leg is Leg.BACKWARD:
+        count = values.numel()
+        words = random_words((count + 1) // 2, place.key, values.device)
+        # Odd multiples of 2**-16 lie symmetrically within (-1/2, 1/2) and never on its ends.
+        dither = words.bitwise_or_(0x00010001).view(torch.int16)[:count].to(values.dtype)
+        values.add_(dither.view(values.shape), alpha=2.0**-16)
+    return values.round_()
+
+
+def _fold(words: Tensor) -> None:
+    """words ^= words >>> 16, in one pass: the lower half takes in the upper (little-endian)."""
+    halves = words.view(torch.int16).view(len(words), 2)
+    halves[:, 0].bitwise_xor_(halves[:, 1])
+
+
+def _spread(key: int) -> tuple[Tensor, Tensor]:
+    """Two numbers of 32 bits from a key of 64, by SplitMix64: near keys give far numbers."""
+    key = (key + 0x9E3779B97F4A7C15) % 2**64
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    key = (key ^ key >> 27) * 0x94D049BB133111EB % 2**64
+    key ^= key >> 31
+    low, high = torch.tensor([key % 2**32 - 2**31, (key >> 32) - 2**31], dtype=torch.int32)
+    return low, high

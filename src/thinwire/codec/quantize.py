@@ -1,0 +1,219 @@
+"""Quantizers of fixed size: whole numbers of 2 to 8 bits, and eight-bit floats, with scales.
+
+Shapes: a tensor is R rows (its last dimension is the row), D wide, cut into G groups of W elements;
+the last group of a row may be short. All arithmetic is in float32.
+
+What is not finite cannot be told in a few bits, and must not look as if it could: a group
+that holds NaN, an infinity or a magnitude above 2**120 arrives as NaN from its first element
+to its last, and the step's verdict sees it. Rows of zeros arrive as zeros.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
+from thinwire.codec.noise import round_at
+from thinwire.codec.rotate import rotate
+from thinwire.errors import ConfigError
+
+LARGEST = 2.0**120  # what is above counts as infinite: below, no sum or product overflows
+_SMALLEST = 2.0**-126  # the smallest scale: its reciprocal is finite
+_NAN_BITS = 0x7FC0  # NaN in bf16
+
+
+class Integer(Codec):
+    """`intN`: each element a whole number of N bits, each row or group with a scale of its own.
+
+    The scale is the largest magnitude over the largest code, in bfloat16 rounded up, so nothing
+    is clipped. Codes are symmetric about zero, which is one of them; but with 2 bits that would
+    leave three levels, so there the four levels -3/2, -1/2, 1/2, 3/2 times the scale are used: a
+    third less error at worst, at the price that a zero beside others is not kept.
+    With `hadamard` a row is rotated first, in blocks that do not cross groups.
+    """
+
+    def __init__(self, bits: int, group: int | None = None, hadamard: bool = False):
+        _check_bits(bits)
+        if group is not None and group < 4:
+            raise ConfigError(f"group={group}: a group must have at least 4 elements")
+        if hadamard and group is not None and group & (group - 1):
+            raise ConfigError(f"group={group}: to be rotated, a group must be a power of two long")
+        self._bits = bits
+        self._group = group
+        self._hadamard = hadamard
+        self._center = 2 if bits == 2 else 2 ** (bits - 1) - 1  # the code at or just above zero
+        self._above = 0.5 if bits == 2 else 0.0  # how far above zero that level lies
+
+    @property
+    def name(self) -> str:
+        """The bits, and what differs from one scale per row."""
+        arguments = [f"group={self._group}"] if self._group else []
+        arguments += ["hadamard"] if self._hadamard else []
+        return f"int{self._bits}" + (f"({','.join(arguments)})" if arguments else "")
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """The scales row by row, then the codes."""
+        count = elements(shape)
+        width = _width(shape)
+        scales = count // width * -(-width // (self._group or width))
+        codes = packed_bytes(count, self._bits)
+        return Part(torch.bfloat16, scales), Part(torch.uint8, codes)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """Scales and packed codes."""
+        x_RD = _rows(tensor)
+        if self._hadamard:
+            x_RD = rotate(x_RD, self._group or x_RD.shape[1])
+        x_RGW = self._grouped(x_RD)
+        scale_RG1 = _scale(x_RGW, top=self._center - self._above)
+        levels_RGW = x_RGW * _reciprocal(scale_RG1)
+        if self._above:
+            levels_RGW.sub_(self._above)
+        codes_RGW = _codes(round_at(levels_RGW, place), self._center, self._bits)
+        codes_RD = codes_RGW.flatten(1)[:, : x_RD.shape[1]]
+        return scale_RG1.reshape(-1), pack_bits(codes_RD.reshape(-1), self._bits)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Codes times scales: one rounding at most, so every device gives the same."""
+        scales, packed = parts
+        width, count = _width(spec.shape), elements(spec.shape)
+        codes = unpack_bits(packed, count, self._bits).view(torch.int8) - self._center
+        levels_RD = codes.to(torch.float32).view(count // width, width)
+        if self._above:
+            levels_RD.add_(self._above)
+        if self._hadamard:
+            levels_RD = rotate(levels_RD, self._group or width, back=True)
+        levels_RGW = self._grouped(levels_RD)
+        scale_RG1 = scales.to(torch.float32).view(*levels_RGW.shape[:2], 1)
+        x_RD = levels_RGW.mul_(scale_RG1).flatten(1)[:, :width]
+        return x_RD.reshape(spec.shape).to(spec.dtype)
+
+    def _grouped(self, x_RD: Tensor) -> Tensor:
+        """Rows cut into groups, the last one filled up with zeros: a view where none is short."""
+        rows, width = x_RD.shape
+        group = min(self._group or width, width)
+        padded = F.pad(x_RD, (0, -width % group)) if width % group else x_RD
+        return padded.view(rows, -(-width // group), group)
+
+
+class TensorInteger(Codec):
+    """`intN(tensor)`: whole numbers of N bits over the span from the least element to the greatest.
+
+    One offset (the least element, kept exactly) and one step for the whole tensor, in float32.
+    """
+
+    def __init__(self, bits: int):
+        _check_bits(bits)
+        self._bits = bits
+
+    @property
+    def name(self) -> str:
+        """The bits, and that the scale is shared by all."""
+        return f"int{self._bits}(tensor)"
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """Offset and step (nothing for an empty tensor), then the codes."""
+        count = elements(shape)
+        codes = packed_bytes(count, self._bits)
+        return Part(torch.float32, 2 if count else 0), Part(torch.uint8, codes)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """Offset and step, and the packed codes."""
+        x = tensor.to(torch.float32).reshape(-1)
+        if not len(x):
+            return x, x.to(torch.uint8)
+        least, most = x.amin(), x.amax()
+        step = torch.where(most > least, _over(most - least, 2**self._bits - 1), 0.0)
+        step = torch.where(torch.maximum(most, -least) <= LARGEST, step, math.nan)
+        center = 2 ** (self._bits - 1)
+        levels = torch.sub(x, least).mul_(_reciprocal(step)).sub_(center)
+        codes = _codes(round_at(levels, place), center, self._bits)
+        return torch.stack((least, step)), pack_bits(codes, self._bits)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Offset plus code times step, rounded after each: every device gives the same."""
+        span, packed = parts
+        x = unpack_bits(packed, elements(spec.shape), self._bits).to(torch.float32)
+        if len(x):
+            least, step = span
+            x.mul_(step).add_(least)
+        return x.reshape(spec.shape).to(spec.dtype)
+
+
+class Float8(Codec):
+    """`fp8`: eight-bit floats (e4m3: three bits of mantissa), each row with a scale of its own.
+
+    The scale, in bfloat16 rounded up, brings the row's largest magnitude to 448 or just below.
+    Both directions round to nearest.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its one form."""
+        return "fp8"
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """The scales row by row, then the elements."""
+        count = elements(shape)
+        scales = count // _width(shape)
+        return Part(torch.bfloat16, scales), Part(torch.float8_e4m3fn, count)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """Scales and scaled elements."""
+        x_RD = _rows(tensor)
+        scale_R1 = _scale(x_RD, top=torch.finfo(torch.float8_e4m3fn).max)
+        scaled_RD = x_RD * _reciprocal(scale_R1)
+        return scale_R1.reshape(-1), scaled_RD.to(torch.float8_e4m3fn).reshape(-1)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Elements times scales, which float32 holds exactly."""
+        scales, scaled = parts
+        x_RD = scaled.to(torch.float32).view(len(scales), _width(spec.shape))
+        return x_RD.mul_(scales.to(torch.float32)[:, None]).reshape(spec.shape).to(spec.dtype)
+
+
+def _check_bits(bits: int) -> None:
+    if not 2 <= bits <= 8:
+        raise ConfigError(f"int{bits}: whole numbers may have 2 to 8 bits")
+
+
+def _width(shape: Shape) -> int:
+    """The length of a row, and 1 where there is none: a scalar, or a tensor of no elements."""
+    return shape[-1] if elements(shape) and shape else 1
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32).reshape(-1, _width(tuple(tensor.shape)))
+
+
+def _scale(x: Tensor, top: float) -> Tensor:
+    """What the last dimension is divided by so that nothing exceeds `top`, rounded up to bf16."""
+    largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
+    bits = _over(largest, top).view(torch.int32)
+    rounded_up = torch.where(largest > 0, (bits + 0xFFFF) >> 16, 0)
+    rounded_up = torch.where(largest <= LARGEST, rounded_up, _NAN_BITS)
+    return rounded_up.to(torch.int16).view(torch.bfloat16)
+
+
+def _over(x: Tensor, number: float) -> Tensor:
+    """x / number, and not below the smallest scale; CUDA would multiply by 1/number instead."""
+    return (x / x.new_full((), number)).clamp(min=_SMALLEST)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    """1/scale in float32, and 0 for a scale of zero or NaN.
+
+    Less by a hair, so that rounding errors cannot carry the largest element past the last code.
+    """
+    return torch.where(scale > 0, (1 - 2.0**-22) / scale.to(torch.float32), 0.0)
+
+
+def _codes(levels: Tensor, center: int, bits: int) -> Tensor:
+    """Whole numbers about zero as uint8 about `center`; whatever NaN became stays within bits."""
+    codes = levels.to(torch.int8).add_(center)
+    if bits < 8:
+        codes.bitwise_and_(2**bits - 1)
+    return codes.view(torch.uint8)

@@ -1,0 +1,318 @@
+"""Sparse codecs: some elements of a tensor travel, in bf16, and the rest arrive as zero.
+
+Shapes: B samples of n elements each, of which k are kept; N elements in all. A sample is an entry
+of the first dimension; a tensor with fewer than two dimensions is one sample.
+
+None of these codecs rescales what it keeps, so the error is never longer than the tensor was
+(rounding aside): that is what error feedback asks for. A tensor with a NaN or an infinity never
+arrives as a finite one.
+"""
+
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.positions import PositionCode, drawn, row_starts
+from thinwire.errors import ConfigError, WireError
+
+VALUES = torch.bfloat16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Masks:
+    """Which positions went forward, until the way back of the same microbatch asks.
+
+    The two ways run in different threads. Steps before the last one are forgotten, so that a
+    gradient that never came costs no memory for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._positions: dict[tuple[int, int], Tensor] = {}
+
+    def put(self, place: Place, positions: Tensor) -> None:
+        """Remember the flat positions kept at a place."""
+        with self._lock:
+            for key in [key for key in self._positions if key[0] < place.step - 1]:
+                del self._positions[key]
+            self._positions[place.step, place.microbatch] = positions
+
+    def take(self, place: Place) -> Tensor | None:
+        """The positions kept at a place, forgotten from now on; None where there are none."""
+        with self._lock:
+            return self._positions.pop((place.step, place.microbatch), None)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
+class Sparse(Codec):
+    """What TopK and RandK share: a share of the elements, and masks for the way back.
+
+    `masks` is None, and no mask is remembered, until a SharedMask binds itself to this codec.
+    """
+
+    word: str
+
+    def __init__(self, share: float) -> None:
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"{self.word}({share}): the share of elements that travel must be above 0 and at "
+                f"most 1; {self.word}(0.1) sends a tenth"
+            )
+        self.share = float(share)
+        self.masks: Masks | None = None
+        self.last_positions: Tensor | None = None
+
+    @abstractmethod
+    def kept(self, shape: Shape) -> int:
+        """How many elements of such a tensor travel."""
+
+    @property
+    def name(self) -> str:
+        """The word and the share."""
+        short = f"{self.share:g}"
+        return f"{self.word}({short if float(short) == self.share else self.share})"
+
+    def remember(self, place: Place, positions: Tensor) -> None:
+        """Keep the mask for the way back, if there will be one that asks."""
+        self.last_positions = positions
+        if self.masks is not None and place.training:
+            self.masks.put(place, positions)
+
+
+class TopK(Sparse):
+    """The k = max(1, round(share * n)) elements of largest magnitude of every sample.
+
+    Of equal magnitudes at the limit, those with the lowest position are kept; a NaN counts as
+    larger than infinity. So the kept set depends on the tensor alone, on every device.
+
+    Payload: 2 B k + ceil(B marks / 8) + ceil(B k l / 8) bytes, with marks = n if l = 0, otherwise
+    k + floor((n - 1) / 2^l), and the l that makes marks + k l least (see PositionCode). Positions
+    take about 5.3 bits for each kept element at a share of 0.1, 8.6 bits at 0.01.
+    """
+
+    word = "topk"
+
+    def halved(self) -> "TopK":
+        """A new codec with half the budget."""
+        return TopK(self.share / 2)
+
+    def kept(self, shape: Shape) -> int:
+        """B * k."""
+        B, n = samples(shape)
+        return B * share_of(n, self.share)
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """Marks and low bits of the positions, then the values in the order of positions."""
+        B, code = self._code(shape)
+        marks, lows = code.sizes(B)
+        return Part(torch.uint8, marks), Part(torch.uint8, lows), Part(VALUES, B * code.k)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """Select on the tensor's device."""
+        B, code = self._code(tuple(tensor.shape))
+        x_Bn = tensor.reshape(B, code.n)
+        positions = _largest(x_Bn, code.k)
+        self.remember(place, positions)
+        index_Bk = positions.view(B, code.k) - row_starts(B, code.n, tensor.device)
+        return *code.write(index_Bk), x_Bn.reshape(-1)[positions].to(VALUES)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Put the values where they were; WireError when the positions cannot be right."""
+        B, code = self._code(spec.shape)
+        marks, lows, values = parts
+        index_Bk = code.read(marks, lows, B)
+        positions = (index_Bk + row_starts(B, code.n, index_Bk.device)).view(-1)
+        self.remember(place, positions)
+        return _scattered(values, positions, spec)
+
+    def _code(self, shape: Shape) -> tuple[int, PositionCode]:
+        """B, and how the positions of a sample are written."""
+        B, n = samples(shape)
+        return B, PositionCode.cheapest(n, share_of(n, self.share))
+
+
+class RandK(Sparse):
+    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place.
+
+    Both ends draw the same ones from `place.key`, bit for bit on every device, so no indices
+    travel. If anything in the tensor is not finite, all that travels is NaN, since what is not
+    finite might be among what is left out.
+
+    Payload: 2 K bytes.
+    """
+
+    word = "randk"
+
+    def halved(self) -> "RandK":
+        """A new codec with half the budget."""
+        return RandK(self.share / 2)
+
+    def kept(self, shape: Shape) -> int:
+        """K."""
+        return share_of(elements(shape), self.share)
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """The values in the order in which their positions are drawn."""
+        return (Part(VALUES, self.kept(shape)),)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """The drawn elements."""
+        shape = tuple(tensor.shape)
+        positions = drawn(elements(shape), self.kept(shape), place.key, tensor.device)
+        self.remember(place, positions)
+        return (_selected(tensor, positions),)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """The same draw, filled."""
+        total = elements(spec.shape)
+        positions = drawn(total, self.kept(spec.shape), place.key, spec.device)
+        self.remember(place, positions)
+        return _scattered(parts[0], positions, spec)
+
+
+class SharedMask(Codec):
+    """For the way back: the values at the positions that went forward.
+
+    Both ends know these from the forward tensor of the same step and microbatch, so no indices
+    travel. If anything in the gradient is not finite, all that travels is NaN.
+
+    Payload: 2 bytes for each element that the forward codec kept; that is for all of them where
+    the tensor went forward whole (AQSGD at a first visit).
+    """
+
+    def __init__(self) -> None:
+        self._forward: Codec | None = None
+        self._masks = Masks()
+        self._current: tuple[tuple[int, int], Tensor] | None = None
+
+    @property
+    def name(self) -> str:
+        """As users write it."""
+        return "topk(shared)"
+
+    def bind(self, forward: Codec) -> None:
+        """Use the masks of this end's forward codec, also where it is wrapped."""
+        sources = [codec for codec in layers(forward) if isinstance(codec, Sparse)]
+        if not sources:
+            raise ConfigError(
+                f"topk(shared) sends back the elements that topk or randk sent forward, but the "
+                f"forward codec is {forward.name}: choose topk or randk there, or give the "
+                f"backward direction a codec of its own, such as topk(0.1)"
+            )
+        sources[0].masks = self._masks
+        self._forward = forward
+
+    @property
+    def size_varies(self) -> bool:
+        """Whether the forward codec sometimes sends a tensor whole."""
+        return any(codec.remembers_examples for codec in layers(self._bound()))
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """The values in the order of the forward codec's positions."""
+        return (Part(VALUES, len(self._positions(place))),)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """The elements at the forward codec's positions."""
+        return (_selected(tensor, self._positions(place).to(tensor.device)),)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """The values at the forward codec's positions."""
+        return _scattered(parts[0], self._positions(place).to(spec.device), spec)
+
+    def payload_limit(self, shape: Shape) -> int:
+        """As much as the forward codec, or the outermost wrapper that knows, keeps at most."""
+        counts = (getattr(codec, "kept", None) for codec in layers(self._bound()))
+        return next(kept(shape) for kept in counts if kept) * VALUES.itemsize
+
+    def _bound(self) -> Codec:
+        if self._forward is None:
+            raise ConfigError(
+                "topk(shared) is for the backward direction of a boundary whose forward codec is "
+                "topk or randk, and was not bound to one"
+            )
+        return self._forward
+
+    def _positions(self, place: Place) -> Tensor:
+        """Taken from the masks when a place is new, then kept until the next place."""
+        forward = self._bound()
+        key = (place.step, place.microbatch)
+        if (positions := self._masks.take(place)) is not None:
+            self._current = (key, positions)
+        if self._current is None or self._current[0] != key:
+            raise WireError(
+                f"topk(shared) has no mask for step {place.step}, microbatch "
+                f"{place.microbatch}: {forward.name} sent nothing forward there in training"
+            )
+        return self._current[1]
+
+
+def bind_masks(forward: Codec, backward: Codec) -> None:
+    """Let a `topk(shared)` in the backward codec of an end use the masks of its forward codec."""
+    for codec in layers(backward):
+        if isinstance(codec, SharedMask):
+            codec.bind(forward)
+
+
+def remember_whole(codec: Codec, place: Place, spec: TensorSpec) -> None:
+    """Tell the way back that this tensor travelled whole, past the sparse codec in `codec`."""
+    for inner in layers(codec):
+        if isinstance(inner, Sparse) and inner.masks is not None:
+            inner.remember(place, torch.arange(elements(spec.shape), device=spec.device))
+
+
+def layers(codec: Codec) -> Iterator[Codec]:
+    """A codec, the one it wraps, the one that this wraps, and so on."""
+    current: Codec | None = codec
+    while current is not None:
+        yield current
+        current = getattr(current, "inner", None)
+
+
+def samples(shape: Shape) -> tuple[int, int]:
+    """B and n of a shape."""
+    return (1, elements(shape)) if len(shape) < 2 else (shape[0], elements(shape[1:]))
+
+
+def share_of(count: int, share: float) -> int:
+    """How many of `count` elements travel: at least one, where there is one."""
+    return min(count, max(1, round(share * count)))
+
+
+def _largest(x_Bn: Tensor, k: int) -> Tensor:
+    """The flat positions of the k largest magnitudes of every row; of equal ones the first."""
+    (B, n), integer = x_Bn.shape, _INTEGERS[x_Bn.element_size()]
+    # Without its sign bit a float's pattern, read as an integer, orders as its magnitude does.
+    size_Bn = x_Bn.contiguous().view(integer) & torch.iinfo(integer).max
+    if size_Bn.numel() == 0:
+        return torch.zeros(0, dtype=torch.int64, device=x_Bn.device)
+    least_B = torch.topk(size_Bn, k, dim=1, sorted=False).values.amin(1)
+    positions = (size_Bn >= least_B.unsqueeze(1)).view(-1).nonzero().view(-1)
+    if len(positions) == B * k:
+        return positions
+    row = positions.div(n, rounding_mode="floor")
+    equal = (size_Bn.view(-1)[positions] == least_B[row]).nonzero().view(-1)
+    equal_row = row[equal]
+    equal_B = equal_row.bincount(minlength=B)
+    surplus_B = row.bincount(minlength=B) - k
+    turn = torch.arange(len(equal), device=row.device) - (equal_B.cumsum(0) - equal_B)[equal_row]
+    kept = torch.ones_like(positions, dtype=torch.bool)
+    kept[equal[turn >= (equal_B - surplus_B)[equal_row]]] = False
+    return positions[kept]
+
+
+def _selected(tensor: Tensor, positions: Tensor) -> Tensor:
+    """The values that travel; all NaN when anything in the tensor is not finite."""
+    values = tensor.reshape(-1)[positions].to(VALUES)
+    return torch.where(tensor.isfinite().all(), values, math.nan)
+
+
+def _scattered(values: Tensor, positions: Tensor, spec: TensorSpec) -> Tensor:
+    flat = torch.zeros(elements(spec.shape), dtype=spec.dtype, device=spec.device)
+    return flat.scatter_(0, positions, values.to(spec.dtype)).view(spec.shape)

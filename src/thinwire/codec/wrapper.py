@@ -1,0 +1,160 @@
+"""What the wrappers of feedback.py share: what they leave to the codec inside, and a buffer."""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Parts,
+    Payload,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+)
+from thinwire.codec.sparse import layers
+from thinwire.errors import ConfigError
+
+
+class Feedback(Codec):
+    """What wrappers share: all that is not their own affair is left to the inner codec."""
+
+    suffix: str
+
+    def __init__(self, inner: Codec):
+        if any(isinstance(codec, Feedback) for codec in layers(inner)):
+            raise ConfigError(
+                f"{inner.name}+{self.suffix}: a codec can have one kind of feedback only, since "
+                f"each would take the other's corrections for errors"
+            )
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        """The inner codec's, and what is added to it."""
+        return f"{self.inner.name}+{self.suffix}"
+
+    @abstractmethod
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        """Encode and remember."""
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Decode and remember; where only the sender remembers, decode."""
+        return self.inner.decode(parts, spec, place)
+
+    def remembering(self) -> dict[str, Codec]:
+        """The codecs inside that may remember something in training, by name."""
+        return {"inner": self.inner}
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """With memory in training, without in evaluation."""
+        encode = self.encode_training if place.training else self.inner.encode
+        return encode(tensor, place)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """With memory in training, without in evaluation."""
+        decode = self.decode_training if place.training else self.inner.decode
+        return decode(parts, spec, place)
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        """The inner codec's."""
+        return self.inner.layout(shape, place)
+
+    @property
+    def size_varies(self) -> bool:
+        """Whether the inner codec's does."""
+        return self.inner.size_varies
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        """The inner codec's."""
+        return self.inner.to_bytes(parts)
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        """The inner codec's."""
+        return self.inner.from_bytes(payload, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        """The inner codec's."""
+        return self.inner.payload_limit(shape)
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """The codecs inside may want room."""
+        for codec in self.remembering().values():
+            codec.prepare(spec, surroundings)
+
+    def agreement(self) -> str:
+        """The inner codec's; of a wrapper's own only where both ends remember."""
+        return self.inner.agreement()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The wrapper's own, and those of the codecs inside behind their names."""
+        return self.own_state() | {
+            f"{name}.{key}": tensor
+            for name, codec in self.remembering().items()
+            for key, tensor in codec.state_tensors().items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave."""
+        rest = dict(tensors)
+        for name, codec in self.remembering().items():
+            start = f"{name}."
+            inside = [key for key in rest if key.startswith(start)]
+            codec.load_state_tensors({key.removeprefix(start): rest.pop(key) for key in inside})
+        self.load_own_state(rest)
+
+    @abstractmethod
+    def own_state(self) -> dict[str, Tensor]:
+        """What the wrapper itself remembers."""
+
+    @abstractmethod
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `own_state` gave."""
+
+
+class Buffered(Feedback):
+    """Feedback with one buffer, made at the first tensor in training."""
+
+    def __init__(self, inner: Codec):
+        super().__init__(inner)
+        self._buffer: Tensor | None = None
+
+    def buffer(self, spec: TensorSpec) -> Tensor:
+        """The buffer, on the tensor's device; never changed in place."""
+        dtype = working(spec.dtype)
+        if self._buffer is None:
+            return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
+        if self._buffer.shape != spec.shape or self._buffer.dtype != dtype:
+            raise ConfigError(
+                f"{self.name} keeps a buffer of {self._buffer.dtype} and shape "
+                f"{tuple(self._buffer.shape)}, but a tensor of {spec.dtype} and shape "
+                f"{spec.shape} came: with feedback all microbatches must be alike"
+            )
+        return self._buffer.to(spec.device)
+
+    def replace_buffer(self, old: Tensor, new: Tensor) -> None:
+        """Take the new one if all of it is finite."""
+        self._buffer = torch.where(new.isfinite().all(), new, old)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The buffer, once there is one."""
+        return {} if self._buffer is None else {"buffer": self._buffer}
+
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        """The buffer, or none."""
+        if not tensors.keys() <= {"buffer"}:
+            raise ValueError(f"{self.name} remembers a buffer, but was given {sorted(tensors)}")
+        self._buffer = tensors.get("buffer")
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """What a receiver of this tensor expects."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """The type of buffers for tensors of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,316 @@
+"""AQ-SGD: a memory of every training example, equal on both ends, bounded and kept in a file."""
+
+import math
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec
+from thinwire.codec.entropy import Zstd
+from thinwire.codec.feedback import AQSGD
+from thinwire.codec.lowrank import LowRank
+from thinwire.codec.memory import ExampleMemory, bytes_needed
+from thinwire.codec.quantize import Integer
+from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
+from thinwire.errors import ConfigError, WireError
+
+CPU = torch.device("cpu")
+EXAMPLES, ROW = 7, (4, 6)
+ENOUGH = Surroundings(EXAMPLES, limit_bytes=10**6)
+INNERS: dict[str, Callable[[], Codec]] = {
+    "topk": lambda: TopK(0.2),
+    "randk": lambda: RandK(0.2),
+    "lowrank": lambda: LowRank(1),
+    "int": lambda: Integer(4),
+    "zstd": lambda: Zstd(Integer(4)),
+}
+
+seeds = st.integers(0, 2**32)
+dtypes = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
+microbatches = st.lists(
+    st.tuples(
+        st.sampled_from(("train", "evaluate", "spoilt")),
+        st.lists(st.integers(0, EXAMPLES - 1), min_size=3, max_size=3),
+    ),
+    max_size=14,
+)
+few = settings(deadline=None, max_examples=40)
+
+
+def normal(seed: int, dtype: torch.dtype = torch.float32, rows: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((rows, *ROW), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def at(number: int, examples: list[int] | None, training: bool = True) -> Place:
+    named = None if examples is None else tuple(examples)
+    return Place(Leg.FORWARD, number, 0, training=training, examples=named)
+
+
+class Ends:
+    """The sending and the receiving end of one direction, with room for all examples."""
+
+    def __init__(
+        self, inner: str, surroundings: Surroundings = ENOUGH, dtype: torch.dtype = torch.float32
+    ):
+        self.sender, self.receiver = AQSGD(INNERS[inner]()), AQSGD(INNERS[inner]())
+        for end in (self.sender, self.receiver):
+            end.prepare(TensorSpec((3, *ROW), dtype, CPU), surroundings)
+
+    def send(self, tensor: Tensor, place: Place) -> Tensor:
+        payload = bytes(self.sender.pack(tensor, place))
+        assert len(payload) <= self.receiver.payload_limit(tuple(tensor.shape))
+        return self.receiver.unpack(payload, spec_of(tensor), place)
+
+    def states(self) -> list[dict[str, Tensor]]:
+        return [end.state_tensors() for end in (self.sender, self.receiver)]
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@few
+@given(st.sampled_from(sorted(INNERS)), microbatches, seeds, dtypes)
+def test_both_ends_remember_the_same_over_any_traffic(
+    inner: str, traffic: list[tuple[str, list[int]]], seed: int, dtype: torch.dtype
+) -> None:
+    ends = Ends(inner, dtype=dtype)
+    seen: set[int] = set()
+    for number, (event, examples) in enumerate(traffic):
+        tensor = normal(seed + number, dtype)
+        if event == "spoilt":
+            tensor.view(-1)[seed % tensor.numel()] = (math.nan, math.inf)[number % 2]
+        before = ends.sender.agreement()
+        got = ends.send(tensor, at(number, examples, event != "evaluate"))
+        assert got.dtype == dtype and got.isfinite().all() == (event != "spoilt")
+        assert ends.sender.agreement() == ends.receiver.agreement()
+        if event == "train":
+            if not seen.issuperset(examples):
+                assert torch.equal(got, tensor.to(torch.bfloat16).to(dtype))
+            seen.update(examples)
+            memory = ends.receiver.state_tensors()["rows"].view(EXAMPLES, *ROW)
+            last = {example: row for row, example in enumerate(examples)}
+            for example, row in last.items():
+                assert torch.equal(memory[example].to(dtype), got[row])
+        else:
+            assert ends.sender.agreement() == before
+    mine, theirs = (
+        {name: t for name, t in state.items() if not name.startswith("inner.")}
+        for state in ends.states()
+    )
+    assert equal(mine, theirs)
+    assert {i for i, flag in enumerate(mine["seen"].tolist()) if flag} == seen
+
+
+@few
+@given(st.sampled_from(sorted(INNERS)), microbatches, microbatches, seeds)
+def test_a_saved_state_continues_alike(
+    inner: str, traffic: list[tuple[str, list[int]]], later: list[tuple[str, list[int]]], seed: int
+) -> None:
+    ends, resumed = Ends(inner), Ends(inner)
+    resumed.send(normal(1), at(0, [0, 1, 2]))  # a memory that must be replaced
+    for number, (_, examples) in enumerate(traffic):
+        ends.send(normal(seed + number), at(number, examples))
+    for old, new in ((ends.sender, resumed.sender), (ends.receiver, resumed.receiver)):
+        new.load_state_tensors({name: t.clone() for name, t in old.state_tensors().items()})
+    for number, (_, examples) in enumerate(later, start=len(traffic)):
+        tensor, place = normal(seed + number), at(number, examples)
+        assert torch.equal(ends.send(tensor, place), resumed.send(tensor, place))
+        assert resumed.sender.agreement() == resumed.receiver.agreement()
+        assert resumed.sender.agreement() == ends.sender.agreement()
+
+
+def test_a_first_visit_travels_whole_and_later_ones_by_the_inner_codec() -> None:
+    ends, shape = Ends("topk"), (3, *ROW)
+    whole, small = 2 * math.prod(shape), TopK(0.2).payload_limit(shape)
+    sizes = []
+    for number, examples in enumerate([[0, 1, 2], [2, 1, 0], [0, 1, 3], [3, 0, 2]]):
+        sizes.append(len(ends.sender.pack(normal(number), at(number, examples))))
+    assert sizes == [whole, small, whole, small]
+    assert ends.sender.payload_limit(shape) == whole
+    assert AQSGD(Cast("fp32")).payload_limit(shape) == 2 * whole
+    assert ends.sender.remembers_examples and ends.sender.size_varies
+
+
+def test_what_travels_whole_is_not_compressed_by_the_inner_codec_and_the_rest_is() -> None:
+    ends, tensor = Ends("zstd"), torch.zeros(3, *ROW)
+    assert len(ends.sender.pack(tensor, at(0, [0, 1, 2]))) == 2 * tensor.numel()
+    evaluated = Zstd(Integer(4)).pack(tensor, at(0, [0, 1, 2], training=False))
+    assert ends.sender.pack(tensor, at(0, None, training=False)) == evaluated
+    again = ends.sender.pack(tensor, at(1, [0, 1, 2]))
+    assert len(again) <= Zstd(Integer(4)).payload_limit((3, *ROW)) < 2 * tensor.numel()
+
+
+def test_an_example_comes_nearer_with_every_visit() -> None:
+    ends, tensor = Ends("topk"), normal(5)
+    ends.send(normal(0), at(0, [0, 1, 2]))
+    errors = []
+    for number in range(1, 8):
+        ends.send(normal(number), at(number, [3, 4, 5]))
+        got = ends.send(tensor, at(number, [2, 0, 1]))
+        errors.append(float((got - tensor).norm()))
+    assert all(later < earlier for earlier, later in pairwise(errors))
+    assert errors[-1] < 0.02 * errors[0]
+
+
+def test_an_end_that_missed_a_microbatch_is_found_out() -> None:
+    ends = Ends("topk")
+    ends.send(normal(0), at(0, [0, 1, 2]))
+    ends.sender.pack(normal(1), at(1, [0, 1, 2]))
+    assert ends.sender.agreement() != ends.receiver.agreement()
+
+
+def test_an_altered_payload_changes_nothing() -> None:
+    ends = Ends("topk")
+    ends.send(normal(0), at(0, [0, 1, 2]))
+    for examples in ([0, 1, 2], [3, 4, 5]):
+        payload = bytes(ends.sender.pack(normal(1), at(1, examples)))
+        before = ends.receiver.agreement()
+        for wrong in (payload[:-1], payload + b"\0", b""):
+            with pytest.raises(WireError):
+                ends.receiver.unpack(wrong, spec_of(normal(1)), at(1, examples))
+        assert ends.receiver.agreement() == before
+        ends.receiver.unpack(payload, spec_of(normal(1)), at(1, examples))
+        assert ends.receiver.agreement() == ends.sender.agreement()
+
+
+@pytest.mark.parametrize("forward", ["topk", "randk"])
+def test_a_shared_mask_follows_what_went_forward(forward: str) -> None:
+    ends, back = Ends(forward), (SharedMask(), SharedMask())
+    bind_masks(ends.receiver, back[0])
+    bind_masks(ends.sender, back[1])
+    kept = []
+    for number in range(3):
+        ends.send(normal(number), at(number, [0, 1, 2]))
+        place = Place(Leg.BACKWARD, number, 0)
+        payload = bytes(back[0].pack(torch.ones(3, *ROW), place))
+        assert len(payload) <= back[1].payload_limit((3, *ROW)) == 2 * 72
+        kept.append(int(back[1].unpack(payload, spec_of(normal(0)), place).sum()))
+    count = INNERS[forward]().kept((3, *ROW))  # type: ignore[attr-defined]
+    assert kept == [72, count, count] and count < 20
+    assert back[0].size_varies
+
+
+def test_training_without_examples_is_refused_with_the_reason() -> None:
+    ends = Ends("topk")
+    with pytest.raises(ConfigError, match="not told which examples"):
+        ends.sender.pack(normal(0), at(0, None))
+    with pytest.raises(ConfigError, match="not told which examples"):
+        ends.receiver.unpack(bytes(144), spec_of(normal(0)), at(0, None))
+    ends.send(normal(0), at(0, None, training=False))
+    with pytest.raises(ConfigError, match="prepare it"):
+        AQSGD(TopK(0.2)).pack(normal(0), at(0, [0, 1, 2]))
+    with pytest.raises(ValueError, match="2 examples were named for 3 rows"):
+        ends.sender.pack(normal(0), at(0, [0, 1]))
+    for wrong in ([0, 1, EXAMPLES], [-1, 0, 1]):
+        with pytest.raises(ValueError, match=f"only {EXAMPLES} training examples"):
+            ends.sender.pack(normal(0), at(0, wrong))
+    with pytest.raises(ConfigError, match="one row for each example"):
+        AQSGD(TopK(0.2)).prepare(TensorSpec((), torch.float32, CPU), ENOUGH)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1), (2, 0), (0, 5), (2, 3, 5)])
+def test_empty_small_and_odd_tensors_travel(shape: tuple[int, ...]) -> None:
+    sender, receiver = AQSGD(TopK(0.3)), AQSGD(TopK(0.3))
+    sent = torch.ones(shape)
+    for end in (sender, receiver):
+        end.prepare(spec_of(sent), ENOUGH)
+    for number in range(3):
+        place = at(number, list(range(shape[0])))
+        got = receiver.unpack(bytes(sender.pack(sent, place)), spec_of(sent), place)
+        assert torch.equal(got, sent) and sender.agreement() == receiver.agreement()
+
+
+def test_views_are_read_in_row_order() -> None:
+    view = torch.randn(6, 4, 3).movedim(2, 0).transpose(1, 2)
+    one, other = Ends("topk"), Ends("topk")
+    assert not view.is_contiguous() and view.shape == (3, *ROW)
+    for number in range(2):
+        place = at(number, [0, 1, 2])
+        plain = view.clone(memory_format=torch.contiguous_format) + number
+        assert torch.equal(one.send(view + number, place), other.send(plain, place))
+
+
+# The memory itself
+
+
+def test_too_little_room_is_refused_with_the_need_and_the_limit(tmp_path: Path) -> None:
+    need = bytes_needed(ROW, EXAMPLES)
+    assert need == EXAMPLES * (2 * 24 + 5)
+    ExampleMemory(ROW, Surroundings(EXAMPLES, limit_bytes=need), CPU)
+    for folder in (None, tmp_path):
+        with pytest.raises(ConfigError, match=rf"{need} bytes at each end.* limit is {need - 1}"):
+            ExampleMemory(ROW, Surroundings(EXAMPLES, need - 1, folder), CPU)
+    codec = AQSGD(TopK(0.2))
+    with pytest.raises(ConfigError, match=r"24 numbers for each of 1,000,000 training examples"):
+        codec.prepare(spec_of(normal(0)), Surroundings(10**6, limit_bytes=10**7))
+
+
+def test_a_file_and_the_device_remember_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    here, there = Ends("topk"), Ends("topk", Surroundings(EXAMPLES, 10**6, folder))
+    for number, examples in enumerate([[0, 1, 2], [2, 1, 0], [4, 1, 6], [6, 4, 2]]):
+        tensor, place = normal(number), at(number, examples)
+        assert torch.equal(here.send(tensor, place), there.send(tensor, place))
+    assert equal(here.states()[0], there.states()[0])
+    assert here.sender.agreement() == there.sender.agreement()
+    assert list(folder.iterdir()) == [], "the file has no name, so nothing is left of it"
+
+
+def test_a_folder_that_cannot_hold_it_is_an_error_at_once(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"336 bytes cannot be kept in .*file"):
+        ExampleMemory(ROW, Surroundings(EXAMPLES, 10**6, blocked), CPU)
+    # More than any disk: the file's blocks are taken before the first tensor, not at a crash.
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        ExampleMemory((2**44,), Surroundings(2**14, 2**62, tmp_path), CPU)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads the maps of Linux")
+def test_the_rows_are_mapped_and_not_in_memory_of_our_own(tmp_path: Path) -> None:
+    memory = ExampleMemory(ROW, Surroundings(EXAMPLES, 10**6, tmp_path), CPU)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(tmp_path) in maps
+    assert memory.read([0], CPU).sum() == 0
+
+
+def test_the_later_of_two_rows_of_one_example_counts() -> None:
+    memory = ExampleMemory((2,), ENOUGH, CPU)
+    memory.write([3, 1, 3], torch.tensor([[1.0, 1], [2, 2], [3, 3]]))
+    assert memory.read([3, 1], CPU).tolist() == [[3, 3], [2, 2]]
+    same = ExampleMemory((2,), ENOUGH, CPU)
+    same.write([1], torch.tensor([[2.0, 2]]))
+    same.write([3], torch.tensor([[3.0, 3]]))
+    assert memory.fingerprint() == same.fingerprint()
+    same.write([3], torch.tensor([[3.0, 4]]))
+    assert memory.fingerprint() != same.fingerprint()
+    zeros = ExampleMemory((2,), ENOUGH, CPU)
+    untouched = zeros.fingerprint()
+    zeros.write([0], torch.zeros(1, 2))
+    assert zeros.fingerprint() != untouched, "seen is part of it"
+
+
+def test_another_memory_is_not_loaded() -> None:
+    memory = ExampleMemory(ROW, ENOUGH, CPU)
+    smaller = ExampleMemory(ROW, Surroundings(EXAMPLES - 1, 10**6), CPU)
+    with pytest.raises(ValueError, match="a memory of examples has"):
+        memory.load_state_tensors(smaller.state_tensors())
+    with pytest.raises(ConfigError, match="prepare it"):
+        AQSGD(TopK(0.2)).load_state_tensors(memory.state_tensors())
+    fresh = memory.fingerprint()
+    memory.write([0], torch.ones(1, 24))
+    memory.load_state_tensors({})
+    assert memory.fingerprint() == fresh and not memory.seen([0])

@@ -1,0 +1,172 @@
+"""Entropy coding: fewer bytes, the same tensor, and no way in for a payload that lies."""
+
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, cross, parse_codec
+from thinwire.codec.entropy import Zstd
+from thinwire.errors import ConfigError, WireError
+
+CPU = torch.device("cpu")
+FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
+BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
+INNER = ("fp32", "bf16", "fp8", "int2", "int4", "int5(group=4)", "int8(tensor)", "step(3)",
+         "topk(0.1)", "randk(0.3)", "lowrank(2)")  # fmt: skip
+
+quick = settings(deadline=None, max_examples=40, derandomize=True)
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+@quick
+@given(
+    st.sampled_from(INNER),
+    st.lists(st.integers(0, 6), max_size=4).map(tuple),
+    st.sampled_from((FORWARD, BACKWARD)),
+    st.integers(1, 5),
+)
+def test_what_arrives_is_what_the_inner_codec_delivers(
+    name: str, shape: tuple[int, ...], place: Place, level: int
+) -> None:
+    sent = normal(shape)
+    plain = parse_codec(name)
+    wanted = plain.unpack(bytes(plain.pack(sent, place)), spec_of(sent), place)
+    sender, receiver = Zstd(parse_codec(name), level), Zstd(parse_codec(name), level)
+    payload = bytes(sender.pack(sent, place))
+    assert len(payload) <= receiver.payload_limit(shape)
+    for kind in (bytes, bytearray, memoryview):
+        assert torch.equal(receiver.unpack(kind(payload), spec_of(sent), place), wanted)
+    assert torch.equal(cross(sender, receiver, sent, place), wanted)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_a_gaussian_tensor_comes_close_to_its_entropy(bits: int) -> None:
+    sent = normal((256, 512))
+    payload = parse_codec(f"step({bits})+zstd").pack(sent, FORWARD)
+    assert bits * 0.98 < 8 * len(payload) / sent.numel() < bits * 1.07
+
+
+def test_a_higher_level_finds_more() -> None:
+    sent = normal((64, 256))[torch.arange(400) % 64]
+    sizes = [len(Zstd(parse_codec("int4"), level).pack(sent, FORWARD)) for level in (1, 19)]
+    assert sizes[1] < sizes[0] < sent.numel() // 4
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 2**17 - 1, 2**17, 2**17 + 1, 3 * 2**17 + 5])
+@pytest.mark.parametrize("level", [1, 3, 9, 19])
+def test_what_cannot_be_compressed_stays_within_the_limit(size: int, level: int) -> None:
+    """Random bytes in an fp32 codec: the frame's own bytes are all that is added."""
+    noise = torch.randint(-(2**31), 2**31, (size // 4 + 1,), dtype=torch.int32)
+    sent = noise.view(torch.float32)[: size // 4]
+    codec = Zstd(Cast("fp32"), level)
+    assert len(codec.pack(sent, FORWARD)) <= codec.payload_limit(tuple(sent.shape))
+    assert codec.payload_limit(tuple(sent.shape)) <= 4 * (size // 4) * 1.0001 + 24
+
+
+@pytest.mark.parametrize("name", ["int4", "step(3)", "bf16"])
+def test_an_altered_payload_never_gives_another_tensor(name: str) -> None:
+    codec, sent = Zstd(parse_codec(name)), normal((8, 24))
+    payload = bytes(codec.pack(sent, FORWARD))
+    right = codec.unpack(payload, spec_of(sent), FORWARD)
+    refused = 0
+    for place in range(len(payload)):
+        for bit in range(8):
+            altered = bytearray(payload)
+            altered[place] ^= 1 << bit
+            try:
+                got = codec.unpack(altered, spec_of(sent), FORWARD)
+            except WireError:
+                refused += 1
+            else:
+                assert torch.equal(got, right), f"byte {place}, bit {bit}"
+    assert refused > 0.99 * 8 * len(payload)  # a few bits of a frame mean nothing
+
+
+@pytest.mark.parametrize("name", ["int4", "fp32"])
+def test_a_truncated_or_longer_payload_is_refused(name: str) -> None:
+    codec, sent = Zstd(parse_codec(name)), normal((6, 7))
+    payload = bytes(codec.pack(sent, FORWARD))
+    wrong = [payload[:length] for length in range(len(payload))]
+    wrong += [payload + b"\0", payload + payload, payload + zstandard.compress(b"")]
+    wrong += [b"\x50\x2a\x4d\x18\x02\x00\x00\x00ab" + payload]  # behind a frame to be skipped
+    for bad in wrong:
+        with pytest.raises(WireError, match=rf"{name}\+zstd payload"):
+            codec.unpack(bad, spec_of(sent), FORWARD)
+
+
+def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is() -> None:
+    codec, spec = Zstd(Cast("fp32")), TensorSpec((4,), torch.float32, CPU)
+    bomb = zstandard.compress(bytes(2**26))
+    assert len(bomb) < 10_000
+    with pytest.raises(WireError, match="holds 16 bytes, but one of 67108864 bytes arrived"):
+        codec.unpack(bomb, spec, FORWARD)
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(16))
+    with pytest.raises(WireError, match="an unknown size"):
+        codec.unpack(silent, spec, FORWARD)
+    # One that says 16 and holds 64 MiB: the size in the header is the byte behind the descriptor.
+    small, large = zstandard.compress(bytes(16)), zstandard.compress(bytes(17))
+    liar = small[:5] + small[5:6] + large[6:]
+    with pytest.raises(WireError, match="cannot be read"):
+        codec.unpack(liar, spec, FORWARD)
+
+
+def test_memory_is_the_inner_codecs() -> None:
+    sender, receiver = parse_codec("int4+ef21+zstd"), parse_codec("int4+ef21+zstd")
+    surroundings = Surroundings(examples=4, limit_bytes=2**20)
+    for step in range(3):
+        sent, place = normal((4, 8), step), Place(Leg.FORWARD, step, 0)
+        sender.prepare(spec_of(sent), surroundings)
+        receiver.unpack(bytes(sender.pack(sent, place)), spec_of(sent), place)
+    assert sender.remembers and not sender.remembers_examples and sender.size_varies
+    assert sender.agreement() == receiver.agreement() != parse_codec("int4+ef21").agreement()
+    again = parse_codec("int4+ef21+zstd")
+    again.load_state_tensors(sender.state_tensors())
+    sent, place = normal((4, 8), 9), Place(Leg.FORWARD, 3, 0)
+    assert bytes(again.pack(sent, place)) == bytes(sender.pack(sent, place))
+    assert not parse_codec("int4+zstd").remembers
+    assert parse_codec("int4+aqsgd+zstd").remembers_examples
+
+
+def remembered(name: str) -> list[Tensor]:
+    """What arrives over two visits of the same examples."""
+    ends = parse_codec(name), parse_codec(name)
+    got: list[Tensor] = []
+    for codec in ends:
+        codec.prepare(TensorSpec((2, 8), torch.float32, CPU), Surroundings(4, 2**20))
+    for step in range(2):
+        sent, place = normal((2, 8), step), Place(Leg.FORWARD, step, 0, examples=(1, 3))
+        payload = bytes(ends[0].pack(sent, place))
+        assert len(payload) <= ends[1].payload_limit((2, 8))
+        got.append(ends[1].unpack(payload, spec_of(sent), place))
+    assert ends[0].agreement() == ends[1].agreement() != ""
+    return got
+
+
+def test_the_order_of_suffixes_changes_bytes_alone() -> None:
+    plain = remembered("int4+aqsgd")
+    for name in ("int4+aqsgd+zstd", "int4+zstd+aqsgd"):
+        assert all(map(torch.equal, remembered(name), plain))
+
+
+@pytest.mark.parametrize("level", [0, -1, 23])
+def test_a_level_that_does_not_exist_is_refused(level: int) -> None:
+    with pytest.raises(ConfigError, match="between 1"):
+        Zstd(Cast("fp32"), level)
+
+
+def test_compressing_twice_is_refused() -> None:
+    inner: Codec = Zstd(Cast("fp32"))
+    with pytest.raises(ConfigError, match="twice"):
+        Zstd(inner)
+    with pytest.raises(ConfigError, match="twice"):
+        parse_codec("int4+zstd+ef+zstd")

@@ -1,0 +1,107 @@
+"""The codec of examples/: found through the settings, in every process, and as good as its word."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.codec import Leg, Place, TensorSpec, cross, parse_codec
+from thinwire.codec.parse import _CODECS
+from thinwire.engine import Settings
+from thinwire.errors import ConfigError, WireError
+from thinwire.typed import to_toml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PLACE = Place(Leg.BACKWARD, step=0, microbatch=0)
+HEADER = 64
+
+
+@pytest.fixture(autouse=True)
+def findable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with PYTHONPATH=examples; what was registered is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "sign_codec", raising=False)
+    yield
+    _CODECS.pop("sign", None)
+    sys.modules.pop("sign_codec", None)
+
+
+def test_an_unknown_codec_becomes_known_by_a_plugin(make_settings: Callable[..., Settings]) -> None:
+    with pytest.raises(ConfigError, match=r'codec\.backward = "sign"'):
+        make_settings(codec__backward="sign")
+    made = make_settings(codec__backward="sign+ef", codec__plugins=["sign_codec"])
+    assert Settings.from_plain(made.to_plain()) == made
+    assert parse_codec("sign+ef21+zstd").name == "sign+ef21+zstd"
+
+
+def test_a_plugin_that_is_not_there_is_refused(make_settings: Callable[..., Settings]) -> None:
+    with pytest.raises(ConfigError, match=r'codec\.plugins: importing "sign_codex" failed'):
+        make_settings(codec__plugins=["sign_codex"])
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(0, 2**32))
+def test_what_it_promises_holds(shape: tuple[int, ...], seed: int) -> None:
+    import sign_codec
+
+    codec = sign_codec.Sign()
+    sent = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    payload = bytes(codec.pack(sent, PLACE))
+    spec = TensorSpec(shape, torch.float32, torch.device("cpu"))
+    got = codec.unpack(payload, spec, PLACE)
+    count = math.prod(shape)
+    tokens = math.prod(shape[:-1]) if count else 0
+    assert len(payload) == 2 * tokens + math.ceil(count / 8) == codec.payload_limit(shape)
+    assert got.shape == sent.shape and torch.equal(got < 0, sent < 0)
+    if count:
+        mean = sent.abs().mean(-1, keepdim=True) if shape else sent.abs()
+        torch.testing.assert_close(got.abs(), mean.expand(shape), rtol=2.0**-8, atol=0)
+        with pytest.raises(WireError, match="sign payload"):
+            codec.unpack(payload[:-1], spec, PLACE)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_visible(bad: float) -> None:
+    import sign_codec
+
+    sent = torch.randn(3, 5)
+    sent[1, 2] = bad
+    got = cross(sign_codec.Sign(), sign_codec.Sign(), sent, PLACE)
+    assert not got[1].isfinite().any() and got[::2].isfinite().all()
+
+
+def test_every_process_of_a_run_finds_it(
+    make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """`thinwire train` as the example's first lines say, and the bytes that its formula says."""
+    run = make_settings(
+        run__precision="fp32", codec__forward="bf16", codec__backward="bf16", train__steps=2,
+        train__eval_every=0,
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    options = ["codec.plugins=sign_codec", "codec.forward=int4", "codec.backward=sign+ef"]
+    command = [sys.executable, "-m", "thinwire.cli", "train", "run.toml"]
+    done = subprocess.run(
+        [*command, *(part for option in options for part in ("--set", option))],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES), "THINWIRE_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
+    tokens = run.microbatch_size * run.model.context
+    frames = run.train.steps * run.pipeline.microbatches
+    sent = summary["bytes_sent"]["by_kind"]
+    assert sent["FORWARD"] == frames * (2 * tokens + tokens * run.model.dim // 2 + HEADER)
+    assert sent["BACKWARD"] == frames * (2 * tokens + tokens * run.model.dim // 8 + HEADER)
+    assert summary["boundaries"][0]["backward_codec"] == "sign+ef"

@@ -1,0 +1,224 @@
+"""The low-rank codec: two thin factors, the same product everywhere, a start that stays warm."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codec import Codec, Leg, Place, TensorSpec
+from thinwire.codec.lowrank import LowRank
+from thinwire.errors import ConfigError, WireError
+
+PLACE = Place(Leg.FORWARD, step=3, microbatch=1)
+EVALUATION = Place(Leg.FORWARD, step=3, microbatch=1, training=False)
+
+shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+ranks = st.integers(1, 4)
+seeds = st.integers(0, 2**32)
+few = settings(deadline=None, max_examples=60)
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def round_trip(codec: Codec, tensor: Tensor, place: Place = PLACE) -> Tensor:
+    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """By hand: images have their channels second, all else its width last."""
+    if len(shape) == 4:
+        return shape[0] * shape[2] * shape[3], shape[1]
+    if len(shape) < 2:
+        return math.prod(shape), 1
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def relative_error(sent: Tensor, got: Tensor) -> float:
+    return float((sent.double() - got.double()).norm() / sent.double().norm())
+
+
+@few
+@given(shapes, ranks, seeds)
+def test_the_payload_has_the_bytes_of_the_formula(
+    shape: tuple[int, ...], rank: int, seed: int
+) -> None:
+    rows, columns = matrix_shape(shape)
+    codec = LowRank(rank)
+    wanted = 2 * min(rank * (rows + columns), rows * columns)
+    assert len(codec.pack(normal(shape, seed), PLACE)) == codec.payload_limit(shape) == wanted
+
+
+@few
+@given(shapes, ranks, seeds, st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
+def test_the_error_is_at_most_the_tensor(
+    shape: tuple[int, ...], rank: int, seed: int, dtype: torch.dtype
+) -> None:
+    sent = normal(shape, seed, dtype)
+    got = round_trip(LowRank(rank), sent)
+    assert got.shape == sent.shape and got.dtype == dtype
+    error = (sent.double() - got.double()).norm()
+    assert error <= sent.double().norm() * (1 + 2**-6)
+
+
+@few
+@given(st.integers(8, 20), st.integers(8, 20), ranks, seeds, st.integers(-100, 90))
+def test_a_matrix_of_that_rank_arrives_whole(
+    rows: int, columns: int, rank: int, seed: int, exponent: int
+) -> None:
+    sent = normal((rows, rank), seed) @ normal((rank, columns), seed + 1) * 2.0**exponent
+    assert relative_error(sent, round_trip(LowRank(rank), sent)) < 2**-6
+
+
+def test_three_cold_iterations_come_near_the_best_and_warm_ones_nearer() -> None:
+    left, right = (torch.linalg.qr(normal((64, 64), seed)).Q for seed in (0, 1))
+    spectrum = 0.8 ** torch.arange(64.0)
+    sent = left @ torch.diag(spectrum) @ right
+    best = float(spectrum[8:].norm() / spectrum.norm())
+    codec = LowRank(8)
+    errors = [relative_error(sent, round_trip(codec, sent)) for _ in range(6)]
+    assert best < errors[-1] < errors[0] < 1.1 * best
+    assert errors[-1] < 1.01 * best
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 5), (4, 6, 7), (12, 9)])
+def test_rows_are_tokens_or_pixels(shape: tuple[int, ...]) -> None:
+    """A tensor whose every token or pixel holds a multiple of one vector has rank one."""
+    vector = normal((shape[1] if len(shape) == 4 else shape[-1],), 0)
+    multiples = normal((*shape[:1], *shape[2:]) if len(shape) == 4 else shape[:-1], 1)
+    sent = multiples.unsqueeze(-1) * vector
+    sent = sent.movedim(-1, 1) if len(shape) == 4 else sent
+    assert sent.shape == shape
+    got = round_trip(LowRank(1), sent)
+    assert got.is_contiguous() and relative_error(sent, got) < 2**-6
+    assert len(LowRank(1).pack(sent, PLACE)) == 2 * sum(matrix_shape(shape))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 4), (1, 9), (9, 1), (3, 3), (2, 4, 1, 2)])
+def test_a_rank_that_saves_nothing_sends_bf16(shape: tuple[int, ...]) -> None:
+    sent = normal(shape, 0)
+    for rank in (2, 100):
+        assert torch.equal(round_trip(LowRank(rank), sent), sent.to(torch.bfloat16).float())
+
+
+@few
+@given(st.integers(8, 12), st.integers(8, 12), seeds, st.integers(-20, 100))
+def test_the_product_is_exact_in_any_order(
+    rows: int, columns: int, seed: int, exponent: int
+) -> None:
+    """What EF21 relies on: no machine may sum it to other bits."""
+    codec = LowRank(3)
+    # Rows and columns of all sizes, whose products no float64 could add up without a common grid
+    sizes = [10.0 ** -torch.linspace(0, 14, count) for count in (rows, columns)]
+    sent = normal((rows, columns), seed) * sizes[0].unsqueeze(1) * sizes[1]
+    parts = codec.encode(sent * 2.0**exponent, PLACE)
+    got = codec.decode(parts, spec_of(sent), PLACE)
+    P, Q = (part.view(-1, 3).double() for part in parts)
+    for factor in (P, Q):
+        largest = math.nextafter(float(factor.abs().max()), 0)  # rounding may reach a power of two
+        steps = factor / 2.0 ** (math.frexp(largest)[1] - 22)
+        assert torch.equal(steps, steps.round()) and steps.abs().max() <= 2**22
+    for row in range(rows):
+        for column in range(columns):
+            products = (P[row] * Q[column]).tolist()
+            assert float(P[row] @ Q[column]) == math.fsum(products)
+            assert got[row, column] == torch.tensor(math.fsum(products)).float()
+
+
+@few
+@given(st.integers(5, 9), st.integers(5, 9), st.sampled_from((math.nan, math.inf)), seeds)
+def test_what_is_not_finite_makes_it_all_nan(
+    rows: int, columns: int, value: float, seed: int
+) -> None:
+    for rank in (1, 9):
+        sent = normal((rows, columns), seed)
+        sent[seed % rows, seed % columns] = value
+        assert not round_trip(LowRank(rank), sent).isfinite().all()
+    assert round_trip(LowRank(1), sent).isnan().all()
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_what_is_not_finite_or_empty_of_signal_is_not_remembered(when: int) -> None:
+    with_break, without = LowRank(2), LowRank(2)
+    for step in range(4):
+        sent = normal((9, 11), step)
+        if step == when:
+            assert round_trip(with_break, torch.full((9, 11), math.nan)).isnan().all()
+            assert torch.equal(round_trip(with_break, torch.zeros(9, 11)), torch.zeros(9, 11))
+        assert torch.equal(round_trip(with_break, sent), round_trip(without, sent))
+
+
+def test_a_break_in_rank_heals() -> None:
+    codec, sent = LowRank(3), normal((20, 3), 0) @ normal((3, 30), 1)
+    round_trip(codec, sent[:, :1] @ sent[:1, :])
+    for _ in range(2):
+        got = round_trip(codec, sent)
+    assert relative_error(sent, got) < 2**-6
+
+
+def test_evaluation_remembers_nothing_and_needs_no_memory() -> None:
+    used, fresh = LowRank(2), LowRank(2)
+    round_trip(used, normal((9, 11), 0))
+    before = used.state_tensors()["q"].clone()
+    sent = normal((9, 11), 1)
+    assert torch.equal(round_trip(used, sent, EVALUATION), round_trip(fresh, sent, EVALUATION))
+    assert torch.equal(used.state_tensors()["q"], before) and fresh.state_tensors() == {}
+
+
+def test_a_saved_state_continues_alike() -> None:
+    one, other = LowRank(2), LowRank(2)
+    for step in range(3):
+        round_trip(one, normal((9, 11), step))
+    other.load_state_tensors({name: t.clone() for name, t in one.state_tensors().items()})
+    cold = LowRank(2)
+    for step in range(3, 6):
+        sent = normal((9, 11), step)
+        payload = bytes(one.pack(sent, PLACE))
+        assert bytes(other.pack(sent, PLACE)) == payload
+        assert bytes(cold.pack(sent, PLACE)) != payload
+    with pytest.raises(ValueError, match="buffer"):
+        other.load_state_tensors({"buffer": torch.zeros(1)})
+    other.load_state_tensors({})
+    assert other.state_tensors() == {}
+
+
+def test_a_width_that_changes_is_refused() -> None:
+    codec = LowRank(1)
+    round_trip(codec, normal((9, 11), 0))
+    round_trip(codec, normal((5, 11), 0))
+    with pytest.raises(ConfigError, match=r"Q of shape \(11, 1\).* 12 columns"):
+        codec.pack(normal((9, 12), 0), PLACE)
+
+
+def test_views_are_read_in_row_order() -> None:
+    view = normal((12, 8, 10), 0).transpose(0, 2)
+    assert not view.is_contiguous()
+    plain = view.contiguous()
+    assert bytes(LowRank(2).pack(view, PLACE)) == bytes(LowRank(2).pack(plain, PLACE))
+
+
+def test_a_payload_of_another_size_is_refused() -> None:
+    codec, sent = LowRank(2), normal((9, 11), 0)
+    payload = bytes(codec.pack(sent, PLACE))
+    for wrong in (payload[:-1], payload + b"\0", b""):
+        with pytest.raises(WireError, match=r"lowrank\(2\) payload"):
+            codec.unpack(wrong, spec_of(sent), PLACE)
+
+
+def test_names_ranks_and_halves() -> None:
+    assert LowRank(8).name == "lowrank(8)"
+    assert LowRank(8).halved().name == "lowrank(4)" and LowRank(5).halved().rank == 2
+    with pytest.raises(ConfigError, match="cannot be halved"):
+        LowRank(1).halved()
+    for rank in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match="whole number, 1 or more"):
+            LowRank(rank)  # type: ignore[arg-type]

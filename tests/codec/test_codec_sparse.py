@@ -1,0 +1,494 @@
+"""Sparse codecs: which elements travel, in how many bytes, and what is refused."""
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codec import Cast, Codec, Leg, Place, TensorSpec
+from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
+from thinwire.codec.positions import PositionCode, drawn
+from thinwire.codec.sparse import Masks, RandK, SharedMask, TopK, bind_masks
+from thinwire.errors import ConfigError, WireError
+
+CPU = torch.device("cpu")
+PLACE = Place(Leg.FORWARD, step=3, microbatch=1, seed=5)
+BACK = Place(Leg.BACKWARD, step=3, microbatch=1, seed=5)
+SHARES = (0.004, 0.03, 0.1, 0.25, 0.5, 1.0)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+shares = st.sampled_from(SHARES)
+seeds = st.integers(0, 2**32)
+few = settings(deadline=None, max_examples=60)
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def round_trip(codec: Codec, tensor: Tensor, place: Place = PLACE) -> Tensor:
+    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def samples(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+
+
+def kept_count(n: int, share: float) -> int:
+    return min(n, max(1, round(share * n)))
+
+
+def by_hand(tensor: Tensor, share: float) -> Tensor:
+    """What topk must deliver, element by element: larger first, then the earlier."""
+    B, n = samples(tuple(tensor.shape))
+    got = torch.zeros(B, n, dtype=tensor.dtype)
+    for row, sample in enumerate(tensor.reshape(B, n)):
+        order = sorted(range(n), key=lambda i: (-abs(float(sample[i])), i))
+        for i in order[: kept_count(n, share)]:
+            got[row, i] = sample[i].to(torch.bfloat16)
+    return got.reshape(tensor.shape)
+
+
+@few
+@given(shapes, shares, seeds, st.sampled_from(DTYPES))
+def test_topk_delivers_the_largest_of_each_sample(
+    shape: tuple[int, ...], share: float, seed: int, dtype: torch.dtype
+) -> None:
+    sent = normal(shape, seed, dtype)
+    got = round_trip(TopK(share), sent)
+    assert got.dtype == dtype and torch.equal(got, by_hand(sent, share))
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 40), shares, st.integers(1, 3), seeds)
+def test_of_equal_magnitudes_the_first_are_kept(
+    B: int, n: int, share: float, levels: int, seed: int
+) -> None:
+    sent = normal((B, n), seed).mul(levels).round()
+    got = round_trip(TopK(share), sent)
+    assert torch.equal(got, by_hand(sent, share))
+    assert bytes(TopK(share).pack(sent, PLACE)) == bytes(TopK(share).pack(sent.clone(), PLACE))
+
+
+@few
+@given(shapes, shares, seeds)
+def test_the_payload_has_the_bytes_of_the_formula(
+    shape: tuple[int, ...], share: float, seed: int
+) -> None:
+    B, n = samples(shape)
+    k = kept_count(n, share)
+
+    def marks(low: int) -> int:
+        return n if low == 0 else k + (n - 1) // 2**low
+
+    low = min(range(40), key=lambda low: (marks(low) + k * low, low)) if n else 0
+    wanted = 2 * B * k + math.ceil(B * marks(low) / 8) + math.ceil(B * k * low / 8)
+    codec = TopK(share)
+    assert len(codec.pack(normal(shape, seed), PLACE)) == codec.payload_limit(shape) == wanted
+    drawing = RandK(share)
+    wanted = 2 * kept_count(math.prod(shape), share)
+    assert len(drawing.pack(normal(shape, seed), PLACE)) == drawing.payload_limit(shape) == wanted
+
+
+@pytest.mark.parametrize(
+    ("share", "bits"), [(0.01, 8.57), (0.1, 5.25), (0.2, 4.25), (0.25, 4.0), (0.5, 2.0)]
+)
+def test_positions_take_few_bits(share: float, bits: float) -> None:
+    """Per kept element, next to the 16 of its value; entropy would be 8.08, 4.69, 3.61, 3.25, 2."""
+    n = 64 * 1024
+    payload = TopK(share).payload_limit((4, n))
+    kept = 4 * kept_count(n, share)
+    assert payload * 8 / kept - 16 == pytest.approx(bits, abs=0.01)
+
+
+@few
+@given(shapes, shares, seeds, st.sampled_from((TopK, RandK)))
+def test_the_error_is_what_was_left_out_and_half_a_place_of_what_was_kept(
+    shape: tuple[int, ...], share: float, seed: int, kind: type
+) -> None:
+    sent = normal(shape, seed)
+    got = round_trip(kind(share), sent)
+    error = (sent - got).abs()
+    assert (error <= torch.where(got != 0, sent.abs() * 2**-8, sent.abs())).all()
+
+
+@pytest.mark.parametrize("codec", [TopK(1), RandK(1)])
+def test_a_share_of_one_is_bf16(codec: Codec) -> None:
+    sent = normal((3, 5, 7), 0)
+    assert torch.equal(round_trip(codec, sent), sent.to(torch.bfloat16).to(sent.dtype))
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0.3), lambda: RandK(0.3)])
+def test_views_are_read_in_row_order(make: type) -> None:
+    whole = normal((4, 3, 6), 1)
+    for view in (whole.transpose(0, 2), whole[:, ::2, 1:], whole[:, :, :1].expand(4, 3, 6)):
+        assert not view.is_contiguous()
+        plain = view.clone(memory_format=torch.contiguous_format)
+        assert bytes(make().pack(view, PLACE)) == bytes(make().pack(plain, PLACE))
+        assert torch.equal(round_trip(make(), view), round_trip(make(), plain))
+
+
+@few
+@given(
+    st.integers(1, 5),
+    st.integers(1, 60),
+    shares,
+    st.sampled_from((math.nan, math.inf, -math.inf)),
+    st.sampled_from((TopK, RandK)),
+    st.data(),
+)
+def test_what_is_not_finite_never_arrives_as_finite(
+    B: int, n: int, share: float, value: float, kind: type, data: st.DataObject
+) -> None:
+    sent = normal((B, n), 0)
+    for _ in range(data.draw(st.integers(1, 3))):
+        sent[data.draw(st.integers(0, B - 1)), data.draw(st.integers(0, n - 1))] = value
+    assert not round_trip(kind(share), sent).isfinite().all()
+
+
+def test_topk_keeps_nan_before_infinity_before_the_rest() -> None:
+    sent = torch.tensor([[1.0, math.inf, 9.0, math.nan], [1.0, 2.0, 3.0, 4.0]])
+    got = round_trip(TopK(0.25), sent)
+    assert got.isnan().tolist() == [[False, False, False, True], [False] * 4]
+    assert got[1].tolist() == [0.0, 0.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan, math.inf])
+@pytest.mark.parametrize("kind", [TopK, RandK])
+def test_a_share_that_cannot_be_is_refused(kind: type, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"share .*above 0 and at most 1"):
+        kind(share)
+
+
+@pytest.mark.parametrize(
+    ("share", "name"), [(0.1, "0.1"), (1.0, "1"), (1e-05, "1e-05"), (0.12345678, "0.12345678")]
+)
+def test_names_hold_the_share_exactly(share: float, name: str) -> None:
+    assert TopK(share).name == f"topk({name})" and RandK(share).name == f"randk({name})"
+    assert float(name) == share
+    assert TopK(share).halved().share == RandK(share).halved().share == share / 2
+
+
+# Positions as bits
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 70), st.data())
+def test_every_code_reads_back_what_it_wrote(B: int, n: int, data: st.DataObject) -> None:
+    k, low = data.draw(st.integers(1, n)), data.draw(st.integers(0, 7))
+    code = PositionCode(n, k, low)
+    chosen = st.lists(st.integers(0, n - 1), min_size=k, max_size=k, unique=True).map(sorted)
+    index_Bk = torch.tensor([data.draw(chosen) for _ in range(B)])
+    marks, lows = code.write(index_Bk)
+    assert (len(marks), len(lows)) == code.sizes(B)
+    assert torch.equal(code.read(marks, lows, B), index_Bk)
+
+
+def test_the_bytes_of_positions_are_fixed() -> None:
+    """The wire format is a contract between machines: fix it by value."""
+    index_Bk = torch.tensor([[1, 4, 9], [0, 10, 11]])
+    marks, lows = PositionCode(12, 3, 0).write(index_Bk)
+    # bits from the lowest up: 0100 1000 0100 | 1000 0000 0011
+    assert bytes(marks.tolist()).hex() == "1212c0" and len(lows) == 0
+    marks, lows = PositionCode(12, 3, 2).write(index_Bk)
+    # marks 0+0, 1+1, 2+2 and 0+0, 2+1, 2+2 of five each; low bits 1 0 1 and 0 2 3
+    assert bytes(marks.tolist()).hex() == "3503" and bytes(lows.tolist()).hex() == "110e"
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 50), shares, seeds, st.data())
+def test_a_flipped_bit_among_the_positions_is_refused_or_still_positions(
+    B: int, n: int, share: float, seed: int, data: st.DataObject
+) -> None:
+    codec, sent = TopK(share), normal((B, n), seed)
+    marks, lows, values = (part.bytes for part in codec.layout((B, n), PLACE))
+    payload = bytearray(codec.pack(sent, PLACE))
+    assert len(payload) == marks + lows + values
+    bit = data.draw(st.integers(0, 8 * (marks + lows) - 1))
+    payload[bit // 8] ^= 1 << bit % 8
+    if bit < 8 * marks:
+        with pytest.raises(WireError, match="are marked, agreed were"):
+            codec.unpack(payload, spec_of(sent), PLACE)
+        return
+    try:
+        got = codec.unpack(payload, spec_of(sent), PLACE)
+    except WireError:
+        return
+    assert got.shape == sent.shape
+    assert ((got != 0).sum(1) == kept_count(n, share)).all()
+
+
+def read(code: PositionCode, marks: str, lows: str = "", B: int = 1) -> list[list[int]]:
+    streams = [torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for text in (marks, lows)]
+    assert tuple(map(len, streams)) == code.sizes(B)
+    return code.read(*streams, B).tolist()
+
+
+@pytest.mark.parametrize(
+    ("code", "right", "wrong"),
+    [
+        (PositionCode(12, 3, 0), ("0308",), ("0310",)),  # 0, 1, 11; a bit of the padding
+        (PositionCode(12, 3, 2), ("15", "24"), ("23", "24")),  # 0, 5, 10; a bit of the padding
+        (PositionCode(12, 3, 2), ("15", "24"), ("15", "64")),  # the padding of the low bits
+        (PositionCode(12, 3, 2), ("07", "24"), ("07", "09")),  # 0, 1, 2; 1, 2, 0
+        (PositionCode(12, 3, 2), ("07", "24"), ("07", "25")),  # 0, 1, 2; 1, 1, 2
+        (PositionCode(10, 2, 2), ("09", "04"), ("09", "0c")),  # 0, 9; 0, 11
+    ],
+)
+def test_positions_that_cannot_be_are_refused(
+    code: PositionCode, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    assert len(read(code, *right)[0]) == code.k
+    with pytest.raises(WireError, match="not in order, or not within"):
+        read(code, *wrong)
+
+
+def test_a_sample_cannot_borrow_positions_from_another() -> None:
+    code = PositionCode(12, 3, 0)
+    assert read(code, "077000", B=2) == [[0, 1, 2], [0, 1, 2]]
+    for marks in ("0f3000", "03f000"):
+        with pytest.raises(WireError, match="not in order, or not within"):
+            read(code, marks, B=2)
+
+
+@few
+@given(st.sampled_from((TopK, RandK)), shapes, shares, st.integers(-9, 9).filter(bool))
+def test_a_payload_of_another_size_is_refused(
+    kind: type, shape: tuple[int, ...], share: float, change: int
+) -> None:
+    codec, sent = kind(share), normal(shape, 0)
+    payload = bytes(codec.pack(sent, PLACE))
+    wrong = payload[:change] if change < 0 else payload + bytes(change)
+    if len(wrong) != len(payload):
+        with pytest.raises(WireError, match="bytes"):
+            codec.unpack(wrong, spec_of(sent), PLACE)
+
+
+# Random positions
+
+
+@few
+@given(st.integers(1, 2000), st.integers(0, 2**63 - 1), st.data())
+def test_a_draw_is_of_different_positions(count: int, key: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, count))
+    positions = drawn(count, k, key, CPU)
+    assert len(positions) == k == len(set(positions.tolist()))
+    assert all(0 <= position < count for position in positions.tolist())
+    assert torch.equal(drawn(count, count, key, CPU)[:k], positions)
+
+
+def test_draws_are_fixed_for_ever() -> None:
+    """Both ends must draw alike, whatever they run on: fix it by value."""
+    assert drawn(10, 5, 0, CPU).tolist() == [8, 5, 9, 0, 1]
+    assert drawn(1000, 4, 2**63 - 1, CPU).tolist() == [925, 398, 280, 232]
+
+
+@pytest.mark.parametrize(("count", "k"), [(7, 2), (100, 10), (1000, 300)])
+def test_every_position_and_every_pair_is_drawn_equally_often(count: int, k: int) -> None:
+    draws = 2000
+    hits = torch.zeros(draws, count)
+    for key in range(draws):
+        hits[key, drawn(count, k, key, CPU)] = 1
+    share = k / count
+    deviation = (hits.sum(0) - draws * share) / math.sqrt(draws * share * (1 - share))
+    assert deviation.abs().max() < 5.5
+    pairs = (hits[:, :50].T @ hits[:, :50]).fill_diagonal_(0)
+    both = share * (k - 1) / (count - 1)
+    expected = torch.full_like(pairs, draws * both).fill_diagonal_(0)
+    assert ((pairs - expected).abs() / math.sqrt(draws * both * (1 - both))).max() < 7
+
+
+def test_randk_draws_anew_at_every_place_and_alike_on_both_ends() -> None:
+    sent = torch.ones(1000)
+    masks = {
+        tuple(round_trip(RandK(0.1), sent, place).tolist())
+        for place in (
+            PLACE,
+            BACK,
+            Place(Leg.FORWARD, 4, 1, seed=5),
+            Place(Leg.FORWARD, 3, 2, seed=5),
+            Place(Leg.FORWARD, 3, 1, cut=1, seed=5),
+            Place(Leg.FORWARD, 3, 1, seed=6),
+        )
+    }
+    assert len(masks) == 6
+    assert torch.equal(round_trip(RandK(0.1), sent), round_trip(RandK(0.1), sent))
+    assert round_trip(RandK(0.1), sent).sum() == 100
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [TopK, RandK])
+def test_devices_agree_bit_for_bit(kind: type) -> None:
+    for share in SHARES:
+        for dtype in DTYPES:
+            sent = normal((3, 41, 129), 0, dtype)
+            payload = bytes(kind(share).pack(sent, PLACE))
+            assert bytes(kind(share).pack(sent.cuda(), PLACE)) == payload
+            there = kind(share).unpack(payload, spec_of(sent.cuda()), PLACE)
+            assert there.is_cuda and torch.equal(there.cpu(), round_trip(kind(share), sent))
+
+
+# The mask of the way forward on the way back
+
+
+class Boundary:
+    """Both ends of both directions, as two processes would hold them."""
+
+    def __init__(self, forward: type, backward: type = SharedMask):
+        self.forward = forward(), forward()
+        self.backward = backward(), backward()
+        for codec, back in zip(self.forward, reversed(self.backward), strict=True):
+            bind_masks(codec, back)
+
+    def send(self, codecs: tuple[Codec, Codec], tensor: Tensor, place: Place) -> Tensor:
+        sender, receiver = codecs
+        payload = bytes(sender.pack(tensor, place))
+        assert len(payload) <= receiver.payload_limit(tuple(tensor.shape))
+        return receiver.unpack(payload, spec_of(tensor), place)
+
+
+FORWARDS = {
+    "topk": lambda: TopK(0.2),
+    "randk": lambda: RandK(0.2),
+    "ef": lambda: ErrorFeedback(TopK(0.2)),
+    "ef21": lambda: EF21(TopK(0.2)),
+}
+BACKWARDS = {
+    "plain": SharedMask,
+    "ef": lambda: ErrorFeedback(SharedMask()),
+    "ef21": lambda: EF21(SharedMask()),
+}
+
+
+@pytest.mark.parametrize("back", BACKWARDS)
+@pytest.mark.parametrize("way", FORWARDS)
+def test_gradients_come_back_where_activations_went(way: str, back: str) -> None:
+    boundary = Boundary(FORWARDS[way], BACKWARDS[back])
+    for step in range(3):
+        for microbatch in range(4):
+            boundary.send(
+                boundary.forward,
+                normal((2, 5, 8), microbatch),
+                Place(Leg.FORWARD, step, microbatch),
+            )
+        for microbatch in (1, 0, 3, 2):
+            place = Place(Leg.BACKWARD, step, microbatch)
+            gradient = normal((2, 5, 8), 9)
+            got = boundary.send(boundary.backward, gradient, place)
+            assert torch.count_nonzero(got) >= 16
+            if back == "plain":
+                rounded = gradient.to(torch.bfloat16).float()
+                assert torch.count_nonzero(got) == 16
+                assert torch.equal(got, torch.where(got != 0, rounded, 0))
+        assert [len(sparse_in(codec).masks) for codec in boundary.forward] == [0, 0]
+
+
+def sparse_in(codec: Codec) -> TopK | RandK:
+    while not isinstance(codec, TopK | RandK):
+        codec = codec.inner
+    return codec
+
+
+def test_the_mask_is_that_of_the_activation() -> None:
+    boundary = Boundary(FORWARDS["topk"])
+    activation = normal((2, 40), 0)
+    there = boundary.send(boundary.forward, activation, PLACE)
+    back = boundary.send(boundary.backward, torch.ones(2, 40), BACK)
+    assert torch.equal(back != 0, there != 0)
+    assert boundary.backward[0].payload_limit((2, 40)) == 2 * 16
+
+
+def test_a_step_that_is_done_again_has_a_new_mask() -> None:
+    boundary = Boundary(FORWARDS["topk"])
+    for activation in (torch.arange(40.0), -torch.arange(40.0).flip(0)):
+        there = boundary.send(boundary.forward, activation, PLACE)
+        back = boundary.send(boundary.backward, torch.ones(40), BACK)
+        assert torch.equal(back != 0, there != 0)
+
+
+def test_both_halves_of_mixed_feedback_are_the_mask() -> None:
+    boundary = Boundary(lambda: MixedErrorFeedback(TopK(0.2)))
+    for microbatch in range(3):
+        forward, backward = (Place(leg, 0, microbatch) for leg in Leg)
+        there = boundary.send(boundary.forward, normal((2, 40), microbatch), forward)
+        back = boundary.send(boundary.backward, torch.ones(2, 40), backward)
+        if microbatch:  # before, there was no error, and its half of the mask fell on zeros
+            assert torch.equal(back != 0, there != 0)
+            assert torch.count_nonzero(there) > 8, "the second half sends something too"
+
+
+def test_a_gradient_that_is_not_finite_stays_so_where_it_is_left_out() -> None:
+    boundary = Boundary(FORWARDS["topk"])
+    activation, gradient = torch.arange(40.0), torch.zeros(40)
+    gradient[0] = math.nan
+    assert boundary.send(boundary.forward, activation, PLACE)[0] == 0
+    assert not boundary.send(boundary.backward, gradient, BACK).isfinite().all()
+
+
+def test_a_gradient_without_its_activation_is_an_error() -> None:
+    boundary = Boundary(FORWARDS["topk"])
+    with pytest.raises(WireError, match=r"no mask for step 3, microbatch 1: topk\(0.2\) sent"):
+        boundary.backward[0].pack(torch.ones(40), BACK)
+    with pytest.raises(WireError, match="no mask"):
+        boundary.backward[1].unpack(bytes(16), spec_of(torch.ones(40)), BACK)
+    evaluation = Place(Leg.FORWARD, 3, 1, training=False)
+    boundary.send(boundary.forward, torch.ones(40), evaluation)
+    with pytest.raises(WireError, match="no mask"):
+        boundary.backward[0].pack(torch.ones(40), BACK)
+
+
+def test_masks_that_nobody_asks_for_do_not_pile_up() -> None:
+    boundary = Boundary(FORWARDS["topk"])
+    for step in range(5):
+        for microbatch in range(3):
+            boundary.send(boundary.forward, torch.ones(40), Place(Leg.FORWARD, step, microbatch))
+    assert [len(codec.masks) for codec in boundary.forward] == [6, 6]
+    alone = TopK(0.2)
+    alone.pack(torch.ones(40), PLACE)
+    assert alone.masks is None
+
+
+def test_masks_may_be_put_and_taken_by_two_threads() -> None:
+    masks, steps, microbatches = Masks(), 200, 16
+    taken: list[int] = []
+
+    def take_all() -> None:
+        for step in range(steps):
+            for microbatch in range(microbatches):
+                place = Place(Leg.BACKWARD, step, microbatch)
+                while (positions := masks.take(place)) is None:
+                    time.sleep(0)
+                taken.append(int(positions))
+
+    thread = threading.Thread(target=take_all)
+    thread.start()
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            masks.put(Place(Leg.FORWARD, step, microbatch), torch.tensor(step + microbatch))
+        while len(taken) < (step + 1) * microbatches and thread.is_alive():
+            time.sleep(0)
+    thread.join()
+    assert taken == [step + number for step in range(steps) for number in range(microbatches)]
+    assert len(masks) == 0
+
+
+def test_a_mask_needs_a_sparse_codec_on_the_way_forward() -> None:
+    with pytest.raises(ConfigError, match="but the forward codec is bf16"):
+        SharedMask().bind(Cast("bf16"))
+    with pytest.raises(ConfigError, match="was not bound"):
+        SharedMask().payload_limit((3,))
+    with pytest.raises(ConfigError, match="was not bound"):
+        SharedMask().pack(torch.ones(3), BACK)
+    assert SharedMask().name == "topk(shared)"
+    bind_masks(Cast("bf16"), Cast("bf16"))  # nothing to bind

@@ -1,0 +1,164 @@
+"""One step for a whole tensor: the same error everywhere, and bits where the signal is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codec import Codec, Leg, Place, TensorSpec, cross
+from thinwire.codec.quantize import LARGEST, Integer
+from thinwire.codec.step import Step
+from thinwire.errors import ConfigError, WireError
+
+CPU = torch.device("cpu")
+FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
+BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
+ALL_BITS = (0.5, 2, 3.5, 6, 12)
+
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+places = st.sampled_from((FORWARD, BACKWARD))
+values = st.lists(st.floats(-(2.0**119), 2.0**119, width=32), max_size=30)
+
+
+def normal(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def round_trip(codec: Codec, tensor: Tensor, place: Place = FORWARD) -> Tensor:
+    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    return codec.unpack(bytes(codec.pack(tensor, place)), spec, place)
+
+
+def step_of(codec: Codec, tensor: Tensor) -> float:
+    return float(codec.encode(tensor, FORWARD)[0])
+
+
+def entropy(symbols: Tensor) -> float:
+    """Bits per symbol that an ideal coder would need, knowing how often each occurs."""
+    share = symbols.unique(return_counts=True)[1].double() / symbols.numel()
+    return float(-(share * share.log2()).sum())
+
+
+def symbols_of(codec: Codec, tensor: Tensor) -> Tensor:
+    _, lower, upper = codec.encode(tensor, FORWARD)
+    return lower.int() + 256 * upper.int()
+
+
+@quick
+@given(st.sampled_from(ALL_BITS), values, places)
+def test_every_value_arrives_within_the_bound(
+    bits: float, numbers: list[float], place: Place
+) -> None:
+    sent, codec = torch.tensor(numbers, dtype=torch.float32), Step(bits)
+    if not numbers:
+        return
+    allowed = (0.5 if place.leg is Leg.FORWARD else 1.0) * step_of(codec, sent)
+    error = (round_trip(codec, sent, place).double() - sent.double()).abs()
+    assert (error <= allowed + 2.0**-20 * sent.double().abs()).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4.5, 6, 8])
+def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits: float) -> None:
+    sent = normal((256, 256)) * 1e-6
+    rms = sent.square().mean().sqrt()
+    wanted = float(rms) * math.sqrt(2 * math.pi * math.e) * 2**-bits
+    assert step_of(Step(bits), sent) == pytest.approx(wanted, rel=1e-5)
+    assert entropy(symbols_of(Step(bits), sent)) == pytest.approx(bits, abs=0.08)
+
+
+def test_unequal_tokens_cost_fewer_bits_than_with_a_scale_each() -> None:
+    """What the codec is for: at the error of int4, fewer bits than its codes hold."""
+    sent = normal((200, 128)) * torch.logspace(-1, 1, 200)[:, None]
+    error = (round_trip(Integer(4), sent) - sent).square().mean()
+    bits = next(b / 8 for b in range(8, 60) if _error(b / 8, sent) <= error)
+    assert entropy(symbols_of(Step(bits), sent)) < 3.2
+
+
+def _error(bits: float, sent: Tensor) -> Tensor:
+    return (round_trip(Step(bits), sent) - sent).square().mean()
+
+
+def test_nothing_is_clipped_however_far_it_lies_out() -> None:
+    sent = normal((300, 400))
+    sent[7, 7] = -1e6
+    codec = Step(12)
+    assert step_of(codec, sent) == pytest.approx(1e6 / 32_000)
+    assert abs(float(round_trip(codec, sent)[7, 7]) + 1e6) <= 1e6 / 64_000
+    assert symbols_of(codec, sent).max() < 2**16
+
+
+def test_zeros_extremes_and_the_tiniest_numbers() -> None:
+    for bits in ALL_BITS:
+        assert torch.equal(round_trip(Step(bits), torch.zeros(2, 3)), torch.zeros(2, 3))
+        assert round_trip(Step(bits), torch.full((5,), LARGEST)).isfinite().all()
+        tiny = torch.tensor([1e-45, -1e-40, 1e-33])
+        assert (round_trip(Step(bits), tiny) - tiny).abs().max() <= 2.0**-100
+
+
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_tensor_with_something_not_finite_is_nan(place: Place, bad: float) -> None:
+    sent = normal((3, 5))
+    sent[1, 2] = bad
+    assert round_trip(Step(4), sent, place).isnan().all()
+
+
+def test_gradients_are_rounded_without_bias() -> None:
+    copies, codec = 20_000, Step(2)
+    sent = normal((1, 10)).expand(copies, 10)
+    limit = 5 * 0.5 * step_of(codec, sent) / math.sqrt(copies)
+    got = cross(codec, codec, sent, BACKWARD).double().mean(0)
+    assert ((got - sent[0]).abs() <= limit).all()
+    nearest = cross(codec, codec, sent, FORWARD).double().mean(0)
+    assert ((nearest - sent[0]).abs() > limit).any(), "rounding to nearest is biased"
+
+
+@quick
+@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), places)
+def test_any_shape_keeps_its_shape(shape: tuple[int, ...], place: Place) -> None:
+    codec, sent = Step(3), normal(shape)
+    got = round_trip(codec, sent, place)
+    assert got.shape == sent.shape and got.isfinite().all()
+    assert len(bytes(codec.pack(sent, place))) == codec.payload_limit(shape)
+
+
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD])
+def test_bytes_depend_on_place_and_values_alone(place: Place) -> None:
+    codec, sent = Step(3), normal((6, 8), dtype=torch.bfloat16)
+    payload = bytes(codec.pack(sent, place))
+    for same in (sent.float(), sent.double(), sent.float().t().contiguous().t()):
+        assert bytes(Step(3).pack(same, place)) == payload
+    other = bytes(codec.pack(sent, Place(place.leg, 9, 9)))
+    assert (other == payload) is (place.leg is Leg.FORWARD)
+
+
+def test_small_symbols_have_an_upper_byte_of_zero() -> None:
+    """So that the upper plane costs an entropy coder nothing."""
+    step, lower, upper = Step(4).encode(normal((50, 50)), FORWARD)
+    assert step.dtype == torch.float32 and step.shape == (1,)
+    assert (upper == 0).all() and lower.float().mean().sub(128).abs() < 1
+
+
+def test_the_payload_is_fixed_byte_by_byte() -> None:
+    sent = torch.tensor([1000.0, -1000.0, 3.0, -200.0])
+    payload = bytes(Step(10).pack(sent, FORWARD))
+    step = torch.frombuffer(bytearray(payload[:4]), dtype=torch.float32).item()
+    symbols = [round(x / step) + 128 for x in sent.tolist()]
+    assert payload[4:] == bytes(s % 256 for s in symbols) + bytes(s // 256 % 256 for s in symbols)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_payload_of_another_size_is_refused(change: int) -> None:
+    payload = bytes(Step(3).pack(torch.ones(3, 5), FORWARD))
+    wrong = payload[:change] if change < 0 else payload + bytes(change)
+    with pytest.raises(WireError, match=rf"34 bytes.* {len(wrong)} "):
+        Step(3).unpack(wrong, TensorSpec((3, 5), torch.float32, CPU), FORWARD)
+
+
+@pytest.mark.parametrize("bits", [0, 0.4, 12.5, -1, math.nan])
+def test_bits_out_of_range_are_refused(bits: float) -> None:
+    with pytest.raises(ConfigError, match=r"between 0\.5 and 12"):
+        Step(bits)
