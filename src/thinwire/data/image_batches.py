@@ -1,0 +1,169 @@
+"""Which images a step trains on and how each is varied, computed from numbers alone.
+
+A run is one endless sequence of places: epoch after epoch of training images, each epoch in an
+order of its own. A place decides which image stands there and how it is cropped and flipped, so
+neither depends on how a step is cut into microbatches, and every stage finds the same.
+
+Shapes: B images of a microbatch, C channels, S pixels a side, N places.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thinwire.data.images import LabelledImages
+from thinwire.data.order import permuted, round_keys
+from thinwire.errors import ConfigError, DataError
+
+IGNORED = -100
+"""The label of an image that only fills up a batch: torch's cross-entropy leaves it out."""
+
+PADDING = 4  # pixels by which a crop may lie off the middle
+
+_LOW = np.uint64((1 << 31) - 1)
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)  # this and the multipliers below: SplitMix64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class ImageBatch:
+    """A few images as they are on disk, with their labels."""
+
+    pixels_BCSS: np.ndarray  # uint8
+    labels_B: np.ndarray
+    examples_B: np.ndarray  # the image's number, the same in every epoch
+    place: int  # of the first image in the run
+
+
+class ImageOrder:
+    """(step, microbatch) -> ImageBatch, the same on every machine, with no state and no table.
+
+    Every epoch visits each training image once, in an order that the seed and the epoch number
+    decide; a step may end one epoch and begin the next.
+    """
+
+    def __init__(self, images: LabelledImages, batch: int, microbatches: int, seed: int) -> None:
+        if min(batch, microbatches) < 1 or batch % microbatches:
+            raise ConfigError(
+                f"a batch of {batch} images cannot be cut into {microbatches} equal microbatches: "
+                "both must be positive, and the batch a multiple of the number of microbatches"
+            )
+        if len(images) < batch:
+            raise DataError(
+                f"there are fewer training images than one batch takes, {len(images)} of {batch}: "
+                "lower train.batch, or use more images"
+            )
+        self.images = images
+        self.batch = batch
+        self.microbatches = microbatches
+        self.seed = seed
+
+    def microbatch(self, step: int, microbatch: int) -> ImageBatch:
+        """The images that belong to one microbatch of one step, both counted from 0."""
+        if step < 0 or not 0 <= microbatch < self.microbatches:
+            raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
+        size = self.batch // self.microbatches
+        place = step * self.batch + microbatch * size
+        examples_B = shuffled(place, size, len(self.images), self.seed)
+        return _gather(self.images, examples_B, place)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which the first image of this step lies, counted from 0."""
+        return step * self.batch // len(self.images)
+
+
+def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
+    """Which of `size` examples stand at these places of an endless sequence of shuffled epochs."""
+    examples_N = np.empty(count, dtype=np.int64)
+    done = 0
+    while done < count:  # once for each epoch that the places touch
+        epoch, index = divmod(place + done, size)
+        taken = min(count - done, size - index)
+        indices_N = np.arange(index, index + taken, dtype=np.uint64)
+        examples_N[done : done + taken] = permuted(indices_N, size, round_keys(seed, epoch))
+        done += taken
+    return examples_N
+
+
+def ordered_batch_count(images: LabelledImages, batch: int, limit: int = 0) -> int:
+    """Batches that images make in order, the last one filled up; at most `limit` unless it is 0."""
+    count = -(-len(images) // batch)
+    return min(count, limit) if limit else count
+
+
+def ordered_batch(images: LabelledImages, batch: int, number: int) -> ImageBatch:
+    """Batch `number` of the images in their order, always of the full size.
+
+    A pipeline keeps its shapes, so where images are missing at the end the first ones come again,
+    with a label that counts for nothing: each image is tested once.
+    """
+    place = number * batch
+    if not 0 <= place < len(images):
+        raise ValueError(f"no batch {number} of {batch} in {len(images)} images")
+    found = _gather(images, np.arange(place, place + batch) % len(images), place)
+    found.labels_B[len(images) - place :] = IGNORED
+    return found
+
+
+def augmented(pixels_BCSS: Tensor, seed: int, place: int, padding: int = PADDING) -> Tensor:
+    """Each image shifted by up to `padding` pixels each way, black moving in, and half of them
+    flipped: a function of the seed and the first image's place, on the images' own device.
+    """
+    batch, channels, side, _ = pixels_BCSS.shape
+    device = pixels_BCSS.device
+    draws_B = _draws(seed, place, batch)
+    shifts = np.uint64(2 * padding + 1)
+    flip_B, down_B, right_B = (
+        torch.from_numpy(drawn_B.astype(np.int64)).to(device)
+        for drawn_B in (
+            draws_B >> np.uint64(63),
+            (draws_B & _LOW) % shifts,
+            (draws_B >> np.uint64(31) & _LOW) % shifts,
+        )
+    )
+    along_S = torch.arange(side, device=device)
+    rows_BS = down_B[:, None] + along_S
+    columns_BS = right_B[:, None] + torch.where(flip_B[:, None] == 1, side - 1 - along_S, along_S)
+    padded = F.pad(pixels_BCSS, (padding, padding, padding, padding))
+    return padded[
+        torch.arange(batch, device=device)[:, None, None, None],
+        torch.arange(channels, device=device)[:, None, None],
+        rows_BS[:, None, :, None],
+        columns_BS[:, None, None, :],
+    ]
+
+
+def normalised(
+    pixels_BCSS: Tensor, mean_C: tuple[float, ...], std_C: tuple[float, ...], dtype: torch.dtype
+) -> Tensor:
+    """What the model reads: each channel with the training images' mean taken off and their
+    spread made 1.
+    """
+    wide_BCSS = pixels_BCSS.to(dtype)
+    mean_C11, std_C11 = (wide_BCSS.new_tensor(one).view(-1, 1, 1) for one in (mean_C, std_C))
+    return (wide_BCSS / 255 - mean_C11) / std_C11
+
+
+def _gather(images: LabelledImages, examples_B: np.ndarray, place: int) -> ImageBatch:
+    return ImageBatch(
+        pixels_BCSS=np.ascontiguousarray(images.pixels_NCSS[examples_B]),
+        labels_B=images.labels_N[examples_B].astype(np.int64),
+        examples_B=examples_B,
+        place=place,
+    )
+
+
+def _draws(seed: int, place: int, count: int) -> np.ndarray:
+    """64 random bits for each place, by the generator SplitMix64: plain arithmetic modulo 2**64,
+    so no version of a library can change them.
+    """
+    key = hashlib.blake2b(f"thinwire augmentation {seed}".encode(), digest_size=8).digest()
+    places_N = np.arange(place, place + count, dtype=np.uint64)
+    values_N = (places_N + np.uint64(1)) * _STRIDE + np.uint64(int.from_bytes(key, "little"))
+    for shift, multiplier in _ROUNDS:
+        values_N = (values_N ^ (values_N >> np.uint64(shift))) * np.uint64(multiplier)
+    return values_N

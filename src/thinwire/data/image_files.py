@@ -1,0 +1,344 @@
+"""Read labelled images from disk: CIFAR-10's binary batches, an .npz, or folders of pictures.
+
+Only the files' layout is known here. What is read comes in pieces, training images first, so that a
+set of pictures may be larger than memory.
+
+Shapes: N images, C channels, S pixels a side.
+"""
+
+import functools
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image  # matplotlib itself needs it
+
+from thinwire.data.files import SourceFile, existing, source_file, walk
+from thinwire.errors import DataError
+
+SIDES = ("train", "test")
+PICTURE_KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
+CIFAR_CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+CIFAR_BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+CIFAR_FOLDER = "cifar-10-batches-bin"  # as the archive names it
+
+_CIFAR_SHAPE = (3, 32, 32)
+_RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue pixels
+_PIECE = 1024  # pictures read at a time
+_ARCHIVES = (".tar.gz", ".tgz", ".tar")
+_BROKEN = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, tarfile.TarError)
+_EXPECTED = (
+    f"expected CIFAR-10's binary batches ({CIFAR_BATCHES['train'][0]} and so on, or their "
+    ".tar.gz), an .npz with x_train, y_train, x_test and y_test, or a folder of pictures as "
+    "train/CLASS/NAME.png and test/CLASS/NAME.png"
+)
+
+
+class Piece(NamedTuple):
+    """Some images of one side, in order, and how many bytes on disk were read up to here."""
+
+    side: str
+    pixels_NCSS: np.ndarray
+    labels_N: np.ndarray
+    consumed: int
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Labelled images on disk, found but not yet read."""
+
+    files: list[SourceFile]
+    classes: tuple[str, ...]  # by label; empty where only the labels tell how many there are
+    read: Callable[[], Iterator[Piece]]
+
+
+def find_images(path: str) -> ImageFiles:
+    """What is at `path`, by its names; DataError says what was expected."""
+    root = existing(path, "images")
+    if not root.is_dir():
+        file = source_file(root, root.name)
+        if root.name.lower().endswith(".npz"):
+            return ImageFiles([file], (), functools.partial(_read_npz, file))
+        if root.name.lower().endswith(_ARCHIVES):
+            return _cifar([file], functools.partial(_from_archive, file))
+        raise DataError(f"{root} is no set of images: {_EXPECTED}")
+    if any((root / side).is_dir() for side in SIDES):
+        return _find_pictures(root)
+    names = [name for side in SIDES for name in CIFAR_BATCHES[side]]
+    for folder in (root, root / CIFAR_FOLDER):
+        found = [name for name in names if (folder / name).exists()]
+        if found:
+            _refuse_missing(folder, set(names) - set(found))
+            files = [source_file(folder / name, name) for name in names]
+            return _cifar(files, functools.partial(_from_files, files))
+    if (root / "data_batch_1").exists():
+        raise _pickled(root)
+    raise DataError(f"no images in {root}: {_EXPECTED}")
+
+
+class _Batch(NamedTuple):
+    """The bytes of one of CIFAR's files."""
+
+    name: str
+    where: Path
+    raw: bytes
+    consumed: int
+
+
+def _cifar(files: list[SourceFile], batches: Callable[[], Iterator[_Batch]]) -> ImageFiles:
+    return ImageFiles(files, CIFAR_CLASSES, lambda: _read_batches(batches()))
+
+
+def _from_files(files: list[SourceFile]) -> Iterator[_Batch]:
+    consumed = 0
+    for file in files:
+        try:
+            raw = file.path.read_bytes()
+        except OSError as error:
+            raise _unreadable(file.path, error) from error
+        consumed += file.size
+        yield _Batch(file.name, file.path, raw, consumed)
+
+
+def _from_archive(file: SourceFile) -> Iterator[_Batch]:
+    """The batches of a tar file in CIFAR's order, which is not the archive's."""
+    names = [name for side in SIDES for name in CIFAR_BATCHES[side]]
+    found: dict[str, bytes] = {}
+    pickled = False
+    try:
+        with tarfile.open(file.path) as archive:
+            for member in archive:
+                name = Path(member.name).name
+                pickled = pickled or name == "data_batch_1"
+                is_batch = member.isfile() and name in names
+                if is_batch and (stream := archive.extractfile(member)) is not None:
+                    found[name] = stream.read()
+    except _BROKEN as error:
+        raise _unreadable(file.path, error) from error
+    if pickled:
+        raise _pickled(file.path)
+    _refuse_missing(file.path, names - found.keys())
+    for number, name in enumerate(names, 1):
+        yield _Batch(name, file.path / name, found[name], file.size * number // len(names))
+
+
+def _read_batches(batches: Iterator[_Batch]) -> Iterator[Piece]:
+    """Records of a label and three planes; every batch has as many as the first one."""
+    count = 0
+    for batch in batches:
+        size = len(batch.raw)
+        count = count or size // _RECORD
+        if count == 0 or size != count * _RECORD:
+            wanted = f"{count} images as in the first batch" if count else "at least one image"
+            raise DataError(
+                f"{batch.where} has {size} bytes, but {wanted} of {_RECORD} bytes each would be "
+                f"{max(1, count) * _RECORD}: it is truncated or damaged; get it again"
+            )
+        records = np.frombuffer(batch.raw, dtype=np.uint8).reshape(count, _RECORD)
+        labels_N = records[:, 0].astype(np.int64)
+        _check_labels(labels_N, len(CIFAR_CLASSES), str(batch.where))
+        side = "test" if batch.name in CIFAR_BATCHES["test"] else "train"
+        pixels_NCSS = records[:, 1:].reshape(count, *_CIFAR_SHAPE)
+        yield Piece(side, pixels_NCSS, labels_N, batch.consumed)
+
+
+def _read_npz(file: SourceFile) -> Iterator[Piece]:
+    """Images and labels by the names that Keras, MedMNIST and others give them."""
+    if not zipfile.is_zipfile(file.path):  # numpy would take it for a pickle, and refuse that
+        raise DataError(f"{file.path} is no .npz file, or a truncated one: get or write it again")
+    try:
+        with np.load(file.path, allow_pickle=False) as archive:
+            names = {name.lower(): name for name in archive.files}
+            sides = [
+                (
+                    _chosen(file, names, f"x_{side}", f"{side}_x", f"{side}_images"),
+                    _chosen(file, names, f"y_{side}", f"{side}_y", f"{side}_labels"),
+                )
+                for side in SIDES
+            ]
+            arrays = [(archive[images], archive[labels]) for images, labels in sides]
+    except _BROKEN as error:
+        raise _unreadable(file.path, error) from error
+    classes, shape = 0, ()
+    for at, side in enumerate(SIDES):
+        (images, labels), (images_name, labels_name) = arrays[at], sides[at]
+        pixels_NCSS = _channels_first(images, f"{file.path}: {images_name}")
+        labels_N = _plain_labels(labels, len(images), f"{file.path}: {labels_name}")
+        shape = shape or pixels_NCSS.shape[1:]
+        if pixels_NCSS.shape[1:] != shape:
+            raise DataError(
+                f"{file.path}: {images_name} has images of {_size(pixels_NCSS.shape[1:])}, "
+                f"{sides[0][0]} of {_size(shape)}: all must have one size"
+            )
+        classes = classes or int(labels_N.max()) + 1
+        _check_labels(labels_N, classes, f"{file.path}: {labels_name}")
+        if side == "train" and len(np.unique(labels_N)) < classes:
+            lacking = np.setdiff1d(np.arange(classes), labels_N)[0]
+            raise DataError(
+                f"{file.path}: {labels_name} goes up to {classes - 1}, but no image has the label "
+                f"{lacking}: classes must be numbered from 0 without gaps"
+            )
+        yield Piece(side, pixels_NCSS, labels_N, file.size * (at + 1) // len(SIDES))
+
+
+def _chosen(file: SourceFile, names: dict[str, str], *wanted: str) -> str:
+    for name in wanted:
+        if name in names:
+            return names[name]
+    holds = ", ".join(names.values()) or "nothing"
+    raise DataError(
+        f"{file.path} has no array {' or '.join(wanted)} (it holds {holds}): add it, or rename "
+        "the one that is meant"
+    )
+
+
+def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
+    if images.dtype != np.uint8:
+        raise DataError(
+            f"{where} holds {images.dtype}: pixels must be uint8, 0 for black to 255; convert them"
+        )
+    pixels = images[:, None] if images.ndim == 3 else images
+    if pixels.ndim == 4 and pixels.shape[1] == pixels.shape[2] and pixels.shape[3] in (1, 3):
+        pixels = pixels.transpose(0, 3, 1, 2)
+    if pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or pixels.shape[2] != pixels.shape[3]:
+        raise DataError(
+            f"{where} has the shape {images.shape}: square images are needed, grey or of three "
+            "channels, as (N, S, S), (N, S, S, C) or (N, C, S, S)"
+        )
+    if pixels.size == 0:
+        raise DataError(f"{where} has the shape {images.shape}: there are no images in it")
+    return pixels
+
+
+def _plain_labels(labels: np.ndarray, count: int, where: str) -> np.ndarray:
+    if labels.shape not in ((count,), (count, 1)) or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{where} has the shape {labels.shape} and holds {labels.dtype}: one whole number is "
+            f"needed for each of the {count} images"
+        )
+    return labels.reshape(count).astype(np.int64)
+
+
+def _find_pictures(root: Path) -> ImageFiles:
+    """Pictures by side and class; hidden names and other kinds of files are left out."""
+    found: dict[str, list[SourceFile]] = {}
+    for side in SIDES:
+        if not (root / side).is_dir():
+            raise DataError(f"{root} has no folder {side}: {_EXPECTED}")
+        names = [
+            name
+            for name in walk(root / side, lambda name: not name.startswith("."))
+            if name.lower().endswith(PICTURE_KINDS)
+        ]
+        if not names:
+            kinds = ", ".join(PICTURE_KINDS)
+            raise DataError(f"no pictures ({kinds}) under {root / side}: {_EXPECTED}")
+        loose = [name for name in names if "/" not in name]
+        if loose:
+            raise DataError(
+                f"{root / side / loose[0]} is in no class: move it to {side}/CLASS/{loose[0]}"
+            )
+        found[side] = [source_file(root / side / name, name) for name in names]
+    classes = sorted({_class_of(file) for file in found["train"]})
+    unknown = [file for file in found["test"] if _class_of(file) not in classes]
+    if unknown:
+        raise DataError(
+            f"{unknown[0].path} is of class {_class_of(unknown[0])}, of which there are no "
+            f"training pictures: train/ has {', '.join(classes[:12])}"
+        )
+    read = functools.partial(_read_pictures, found, classes)
+    return ImageFiles(found["train"] + found["test"], tuple(classes), read)
+
+
+def _read_pictures(found: dict[str, list[SourceFile]], classes: list[str]) -> Iterator[Piece]:
+    label_of = {name: label for label, name in enumerate(classes)}
+    model = found["train"][0]
+    side_length = _opened_size(model)
+    consumed = 0
+    for side, files in found.items():
+        for at in range(0, len(files), _PIECE):
+            piece = files[at : at + _PIECE]
+            pixels_NSSC = np.empty((len(piece), side_length, side_length, 3), dtype=np.uint8)
+            for row, file in enumerate(piece):
+                _read_picture(file, pixels_NSSC[row], model)
+                consumed += file.size
+            labels_N = np.array([label_of[_class_of(file)] for file in piece], dtype=np.int64)
+            yield Piece(side, pixels_NSSC.transpose(0, 3, 1, 2), labels_N, consumed)
+
+
+def _opened_size(file: SourceFile) -> int:
+    with _picture(file) as picture:
+        if picture.width != picture.height:
+            raise DataError(
+                f"{file.path} has {picture.width} x {picture.height} pixels: pictures must be "
+                "square; crop or scale them first"
+            )
+        return picture.width
+
+
+def _read_picture(file: SourceFile, into_SSC: np.ndarray, model: SourceFile) -> None:
+    side_length = len(into_SSC)
+    with _picture(file) as picture:
+        if picture.size != (side_length, side_length):
+            raise DataError(
+                f"{file.path} has {picture.width} x {picture.height} pixels, {model.path} has "
+                f"{side_length} x {side_length}: all must have one size; crop or scale them first"
+            )
+        try:
+            into_SSC[:] = np.asarray(picture.convert("RGB"))
+        except (*_BROKEN, SyntaxError) as error:
+            raise _unreadable(file.path, error) from error
+
+
+def _picture(file: SourceFile) -> Image.Image:
+    """The picture with its size known and its pixels not yet read."""
+    try:
+        return Image.open(file.path)
+    except (*_BROKEN, SyntaxError, Image.DecompressionBombError) as error:
+        raise _unreadable(file.path, error) from error
+
+
+def _class_of(file: SourceFile) -> str:
+    return file.name.split("/")[0]
+
+
+def _check_labels(labels_N: np.ndarray, classes: int, where: str) -> None:
+    outside = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
+    if len(outside):
+        raise DataError(
+            f"{where}: image {outside[0]} has the label {labels_N[outside[0]]}, but the {classes} "
+            f"classes are numbered 0..{classes - 1}: it is damaged, or not such a file"
+        )
+
+
+def _refuse_missing(where: Path, missing: set[str]) -> None:
+    if missing:
+        raise DataError(
+            f"{where} lacks {', '.join(sorted(missing))}: CIFAR-10 has five training batches and "
+            "a test batch; get the others too"
+        )
+
+
+def _pickled(where: Path) -> DataError:
+    return DataError(
+        f"{where} holds the Python version of CIFAR-10, whose batches are pickles: opening one "
+        "could run anything that is in it. Get the binary version, cifar-10-binary.tar.gz"
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error}; it is truncated, damaged or of another kind: get it again"
+    )
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
