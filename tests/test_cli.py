@@ -48,6 +48,8 @@ def exit_code(*arguments: object) -> int:
         (["generate", "x", "--top-k", "-1"], "--top-k: '-1' must be a whole number of at least 0"),
         (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
         (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be a whole number"),
+        (["eval", "x", "--compression", "maybe"], "--compression: invalid choice: 'maybe'"),
+        (["generate", "x", "--compression", "no"], "--compression: invalid choice: 'no'"),
         (["plan", "x", "--tflops", "nan"], "--tflops: 'nan' must be a number above 0"),
         (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
         (["lab", "convergence", "--parallel", "0"], "--parallel: '0' must be"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,9 @@ def test_overrides_win_over_the_file_and_the_last_one_over_all(tmp_path: Path) -
         ("pipeline.recompute=true", True),
         ("pipeline.split=2,1,1", [2, 1, 1]),
         ("pipeline.split=[]", []),
+        ("codec.cuts=0: forward=fp32, 2: backward=fp16", ["0: forward=fp32", "2: backward=fp16"]),
+        ("codec.cuts=0: forward=int4(group=8,hadamard)", ["0: forward=int4(group=8,hadamard)"]),
+        ("codec.plugins=a.b,c", ["a.b", "c"]),
         ("run.name=a=b", "a=b"),
         ("data.path=/some/where", "/some/where"),
     ],
@@ -213,6 +217,40 @@ def test_written_settings_explain_every_key() -> None:
         assert any(help["help"] in line for line in explained), f"{section}.{key}"
         for choice in help["choices"]:
             assert any(choice in line for line in explained), f"{section}.{key}: {choice}"
+
+
+# --- codecs ---
+
+
+def test_a_cut_has_the_codecs_that_it_names_and_else_those_of_all(
+    make_settings: Callable[..., Settings],
+) -> None:
+    settings = make_settings(
+        pipeline__stages=4,
+        codec__forward="bf16",
+        codec__backward="fp32",
+        codec__cuts=["2: backward=int4(group=8, hadamard)+ef forward=fp64", " 0 :  forward=fp32 "],
+    )
+    found = [settings.codec.names(cut) for cut in range(3)]
+    assert found == [
+        ("fp32", "fp32"), ("bf16", "fp32"), ("fp64", "int4(group=8, hadamard)+ef"),
+    ]  # fmt: skip
+    assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
+    assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings
+    plain = make_settings(pipeline__stages=4, codec__forward="bf16", codec__backward="fp32")
+    assert settings.hash != plain.hash
+
+
+def test_a_plugin_is_imported_where_settings_are_read(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sound_plugin.py").write_text("import sys\n")
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('out of codecs')\n")
+    make_settings(codec__plugins=["sound_plugin"])
+    assert "sound_plugin" in sys.modules
+    with pytest.raises(ConfigError, match='"broken_plugin" failed: RuntimeError: out of codecs'):
+        make_settings(codec__plugins=["broken_plugin"])
 
 
 # --- the tree ---
@@ -322,8 +360,23 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"data__valid_fraction": 0}, "data.valid_fraction = 0.0 must lie between 0 and 1"),
         ({"data__valid_fraction": 1}, "data.valid_fraction = 1.0 must lie between 0 and 1"),
         ({"boundary__rank": 8}, "boundary.rank = 8 has no meaning with boundary.mode = \"dense\""),
-        ({"codec__forward": "bf61"}, 'codec.forward = "bf61" is not a codec; did you mean "bf16"'),
-        ({"codec__backward": "zip"}, 'codec.backward = "zip" is not a codec; allowed: fp64'),
+        ({"codec__forward": "bf61"}, 'codec.forward = "bf61": .* did you mean "bf16"'),
+        ({"codec__backward": "zip"}, 'codec.backward = "zip": .* not a codec; allowed: fp64'),
+        ({"codec__cuts": ["0 forward=fp32"]}, r'codec.cuts\[0\] = "0 forward=fp32" must look like'),
+        ({"codec__cuts": ["0:"]}, 'must look like "0: forward=fp32 backward=bf16"'),
+        ({"codec__cuts": ["-1: forward=fp32"]}, "must look like"),
+        ({"codec__cuts": ["1: forward=fp32"]}, r"codec.cuts\[0\] .*the cuts here are 0..0"),
+        ({"codec__cuts": ["0: forward=fp32"], "pipeline__stages": 1}, "a single stage has no cut"),
+        ({"codec__cuts": ["0: foward=fp32"]}, 'unknown leg "foward"; did you mean "forward"'),
+        ({"codec__cuts": ["0: fp32"]}, 'unknown leg "fp32"'),
+        ({"codec__cuts": ["0: forward=fp32 forward=bf16"]}, "forward stands here a second time"),
+        ({"codec__cuts": ["0: forward=fp32", "0: backward=fp32"]}, "cut 0 stands here a second"),
+        ({"codec__cuts": ["0: backward=bf61"]}, r'codec.cuts\[0\].backward = "bf61": "bf61"'),
+        ({"codec__cuts": ["0: backward="]}, r'codec.cuts\[0\].backward = "": a codec is written'),
+        ({"codec__cuts": ["0: backward=topk(shared)"]}, "topk or randk sent forward"),
+        ({"codec__memory_mb": 0}, "codec.memory_mb = 0 must be at least 1"),
+        ({"codec__plugins": ["no_such"]}, 'importing "no_such" failed: ModuleNot.*PYTHONPATH'),
+        ({"codec__plugins": [""]}, 'codec.plugins: importing "" failed'),
         ({"model__heads": 3}, "model.dim = 32 must split into model.heads = 3"),
         ({"model__kv_heads": 3}, "model.heads = 4 must be a multiple of model.kv_heads = 3"),
         ({"model__layers": -1}, "model.layers = -1 must not be negative"),

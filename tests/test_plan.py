@@ -69,6 +69,32 @@ def test_frame_bytes_are_those_of_real_frames(
     assert (costs.forward_bytes, costs.backward_bytes) == ([sizes[0]], [sizes[1]])
 
 
+def test_each_boundary_is_planned_with_its_own_codecs(make_settings: MakeSettings) -> None:
+    settings = slow_link(
+        make_settings,
+        pipeline__stages=3,
+        codec__forward="bf16",
+        codec__backward="fp32",
+        codec__cuts=["1: forward=fp64"],
+    )
+    elements = settings.microbatch_size * settings.model.context * settings.model.dim
+    sizes = [(2 * elements + 64, 4 * elements + 64), (8 * elements + 64, 4 * elements + 64)]
+    assert [frame_bytes(settings, cut) for cut in range(2)] == sizes
+    plan = make_plan(settings, RATE)
+    assert (plan.costs.forward_bytes, plan.costs.backward_bytes) == tuple(
+        map(list, zip(*sizes, strict=True))
+    )
+    text = plan_text(plan)
+    assert "boundary 0, per microbatch" in text and "boundary 1, per microbatch" in text
+    assert "each boundary" not in text and "at most" not in text
+    rows = plan_to_plain(plan)["boundaries"]
+    assert [(row["forward_bytes"], row["backward_bytes"]) for row in rows] == sizes
+    packed = plan_text(make_plan(slow_link(make_settings, codec__forward="int4+zstd"), RATE))
+    assert "each boundary, per microbatch: at most " in packed
+    alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
+    assert "each boundary, per microbatch" in alike and "boundary 0" not in alike
+
+
 @pytest.mark.parametrize(
     ("preset", "split"),
     [("tiny", [4]), ("tiny", [1, 3]), ("mini", [3, 1, 2, 2]), ("8b", [8, 8, 8, 8])],

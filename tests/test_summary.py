@@ -99,6 +99,7 @@ def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
     assert summary["link_utilisation"] == pytest.approx(1 / 4), "stage 0 sends more than stage 1"
     (row,) = summary["boundaries"]
     assert row["forward_bytes_per_token"] == pytest.approx(FRAME * 25 / (5 * tokens))
+    assert (row["forward_codec"], row["backward_codec"]) == ("fp64", "fp64")
     assert row["link_utilisation"] == pytest.approx(FRAME * 25 * 8e-6 / (8.0 * 27.0))
     assert summary["refused_updates"] == 0 and summary["total_seconds"] == 30.0
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from thinwire.codec import parse
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, Settings, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, commit, partial_folder, write_shard
@@ -93,6 +94,17 @@ def test_everything_else_may_change_on_resume(
         ({"codec__forward": "fp32"}, {"pipeline__stages": 4}, True),
         ({"codec__backward": "bf16"}, {"pipeline__stages": 4}, True),
         ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, False),
+        ({"codec__backward": "bf16"}, {"pipeline__stages": 1}, True),
+        ({}, {"pipeline__stages": 3, "codec__cuts": ["1: forward=bf16"]}, True),
+        (
+            {},
+            {
+                "pipeline__stages": 3,
+                "codec__forward": "bf16",
+                "codec__cuts": ["0: forward=fp64", "1: forward=fp64"],
+            },
+            False,
+        ),
         ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
         ({"codec__forward": "fp16"}, {"pipeline__split": [1, 3]}, True),
         ({"boundary__mode": "projected", "boundary__rank": 4}, {"pipeline__stages": 4}, True),
@@ -109,6 +121,18 @@ def test_a_split_anew_says_whether_it_is_exact(
     stream = StringIO()
     open_resume(saved, make_settings(**before, **after), PlainDisplay(stream))
     assert ("not bit for bit" in stream.getvalue()) == noted
+
+
+def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
+    remembering = {"codec__forward": "int8+ef21"}
+    saved = save(tmp_path, make_settings(**remembering))
+    open_resume(saved, make_settings(**remembering), silent())
+    with pytest.raises(CheckpointError, match=r"int8\+ef21 .* before block 1, .* no cut there"):
+        open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())
+    open_resume(saved, make_settings(codec__forward="int8", pipeline__stages=4), silent())
+    stream = StringIO()
+    open_resume(saved, make_settings(codec__forward="int4+ef21"), PlainDisplay(stream))
+    assert "int4+ef21 is new on the forward leg of cut 0" in stream.getvalue()
 
 
 def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Path) -> None:
@@ -304,6 +328,18 @@ def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(replay: Call
     assert [p.name for p in checkpoints_folder(run.folder).iterdir()] == ["step-00000002"]
 
 
+def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> None:
+    run, host, _ = replay()
+    for stage, message in host.script:
+        if message["type"] == "shard" and message["step"] == 4:
+            message["agreements"]["0"]["backward"] = f"memory of stage {stage}"
+    with pytest.raises(StageError, match=r"after step 4 .* boundary 0 .* on the backward leg"):
+        run.follow()
+    assert [p.name for p in checkpoints_folder(run.folder).iterdir()] == ["step-00000002"]
+    memory = Checkpoint.open(run.folder).manifest["codec_memory"]
+    assert memory == {"0": {"forward": "", "backward": ""}}, "nothing, with plain casts"
+
+
 def spoil(host: Replay, kind: str, step: int, **values: Any) -> None:
     """Have the stages report these values from `step` on."""
     for _, message in host.script:
@@ -369,6 +405,66 @@ def test_nohup_is_respected(replay: Callable) -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+PLUGIN = """
+import torch
+from thinwire.codec import Codec, Part, elements, register_codec
+
+class Signs(Codec):
+    name = "signs"
+
+    def layout(self, shape, place):
+        return Part(torch.float32, 1), Part(torch.int8, elements(shape))
+
+    def encode(self, tensor, place):
+        return tensor.abs().mean().float().view(1), tensor.sign().to(torch.int8).view(-1)
+
+    def decode(self, parts, spec, place):
+        return (parts[0] * parts[1]).view(spec.shape).to(spec.dtype)
+
+register_codec("signs", Signs)
+"""
+
+
+def test_codecs_that_remember_and_plugins_work_in_processes(
+    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A codec of an outsider, with a wrapper, and one that remembers examples in files."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(parse, "_CODECS", dict(parse._CODECS))
+    (tmp_path / "codecs_of_ours.py").write_text(PLUGIN)
+    changes = {
+        "codec__forward": "int8+aqsgd",
+        "codec__backward": "signs+ef21",
+        "codec__plugins": ["codecs_of_ours"],
+        "train__batch": 128,
+    }
+    folder = tmp_path / "test"
+    scratch: list[Path] = []
+
+    class Watching(PlainDisplay):
+        def step(self, record: Any) -> None:
+            scratch.extend(folder.glob("scratch/stage-*/*"))
+
+    train(make_settings(train__steps=4, **changes), Watching(StringIO()))
+    assert {path.name for path in scratch} == {"cut-0-forward-send", "cut-0-forward-receive"}
+    assert not (folder / "scratch").exists(), "the checkpoint holds it all"
+    checkpoint = Checkpoint.open(folder)
+    assert all(checkpoint.manifest["codec_memory"]["0"].values())
+    for end, name in (("forward/receive", "rows"), ("backward/send", "buffer")):
+        assert checkpoint.tensors_under(f"codec/2/{end}/")[name].any()
+
+
+def test_a_run_that_sees_no_example_twice_is_refused_before_it_starts(
+    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"int4\+aqsgd remembers each training example"):
+        train(make_settings(codec__forward="int4+aqsgd"), silent())
+    assert not (tmp_path / "test" / "logs").exists(), "no stage was started"
 
 
 def test_a_run_goes_on_in_its_own_folder(

@@ -26,6 +26,11 @@ class Train:
     engine: Engine = field(default_factory=Engine)
 
 
+@dataclass(frozen=True)
+class Freight:
+    cars: list[str] = option([], "what each carries")  # noqa: RUF009
+
+
 VALUES = {"speed": 2.5, "whistle": False, "name": "huff",
           "engine": {"power": 3, "fuel": "wood", "gears": [4, 5, 6], "label": "no. 7"}}  # fmt: skip
 
@@ -119,6 +124,11 @@ def test_an_optional_text_may_be_missing() -> None:
         (Engine, "gears", "5", [5]),
         (Engine, "gears", "[]", []),
         (Engine, "gears", "", []),
+        (Freight, "cars", "a b,c", ["a b", "c"]),
+        (Freight, "cars", "a=f(1,2), b", ["a=f(1,2)", "b"]),
+        (Freight, "cars", "['a, b', \"c\"]", ["a, b", "c"]),
+        (Freight, "cars", "[]", []),
+        (Freight, "cars", "", []),
     ],
 )
 def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, value: object) -> None:
@@ -138,6 +148,7 @@ def test_text_is_read_as_the_type_of_its_key(cls: type, key: str, text: str, val
         (Train, "whistle", "2", "as true or false"),
         (Engine, "gears", "1,x", "here.gears: cannot read '1,x' as a list of whole numbers"),
         (Engine, "gears", "1.5", "as a list"),
+        (Freight, "cars", "[a]", "here.cars: cannot read '.a.' as a list of texts"),
         (Engine, "gers", "1", 'unknown key "here.gers"; did you mean "gears"'),
     ],
 )

@@ -144,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--batches", type=_number(int, 0), default=0, help="microbatches; 0 = as in training"
     )
+    _add_compression(sub)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     sub.add_argument("--json", action="store_true", help="print JSON")
 
@@ -158,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=_number(int, 0), default=40, help="choose among so many; 0 = all"
     )
     sub.add_argument("--seed", type=_number(int), default=0)
+    _add_compression(sub)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
     sub = add("lab", lab_command, "run an experiment and write its report")
@@ -254,6 +256,15 @@ def _add_set(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_compression(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--compression",
+        default="on",
+        choices=("on", "off"),
+        help="whether activations pass the run's codecs at its cuts (default: on)",
+    )
+
+
 def demo(options: argparse.Namespace) -> None:
     """Train the same small model dense and in a subspace, and show both side by side."""
     from thinwire.engine import Settings, apply_override
@@ -328,14 +339,16 @@ def eval_command(options: argparse.Namespace) -> None:
     from thinwire.report import open_display
 
     with open_display(sys.stderr) as display:
-        result = Model(options.checkpoint, options.device).evaluate(display, options.batches)
+        model = Model(options.checkpoint, options.device, options.compression == "on")
+        result = model.evaluate(display, options.batches)
     if options.json:
         print(json.dumps(result, indent=1))
         return
     extra = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     print(
         f"{result['checkpoint']}: validation loss {result['valid_loss']:.4f} (perplexity "
-        f"{result['perplexity']:.1f}{extra}) over {result['tokens']:,} tokens"
+        f"{result['perplexity']:.1f}{extra}) over {result['tokens']:,} tokens, compression "
+        f"{result['compression']}"
     )
 
 
@@ -343,7 +356,7 @@ def generate_command(options: argparse.Namespace) -> None:
     """Print a continuation of the prompt."""
     from thinwire.inference import Model
 
-    model = Model(options.checkpoint, options.device)
+    model = Model(options.checkpoint, options.device, options.compression == "on")
     print(
         model.generate(
             options.prompt, options.tokens, options.temperature, options.top_k, options.seed

@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, load_weights
+from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import token_loss
@@ -19,26 +20,40 @@ from thinwire.train import prepare_corpus
 
 
 class Model:
-    """The whole model of a checkpoint, on one device, with the tokenizer it was trained with."""
+    """The whole model of a checkpoint, on one device, with the tokenizer it was trained with.
 
-    def __init__(self, place: Path, device: str = "auto"):
+    A narrow boundary is part of the model. What codecs do to a tensor at a cut is done here too,
+    as in training's own validations, or left out without `compression`.
+    """
+
+    def __init__(self, place: Path, device: str = "auto", compression: bool = True):
         self.checkpoint = Checkpoint.open(place)
         self.checkpoint.verify()
         self.settings = self.checkpoint.settings
         self.device = choose_device(device, 0)
         builder = StageBuilder(self.settings, self.device)
-        # The stages as trained: a narrow boundary is part of the model, the codec is not.
+        self.compression = compression
         self.stages = [builder.build(index) for index in range(self.settings.pipeline.stages)]
         for stage in self.stages:
             load_weights(stage, builder.space, self.checkpoint)
             stage.eval()
+        self._cuts = [
+            Cut(self.settings, index, builder.wire_spec())
+            for index in range(len(self.stages) - 1 if compression else 0)
+        ]
         self._autocast = autocast_for(self.settings.run.precision, self.device)
 
-    def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Logits of every position."""
-        x = self.stages[0](None, ids_BT)
-        for stage in self.stages[1:]:
-            x = stage(x, ids_BT)
+    def __call__(self, ids_BT: Tensor, number: int = 0) -> Tensor:
+        """Logits of every position; `number` tells one microbatch or token from the next."""
+        x = None
+        for index, stage in enumerate(self.stages):
+            if x is not None and self.compression:
+                cut = self._cuts[index - 1]
+                cut.at, cut.training = (self.checkpoint.step, number), False
+                x = cut.forward(x)
+            with self._autocast():
+                x = stage(x, ids_BT)
+        assert x is not None
         return x
 
     def tokenizer(self) -> Tokenizer:
@@ -64,13 +79,14 @@ class Model:
         losses = []
         for microbatch in range(feed.validation_count):
             batch = feed.validation(microbatch)
+            logits_BTV = self(batch.inputs_BT, microbatch)
             with self._autocast():
-                logits_BTV = self(batch.inputs_BT)
                 losses.append(token_loss(logits_BTV, batch.targets_BT))
         loss = float(torch.stack(losses).double().mean())
         return {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
+            "compression": "on" if self.compression else "off",
             "valid_loss": loss,
             "perplexity": _perplexity(loss),
             "bits_per_byte": bits_per_byte(loss, len(corpus.valid), corpus.valid_bytes),
@@ -86,10 +102,9 @@ class Model:
         start = tokenizer.end_of_text if tokenizer.end_of_text is not None else 0
         ids = tokenizer.encode(prompt) or [start]
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(tokens):
+        for number in range(tokens):
             window_BT = torch.tensor([ids[-self.settings.model.context :]], device=self.device)
-            with self._autocast():
-                logits_V = self(window_BT)[0, -1]
+            logits_V = self(window_BT, number)[0, -1]
             chosen = _choose(logits_V.float().cpu(), temperature, top_k, generator)
             if chosen == tokenizer.end_of_text:
                 break

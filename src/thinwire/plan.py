@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.codec import parse_codec
+from thinwire.codec import Codec, build_codecs
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device
 from thinwire.engine.settings import PRECISIONS, machine_cores, threads_per_stage
@@ -86,20 +86,26 @@ def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
     forward = [forward_flops(settings.model, s, tokens) / flops_per_s for s in settings.split()]
     recompute = 1.0 if settings.pipeline.recompute else 0.0
     backward = [seconds * (BACKWARD_PER_FORWARD + recompute) for seconds in forward]
-    boundaries = settings.pipeline.stages - 1
-    out, back = frame_bytes(settings)
+    sizes = [frame_bytes(settings, cut) for cut in range(settings.pipeline.stages - 1)]
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
-    return Costs(forward, backward, update, [out] * boundaries, [back] * boundaries)
+    out, back = [size for size, _ in sizes], [size for _, size in sizes]
+    return Costs(forward, backward, update, out, back)
 
 
-def frame_bytes(settings: Settings) -> tuple[int, int]:
-    """Bytes of one microbatch's frame forward and backward, headers included."""
+def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
+    """Bytes of one microbatch's frame forward and backward at a cut, headers included.
+
+    Where sizes depend on the data (+zstd) they are the most that a frame can have.
+    """
     width = settings.boundary.rank or settings.model.dim
     shape = (settings.microbatch_size, settings.model.context, width)
-    codecs = parse_codec(settings.codec.forward), parse_codec(settings.codec.backward)
-    sizes = [codec.payload_limit(shape) + HEADER_BYTES for codec in codecs]
-    return sizes[0], sizes[1]
+    out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
+    return out, back
+
+
+def _codecs(settings: Settings, cut: int) -> list[Codec]:
+    return list(build_codecs(*settings.codec.names(cut)).values())
 
 
 def stage_parameters(settings: Settings, stage: int) -> int:
@@ -167,8 +173,6 @@ def plan_text(plan: Plan) -> str:
     """The plan for a person."""
     settings, simulation = plan.settings, plan.simulation
     model, link = settings.model, settings.link
-    out, back = frame_bytes(settings)
-    tokens = settings.microbatch_size * model.context
     where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
     lines = [
         f"model: {sum(plan.parameters):,} parameters, {model.layers} blocks of width {model.dim}, "
@@ -192,13 +196,7 @@ def plan_text(plan: Plan) -> str:
             f"  {names}"
         )
     if settings.pipeline.stages > 1:
-        ratio = 2 * 2 * model.dim * tokens / (out + back)
-        lines += [
-            "",
-            f"each boundary, per microbatch: {human_bytes(out)} forward "
-            f"({out / tokens:.1f} bytes per token), {human_bytes(back)} backward "
-            f"({back / tokens:.1f}); {ratio:.2f}x smaller than bf16 dense",
-        ]
+        lines += ["", *_boundary_lines(settings)]
     if plan.windows:
         lines += ["", "window  seconds per step  in flight per stage"]
         for window, seconds, held in plan.windows:
@@ -215,6 +213,25 @@ def plan_text(plan: Plan) -> str:
     if not link.emulate:
         lines.append("links are not emulated: the estimate assumes they cost nothing")
     return "\n".join(lines)
+
+
+def _boundary_lines(settings: Settings) -> list[str]:
+    """What crosses per microbatch: one line for all boundaries, or for each where they differ."""
+    tokens = settings.microbatch_size * settings.model.context
+    cuts = list(range(settings.pipeline.stages - 1))
+    alike = len({settings.codec.names(cut) for cut in cuts}) == 1
+    lines = []
+    for cut in cuts[:1] if alike else cuts:
+        out, back = frame_bytes(settings, cut)
+        which = "each boundary" if alike else f"boundary {cut}"
+        most = "at most " if any(c.size_varies for c in _codecs(settings, cut)) else ""
+        ratio = 2 * 2 * settings.model.dim * tokens / (out + back)
+        lines.append(
+            f"{which}, per microbatch: {most}{human_bytes(out)} forward "
+            f"({out / tokens:.1f} bytes per token), {human_bytes(back)} backward "
+            f"({back / tokens:.1f}); {ratio:.2f}x smaller than bf16 dense"
+        )
+    return lines
 
 
 def short_grid(schedule: Schedule) -> str:
@@ -245,6 +262,12 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory_bytes,
         "forward_bytes": out,
         "backward_bytes": back,
+        "boundaries": [
+            {"boundary": cut, "forward_bytes": forward, "backward_bytes": backward}
+            for cut, (forward, backward) in enumerate(
+                zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
+            )
+        ],
         "uplink_utilisation": plan.simulation.uplink_utilisation,
         "windows": [
             {"window": w, "step_seconds": s, "in_flight": held} for w, s, held in plan.windows

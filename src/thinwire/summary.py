@@ -255,9 +255,12 @@ class Ledger:
         dense = BF16_BYTES * self.settings.model.dim
         rows = []
         for b, (forward, backward) in enumerate(self._crossed if tokens else []):
+            codecs = self.settings.codec.names(b)
             rows.append(
                 {
                     "boundary": b,
+                    "forward_codec": codecs[0],
+                    "backward_codec": codecs[1],
                     "forward_bytes_per_token": forward / tokens,
                     "backward_bytes_per_token": backward / tokens,
                     "bf16_bytes_per_token": dense,

@@ -7,6 +7,7 @@ prepare the corpus -> start the peers -> follow their steps -> commit checkpoint
 import contextlib
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,9 @@ from thinwire.engine.checkpoint import (
     step_of,
 )
 from thinwire.engine.claim import claim_folder
+from thinwire.engine.cut import check_memory
 from thinwire.engine.feed import Feed
-from thinwire.engine.worker import check_divergence
+from thinwire.engine.worker import check_agreement, check_divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.model import parameter_count
 from thinwire.paths import cache_folder
@@ -76,7 +78,7 @@ def train(settings: Settings, display: Display, resume: Path | None = None) -> d
             "start", f"{settings.pipeline.stages} stages as processes, links under mutual TLS"
         )
         from_folder = checkpoint.folder if checkpoint else None
-        with Host(settings, folder, corpus.folder, from_folder) as host:
+        with _scratch(folder), Host(settings, folder, corpus.folder, from_folder) as host:
             host.launch()
             run = _Run(settings, folder, corpus, host, display, checkpoint)
             with _stopping(host, run):
@@ -93,7 +95,8 @@ def describe(settings: Settings) -> list[str]:
     )
     sections = settings.to_plain().items()
     return [first] + [
-        f"[{section}] " + ", ".join(f"{key} {value}" for key, value in keys.items() if value != "")
+        f"[{section}] "
+        + ", ".join(f"{key} {value}" for key, value in keys.items() if value not in ("", []))
         for section, keys in sections
     ]
 
@@ -133,18 +136,22 @@ def open_resume(place: Path, settings: Settings, display: Display) -> Checkpoint
             f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
             f"(now {settings.train.steps}) to go on"
         )
-    if saved.split() != settings.split() and not _crosses_exactly(settings):
+    exact = _crosses_exactly(saved) and _crosses_exactly(settings)
+    if saved.split() != settings.split() and not exact:
         display.note(
             "the layers are split at other places than before, and what crosses a cut is rounded: "
             "the run goes on, but not bit for bit as it would have"
         )
+    for note in check_memory(settings, checkpoint):
+        display.note(note)
     return checkpoint
 
 
 def _crosses_exactly(settings: Settings) -> bool:
     """Whether a cut changes no bit, so that it does not matter where the cuts are."""
     exact = {"fp64"} if settings.run.precision == "fp64" else {"fp32", "fp64"}
-    used = {settings.codec.forward, settings.codec.backward}
+    cuts = range(settings.pipeline.stages - 1)
+    used = {name for cut in cuts for name in settings.codec.names(cut)}
     return settings.boundary.mode == "dense" and used <= exact
 
 
@@ -323,10 +330,17 @@ class _Run:
             discard_partial(self.folder, step)
 
     def _commit(self, step: int, parts: list[dict[str, Any]]) -> None:
+        agreements = [part["agreements"] for part in parts]
+        try:
+            check_agreement(step, agreements)
+        except StageError:
+            discard_partial(self.folder, step)
+            raise
         facts = {
             "settings": self.settings.to_plain(),
             "config_hash": self.settings.hash,
             "corpus": self.corpus.fingerprint,
+            "codec_memory": {cut: legs for part in agreements for cut, legs in part.items()},
             **parts[0]["versions"],
         }
         shards = [Shard(**part["shard"]) for part in parts]
@@ -342,6 +356,16 @@ class _Run:
         if step not in self._failed:
             self._failed[step] = error
             self.display.note(f"checkpoint of step {step} not written, training goes on: {error}")
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[None]:
+    """The scratch of the run's codecs: empty when it starts, gone when its stages are."""
+    shutil.rmtree(scratch_folder(folder), ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(scratch_folder(folder), ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import dataclasses
 import difflib
 import json
 import math
+import re
+import tomllib
 import types
 import typing
 from typing import Any, TypeVar
@@ -100,10 +102,19 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
             return float(text)
         if typing.get_origin(wanted) is list:
             inner = typing.get_args(wanted)[0]
+            if inner is str:
+                return _texts(text)
             return [inner(part) for part in text.strip("[]").split(",") if part.strip()]
     except (KeyError, ValueError):
         raise ConfigError(f"{place}: cannot read {text!r} as {_type_name(wanted)}") from None
     return text
+
+
+def _texts(text: str) -> list[str]:
+    """Texts as TOML has them, or bare between commas; one within parentheses separates nothing."""
+    if text.startswith("["):
+        return list(tomllib.loads(f"texts = {text}")["texts"])
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
 def _checked(value: Any, wanted: Any, place: str) -> Any:
@@ -146,6 +157,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         # A TOML basic string, escapes and all; DEL is the one that JSON leaves as it is.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
     return repr(value)
 
 

@@ -110,12 +110,14 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
                     second = second.mean(axes[name], keepdim=True).expand_as(second)
                 mean[name] = 0.9 * mean[name] + 0.1 * g
                 square[name] = 0.95 * square[name] + 0.05 * second
-                decay = optim.weight_decay if p.ndim > 1 else 0.0
+                is_basis = name.startswith("boundary.") and name.endswith(".basis")
+                decay = optim.weight_decay if p.ndim > 1 and not is_basis else 0.0
+                rate = lr * optim.basis_lr if is_basis else lr
                 unbiased = mean[name] / (1 - 0.9 ** (step + 1))
                 scale = (square[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-                p.mul_(1 - lr * decay).sub_(lr * unbiased / scale)
+                p.mul_(1 - rate * decay).sub_(rate * unbiased / scale)
                 p.grad = None
-                if name.startswith("boundary.") and name.endswith(".basis"):
+                if is_basis:
                     q, r = torch.linalg.qr(p)
                     p.copy_(q * torch.sign(r.diagonal()))
             every, is_last_step = boundary.basis_update_every, step + 1 == settings.train.steps

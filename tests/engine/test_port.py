@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thinwire.codec import Leg, TensorSpec, parse_codec
+from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Port, Versions
 from thinwire.errors import WireError
@@ -30,7 +31,7 @@ class Pair:
     def port(link: Link, mailbox: Mailbox, codec: str, receives: set[FrameKind]) -> Port:
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
-        return Port(link, 0, codecs, spec, mailbox, receives)
+        return Port(link, 0, CutEnd(codecs, spec), mailbox, receives)
 
 
 def test_a_tensor_crosses() -> None:

@@ -42,8 +42,8 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds up in any order
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not as a warning only: then attention's backward on a GPU would still add up in any order.
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -2,7 +2,7 @@
 
     checkpoints/step-00000200/
         manifest.json            written last: what is here, of which run, with sha256 of each file
-        stage-0.safetensors      parameters and optimizer state under their global names
+        stage-0.safetensors      parameters, optimizer state, what codecs remember: global names
         stage-1.safetensors
         tokenizer.json           when the corpus has one, so that a checkpoint stands on its own
 
@@ -264,6 +264,11 @@ class Checkpoint:
                 "it was written by a model of another shape"
             )
         return found
+
+    def tensors_under(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names begin so, by the rest of their names."""
+        listed = [n for shard in self.shards for n in shard.tensors if n.startswith(prefix)]
+        return {name.removeprefix(prefix): t for name, t in self.tensors(listed).items()}
 
     def optimizer_tensors(self, parameters: Iterable[str]) -> dict[str, Tensor]:
         """The optimizer's state for these parameters, by `parameter/state name`.

@@ -1,11 +1,13 @@
 """A stage's end of one boundary: codec, contract and link, on the way out and on the way in."""
 
+import threading
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec
+from thinwire.codec import Codec, Leg
+from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind, Link
@@ -33,33 +35,38 @@ class Port:
     Packing runs on the link's sending thread and unpacking on its receiving one, so neither
     costs the compute thread anything. Every received frame is held against the contract
     (kind, shape, codec, size) before memory is allocated for it.
+
+    A neighbour may be a step ahead while this stage still saves the step before. A codec that
+    remembers must not have seen that step yet, so its frames are held until `open_step`.
     """
 
     def __init__(
         self,
         link: Link,
         stage: int,
-        codecs: dict[Leg, Codec],
-        spec: TensorSpec,
+        end: CutEnd,
         mailbox: Mailbox,
         receives: set[FrameKind],
     ):
         self.link = link
         self._stage = stage
-        self._codecs = codecs
-        self._spec = spec
+        self._end = end
         self._mailbox = mailbox
         self._receives = receives
+        self._gate = threading.Lock()
+        self._open_step = -1
+        self._held: list[Frame] = []
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
     def send_tensor(
         self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
         """Hand a tensor over; returns at once. The tensor must not be changed afterwards."""
-        codec = self._codecs[_LEGS[kind]]
-        place = Place(_LEGS[kind], step, microbatch)
+        codec = self._end.codecs[_LEGS[kind]]
 
         def packed() -> Frame:
+            training = kind is not FrameKind.EVALUATE
+            place = self._end.place(_LEGS[kind], step, microbatch, training)
             return Frame(
                 kind=kind,
                 sender=self._stage,
@@ -69,7 +76,7 @@ class Port:
                 basis_version=made_with.basis,
                 codec=codec.tag,
                 shape=tuple(tensor.shape),
-                payload=codec.pack(tensor, place),
+                payload=codec.pack(tensor.to(self._end.spec.dtype), place),
             )
 
         self.link.send(packed)
@@ -96,29 +103,49 @@ class Port:
         """The neighbour's message of this step, waiting for it."""
         return self._mailbox.take((kind, step, number))
 
+    def open_step(self, step: int) -> None:
+        """Let training tensors of this step in: what codecs remember may move on to it."""
+        with self._gate:
+            self._open_step = step
+            held, self._held = self._held, []
+            for frame in held:
+                self._receive(frame)
+
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind not in self._receives:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
-        key = (frame.kind, frame.step, frame.microbatch)
         if frame.kind not in _LEGS:
+            key = (frame.kind, frame.step, frame.microbatch)
             self._mailbox.put(key, frame.step, bytes(frame.payload))
             return
-        leg = _LEGS[frame.kind]
-        codec = self._codecs[leg]
+        codec = self._end.codecs[_LEGS[frame.kind]]
         self._check_contract(frame, codec)
-        place = Place(leg, frame.step, frame.microbatch)
-        tensor = codec.unpack(frame.payload, self._spec, place)
+        if not codec.remembers or frame.kind is FrameKind.EVALUATE:
+            self._receive(frame)
+            return
+        with self._gate:
+            if frame.step > self._open_step:
+                self._held.append(frame)
+            else:
+                self._receive(frame)
+
+    def _receive(self, frame: Frame) -> None:
+        """Unpack a tensor and put it where the compute thread looks for it."""
+        leg, training = _LEGS[frame.kind], frame.kind is not FrameKind.EVALUATE
+        place = self._end.place(leg, frame.step, frame.microbatch, training)
+        tensor = self._end.codecs[leg].unpack(frame.payload, self._end.spec, place)
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         versions = Versions(frame.weight_version, frame.basis_version)
+        key = (frame.kind, frame.step, frame.microbatch)
         self._mailbox.put(key, frame.step, (tensor, versions))
 
     def _check_contract(self, frame: Frame, codec: Codec) -> None:
         what = f"{self.link.name}: {frame.kind.name} of step {frame.step}"
         if frame.codec != codec.tag:
             raise WireError(f"{what} was not packed by {codec.name}: the ends' codecs differ")
-        if frame.shape != self._spec.shape:
-            raise WireError(f"{what} has shape {frame.shape}, agreed was {self._spec.shape}")
+        if frame.shape != self._end.spec.shape:
+            raise WireError(f"{what} has shape {frame.shape}, agreed was {self._end.spec.shape}")
         limit = codec.payload_limit(frame.shape)
         if len(frame.payload) > limit:
             raise WireError(f"{what} has {len(frame.payload)} bytes, agreed were at most {limit}")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.boundary import BoundaryConfig
-from thinwire.codec import CodecConfig, parse_codec
+from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig
@@ -215,5 +215,4 @@ def _check(settings: Settings) -> None:
             f'optim.name = "{settings.optim.name}" cannot work with boundary.mode = "subspace": '
             'its update would leave the subspace; use adamw, or boundary.mode = "reparam"'
         )
-    parse_codec(settings.codec.forward, "codec.forward")
-    parse_codec(settings.codec.backward, "codec.backward")
+    settings.codec.check(pipeline.stages - 1)

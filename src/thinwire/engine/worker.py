@@ -3,6 +3,7 @@
 The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
 """
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from thinwire.codec import Codec, Leg, build_codecs
 from thinwire.data import Corpus
 from thinwire.engine.build import (
     StageBuilder,
@@ -21,6 +21,7 @@ from thinwire.engine.build import (
     prepare_torch,
 )
 from thinwire.engine.checkpoint import OPTIMIZER, Checkpoint, partial_folder, write_shard
+from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
@@ -34,6 +35,16 @@ from thinwire.wire import FrameKind, Link, Span
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
 Report = Callable[[dict[str, Any]], None]
+Agreements = dict[str, dict[str, str]]
+"""Fingerprints of what codecs remember, by cut and leg."""
+
+
+def scratch_folder(run_folder: Path) -> Path:
+    """Where codecs keep what is too large for memory while a run lasts.
+
+    Checkpoints hold all of it too, so nothing is lost with this folder, and the run removes it.
+    """
+    return run_folder / "scratch"
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,7 @@ class Worker:
                 is_first=self.index == 0,
                 is_last=self.index == self.last,
             )
+        self.below, self.above = self._end(self.index - 1), self._end(self.index)
         self.first_step = self.version = 0
         if assignment.resume is None:
             self.builder.initialise(self.stage)
@@ -92,12 +104,14 @@ class Worker:
 
     def contract(self, boundary: int) -> dict[str, Any]:
         """What both ends of a boundary must agree on before the first frame."""
+        end = self.above if boundary == self.index else self.below
+        assert end is not None, f"stage {self.index} has no part in boundary {boundary}"
         return {
             "config_hash": self.settings.hash,
             "boundary": boundary,
-            "forward_codec": self.settings.codec.forward,
-            "backward_codec": self.settings.codec.backward,
-            "wire_shape": list(self.builder.wire_spec().shape),
+            **{f"{leg}_codec": name for leg, name in end.names().items()},
+            **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
+            "wire_shape": list(end.spec.shape),
             "corpus": self.corpus.fingerprint,
             "first_step": self.first_step,
             **(self.builder.space.fingerprints() if self.builder.space else {}),
@@ -105,8 +119,7 @@ class Worker:
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
-        shape = self.builder.wire_spec().shape
-        largest = max(codec.payload_limit(shape) for codec in self._codecs().values())
+        largest = max((end.payload_limit() for end in self._ends()), default=0)
         basis = 8 * self.settings.model.dim * self.settings.boundary.rank
         return max(largest, basis) + 65536
 
@@ -122,6 +135,8 @@ class Worker:
                 self._evaluate(runner, done, report)
                 for port in self._ports:
                     port.link.flush(None)  # the next step's clock must not pay for this traffic
+            for port in self._ports:
+                port.open_step(done)
             verdict = self._train_step(runner, done, report)
             self.mailbox.close_step(done)
             done, stop = done + 1, verdict.stop
@@ -180,6 +195,8 @@ class Worker:
             tensors.update(self.keeper.state_tensors())
         for name, tensor in self.optimizer.state_tensors().items():
             tensors[OPTIMIZER + name] = tensor
+        for end in self._ends():
+            tensors.update(end.state_tensors())
         folder = partial_folder(self.assignment.run_folder, done)
         try:
             shard = write_shard(folder, self.index, tensors)
@@ -187,7 +204,15 @@ class Worker:
             report({"type": "shard_failed", "step": done, "error": str(error)})
             return
         versions = {"weight_version": runner.version, "basis_version": runner.basis_version}
-        report({"type": "shard", "step": done, "versions": versions, "shard": vars(shard)})
+        report(
+            {
+                "type": "shard",
+                "step": done,
+                "versions": versions,
+                "shard": vars(shard),
+                "agreements": {str(end.cut): end.agreements() for end in self._ends()},
+            }
+        )
 
     def _load(self, checkpoint: Checkpoint) -> None:
         load_weights(self.stage, self.builder.space, checkpoint)
@@ -195,14 +220,17 @@ class Worker:
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(owned))
         if self.keeper is not None:
             self.keeper.load(checkpoint)
+        for end in self._ends():
+            end.load(checkpoint)
         self.version = checkpoint.manifest["weight_version"]
         self.first_step = checkpoint.step
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         settings = self.settings
         from_below = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT, FrameKind.BASIS}
-        below_port = self._port(below, from_below)
-        above_port = self._port(above, {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS})
+        from_above = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
+        below_port = self._port(below, self.below, from_below)
+        above_port = self._port(above, self.above, from_above)
         runner = Runner(
             self.stage,
             self.feed,
@@ -218,18 +246,23 @@ class Worker:
         runner.version = self.version
         return runner
 
-    def _port(self, link: Link | None, receives: set[FrameKind]) -> Port | None:
-        if link is None:
+    def _port(self, link: Link | None, end: CutEnd | None, receives: set[FrameKind]) -> Port | None:
+        if link is None or end is None:
             return None
-        port = Port(
-            link, self.index, self._codecs(), self.builder.wire_spec(), self.mailbox, receives
-        )
+        port = Port(link, self.index, end, self.mailbox, receives)
         self._ports.append(port)
         return port
 
-    def _codecs(self) -> dict[Leg, Codec]:
-        codec = self.settings.codec
-        return build_codecs(codec.forward, codec.backward)
+    def _end(self, cut: int) -> CutEnd | None:
+        """This stage's end of a cut, or None where there is no such cut."""
+        if not 0 <= cut < self.last:
+            return None
+        scratch = scratch_folder(self.assignment.run_folder) / f"stage-{self.index}"
+        spec = self.builder.wire_spec()
+        return CutEnd.build(self.settings, cut, cut == self.index, spec, self.feed, scratch)
+
+    def _ends(self) -> list[CutEnd]:
+        return [end for end in (self.below, self.above) if end is not None]
 
 
 def check_divergence(misses: int, step: int, latest: Path | None) -> None:
@@ -240,6 +273,20 @@ def check_divergence(misses: int, step: int, latest: Path | None) -> None:
             f"gradients were not finite in {misses} steps in a row, up to step {step}: {kept}. "
             'Resume with a lower optim.lr, or with codec.backward = "fp32"'
         )
+
+
+def check_agreement(step: int, agreements: list[Agreements]) -> None:
+    """End the run when two ends of a cut remember different things; stages in their order."""
+    for below, above in itertools.pairwise(agreements):
+        for cut in sorted(below.keys() & above.keys()):
+            for leg, ours in below[cut].items():
+                if ours != above[cut][leg]:
+                    raise StageError(
+                        f"after step {step} the two ends of boundary {cut} no longer remember the "
+                        f"same on the {leg} leg (below {ours or 'nothing'}, above "
+                        f"{above[cut][leg] or 'nothing'}): what the codec makes of the bytes is "
+                        "not what was sent. This checkpoint is not kept; resume from an earlier one"
+                    )
 
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:

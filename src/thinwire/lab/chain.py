@@ -10,38 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.codec import Leg, Place, build_codecs, cross
+from thinwire.codec import Leg
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.optim import StageOptimizer, learning_rate
-
-
-class Cut:
-    """Both ends of one boundary in one process: codecs that send and codecs that receive."""
-
-    def __init__(self, settings: Settings, index: int):
-        forward, backward = settings.codec.forward, settings.codec.backward
-        self._below = build_codecs(forward, backward)
-        self._above = build_codecs(forward, backward)
-        self._index, self._seed = index, settings.run.seed
-        self.at = 0, 0
-        self.training = True
-
-    def forward(self, z: Tensor) -> Tensor:
-        """The activation as the stage above unpacks it."""
-        place = self._place(Leg.FORWARD)
-        return cross(self._below[Leg.FORWARD], self._above[Leg.FORWARD], z, place)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient as the stage below unpacks it."""
-        place = self._place(Leg.BACKWARD)
-        return cross(self._above[Leg.BACKWARD], self._below[Leg.BACKWARD], gradient, place)
-
-    def _place(self, leg: Leg) -> Place:
-        step, microbatch = self.at
-        return Place(leg, step, microbatch, self._index, self._seed, self.training)
 
 
 class Crossing(torch.autograd.Function):
@@ -94,17 +69,19 @@ class Chain:
                     is_last=last,
                 )
                 self.keepers.append(keeper)
-        self.cuts = [Cut(settings, index) for index in range(len(self.stages) - 1)]
+        spec = self.builder.wire_spec()
+        self.cuts = [Cut(settings, index, spec, feed) for index in range(len(self.stages) - 1)]
+        self.done = 0
         self._autocast = autocast_for(settings.run.precision, self.device)
         self._loss = self.stages[-1].loss
 
-    def logits(self, ids_BT: Tensor) -> Tensor:
-        """The model's output, across all cuts."""
+    def logits(self, ids_BT: Tensor, compressed: bool = True) -> Tensor:
+        """The model's output, across all cuts; codecs may be left out, narrow boundaries not."""
         z = None
         for index, stage in enumerate(self.stages):
             with self._autocast():
                 z = stage(z, ids_BT)
-            if index < len(self.stages) - 1:
+            if compressed and index < len(self.stages) - 1:
                 z = Crossing.apply(z, self.cuts[index])
         assert z is not None
         return z
@@ -115,15 +92,17 @@ class Chain:
         for keeper in self.keepers:
             keeper.begin_step(step)
         count = self.settings.pipeline.microbatches
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device, dtype=self.builder.dtype)
         for microbatch in range(count):
             batch = self.feed.training(step, microbatch)
             for cut in self.cuts:
                 cut.at = step, microbatch
+                cut.training = True
             loss = self._loss(self.logits(batch.inputs_BT), batch.targets_BT) / count
             loss.backward()
             total += loss.detach()
         self.update(step)
+        self.done = step + 1
         return float(total)
 
     def update(self, step: int) -> None:
@@ -162,14 +141,23 @@ class Chain:
         self.builder.space.version = version + 1
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean validation loss, compression on."""
+    def evaluate(self, compressed: bool = True) -> float:
+        """Mean validation loss, with what codecs do to activations or without it."""
         assert self.feed is not None, "evaluation needs a feed"
         losses = []
         for microbatch in range(self.feed.validation_count):
             batch = self.feed.validation(microbatch)
-            losses.append(self._loss(self.logits(batch.inputs_BT), batch.targets_BT))
+            for cut in self.cuts:
+                cut.at = self.done, microbatch
+                cut.training = False
+            logits_BTV = self.logits(batch.inputs_BT, compressed)
+            losses.append(self._loss(logits_BTV, batch.targets_BT))
         return float(torch.stack(losses).double().mean())
+
+    def payload_bytes_per_token(self, leg: Leg) -> float:
+        """Mean over the cuts of what one token costs on this leg, without frame headers."""
+        total = sum(cut.payload_bytes_per_token(leg) for cut in self.cuts)
+        return total / max(1, len(self.cuts))
 
 
 Progress = Callable[[str], None]

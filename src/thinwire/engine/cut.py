@@ -1,0 +1,202 @@
+"""The cuts of a run as codecs see them: where a tensor is packed, and what ends remember.
+
+What a codec remembers belongs to the cut, named by the block above it, so it is saved and found
+again whatever the stages are called. Both ends see the same tensors in the same order, also in a
+step that is refused: such a step changes no weight, but its tensors have crossed, and both ends
+remember them alike.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, build_codecs, cross
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.feed import Feed
+from thinwire.engine.settings import Settings
+from thinwire.errors import CheckpointError
+
+MEMORY = "codec/"
+"""What codecs remember is in a checkpoint as codec/BLOCK/LEG/send or receive/NAME."""
+
+Examples = Callable[[int, int], tuple[int, ...]]
+"""(step, microbatch) -> the training examples that its rows are."""
+
+
+class CutEnd:
+    """One stage's end of one cut: the codec that sends, the one that receives, their memory."""
+
+    def __init__(
+        self,
+        codecs: dict[Leg, Codec],
+        spec: TensorSpec,
+        is_lower: bool = True,
+        cut: int = 0,
+        block: int = 0,
+        seed: int = 0,
+        examples: Examples | None = None,
+    ):
+        self.codecs = codecs
+        self.spec = spec
+        self.cut = cut
+        self._is_lower = is_lower
+        self._block = block
+        self._seed = seed
+        self._examples = examples
+
+    @classmethod
+    def build(
+        cls,
+        settings: Settings,
+        cut: int,
+        is_lower: bool,
+        spec: TensorSpec,
+        feed: Feed | None = None,
+        scratch: Path | None = None,
+    ) -> "CutEnd":
+        """The end of a run's cut, with no memory yet; `scratch` is where it may keep much.
+
+        Without a feed nothing is known of training examples: for validation and text.
+        """
+        codecs = build_codecs(*settings.codec.names(cut))
+        by_example = feed is not None and any(c.remembers_examples for c in codecs.values())
+        end = cls(
+            codecs,
+            spec,
+            is_lower,
+            cut,
+            settings.split()[cut].stop,
+            settings.run.seed,
+            feed.examples if feed is not None and by_example else None,
+        )
+        count = feed.example_count if feed is not None else 0
+        for leg, codec in codecs.items():
+            folder = None
+            if scratch is not None and codec.remembers_examples:
+                folder = scratch / f"cut-{cut}-{leg.value}-{end._role(leg)}"
+                folder.mkdir(parents=True, exist_ok=True)
+            codec.prepare(spec, Surroundings(count, settings.codec.memory_mb << 20, folder))
+        return end
+
+    def place(self, leg: Leg, step: int, microbatch: int, training: bool) -> Place:
+        """Where in the run a tensor of this cut is packed."""
+        examples = self._examples(step, microbatch) if training and self._examples else None
+        return Place(leg, step, microbatch, self.cut, self._seed, training, examples)
+
+    def payload_limit(self) -> int:
+        """The largest payload that may cross this cut, either way."""
+        return max(codec.payload_limit(self.spec.shape) for codec in self.codecs.values())
+
+    def names(self) -> dict[str, str]:
+        """The codec of each leg."""
+        return {leg.value: codec.name for leg, codec in self.codecs.items()}
+
+    def agreements(self) -> dict[str, str]:
+        """Fingerprints, by leg, of what both ends of this cut must remember alike."""
+        return {leg.value: codec.agreement() for leg, codec in self.codecs.items()}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What this end remembers, by the names that it has in a checkpoint."""
+        return {
+            self._prefix(leg) + name: tensor
+            for leg, codec in self.codecs.items()
+            for name, tensor in codec.state_tensors().items()
+        }
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Remember what the checkpoint's run did at this cut; CheckpointError when it cannot."""
+        for leg, codec in self.codecs.items():
+            if not codec.remembers or not remembered(checkpoint, self._block, leg, codec):
+                continue
+            try:
+                codec.load_state_tensors(checkpoint.tensors_under(self._prefix(leg)))
+            except ValueError as error:
+                raise CheckpointError(
+                    f"what {codec.name} remembers on the {leg.value} leg of cut {self.cut} is in "
+                    f"{checkpoint.folder}, but does not fit this run: {error}. Resume with the "
+                    "same batch and microbatches, or with codecs without memory"
+                ) from error
+
+    def _prefix(self, leg: Leg) -> str:
+        return f"{MEMORY}{self._block}/{leg.value}/{self._role(leg)}/"
+
+    def _role(self, leg: Leg) -> str:
+        return "send" if (leg is Leg.FORWARD) == self._is_lower else "receive"
+
+
+class Cut:
+    """Both ends of a cut in one process, which holds the stage below and the stage above.
+
+    `at` is the step and the microbatch that cross next; bytes are counted of training alone.
+    """
+
+    def __init__(
+        self, settings: Settings, index: int, spec: TensorSpec, feed: Feed | None = None
+    ) -> None:
+        self.at = 0, 0
+        self.training = True
+        self.lower = CutEnd.build(settings, index, True, spec, feed)
+        self.upper = CutEnd.build(settings, index, False, spec, feed)
+        self._tokens: Counter[Leg] = Counter()
+        self._bytes: Counter[Leg] = Counter()
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The activation as the stage above unpacks it."""
+        return self._cross(Leg.FORWARD, z, self.lower, self.upper)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient as the stage below unpacks it."""
+        return self._cross(Leg.BACKWARD, gradient, self.upper, self.lower)
+
+    def payload_bytes_per_token(self, leg: Leg) -> float:
+        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary."""
+        codec, shape = self.lower.codecs[leg], self.lower.spec.shape
+        if codec.size_varies and self._tokens[leg]:
+            return self._bytes[leg] / self._tokens[leg]
+        return codec.payload_limit(shape) / (shape[0] * shape[1])
+
+    def _cross(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
+        place = sender.place(leg, *self.at, self.training)
+        codec, other = sender.codecs[leg], receiver.codecs[leg]
+        tensor = tensor.detach().to(sender.spec.dtype)
+        if not codec.size_varies or not self.training:
+            return cross(codec, other, tensor, place)
+        payload = codec.pack(tensor, place)
+        self._bytes[leg] += len(payload)
+        self._tokens[leg] += tensor.shape[0] * tensor.shape[1]
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+        return other.unpack(payload, spec, place)
+
+
+def remembered(checkpoint: Checkpoint, block: int, leg: Leg, codec: Codec) -> bool:
+    """Whether a checkpoint holds this codec's memory of the cut before a block.
+
+    Not when another codec was there: then it begins anew, on both ends. CheckpointError when the
+    layers were cut elsewhere: what crossed there was never seen here.
+    """
+    saved = checkpoint.settings
+    cuts = [blocks.stop for blocks in saved.split()][:-1]
+    if block not in cuts:
+        raise CheckpointError(
+            f"{codec.name} remembers what crossed on the {leg.value} leg of the cut before block "
+            f"{block}, but {checkpoint.folder} has no cut there: its stages have "
+            f"{[len(blocks) for blocks in saved.split()]} blocks. Codecs that remember cannot be "
+            "split anew: resume with that pipeline.split, or with codecs without memory"
+        )
+    before = build_codecs(*saved.codec.names(cuts.index(block)))[leg]
+    return before.name == codec.name
+
+
+def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
+    """Refuse a resume whose codecs would lack their memory; returns which begin without."""
+    notes = []
+    for cut, blocks in enumerate(settings.split()[:-1]):
+        for leg, codec in build_codecs(*settings.codec.names(cut)).items():
+            if codec.remembers and not remembered(checkpoint, blocks.stop, leg, codec):
+                notes.append(
+                    f"{codec.name} is new on the {leg.value} leg of cut {cut}, and remembers "
+                    "nothing yet"
+                )
+    return notes

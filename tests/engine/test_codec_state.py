@@ -1,0 +1,584 @@
+"""Codecs that remember: both ends alike, saved and resumed exactly, refused where that fails."""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import commit_all
+from test_verdict import poison
+from torch import Tensor
+
+from thinwire.codec import (
+    Codec,
+    Layout,
+    Leg,
+    Part,
+    Parts,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+    elements,
+    parse,
+)
+from thinwire.data import Corpus, Order
+from thinwire.engine import Assignment, Checkpoint, Settings, Worker
+from thinwire.engine.cut import Cut, check_memory
+from thinwire.engine.feed import Feed
+from thinwire.engine.port import Port
+from thinwire.engine.worker import check_agreement, scratch_folder
+from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
+from thinwire.lab.chain import Chain
+from thinwire.wire import Frame, FrameKind, handshake, memory_pair
+
+
+class Delta(Codec):
+    """Sends in bf16 by how much a tensor differs from the last one; both ends add that up."""
+
+    name = "delta"
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.places: list[Place] = []
+        self.prepared: tuple[TensorSpec, Surroundings] | None = None
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        self.prepared = spec, surroundings
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return (Part(torch.bfloat16, elements(shape)),)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        last = torch.zeros_like(tensor) if self.last is None else self.last
+        change = (tensor - last).bfloat16()
+        self._move(last + change, place)
+        return (change.reshape(-1),)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        last = torch.zeros(spec.shape, dtype=spec.dtype) if self.last is None else self.last
+        now = last + parts[0].reshape(spec.shape)
+        self._move(now, place)
+        return now.clone()
+
+    def _move(self, now: Tensor, place: Place) -> None:
+        self.places.append(place)
+        if place.training:
+            self.last = now
+
+    def agreement(self) -> str:
+        if self.last is None:
+            return ""
+        return hashlib.sha256(self.last.numpy().tobytes()).hexdigest()[:12]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {} if self.last is None else {"last": self.last}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        assert self.prepared is not None
+        wanted, found = self.prepared[0].shape, tuple(tensors["last"].shape)
+        if found != wanted:
+            raise ValueError(f"last has shape {found}, not {wanted}")
+        self.last = tensors["last"]
+
+
+class ByExample(Delta):
+    """As Delta, but it wants to know the examples."""
+
+    name = "by-example"
+    remembers_examples = True
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codecs above can be named in settings."""
+    for codec in (Delta, ByExample):
+        monkeypatch.setitem(parse._CODECS, codec.name, codec)
+
+
+@pytest.fixture
+def settings_with(make_settings: Callable[..., Settings]) -> Callable[..., Settings]:
+    """Six float32 steps, saved in the middle, with a codec that remembers in both legs."""
+
+    def make(**changes: Any) -> Settings:
+        return make_settings(
+            **{
+                "run__precision": "fp32",
+                "codec__forward": "delta",
+                "codec__backward": "delta",
+                "train__steps": 6,
+                "train__checkpoint_every": 3,
+                **changes,
+            }
+        )
+
+    return make
+
+
+def codec_states(outcome: Any) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for worker in outcome.workers
+        for end in worker._ends()
+        for name, tensor in end.state_tensors().items()
+    }
+
+
+def agreements(outcome: Any) -> dict[int, list[dict[str, dict[str, str]]]]:
+    return {s: [r["agreements"] for r in reports] for s, reports in outcome.shards().items()}
+
+
+# --- exact resume ---
+
+
+def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage saves only after an activation of the next step has come from below."""
+    arrived: dict[tuple[int, int], threading.Event] = {}
+    on_frame, save = Port._on_frame, Worker._checkpoint
+
+    def event(stage: int, step: int) -> threading.Event:
+        return arrived.setdefault((stage, step), threading.Event())
+
+    def seen(port: Port, frame: Frame) -> None:
+        on_frame(port, frame)
+        if frame.kind is FrameKind.FORWARD:
+            event(port._stage, frame.step).set()
+
+    def late(worker: Worker, runner: Any, done: int, report: Any) -> None:
+        if worker.index > 0 and done < worker.settings.train.steps:
+            assert event(worker.index, done).wait(30), "the neighbour does not go ahead"
+        save(worker, runner, done, report)
+
+    monkeypatch.setattr(Port, "_on_frame", seen)
+    monkeypatch.setattr(Worker, "_checkpoint", late)
+
+
+SEVERAL_EPOCHS = {"train__batch": 128}  # a corpus of 503 examples comes back after four steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "forward", "backward", "changes"),
+    [
+        ("gpipe", 2, "delta", "delta", {}),
+        ("1f1b", 3, "topk(0.2)+ef21", "topk(shared)+ef", {}),
+        ("1f1b", 2, "int4+ef21+zstd", "int8+ef21", {}),
+        ("gpipe", 2, "randk(0.3)+ef-mixed", "lowrank(2)+ef21", {}),
+        ("gpipe", 2, "topk(0.2)+aqsgd", "int8+aqsgd", SEVERAL_EPOCHS),
+        ("1f1b", 3, "int4+aqsgd+zstd", "int8", SEVERAL_EPOCHS),
+    ],
+)
+def test_resumed_equals_uninterrupted(
+    schedule: str,
+    stages: int,
+    forward: str,
+    backward: str,
+    changes: dict[str, Any],
+    settings_with: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where a neighbour has sent activations of the next step before a stage is saved."""
+    settings = settings_with(
+        pipeline__schedule=schedule,
+        pipeline__stages=stages,
+        codec__forward=forward,
+        codec__backward=backward,
+        **changes,
+    )
+    neighbour_first(monkeypatch)
+    whole = run_in_threads(settings)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    resumed = run_in_threads(settings, resume=middle, folder=tmp_path / "resumed")
+    assert resumed.losses() == whole.losses()[3:]
+    assert resumed.valid_losses()[1:] == whole.valid_losses()[2:]
+    weights, states = resumed.weights(), codec_states(resumed)
+    assert all(torch.equal(weights[name], weight) for name, weight in whole.weights().items())
+    expected = codec_states(whole)
+    assert expected.keys() == states.keys() and len(expected) >= 2 * (stages - 1)
+    assert all(torch.equal(states[name], state) for name, state in expected.items())
+    assert agreements(resumed)[6] == agreements(whole)[6]
+    for step, seen in agreements(whole).items():
+        check_agreement(step, seen)
+
+
+def test_what_codecs_remember_matters(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The failing side: weights and optimizer alone do not continue the run."""
+    settings = settings_with()
+    whole = run_in_threads(settings)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+
+    def forget(worker: Any) -> None:
+        for end in worker._ends():
+            for codec in end.codecs.values():
+                codec.last = None
+
+    forgetful = run_in_threads(
+        settings, resume=middle, folder=tmp_path / "other", prepare_worker=forget
+    )
+    assert forgetful.losses() != whole.losses()[3:]
+
+
+def test_names_in_a_checkpoint_say_which_end_of_which_cut(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
+    folder = commit_all(run_in_threads(settings), settings, tmp_path / "run", corpus)[3]
+    held = [
+        [n for n in s.tensors if n.startswith("codec/")] for s in Checkpoint.open(folder).shards
+    ]
+    assert held == [
+        ["codec/1/backward/receive/last", "codec/1/forward/send/last"],
+        ["codec/1/backward/send/last", "codec/1/forward/receive/last",
+         "codec/2/backward/receive/last", "codec/2/forward/send/last"],
+        ["codec/2/backward/send/last", "codec/2/forward/receive/last"],
+    ]  # fmt: skip
+
+
+def test_validations_change_nothing_that_is_remembered(
+    settings_with: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    often = run_in_threads(settings_with(train__eval_every=1), folder=tmp_path / "often")
+    seldom = run_in_threads(settings_with(train__eval_every=0), folder=tmp_path / "seldom")
+    assert often.losses() == seldom.losses()
+    assert agreements(often) == agreements(seldom)
+
+
+def test_a_refused_step_is_remembered_alike_on_both_ends(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = settings_with(train__checkpoint_every=2)
+    whole = run_in_threads(settings, prepare_worker=poison(0, {0}))
+    assert [r["committed"] for r in whole.reports[0] if r["type"] == "step"][:2] == [False, True]
+    for step, stages in agreements(whole).items():
+        check_agreement(step, stages)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[2]
+    resumed = run_in_threads(settings, resume=middle, folder=tmp_path / "resumed")
+    assert resumed.losses() == whole.losses()[2:]
+
+
+# --- the ends agree, or the run ends ---
+
+
+def disturb(stage: int, leg: Leg, at_step: int) -> Callable[[Any], None]:
+    """Change what one end of the first cut remembers, before a step."""
+
+    def prepare(worker: Any) -> None:
+        if worker.index != stage:
+            return
+        begin = worker._train_step
+
+        def step(runner: Any, step: int, report: Any) -> Any:
+            if step == at_step:
+                end = worker.above if stage == 0 else worker.below
+                end.codecs[leg].last = end.codecs[leg].last + 1e-3
+            return begin(runner, step, report)
+
+        worker._train_step = step
+
+    return prepare
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("leg", list(Leg))
+def test_ends_that_differ_are_found_at_the_next_checkpoint(
+    stage: int, leg: Leg, settings_with: Callable, run_in_threads: Callable
+) -> None:
+    settings = settings_with(train__checkpoint_every=1)
+    outcome = run_in_threads(settings, prepare_worker=disturb(stage, leg, at_step=4))
+    seen = agreements(outcome)
+    for step in (1, 2, 3, 4):
+        check_agreement(step, seen[step])
+    words = rf"after step 5 the two ends of boundary 0 .* on the {leg.value} leg"
+    with pytest.raises(StageError, match=words):
+        check_agreement(5, seen[5])
+
+
+def shake_hands(lower: dict[str, Any], upper: dict[str, Any]) -> list[WireError]:
+    """Both sides of a handshake; the objections there were."""
+    objections: list[WireError] = []
+
+    def side(pipe: Any, contract: dict[str, Any]) -> None:
+        try:
+            handshake(pipe, contract, contract, 5)
+        except WireError as error:
+            objections.append(error)
+
+    pipes = memory_pair()
+    other = threading.Thread(target=side, args=(pipes[1], upper))
+    other.start()
+    side(pipes[0], lower)
+    other.join()
+    return objections
+
+
+def test_ends_that_differ_after_a_load_do_not_shake_hands(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = settings_with(pipeline__stages=3)
+    middle = commit_all(run_in_threads(settings), settings, tmp_path / "run", corpus)[3]
+    workers = [
+        Worker(Assignment(settings, stage, corpus.folder, tmp_path / "other", middle))
+        for stage in range(3)
+    ]
+    assert shake_hands(workers[1].contract(1), workers[2].contract(1)) == []
+    assert workers[1].contract(1)["forward_codec"] == "delta"
+    for leg in Leg:
+        codec = workers[2].below.codecs[leg]
+        kept, codec.last = codec.last, codec.last + 1
+        objections = shake_hands(workers[1].contract(1), workers[2].contract(1))
+        codec.last = kept
+        assert len(objections) == 2
+        for error in objections:
+            assert f"{leg.value}_codec_memory: this stage has" in str(error)
+
+
+# --- other splits, other codecs ---
+
+
+@pytest.fixture
+def saved(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> Path:
+    settings = settings_with(train__steps=2, train__checkpoint_every=1)
+    outcome = run_in_threads(settings, folder=tmp_path / "saved")
+    return commit_all(outcome, settings, tmp_path / "saved", corpus)[1]
+
+
+def test_a_cut_elsewhere_has_no_memory_and_says_so(
+    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    elsewhere = settings_with(pipeline__split=[1, 3])
+    words = r"delta remembers .* before block 1, but .* no cut there: its stages have \[2, 2\]"
+    with pytest.raises(CheckpointError, match=words) as caught:
+        run_in_threads(elsewhere, resume=saved, folder=tmp_path / "other")
+    assert "cannot be split anew" in str(caught.value)
+    with pytest.raises(CheckpointError, match=words):
+        check_memory(elsewhere, Checkpoint.open(saved))
+    forgetful = settings_with(pipeline__split=[1, 3], codec__forward="fp32", codec__backward="fp32")
+    assert check_memory(forgetful, Checkpoint.open(saved)) == []
+    run_in_threads(forgetful, resume=saved, folder=tmp_path / "other")
+
+
+def test_a_finer_split_needs_the_memory_of_every_cut(saved: Path, settings_with: Callable) -> None:
+    finer = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
+    with pytest.raises(CheckpointError, match="before block 1"):
+        check_memory(finer, Checkpoint.open(saved))
+    partly = settings_with(
+        pipeline__stages=3,
+        pipeline__split=[1, 1, 2],
+        codec__cuts=["0: forward=fp32 backward=fp32"],
+    )
+    assert check_memory(partly, Checkpoint.open(saved)) == []
+
+
+def test_another_codec_begins_without_memory(
+    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    other = settings_with(codec__forward="by-example", train__steps=400, train__batch=8)
+    (note,) = check_memory(other, Checkpoint.open(saved))
+    assert note.startswith("by-example is new on the forward leg of cut 0")
+
+    def look(worker: Any) -> None:
+        end = worker.above or worker.below
+        assert end.codecs[Leg.FORWARD].last is None
+        assert end.codecs[Leg.BACKWARD].last is not None
+        worker.stop_requested.set()
+
+    run_in_threads(other, resume=saved, folder=tmp_path / "other", prepare_worker=look)
+
+
+def test_memory_of_another_shape_is_refused(
+    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"does not fit this run: last has shape \(2, 16, 32"):
+        run_in_threads(
+            settings_with(pipeline__microbatches=2), resume=saved, folder=tmp_path / "other"
+        )
+
+
+# --- places ---
+
+
+def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = settings_with(
+        pipeline__stages=3,
+        run__seed=7,
+        codec__forward="by-example",
+        codec__cuts=["1: forward=delta"],
+        train__steps=400,
+        train__eval_every=0,
+    )
+    outcome = run_in_threads(settings, prepare_worker=lambda w: w.stop_requested.set())
+    order = Order(corpus.train, settings.model.context, 8, 4, 7)
+    below, middle, above = outcome.workers
+    pairs = [(below.above, middle.below), (middle.above, above.below)]
+    for cut, (lower, upper) in enumerate(pairs):
+        for leg in Leg:
+            seen = lower.codecs[leg].places
+            assert upper.codecs[leg].places == seen
+            assert {(p.leg, p.cut, p.seed) for p in seen} == {(leg, cut, 7)}
+            trained = [p for p in seen if p.training]
+            assert sorted((p.step, p.microbatch) for p in trained) == [(0, m) for m in range(4)]
+            for place in trained:
+                examples = tuple(order.microbatch(0, place.microbatch).examples_B.tolist())
+                assert place.examples == (examples if cut == 0 else None)
+            validated = [p for p in seen if not p.training]
+            assert {p.step for p in validated} == ({0, 1} if leg is Leg.FORWARD else set())
+            assert all(p.examples is None for p in validated)
+
+
+def test_a_codec_is_told_its_surroundings(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = settings_with(codec__forward="by-example", codec__memory_mb=3, train__steps=400)
+    outcome = run_in_threads(settings, prepare_worker=lambda w: w.stop_requested.set())
+    folders = []
+    for worker in outcome.workers:
+        end = worker.above or worker.below
+        for leg, codec in end.codecs.items():
+            spec, surroundings = codec.prepared
+            assert spec == worker.builder.wire_spec()
+            assert surroundings.limit_bytes == 3 << 20
+            assert (
+                surroundings.examples == Feed(corpus, settings, torch.device("cpu")).example_count
+            )
+            folders.append(surroundings.folder)
+            assert (surroundings.folder is None) == (leg is Leg.BACKWARD), "delta needs none"
+    scratch = scratch_folder(tmp_path / "run")
+    assert [str(f.relative_to(scratch)) for f in folders if f] == [
+        "stage-0/cut-0-forward-send",
+        "stage-1/cut-0-forward-receive",
+    ]
+    assert all(folder.is_dir() for folder in folders if folder)
+
+
+def test_examples_that_never_come_back_are_not_remembered(
+    settings_with: Callable, corpus: Corpus
+) -> None:
+    cpu = torch.device("cpu")
+    windows = Feed(corpus, settings_with(), cpu).example_count
+    once = windows // 8
+    for leg in ("forward", "backward"):
+        changes = {f"codec__{leg}": "by-example"}
+        Feed(corpus, settings_with(train__steps=once + 1, **changes), cpu)
+        with pytest.raises(ConfigError, match=rf"none does: train.steps = {once} .* each once"):
+            Feed(corpus, settings_with(train__steps=once, **changes), cpu)
+        Feed(corpus, settings_with(train__steps=once, pipeline__stages=1, **changes), cpu)
+    one_cut = {"pipeline__stages": 3, "codec__cuts": ["1: backward=by-example"]}
+    with pytest.raises(ConfigError, match="by-example remembers each training example"):
+        Feed(corpus, settings_with(train__steps=once, **one_cut), cpu)
+
+
+# --- one codec per cut ---
+
+
+def test_each_cut_has_its_own_codecs(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = settings_with(
+        pipeline__stages=3,
+        train__steps=1,
+        optim__warmup=1,
+        codec__forward="bf16",
+        codec__backward="fp32",
+        codec__cuts=["1: forward=fp64 backward=delta"],
+    )
+    outcome = run_in_threads(settings)
+    elements_of = 2 * 16 * 32
+    sent = {
+        (stage, boundary): meters["sent"]
+        for stage, reports in enumerate(outcome.reports)
+        for boundary, meters in [r for r in reports if r["type"] == "step"][-1]["meters"].items()
+    }
+    for stage, boundary, kind, width in [
+        (0, "boundary-0", "FORWARD", 2),
+        (1, "boundary-1", "FORWARD", 8),
+        (1, "boundary-0", "BACKWARD", 4),
+        (2, "boundary-1", "BACKWARD", 2),
+    ]:
+        assert sent[stage, boundary][kind]["payload_bytes"] == 4 * elements_of * width
+    worker = outcome.workers[1]
+    assert worker.contract(0)["forward_codec"] == "bf16"
+    assert worker.contract(1)["forward_codec"] == "fp64"
+    assert worker.contract(1)["backward_codec"] == "delta"
+    assert worker.max_payload() == 8 * elements_of + 65536
+
+
+# --- one process computes the same ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "forward", "backward"),
+    [("gpipe", "delta", "int8+ef21"), ("1f1b", "int4+ef21+zstd", "delta")],
+)
+def test_a_chain_remembers_as_the_pipeline_does(
+    schedule: str,
+    forward: str,
+    backward: str,
+    settings_with: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+) -> None:
+    """Losses, validations and bytes."""
+    settings = settings_with(
+        run__precision="fp64",
+        pipeline__schedule=schedule,
+        pipeline__stages=3,
+        codec__forward=forward,
+        codec__backward=backward,
+        codec__cuts=["1: forward=bf16"],
+        train__steps=4,
+        train__eval_every=2,
+    )
+    outcome = run_in_threads(settings)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    valid = [chain.evaluate()]
+    losses = []
+    for step in range(4):
+        losses.append(chain.train_step(step))
+        if step % 2:
+            valid.append(chain.evaluate())
+    assert losses == pytest.approx(outcome.losses(), abs=1e-9)
+    assert valid == pytest.approx(outcome.valid_losses(), abs=1e-9)
+    assert abs(chain.evaluate(compressed=False) - chain.evaluate()) > 1e-7
+    for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in (0, 1) for leg in Leg]:
+        last = [r for r in outcome.reports[stage] if r["type"] == "step"][-1]
+        sent = last["meters"][f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
+        per_token = sent / (4 * settings.tokens_per_step)
+        assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_token, rel=1e-3)
+
+
+class Growing(Delta):
+    """Its payload is longer with every tensor: only packing tells its size."""
+
+    name = "growing"
+
+    def to_bytes(self, parts: Parts) -> bytes:
+        return bytes(super().to_bytes(parts)) + bytes(32 * len(self.places))
+
+    def from_bytes(self, payload: bytes, spec: TensorSpec, place: Place) -> Parts:
+        return super().from_bytes(payload[: 2 * elements(spec.shape)], spec, place)
+
+
+def test_sizes_that_vary_are_measured(settings_with: Callable, corpus: Corpus) -> None:
+    settings = settings_with()
+    spec = TensorSpec((2, 16, 32), torch.float32, torch.device("cpu"))
+    cut = Cut(settings, 0, spec)
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64
+    for end in (cut.lower, cut.upper):
+        end.codecs[Leg.FORWARD] = Growing()
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64, "by its limit, before the first tensor"
+    for _ in range(3):
+        cut.forward(torch.randn(spec.shape))
+    cut.training = False
+    cut.forward(torch.randn(spec.shape))
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3) / 3
