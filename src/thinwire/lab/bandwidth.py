@@ -7,6 +7,7 @@ side by side, so the simulation can be judged.
 """
 
 import io
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from thinwire.engine import Settings
+from thinwire.errors import ConfigError
+from thinwire.lab.convergence import best_by_method
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.plan import frame_bytes
 from thinwire.report import PlainDisplay
@@ -33,13 +36,21 @@ def run_bandwidth(
     command: str,
     say: Callable[[str], None],
     dense_microbatches: int = 0,
+    curves: list[Row] | None = None,
 ) -> Outcome:
     """Measure each arm without limit and at each rate, and simulate the rest.
+
+    `curves` are rows of a convergence log: with them the hours are to a loss that every arm
+    reaches, without them to a billion tokens.
 
     A dense step over a slow link can take minutes; `dense_microbatches` shortens those steps (two
     of them are timed), which costs dense the filling of the pipeline: compare it with its
     simulated rate, which has all microbatches.
     """
+    goal, tokens = "1B tokens", dict.fromkeys(arms, 1e9)
+    if curves is not None:
+        loss, tokens = tokens_to_loss(curves, arms)
+        goal = f"loss {loss:.3f}"
     rows: list[Row] = []
     unlimited: dict[str, float] = {}
     for arm, boundary in arms.items():
@@ -55,7 +66,7 @@ def run_bandwidth(
                 settings = _shortened(settings, dense_microbatches)
             speeds[rate] = train(settings, PlainDisplay(io.StringIO()))["tokens_per_s"]
             say(f"{arm:<12} {_rate(rate):>10}  {speeds[rate]:>12,.1f} tokens/s")
-        rows += _arm_rows(arm, whole, costs, speeds)
+        rows += _arm_rows(arm, whole, costs, speeds, goal, tokens[arm])
     return Outcome(
         name="bandwidth",
         question="How fast does each mode train over links of which rate, and where does a "
@@ -63,17 +74,54 @@ def run_bandwidth(
         verdict=_verdict(rows, unlimited),
         holds=None,
         rows=rows,
-        figure=_figure(rows),
+        figure=_figure(rows, goal),
         command=command,
         notes=[
             "measured: processes over emulated links; simulated: the schedule's simulator with "
             "the compute times of the unlimited run",
-            "hours: to a billion tokens, at the measured rate where there is one",
+            f"hours: to {goal}, at the measured rate where there is one",
+            *(f"{arm} takes {count / 1e6:,.2f}M tokens to {goal}" for arm, count in tokens.items()),
         ],
     )
 
 
-def _arm_rows(arm: str, settings: Settings, costs: Costs, speeds: dict[float, float]) -> list[Row]:
+def tokens_to_loss(
+    curves: list[Row], arms: dict[str, dict[str, Any]]
+) -> tuple[float, dict[str, float]]:
+    """The lowest loss that every arm's curve reaches, and the tokens that each takes to it.
+
+    Of each method the longest run at its best learning rate counts.
+    """
+    best = best_by_method(curves)
+    longest = max((steps for _, steps, _ in best), default=0)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for arm, boundary in arms.items():
+        method = f"{boundary['mode']} k={boundary['rank']}" if boundary["rank"] else "dense"
+        runs = [row for (_, n, name), row in best.items() if (n, name) == (longest, method)]
+        if not runs:
+            raise ConfigError(f"the convergence log has no run of {longest} steps of {method}")
+        found[arm] = runs[0]["row"]["curve"]
+    loss = max(min(value for _, value in curve) for curve in found.values())
+    return loss, {arm: _crossing(curve, loss) for arm, curve in found.items()}
+
+
+def _crossing(curve: list[tuple[float, float]], loss: float) -> float:
+    """Where a curve first comes down to a loss, on a straight line between its points."""
+    for (before, high), (after, low) in itertools.pairwise(curve):
+        if low <= loss:
+            share = (high - loss) / (high - low) if high > low else 0.0
+            return before + share * (after - before)
+    return curve[-1][0]
+
+
+def _arm_rows(
+    arm: str,
+    settings: Settings,
+    costs: Costs,
+    speeds: dict[float, float],
+    goal: str,
+    goal_tokens: float,
+) -> list[Row]:
     rows = []
     out, back = frame_bytes(settings)
     tokens = settings.microbatch_size * settings.model.context
@@ -90,7 +138,7 @@ def _arm_rows(arm: str, settings: Settings, costs: Costs, speeds: dict[float, fl
                 "bytes per token": (out + back) / tokens,
                 "measured tokens/s": measured,
                 "simulated tokens/s": simulated,
-                "hours to 1B tokens": 1e9 / (measured or simulated) / 3600,
+                f"hours to {goal}": goal_tokens / (measured or simulated) / 3600,
             }
         )
     return rows
@@ -121,25 +169,24 @@ def _verdict(rows: list[Row], unlimited: dict[str, float]) -> str:
     return "; ".join(parts)
 
 
-def _figure(rows: list[Row]) -> Figure:
-    plot = Figure(figsize=(8, 5), layout="constrained")
-    axes = plot.subplots()
+def _figure(rows: list[Row], goal: str) -> Figure:
+    plot = Figure(figsize=(13, 5), layout="constrained")
+    speed, hours = plot.subplots(1, 2)
     for arm in dict.fromkeys(r["mode"] for r in rows):
         own = [r for r in rows if r["mode"] == arm and math.isfinite(r["mbps"])]
-        (line,) = axes.plot(
-            [r["mbps"] for r in own], [r["simulated tokens/s"] for r in own], label=arm
-        )
+        rates = [r["mbps"] for r in own]
+        (line,) = speed.plot(rates, [r["simulated tokens/s"] for r in own], label=arm)
         seen = [r for r in own if r["measured tokens/s"]]
-        axes.plot(
-            [r["mbps"] for r in seen],
-            [r["measured tokens/s"] for r in seen],
-            "o",
-            color=line.get_color(),
-            label=f"{arm}, measured",
-        )
-    axes.set(xscale="log", yscale="log", xlabel="Mbit/s per host", ylabel="tokens/s")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+        style = {"color": line.get_color(), "label": f"{arm}, measured"}
+        found = [r["mbps"] for r in seen]
+        speed.plot(found, [r["measured tokens/s"] for r in seen], "o", **style)
+        hours.plot(rates, [r[f"hours to {goal}"] for r in own], color=line.get_color(), label=arm)
+    speed.set(ylabel="tokens/s", title="speed")
+    hours.set(ylabel="hours", title=f"hours to {goal}")
+    for axes in (speed, hours):
+        axes.set(xscale="log", yscale="log", xlabel="Mbit/s per host")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
     return plot
 
 
