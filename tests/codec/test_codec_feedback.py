@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Payload, Place, TensorSpec, cross
+from thinwire.codec import Cast, Codec, Leg, Payload, Place, Surroundings, TensorSpec, cross
 from thinwire.codec.base import Layout, Parts, Shape
 from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
@@ -386,3 +386,13 @@ def test_the_bytes_are_the_affair_of_the_inner_codec(wrapper: type[Feedback]) ->
     assert small.size_varies and not plain.size_varies
     got = wrapper(Deflated(TopK(1))).unpack(payload, spec_of(tensor), place)
     assert torch.equal(got, tensor)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_buffer_of_another_shape_is_refused_when_it_is_loaded(wrapper: type[Feedback]) -> None:
+    saved = {"buffer": torch.zeros(2, 6, 8)}
+    codec = wrapper(TopK(0.2))
+    codec.prepare(spec_of(normal(0)), Surroundings(examples=0, limit_bytes=0))
+    with pytest.raises(ValueError, match="size of microbatches cannot change"):
+        codec.load_state_tensors(saved)
+    codec.load_state_tensors({"buffer": torch.zeros(SHAPE)})

@@ -26,7 +26,7 @@ class Boundary(nn.Module, ABC):
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """What the receiver's first layer reads, as a differentiable function of z."""
 
-    def compile_ends(self) -> None:
+    def compile_ends(self, backend: str) -> None:
         """Have torch fuse what encode and decode do, where there is something to fuse."""
 
     @abstractmethod

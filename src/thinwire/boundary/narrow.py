@@ -68,10 +68,10 @@ class SubspaceBoundary(Boundary):
         table_VD = self.space.table_VD if self.anchored else None
         return self._decode(z, self.basis_DK, ids_BT, table_VD)
 
-    def compile_ends(self) -> None:
+    def compile_ends(self, backend: str) -> None:
         """Fuse what each end does into as few kernels as torch finds."""
-        self._encode = torch.compile(to_coordinates, dynamic=False)
-        self._decode = torch.compile(from_coordinates, dynamic=False)
+        self._encode = torch.compile(to_coordinates, dynamic=False, backend=backend)
+        self._decode = torch.compile(from_coordinates, dynamic=False, backend=backend)
 
     def _anchor_coordinates(self) -> Tensor:
         return self.space.anchor_coordinates()

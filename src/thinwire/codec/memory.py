@@ -34,7 +34,7 @@ class ExampleMemory:
             raise ConfigError(
                 f"to remember {row:,} numbers for each of {count:,} training examples takes "
                 f"{need:,} bytes at each end, and the limit is {surroundings.limit_bytes:,}: raise "
-                f"the limit, train on fewer examples, or choose ef21, which keeps one buffer"
+                f"codec.memory_mb, train on fewer examples, or choose ef21, which keeps one buffer"
             )
         self._seen = np.zeros(count, dtype=np.bool_)
         self._checksums = np.zeros(count, dtype=np.uint32)

@@ -121,6 +121,12 @@ class Buffered(Feedback):
     def __init__(self, inner: Codec):
         super().__init__(inner)
         self._buffer: Tensor | None = None
+        self._expected: TensorSpec | None = None
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """From here on it is known which buffer can be loaded."""
+        super().prepare(spec, surroundings)
+        self._expected = spec
 
     def buffer(self, spec: TensorSpec) -> Tensor:
         """The buffer, on the tensor's device; never changed in place."""
@@ -147,7 +153,13 @@ class Buffered(Feedback):
         """The buffer, or none."""
         if not tensors.keys() <= {"buffer"}:
             raise ValueError(f"{self.name} remembers a buffer, but was given {sorted(tensors)}")
-        self._buffer = tensors.get("buffer")
+        buffer, expected = tensors.get("buffer"), self._expected
+        if buffer is not None and expected is not None and buffer.shape != expected.shape:
+            raise ValueError(
+                f"{self.name} needs a buffer of shape {expected.shape}, but was given one of "
+                f"{tuple(buffer.shape)}: with feedback the size of microbatches cannot change"
+            )
+        self._buffer = buffer
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

@@ -60,14 +60,14 @@ class Stage(nn.Module):
                 x = layer(x)
         return x if self.outgoing is None else self.outgoing.encode(x, ids_BT)
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph."""
         for layer in self.layers:
-            layer.compile(dynamic=False)
+            layer.compile(dynamic=False, backend=backend)
         for end in (self.incoming, self.outgoing):
             if end is not None:
-                end.compile_ends()
-        self.loss = torch.compile(token_loss, dynamic=False)
+                end.compile_ends(backend)
+        self.loss = torch.compile(self.loss, dynamic=False, backend=backend)
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by the name they have in the whole model, whatever the split.
