@@ -89,6 +89,13 @@ class Outcome:
             for name, parameter in worker.stage.global_parameters().items()
         }
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            name: buffer.clone()
+            for worker in self.workers
+            for name, buffer in worker.stage.global_buffers().items()
+        }
+
     def shards(self) -> dict[int, list[dict[str, Any]]]:
         """The reports of written shards by step, in stage order."""
         found: dict[int, list[dict[str, Any]]] = {}
@@ -108,10 +115,11 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
         resume: Path | None = None,
         prepare_worker: Callable[[Worker], None] | None = None,
         folder: Path = tmp_path / "run",
+        data: Path = corpus.folder,
     ) -> Outcome:
         count = settings.pipeline.stages
         workers = [
-            Worker(Assignment(settings, stage, corpus.folder, folder, resume))
+            Worker(Assignment(settings, stage, data, folder, resume))
             for stage in range(count)
         ]
         if prepare_worker:

@@ -34,6 +34,8 @@ LAB_NAMES = (
     "subspace",
     "bandwidth",
     "convergence",
+    "codecs",
+    "frontier",
 )
 INIT_HEADER = """\
 # A run of thinwire: every key with its value and what it means. Delete what you do not change.
@@ -139,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    sub = add("eval", eval_command, "measure a checkpoint's loss on its run's validation text")
+    sub = add("eval", eval_command, "measure a checkpoint on its run's validation data")
     sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
     sub.add_argument(
         "--batches", type=_number(int, 0), default=0, help="microbatches; 0 = as in training"
@@ -186,10 +188,33 @@ def _parser() -> argparse.ArgumentParser:
         help="bandwidth: shorten dense steps to these",
     )
     sub.add_argument(
-        "--stages", type=_numbers(int, 1), help="convergence: numbers of stages, by commas"
+        "--task", choices=("cifar", "lm"), help="codecs: images (the default) or language"
     )
     sub.add_argument(
-        "--lrs", type=_numbers(float, above=0), help="convergence: learning rates, by commas"
+        "--arms", help='codecs, frontier: patterns of arms to train, by commas, as "topk*,dense*"'
+    )
+    sub.add_argument(
+        "--epochs",
+        type=_number(int, 0),
+        default=0,
+        help="codecs: epochs over the images, or of fine-tuning; 0 = the experiment's",
+    )
+    sub.add_argument(
+        "--base-steps",
+        type=_number(int, 0),
+        default=0,
+        help="codecs: steps of the language model that is fine-tuned; 0 = those of --steps",
+    )
+    sub.add_argument("--tune-on", help="codecs: text to fine-tune on, a file or a folder")
+    sub.add_argument(
+        "--stages",
+        type=_numbers(int, 1),
+        help="convergence, frontier: numbers of stages, by commas",
+    )
+    sub.add_argument(
+        "--lrs",
+        type=_numbers(float, above=0),
+        help="convergence, frontier: learning rates, by commas; each arm's best counts",
     )
     sub.add_argument(
         "--sweep-steps",
@@ -197,9 +222,21 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="convergence: choose each method's learning rate by runs of so many steps",
     )
-    sub.add_argument("--seeds", type=_numbers(int), help="convergence: seeds, by commas")
     sub.add_argument(
-        "--parallel", type=_number(int, 1), default=1, help="convergence: arms at a time"
+        "--seeds",
+        type=_numbers(int),
+        help="seeds, by commas; codecs, frontier: dense is trained with all, which shows the noise",
+    )
+    sub.add_argument(
+        "--parallel",
+        type=_number(int, 1),
+        default=1,
+        help="convergence, codecs, frontier: arms at a time",
+    )
+    sub.add_argument(
+        "--from-log",
+        action="store_true",
+        help="convergence, codecs, frontier: train nothing, report what the log holds",
     )
     sub.add_argument(
         "--tflops",
@@ -344,11 +381,14 @@ def eval_command(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    extra = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+    if "accuracy" in result:
+        extra, over = f"accuracy {100 * result['accuracy']:.2f} %", f"{result['images']:,} images"
+    else:
+        bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+        extra, over = f"perplexity {result['perplexity']:.1f}{bits}", f"{result['tokens']:,} tokens"
     print(
-        f"{result['checkpoint']}: validation loss {result['valid_loss']:.4f} (perplexity "
-        f"{result['perplexity']:.1f}{extra}) over {result['tokens']:,} tokens, compression "
-        f"{result['compression']}"
+        f"{result['checkpoint']}: validation loss {result['valid_loss']:.4f} ({extra}) over "
+        f"{over}, compression {result['compression']}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A trained model in one process: validation loss and text, from a checkpoint of any split."""
+"""A trained model in one process: how well it does, and text, from a checkpoint of any split."""
 
 import math
 from pathlib import Path
@@ -13,10 +13,9 @@ from thinwire.engine.build import StageBuilder, autocast_for, choose_device, loa
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import token_loss
+from thinwire.model import Score
 from thinwire.report import Display
-from thinwire.summary import bits_per_byte
-from thinwire.train import prepare_corpus
+from thinwire.train import prepare_data, text_ratio
 
 
 class Model:
@@ -38,13 +37,13 @@ class Model:
             load_weights(stage, builder.space, self.checkpoint)
             stage.eval()
         self._cuts = [
-            Cut(self.settings, index, builder.wire_spec())
+            Cut(self.settings, index, builder.wire_spec(index))
             for index in range(len(self.stages) - 1 if compression else 0)
         ]
         self._autocast = autocast_for(self.settings.run.precision, self.device)
 
-    def __call__(self, ids_BT: Tensor, number: int = 0) -> Tensor:
-        """Logits of every position; `number` tells one microbatch or token from the next."""
+    def __call__(self, inputs: Tensor, number: int = 0) -> Tensor:
+        """Logits of every position or image; `number` tells a microbatch or token from the next."""
         x = None
         for index, stage in enumerate(self.stages):
             if x is not None and self.compression:
@@ -52,7 +51,7 @@ class Model:
                 cut.at, cut.training = (self.checkpoint.step, number), False
                 x = cut.forward(x)
             with self._autocast():
-                x = stage(x, ids_BT)
+                x = stage(x, inputs)
         assert x is not None
         return x
 
@@ -67,35 +66,41 @@ class Model:
 
     @torch.no_grad()
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
-        """Loss on the run's own validation text, over as many microbatches as training used."""
+        """Loss on the run's own validation data, over as many microbatches as training used."""
         settings = self.settings
-        corpus = prepare_corpus(settings, display)
-        if corpus.fingerprint != self.checkpoint.manifest["corpus"]:
+        data = prepare_data(settings, display)
+        if data.fingerprint != self.checkpoint.manifest["corpus"]:
             raise DataError(
-                "the corpus is no longer the one this checkpoint was trained on, so its "
-                "validation text may contain what was trained on: restore the data"
+                "the data is no longer what this checkpoint was trained on, so its validation "
+                "part may contain what was trained on: restore the data"
             )
-        feed = Feed(corpus, settings, self.device, batches)
-        losses = []
+        feed, score = Feed(data, settings, self.device, batches), Score()
         for microbatch in range(feed.validation_count):
             batch = feed.validation(microbatch)
-            logits_BTV = self(batch.inputs_BT, microbatch)
+            logits = self(batch.inputs, microbatch)
             with self._autocast():
-                losses.append(token_loss(logits_BTV, batch.targets_BT))
-        loss = float(torch.stack(losses).double().mean())
-        return {
+                loss = self.stages[-1].loss(logits, batch.targets)
+            score.add(loss, logits, batch.targets)
+        found = {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
             "compression": "on" if self.compression else "off",
-            "valid_loss": loss,
-            "perplexity": _perplexity(loss),
-            "bits_per_byte": bits_per_byte(loss, len(corpus.valid), corpus.valid_bytes),
-            "tokens": len(losses) * settings.microbatch_size * settings.model.context,
+            "valid_loss": score.loss,
         }
+        if settings.model.sees_images:
+            return {**found, "accuracy": score.accuracy, "images": score.count}
+        ratio = text_ratio(data, score.loss)
+        text = {"perplexity": _perplexity(score.loss), "bits_per_byte": ratio}
+        return {**found, **text, "tokens": score.count}
 
     @torch.no_grad()
     def generate(self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
         """Continue the prompt. The same seed gives the same text on the same machine."""
+        if self.settings.model.sees_images:
+            raise ConfigError(
+                f"{self.checkpoint.folder} holds a model that tells images apart: it has no text "
+                "to continue. `thinwire eval` says how well it does"
+            )
         if tokens < 1 or temperature < 0 or top_k < 0:
             raise ConfigError("tokens must be at least 1, temperature and top-k not negative")
         tokenizer = self.tokenizer()

@@ -4,21 +4,21 @@ Compute times are measured on this machine with one block of the model (or given
 bytes and links come from the settings, and the schedule's own simulator puts them together.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from thinwire.codec import Codec, build_codecs
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device
 from thinwire.engine.settings import PRECISIONS, machine_cores, threads_per_stage
-from thinwire.model import ModelConfig, stage_layers
+from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
 from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
-from thinwire.summary import network_of
+from thinwire.summary import BF16_BYTES, network_of
 from thinwire.wire import HEADER_BYTES
 
 BACKWARD_PER_FORWARD = 2.0  # a backward multiplies each matrix twice
@@ -66,24 +66,10 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     return Plan(settings, costs, simulation, windows, parameters, memory, rate, cores)
 
 
-def block_flops(model: ModelConfig, tokens: int) -> float:
-    """Floating-point operations of one block's forward."""
-    kv_dim = model.kv_heads * model.head_dim
-    matrices = 2 * model.dim**2 + 2 * model.dim * kv_dim + 3 * model.dim * model.ffn
-    attention = model.context * model.dim  # scores and their use, each over half the context
-    return 2.0 * tokens * (matrices + attention)
-
-
-def forward_flops(model: ModelConfig, blocks: range, tokens: int) -> float:
-    """Operations of one forward of a stage: its blocks, and the head if it is the last."""
-    head = 2.0 * tokens * model.dim * model.vocab if blocks.stop == model.layers else 0.0
-    return len(blocks) * block_flops(model, tokens) + head
-
-
 def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
     """Seconds and bytes of every action, from the model's shape and a FLOP rate."""
-    tokens = settings.microbatch_size * settings.model.context
-    forward = [forward_flops(settings.model, s, tokens) / flops_per_s for s in settings.split()]
+    batch, family = settings.microbatch_size, architecture(settings.model)
+    forward = [family.forward_flops(s, batch) / flops_per_s for s in settings.split()]
     recompute = 1.0 if settings.pipeline.recompute else 0.0
     backward = [seconds * (BACKWARD_PER_FORWARD + recompute) for seconds in forward]
     sizes = [frame_bytes(settings, cut) for cut in range(settings.pipeline.stages - 1)]
@@ -98,8 +84,7 @@ def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
 
     Where sizes depend on the data (+zstd) they are the most that a frame can have.
     """
-    width = settings.boundary.rank or settings.model.dim
-    shape = (settings.microbatch_size, settings.model.context, width)
+    shape = StageBuilder(settings, torch.device("meta")).wire_spec(cut).shape
     out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
     return out, back
 
@@ -118,20 +103,16 @@ def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int
     """Bytes of weights, gradients, optimizer state, token table and activations in flight."""
     width = PRECISIONS[settings.run.precision].itemsize
     states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
-    model = settings.model
-    blocks = settings.split()[stage]
-    tokens = settings.microbatch_size * model.context
+    model, family = settings.model, architecture(settings.model)
+    blocks, batch = settings.split()[stage], settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
-    kept_per_block = model.dim * width
-    if not settings.pipeline.recompute:
-        kv_dim = model.kv_heads * model.head_dim
-        # two norms in and out, q k v and their rotations, attention out, three of the feed-forward
-        kept_per_block = 4 * model.dim * width + compute_width * (
-            4 * model.dim + 4 * kv_dim + 4 * model.ffn
-        )
-    activations = tokens * len(blocks) * kept_per_block * in_flight
+    if settings.pipeline.recompute:
+        kept = sum(math.prod(family.stream_shape(block, batch)) * width for block in blocks)
+    else:
+        kept = family.kept_bytes(blocks, batch, width, compute_width)
+    activations = kept * in_flight
     if blocks.stop == model.layers:
-        activations += tokens * model.vocab * (compute_width + 2 * 4)
+        activations += family.logits(batch) * (compute_width + 2 * 4)
     fixed = settings.boundary.anchor == "fixed"
     table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
     return parameters * width * states + table + activations
@@ -141,16 +122,13 @@ def measure_flops(settings: Settings, repeats: int = 3) -> float:
     """The rate at which this machine trains one block, forward and backward together.
 
     On a CPU with as many threads as each stage of a local run has; large models are measured on
-    fewer tokens, which flatters nobody: rates grow with size.
+    a part of a microbatch, which flatters nobody: rates grow with size.
     """
-    device = choose_device(settings.run.device, 0)
-    model, dtype = settings.model, PRECISIONS[settings.run.precision]
-    tokens = settings.microbatch_size * model.context
-    share = min(1.0, _MEASURE_FLOPS / (block_flops(model, tokens) * (1 + BACKWARD_PER_FORWARD)))
-    context = min(model.context, max(16, int(tokens * share)))
-    sequences = max(1, int(tokens * share) // context)
-    block: nn.Module = stage_layers(model, range(1))[1].make().to(device, dtype)
-    x = torch.randn(sequences, context, model.dim, device=device, dtype=dtype, requires_grad=True)
+    device, dtype = choose_device(settings.run.device, 0), PRECISIONS[settings.run.precision]
+    most = _MEASURE_FLOPS / (1 + BACKWARD_PER_FORWARD)
+    probe = architecture(settings.model).probe(settings.microbatch_size, most)
+    block = probe.plan.make().to(device, dtype)
+    x = torch.randn(probe.shape, device=device, dtype=dtype, requires_grad=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_stage(settings))
     autocast = autocast_for(settings.run.precision, device)
@@ -166,19 +144,19 @@ def measure_flops(settings: Settings, repeats: int = 3) -> float:
             best = min(best, time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-    return block_flops(model, sequences * context) * (1 + BACKWARD_PER_FORWARD) / best
+    return probe.flops * (1 + BACKWARD_PER_FORWARD) / best
 
 
 def plan_text(plan: Plan) -> str:
     """The plan for a person."""
     settings, simulation = plan.settings, plan.simulation
-    model, link = settings.model, settings.link
+    link = settings.link
     where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
+    unit = settings.unit
+    rows = "images" if unit == "image" else f"sequences, {settings.tokens_per_step:,} tokens,"
     lines = [
-        f"model: {sum(plan.parameters):,} parameters, {model.layers} blocks of width {model.dim}, "
-        f"context {model.context}",
-        f"step: {settings.train.batch} sequences, {settings.tokens_per_step:,} tokens, in "
-        f"{settings.pipeline.microbatches} microbatches",
+        f"model: {sum(plan.parameters):,} parameters, {architecture(settings.model).describe()}",
+        f"step: {settings.train.batch:,} {rows} in {settings.pipeline.microbatches} microbatches",
         f"compute: {plan.flops_per_s / 1e9:,.1f} GFLOP/s per stage, {where}",
         _link_line(settings),
         "",
@@ -207,7 +185,7 @@ def plan_text(plan: Plan) -> str:
     total = seconds * settings.train.steps
     lines += [
         "",
-        f"estimate: {seconds:.3f} s per step, {rate:,.0f} tokens/s, {duration(total)} for "
+        f"estimate: {seconds:.3f} s per step, {rate:,.0f} {unit}s/s, {duration(total)} for "
         f"{settings.train.steps} steps without validations and checkpoints",
     ]
     if not link.emulate:
@@ -217,19 +195,19 @@ def plan_text(plan: Plan) -> str:
 
 def _boundary_lines(settings: Settings) -> list[str]:
     """What crosses per microbatch: one line for all boundaries, or for each where they differ."""
-    tokens = settings.microbatch_size * settings.model.context
+    tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
-    alike = len({settings.codec.names(cut) for cut in cuts}) == 1
+    alike = len({(settings.codec.names(cut), settings.stream_width(cut)) for cut in cuts}) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
         out, back = frame_bytes(settings, cut)
         which = "each boundary" if alike else f"boundary {cut}"
         most = "at most " if any(c.size_varies for c in _codecs(settings, cut)) else ""
-        ratio = 2 * 2 * settings.model.dim * tokens / (out + back)
+        ratio = 2 * BF16_BYTES * settings.stream_width(cut) * tokens / (out + back)
         lines.append(
             f"{which}, per microbatch: {most}{human_bytes(out)} forward "
-            f"({out / tokens:.1f} bytes per token), {human_bytes(back)} backward "
-            f"({back / tokens:.1f}); {ratio:.2f}x smaller than bf16 dense"
+            f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "
+            f"({back / tokens:,.1f}); {ratio:.2f}x smaller than bf16 dense"
         )
     return lines
 
@@ -255,6 +233,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": plan.simulation.step_seconds,
         "tokens_per_s": plan.settings.tokens_per_step / plan.simulation.step_seconds,
+        "unit": plan.settings.unit,
         "bound": plan.simulation.bound,
         "bubble_fraction": plan.simulation.bubble_fraction,
         "flops_per_s": plan.flops_per_s,

@@ -79,6 +79,7 @@ class Ledger:
         self.done = first_step
         self.refused = 0  # updates in a row that were not committed
         self.valid_losses: list[tuple[int, float]] = []
+        self.accuracies: list[tuple[int, float]] = []
         self.records: list[StepRecord] = []  # the last few
         self._pending: dict[int, dict[int, Report]] = {}
         self._warmup, self._steady = _Timings(self.stages), _Timings(self.stages)
@@ -108,16 +109,21 @@ class Ledger:
         self._follow_space(record)
         return record
 
-    def add_evaluation(self, step: int, loss: float) -> None:
-        """File a validation loss, from the stage that has it."""
+    def add_evaluation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """File a validation, from the stage that has it."""
         self.valid_losses.append((step, loss))
+        if accuracy is not None:
+            self.accuracies.append((step, accuracy))
 
     def add_finished(self, stage: int, message: Report) -> None:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
         self._meters[stage] = message["meters"]
 
     def summary(self, versions: dict[str, str], total_seconds: float) -> dict[str, Any]:
-        """Everything a reader of summary.json wants to know about the run."""
+        """Everything a reader of summary.json wants to know about the run.
+
+        Where `unit` is "image", what is told of tokens is of images.
+        """
         settings = self.settings
         boundaries = self._boundaries()
         simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
@@ -131,7 +137,10 @@ class Ledger:
             "last_train_loss": losses[-1] if losses else None,
             "final_valid_loss": self.valid_losses[-1][1] if self.valid_losses else None,
             "valid_losses": self.valid_losses,
+            "final_accuracy": self.accuracies[-1][1] if self.accuracies else None,
+            "accuracies": self.accuracies,
             "steps": self.done,
+            "unit": settings.unit,
             "tokens": self.done * settings.tokens_per_step,
             "tokens_per_s": settings.tokens_per_step / statistics.fmean(seconds)
             if seconds
@@ -229,6 +238,7 @@ class Ledger:
             ],
             links=links,
             measures=_merged_measures(reports),
+            unit=settings.unit,
         )
 
     @property
@@ -252,9 +262,9 @@ class Ledger:
     def _boundaries(self) -> list[dict[str, Any]]:
         tokens = self._steps * self.settings.tokens_per_step
         seconds = self._warmup.total + self._steady.total
-        dense = BF16_BYTES * self.settings.model.dim
         rows = []
         for b, (forward, backward) in enumerate(self._crossed if tokens else []):
+            dense = BF16_BYTES * self.settings.stream_width(b)
             codecs = self.settings.codec.names(b)
             rows.append(
                 {

@@ -1,6 +1,6 @@
 """The story of a run, top to bottom: settings in, trained model out.
 
-prepare the corpus -> start the peers -> follow their steps -> commit checkpoints
+prepare the data -> start the peers -> follow their steps -> commit checkpoints
 -> sum up: summary.json, plots, tables
 """
 
@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from thinwire.data import Corpus, prepare
+from thinwire.data import Corpus, ImageSet, prepare, prepare_images
 from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
 from thinwire.engine.build import check_devices
 from thinwire.engine.checkpoint import (
@@ -30,12 +30,12 @@ from thinwire.engine.checkpoint import (
 )
 from thinwire.engine.claim import claim_folder
 from thinwire.engine.cut import check_memory
-from thinwire.engine.feed import Feed
+from thinwire.engine.feed import Data, Feed
 from thinwire.engine.worker import check_agreement, check_divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError
-from thinwire.model import parameter_count
+from thinwire.model import architecture
 from thinwire.paths import cache_folder
-from thinwire.report import Display, MetricsWriter, read_metrics
+from thinwire.report import Display, EvaluationRecord, MetricsWriter, read_metrics
 from thinwire.report.metrics import without_nan
 from thinwire.summary import Ledger, bits_per_byte
 from thinwire.typed import to_toml
@@ -46,12 +46,16 @@ FIXED_ON_RESUME = {
     "data.source",
     "data.tokenizer",
     "data.valid_fraction",
+    "data.augment",
     "run.seed",
     "run.precision",
     "optim.name",
     "train.batch",
 }
 """Settings that say what the weights mean and what comes next; all others may change."""
+
+
+DataT = TypeVar("DataT", Corpus, ImageSet)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -67,20 +71,20 @@ def train(settings: Settings, display: Display, resume: Path | None = None) -> d
     folder = Path(settings.run.out) / settings.run.name
     checkpoint = open_resume(resume, settings, display) if resume else None
     with claim_folder(folder, checkpoint):
-        corpus = prepare_corpus(settings, display)
-        if checkpoint is not None and checkpoint.manifest["corpus"] != corpus.fingerprint:
+        data = prepare_data(settings, display)
+        if checkpoint is not None and checkpoint.manifest["corpus"] != data.fingerprint:
             raise CheckpointError(
                 f"{checkpoint.folder} was trained on another corpus (fingerprint "
-                f"{checkpoint.manifest['corpus']}, now {corpus.fingerprint}): resume with the "
+                f"{checkpoint.manifest['corpus']}, now {data.fingerprint}): resume with the "
                 "same data"
             )
         display.phase(
             "start", f"{settings.pipeline.stages} stages as processes, links under mutual TLS"
         )
         from_folder = checkpoint.folder if checkpoint else None
-        with _scratch(folder), Host(settings, folder, corpus.folder, from_folder) as host:
+        with _scratch(folder), Host(settings, folder, data.folder, from_folder) as host:
             host.launch()
-            run = _Run(settings, folder, corpus, host, display, checkpoint)
+            run = _Run(settings, folder, data, host, display, checkpoint)
             with _stopping(host, run):
                 run.open_record()
                 run.follow()
@@ -89,28 +93,42 @@ def train(settings: Settings, display: Display, resume: Path | None = None) -> d
 
 def describe(settings: Settings) -> list[str]:
     """The resolved settings, a line per section, printed before anything starts."""
+    parameters = architecture(settings.model).parameter_count()
     first = (
-        f"{settings.run.name}: hash {settings.hash}, {parameter_count(settings.model):,} "
-        f"parameters, {settings.train.steps} steps of {settings.tokens_per_step:,} tokens"
+        f"{settings.run.name}: hash {settings.hash}, {parameters:,} "
+        f"parameters, {settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s"
     )
-    sections = settings.to_plain().items()
+    sections = settings.to_plain()
+    of_use = {key: value for key, value in sections["model"].items() if value != 0}
     return [first] + [
         f"[{section}] "
         + ", ".join(f"{key} {value}" for key, value in keys.items() if value not in ("", []))
-        for section, keys in sections
+        for section, keys in {**sections, "model": of_use}.items()
     ]
+
+
+def prepare_data(settings: Settings, display: Display) -> Data:
+    """The data of these settings, from the cache if it was prepared before."""
+    if not settings.model.sees_images:
+        return prepare_corpus(settings, display)
+    images = prepare_images(settings.data.path, cache_folder(), _progress(display))
+    return _announced(images, settings, display)
 
 
 def prepare_corpus(settings: Settings, display: Display) -> Corpus:
     """The tokenised corpus of these settings, from the cache if it was prepared before."""
+    corpus = prepare(settings.data, settings.model.vocab, cache_folder(), _progress(display))
+    return _announced(corpus, settings, display)
 
-    def progress(phase: str, done: int, total: int) -> None:
-        display.progress(phase, done, total, "B")
 
-    corpus = prepare(settings.data, settings.model.vocab, cache_folder(), progress)
-    display.phase("data", corpus.summary())
-    Feed(corpus, settings, torch.device("cpu"))  # a corpus too short is refused here, not later
-    return corpus
+def _progress(display: Display) -> Callable[[str, int, int], None]:
+    return lambda phase, done, total: display.progress(phase, done, total, "B")
+
+
+def _announced(data: DataT, settings: Settings, display: Display) -> DataT:
+    display.phase("data", data.summary())
+    Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
+    return data
 
 
 def open_resume(place: Path, settings: Settings, display: Display) -> Checkpoint:
@@ -162,14 +180,14 @@ class _Run:
         self,
         settings: Settings,
         folder: Path,
-        corpus: Corpus,
+        data: Data,
         host: Host,
         display: Display,
         resumed: Checkpoint | None,
     ):
         self.settings = settings
         self.folder = folder
-        self.corpus = corpus
+        self.data = data
         self.host = host
         self.display = display
         self.ledger = Ledger(settings, host.descriptions, resumed.step if resumed else 0)
@@ -282,7 +300,7 @@ class _Run:
         if message["type"] == "step":
             self._on_step(stage, message)
         elif message["type"] == "evaluation":
-            self._on_evaluation(message["step"], message["loss"])
+            self._on_evaluation(message["step"], message["loss"], message["accuracy"])
         elif message["type"] in ("shard", "shard_failed"):
             self._on_shard(stage, message)
         elif message["type"] == "finished":
@@ -306,13 +324,13 @@ class _Run:
                 f"step {record.step}: gradients are not finite, so no stage updated its weights"
             )
 
-    def _on_evaluation(self, step: int, loss: float) -> None:
-        self.ledger.add_evaluation(step, loss)
+    def _on_evaluation(self, step: int, loss: float, accuracy: float | None) -> None:
+        self.ledger.add_evaluation(step, loss, accuracy)
         if math.isfinite(loss):
             self._proven = max(self._proven, step)
-        ratio = bits_per_byte(loss, len(self.corpus.valid), self.corpus.valid_bytes)
-        self._record(MetricsWriter.evaluation, step, loss, ratio)
-        self.display.evaluation(step, loss, ratio)
+        record = EvaluationRecord(step, loss, text_ratio(self.data, loss), accuracy)
+        self._record(MetricsWriter.evaluation, record)
+        self.display.evaluation(record)
 
     def _on_shard(self, stage: int, message: dict[str, Any]) -> None:
         """File one stage's word; when all have spoken, complete the checkpoint or drop it."""
@@ -339,13 +357,13 @@ class _Run:
         facts = {
             "settings": self.settings.to_plain(),
             "config_hash": self.settings.hash,
-            "corpus": self.corpus.fingerprint,
+            "corpus": self.data.fingerprint,
             "codec_memory": {cut: legs for part in agreements for cut, legs in part.items()},
             **parts[0]["versions"],
         }
         shards = [Shard(**part["shard"]) for part in parts]
         try:
-            self._latest = commit(self.folder, step, shards, facts, self.corpus.tokenizer())
+            self._latest = commit(self.folder, step, shards, facts, self.data.tokenizer())
         except CheckpointError as error:
             self._on_failure(step, str(error))
             return
@@ -356,6 +374,13 @@ class _Run:
         if step not in self._failed:
             self._failed[step] = error
             self.display.note(f"checkpoint of step {step} not written, training goes on: {error}")
+
+
+def text_ratio(data: Data, loss: float) -> float | None:
+    """A loss as bits per byte of the validation text; None for images, or if that is unknown."""
+    if not isinstance(data, Corpus):
+        return None
+    return bits_per_byte(loss, len(data.valid), data.valid_bytes)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data import corpus as module
+from thinwire.data import prepared as module
 from thinwire.data.corpus import writing
 from thinwire.errors import DataError
 
@@ -106,7 +106,7 @@ def test_edited_manifest_is_refused(folder, change):
 
 
 def test_missing_folder_or_manifest(folder, tmp_path):
-    with pytest.raises(DataError, match="no prepared corpus at"):
+    with pytest.raises(DataError, match="no prepared data at"):
         Corpus.open(tmp_path / "none")
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match="damaged"):
@@ -168,5 +168,5 @@ def test_two_runs_at_once_agree_on_one_folder(cache):
 
 def test_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"cannot write the prepared corpus to .*file"):
+    with pytest.raises(DataError, match=r"cannot write the prepared data to .*file"):
         write(tmp_path / "file" / "key", [1], [1])

@@ -446,7 +446,7 @@ def test_a_codec_is_told_its_surroundings(
         end = worker.above or worker.below
         for leg, codec in end.codecs.items():
             spec, surroundings = codec.prepared
-            assert spec == worker.builder.wire_spec()
+            assert spec == worker.builder.wire_spec(0)
             assert surroundings.limit_bytes == 3 << 20
             assert (
                 surroundings.examples == Feed(corpus, settings, torch.device("cpu")).example_count

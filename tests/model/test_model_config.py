@@ -3,10 +3,9 @@
 import dataclasses
 
 import pytest
-import torch
 
 from thinwire.errors import ConfigError
-from thinwire.model import PRESETS, ModelConfig, llama_layers, parameter_count
+from thinwire.model import PRESETS, ModelConfig, architecture
 
 presets = pytest.mark.parametrize("preset", PRESETS)
 
@@ -14,24 +13,29 @@ presets = pytest.mark.parametrize("preset", PRESETS)
 @presets
 def test_every_preset_resolves_to_itself(preset: str) -> None:
     config = ModelConfig(preset=preset).resolved()
-    shape = (config.layers, config.dim, config.heads, config.kv_heads)
-    assert (*shape, config.ffn, config.vocab, config.context) == PRESETS[preset]
-    assert config.head_dim * config.heads == config.dim
+    assert {key: getattr(config, key) for key in PRESETS[preset]} == PRESETS[preset]
     assert config.resolved() == config
+    assert config.sees_images == (preset == "resnet18")
+    if not config.sees_images:
+        assert config.head_dim * config.heads == config.dim
 
 
-@presets
-def test_the_count_is_that_of_the_real_layers(preset: str) -> None:
+def counted(preset: str) -> int:
+    return architecture(ModelConfig(preset=preset).resolved()).parameter_count()
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "resnet18"])
+def test_the_count_is_that_of_a_llama_with_an_untied_head(preset: str) -> None:
     config = ModelConfig(preset=preset).resolved()
-    with torch.device("meta"):
-        layers = [plan.make() for plan in llama_layers(config)]
-    assert parameter_count(config) == sum(p.numel() for m in layers for p in m.parameters())
+    attention = 2 * config.dim**2 + 2 * config.dim * config.kv_heads * config.head_dim
+    block = attention + 3 * config.dim * config.ffn + 2 * config.dim
+    ends = 2 * config.vocab * config.dim + config.dim
+    assert counted(preset) == config.layers * block + ends
 
 
-def test_8b_is_llama_3_8b() -> None:
-    count = parameter_count(ModelConfig(preset="8b").resolved())
-    assert count == 8_030_261_248  # as published
-    assert round(count / 1e9, 2) == 8.03
+def test_counts_are_those_that_were_published() -> None:
+    assert counted("8b") == 8_030_261_248
+    assert counted("resnet18") == 11_173_962  # with a 3x3 stem, ten classes
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,33 @@ def test_heads_that_do_not_divide_are_refused(changes: dict[str, int], message: 
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**changes).resolved()
     ModelConfig().resolved()
+
+
+# --- images ---
+
+
+@pytest.mark.parametrize("change", ["dim", "classes", "side"])
+def test_an_image_model_has_its_own_keys(change: str) -> None:
+    base = ModelConfig(preset="resnet18").resolved()
+    config = ModelConfig(preset="resnet18", **{change: 7}).resolved()
+    assert config == dataclasses.replace(base, **{change: 7})
+    assert (base.heads, base.kv_heads, base.ffn, base.vocab, base.context) == (0,) * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 4}, 'model.heads = 4 is of no use to model.preset = "resnet18": leave it at 0'),
+        ({"vocab": 300}, "model.vocab = 300 is of no use"),
+        ({"context": 8}, "model.context = 8 is of no use"),
+        ({"norm_eps": 1e-3}, "model.norm_eps = 0.001 is of no use .* leave it at 1e-05"),
+        ({"layers": 4}, "model.layers = 4, but resnet18 has 8 blocks"),
+        ({"channels": 2}, "model.channels = 2 must be 3, or 1 for grey images"),
+        ({"preset": "tiny", "classes": 10}, 'model.classes = 10 is of no use .*preset = "tiny"'),
+        ({"preset": "8b", "side": 32}, "model.side = 32 is of no use"),
+        ({"side": -1}, "model.side = -1 must not be negative"),
+    ],
+)
+def test_keys_of_the_other_family_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{"preset": "resnet18", **changes}).resolved()

@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.model import Stage
-from thinwire.model.resnet import (
-    BLOCKS,
-    ResNetShape,
-    initialise,
-    resnet_layers,
-    resnet_stage_layers,
-    stream_shape,
-)
+from thinwire.model.resnet import BLOCKS, ResNet, ResNetShape, resnet_layers
 from thinwire.schedule import split_layers
 
 EXACT = 1e-10
@@ -181,13 +174,13 @@ def test_every_split_is_the_whole_model(split: list[int]) -> None:
 
     x, weights, after = images, {}, {}
     for blocks in split_layers(BLOCKS, split, len(split)):
-        stage = Stage(resnet_stage_layers(TINY, blocks)).double()
+        stage = Stage(ResNet(TINY).stage_layers(blocks)).double()
         with torch.no_grad():
             for name, value in state_of(stage).items():
                 value.copy_(state[name])
         x = stage(None, x)
         if blocks.stop < BLOCKS:
-            assert tuple(x.shape) == stream_shape(TINY, blocks.stop, len(images))
+            assert tuple(x.shape) == ResNet(TINY).stream_shape(blocks.stop, len(images))
         weights |= stage.global_parameters()
         after |= state_of(stage)
     assert torch.equal(x, logits)
@@ -199,16 +192,16 @@ def test_every_split_is_the_whole_model(split: list[int]) -> None:
 
 def test_four_stages_are_cut_after_the_first_three_groups() -> None:
     stages = split_layers(BLOCKS, [], 4)
-    names = [[plan.name for plan in resnet_stage_layers(ResNetShape(), b)] for b in stages]
+    names = [[plan.name for plan in ResNet(ResNetShape()).stage_layers(b)] for b in stages]
     assert names == [
         ["conv1", "bn1", "relu", "layer1.0", "layer1.1"],
         ["layer2.0", "layer2.1"],
         ["layer3.0", "layer3.1"],
         ["layer4.0", "layer4.1", "avgpool", "fc"],
     ]
-    crossing = [stream_shape(ResNetShape(), blocks.stop, 128) for blocks in stages[:-1]]
+    crossing = [ResNet(ResNetShape()).stream_shape(blocks.stop, 128) for blocks in stages[:-1]]
     assert crossing == [(128, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8)]
-    assert stream_shape(ResNetShape(), 0, 2) == (2, 64, 32, 32)
+    assert ResNet(ResNetShape()).stream_shape(0, 2) == (2, 64, 32, 32)
 
 
 @pytest.mark.parametrize("side", [1, 2, 7, 10, 33])
@@ -220,15 +213,15 @@ def test_the_shape_of_the_stream_holds_for_any_side(side: int) -> None:
         x = layer(x)
         if name.startswith("layer"):
             group, block = map(int, name.removeprefix("layer").split("."))
-            assert tuple(x.shape) == stream_shape(shape, 2 * group + block - 1, 2)
+            assert tuple(x.shape) == ResNet(shape).stream_shape(2 * group + block - 1, 2)
     assert x.shape == (2, 10)
 
 
 def test_weights_start_from_name_and_seed_alone() -> None:
     def started(blocks: range, seed: int) -> dict[str, Tensor]:
-        stage = Stage(resnet_stage_layers(TINY, blocks))
+        stage = Stage(ResNet(TINY).stage_layers(blocks))
         for name, parameter in reversed(stage.global_parameters().items()):
-            initialise(name, parameter, seed)
+            ResNet(TINY).initialise(name, parameter, seed)
         return dict(stage.global_parameters())
 
     whole, part = started(range(BLOCKS), 3), started(range(3, 5), 3)
@@ -243,7 +236,7 @@ def test_weights_start_from_name_and_seed_alone() -> None:
 def test_weights_start_as_he_and_torchvision_have_them() -> None:
     def start(name: str, *shape: int) -> Tensor:
         parameter = torch.nn.Parameter(torch.full(shape, math.nan))
-        initialise(name, parameter, 0)
+        ResNet(TINY).initialise(name, parameter, 0)
         return parameter.detach()
 
     # a sample of n normal values has a spread within 4 / sqrt(2n) of the true one

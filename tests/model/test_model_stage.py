@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire.boundary import DenseBoundary
-from thinwire.model import ModelConfig, Stage, llama_layers, stage_layers, token_loss
+from thinwire.model import ModelConfig, Stage, architecture, llama_layers, token_loss
 from thinwire.model.llama import WRITERS
 
 CONFIG = ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn=48, vocab=50, context=8).resolved()
@@ -27,7 +27,7 @@ def stages_of(split: list[int], dtype: torch.dtype = torch.float32) -> list[Stag
     stages = []
     for start, stop in itertools.pairwise(starts):
         stage = Stage(
-            stage_layers(CONFIG, range(start, stop)),
+            architecture(CONFIG).stage_layers(range(start, stop)),
             incoming=DenseBoundary(CONFIG.dim) if start > 0 else None,
             outgoing=DenseBoundary(CONFIG.dim) if stop < CONFIG.layers else None,
         )
@@ -121,7 +121,7 @@ def test_stages_in_a_row_are_the_whole_model_bit_for_bit(
     received: list[Tensor | None] = [None]
     sent: list[Tensor] = []
     for stage in stages:
-        sent.append(stage(received[-1], ids_BT if stage.needs_ids else None))
+        sent.append(stage(received[-1], ids_BT if stage.needs_inputs else None))
         received.append(sent[-1].detach().requires_grad_())
     assert torch.equal(sent[-1], logits)
 
@@ -171,8 +171,8 @@ def test_recompute_does_not_cost_a_validation_anything() -> None:
     assert torch.equal(kept, recomputed)
 
 
-def test_only_the_first_stage_reads_ids_over_dense_boundaries() -> None:
-    assert [stage.needs_ids for stage in stages_of([1, 2, 1])] == [True, False, False]
+def test_only_the_first_stage_reads_inputs_over_dense_boundaries() -> None:
+    assert [stage.needs_inputs for stage in stages_of([1, 2, 1])] == [True, False, False]
 
 
 @pytest.mark.parametrize("end", ["incoming", "outgoing"])
@@ -181,10 +181,10 @@ def test_a_boundary_may_ask_for_ids_on_either_side(end: str) -> None:
         needs_ids = True
 
     ends = {"incoming": DenseBoundary(CONFIG.dim), "outgoing": DenseBoundary(CONFIG.dim)}
-    plans = stage_layers(CONFIG, range(1, 3))
-    assert not Stage(plans, **ends).needs_ids
+    plans = architecture(CONFIG).stage_layers(range(1, 3))
+    assert not Stage(plans, **ends).needs_inputs
     ends[end] = IdsBoundary(CONFIG.dim)
-    assert Stage(plans, **ends).needs_ids
+    assert Stage(plans, **ends).needs_inputs
 
 
 @pytest.mark.parametrize(

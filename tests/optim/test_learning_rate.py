@@ -51,6 +51,13 @@ def test_landmarks_of_the_decay(schedule: str, quarter: float, half: float, end:
     assert shares == pytest.approx([quarter, half, end], abs=1e-12)
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.25, 1.0])
+def test_cosine_ends_at_its_floor(floor: float) -> None:
+    config = OptimConfig(lr=PEAK, warmup=10, schedule="cosine", floor=floor)
+    shares = [learning_rate(config, step, 110) / PEAK for step in (10, 60, 110)]
+    assert shares == pytest.approx([1.0, (1 + floor) / 2, floor], abs=1e-12)
+
+
 def test_wsd_holds_the_peak_and_falls_in_the_last_fifth() -> None:
     assert rate("wsd", 89) == PEAK
     assert rate("wsd", 90) == pytest.approx(PEAK)
@@ -94,6 +101,10 @@ def test_the_rate_remembers_nothing(schedule: str) -> None:
         ({"lr": float("inf")}, "optim.lr"),
         ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must be a number not below 0"),
         ({"clip": -1.0}, "optim.clip"),
+        ({"momentum": 1.0}, "optim.momentum = 1.0 must be at least 0 and below 1"),
+        ({"momentum": -0.1}, "optim.momentum = -0.1"),
+        ({"floor": 1.5}, "optim.floor = 1.5 must lie in 0..1"),
+        ({"floor": -0.5}, "optim.floor = -0.5"),
         ({"warmup": -1}, "optim.warmup"),
         ({"warmup": 101}, "optim.warmup = 101 is longer than train.steps = 100"),
     ],

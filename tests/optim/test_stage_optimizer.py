@@ -31,7 +31,7 @@ GROUPINGS = {
     "uneven": [NAMES[:1], NAMES[1:]],
     "singles": [[name] for name in NAMES],
 }
-optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 
 
 def noise(what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -156,7 +156,7 @@ def test_muon_and_adamw_move_matrices_about_as_far() -> None:
         assert spread.max() < 3 * spread.min(), "the update is nearly orthogonal"
 
 
-@optimizers
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_matrices_decay_and_gains_never_do(optimizer: str) -> None:
     """With gradients of zero the decay is all that is left of an update."""
     parameters = fresh(torch.float64)
@@ -203,6 +203,36 @@ def test_muon_is_torchs_own_on_each_matrix_alone() -> None:
             alone.grad = noise(f"gradient of {name} at {step}", SHAPES[name], alone.dtype)
             muon.step()
         assert torch.equal(alone, ensemble.parameters[name])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_sgd_is_the_textbook_update(momentum: float) -> None:
+    """Decay is a part of every gradient, gains' too, and so of the momentum."""
+    config = OptimConfig(name="sgd", weight_decay=0.1, momentum=momentum)
+    ensemble = Ensemble("halves", config, torch.float64)
+    expected = ensemble.weights()
+    kept = {name: torch.zeros_like(weight) for name, weight in expected.items()}
+    for step in range(4):
+        for name, weight in expected.items():
+            gradient = noise(f"gradient of {name} at {step}", SHAPES[name], torch.float64)
+            kept[name] = momentum * kept[name] + gradient + 0.1 * weight
+            expected[name] = weight - 0.01 * (step + 1) * kept[name]
+    ensemble.train(range(4))
+    for name, weight in ensemble.weights().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-13)
+    remembered = [name for part in ensemble.parts for name in part.remembered()]
+    assert remembered == (NAMES if momentum else [])
+    assert ensemble.state().keys() == {f"{name}/momentum_buffer" for name in remembered}
+
+
+def test_sgd_turns_a_learned_basis_at_its_own_rate_without_decay() -> None:
+    name = "boundary.model.layers.1.basis"
+    basis = nn.Parameter(noise(name, (8, 2), torch.float64))
+    before, gradient = basis.detach().clone(), noise("gradient", (8, 2), torch.float64)
+    basis.grad = gradient.clone()
+    config = OptimConfig(name="sgd", weight_decay=0.5, basis_lr=0.25)
+    StageOptimizer({name: basis}, config).step(lr=0.5)
+    torch.testing.assert_close(basis.detach(), before - 0.5 * 0.25 * gradient)
 
 
 @optimizers

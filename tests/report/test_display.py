@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from thinwire.report import EvaluationRecord
 from thinwire.report.display import PlainDisplay, open_display
 from thinwire.report.live import LiveDisplay
 
@@ -70,10 +71,10 @@ def test_a_whole_run_in_plain_lines(plain, stream, clock, make_record):
     plain.step(make_record(1, loss=10.8125, eta_seconds=7500))
     clock.now = 2.0
     plain.step(make_record(40))
-    plain.evaluation(40, 4.9876, 1.4321)
+    plain.evaluation(EvaluationRecord(40, 4.9876, 1.4321))
     plain.note("link 0 is slow\ntry fewer stages")
     plain.step(make_record(200, tokens_per_s=123_456, step_seconds=0.031, eta_seconds=0))
-    plain.evaluation(200, 3.5, None)
+    plain.evaluation(EvaluationRecord(200, 3.5, None))
     plain.close()
     assert stream.getvalue() == (
         "[data]  tokenising 10.2 MB\n"
@@ -163,7 +164,7 @@ def run_of(display, make_record):
     display.phase("data", "ready")
     display.progress("data", 1, 2, "B")
     display.progress("data", 2, 2, "B")
-    display.evaluation(0, 5.0, 1.5)
+    display.evaluation(EvaluationRecord(0, 5.0, 1.5))
     for step in range(1, 4):
         display.step(make_record(step, steps=3))
     display.note("slow")
@@ -261,3 +262,14 @@ def test_a_real_pseudo_terminal_is_recognised():
             assert isinstance(open_display(stream), LiveDisplay)
     finally:
         os.close(leader)
+
+
+def test_a_run_on_images_counts_images_and_shows_accuracy(plain, stream, make_record):
+    plain.evaluation(EvaluationRecord(0, 2.3026, accuracy=0.1))
+    plain.step(make_record(200, unit="image"))
+    plain.evaluation(EvaluationRecord(200, 0.25, accuracy=0.93456))
+    assert stream.getvalue() == (
+        "[valid] step    0  loss  2.3026  accuracy 10.00 %\n"
+        "[train] step  200/200  loss  5.1234    3,412 img/s    1.25 s/step  ETA 3m12s\n"
+        "[valid] step  200/200  loss  0.2500  accuracy 93.46 %\n"
+    )

@@ -4,6 +4,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from thinwire.report import EvaluationRecord
 from thinwire.report.live import LiveDisplay
 
 
@@ -39,7 +40,7 @@ def drawings(console):
 @pytest.mark.parametrize("stage_count", [1, 2, 9])
 def test_loss_is_visible_and_nothing_wraps_at_any_width(width, stage_count, make_record):
     display, console, _ = make_display(width, run="a run whose name is rather long " * 4)
-    display.evaluation(0, 10.8, 2.5)
+    display.evaluation(EvaluationRecord(0, 10.8, 2.5))
     display.step(make_record(stage_count=stage_count))
     lines = panel_lines(display, console)
     display.close()
@@ -51,7 +52,7 @@ def test_the_panel_shows_what_matters_at_80_columns(make_record):
     display, console, _ = make_display(80)
     for step in range(1, 41):
         display.step(make_record(step, loss=10 - step / 8))
-    display.evaluation(40, 4.9876, 1.4)
+    display.evaluation(EvaluationRecord(40, 4.9876, 1.4))
     text = "\n".join(panel_lines(display, console))
     display.close()
     expected = [
@@ -169,7 +170,7 @@ def test_phases_and_notes_are_printed_as_they_are(make_record):
     with display:
         display.phase("data", "reading [bold]notes[/bold].txt :smile:")
         display.note("link 0 is slow")
-        display.evaluation(3, 4.5, 1.25)
+        display.evaluation(EvaluationRecord(3, 4.5, 1.25))
     lines = console.file.getvalue().splitlines()
     assert "[data]  reading [bold]notes[/bold].txt :smile:" in lines
     assert "[note]  link 0 is slow" in lines
@@ -185,3 +186,14 @@ def test_progress_bar_comes_and_goes():
     assert panel_lines(display, console) == []
     assert "10.2 MB / 10.2 MB done" in console.file.getvalue()
     display.close()
+
+
+def test_the_panel_of_a_run_on_images_shows_accuracy(make_record):
+    display, console, _ = make_display(80)
+    display.step(make_record(40, unit="image"))
+    display.evaluation(EvaluationRecord(40, 0.4987, accuracy=0.8765))
+    text = "\n".join(panel_lines(display, console))
+    display.close()
+    for part in ("valid 0.4987 87.65 % at step 40", "3,412 img/s", "163.8k images"):
+        assert part in text
+    assert "tok" not in text

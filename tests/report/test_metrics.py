@@ -13,7 +13,7 @@ def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
         for step in range(first_step, last_step + 1):
             writer.step(make_record(step))
             if step % 2 == 0:
-                writer.evaluation(step, 4.0 + step, 1.5)
+                writer.evaluation(EvaluationRecord(step, 4.0 + step, 1.5))
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def test_round_trip(tmp_path, make_record, without_tensorboard):
     record = make_record(7, stage_count=2)  # its one link has a finite utilisation
     with MetricsWriter(tmp_path) as writer:
         writer.step(record)
-        writer.evaluation(7, 4.5, 1.25)
-        writer.evaluation(8, 4.25)
+        writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
+        writer.evaluation(EvaluationRecord(8, 4.25))
         # readers see each line while the run goes on
         assert read_metrics(tmp_path) == (
             [record],
@@ -151,3 +151,26 @@ def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path
     assert {"link/0/forward_bytes", "link/1/backward_bytes", "link/0/utilisation"} <= tags
     assert {"stage/2/compute_s", "stage/0/wait_s", "stage/1/update_s"} <= tags
     assert "link/1/utilisation" not in tags  # nan all along
+
+
+def test_accuracy_and_the_unit_are_kept(tmp_path, make_record, without_tensorboard):
+    record, found = make_record(1, stage_count=2, unit="image"), EvaluationRecord(1, 2.0, None, 0.5)
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(record)
+        writer.evaluation(found)
+    assert read_metrics(tmp_path) == ([record], [found])
+
+
+def test_records_of_earlier_versions_are_read(tmp_path, make_record, without_tensorboard):
+    """A field with a default may be missing, one without may not."""
+    write_run(tmp_path, make_record, 2)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{k: v for k, v in line.items() if k not in ("unit", "accuracy")} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    steps, evaluations = read_metrics(tmp_path)
+    assert [record.unit for record in steps] == ["token", "token"]
+    assert [record.accuracy for record in evaluations] == [None]
+    path.write_text(json.dumps({k: v for k, v in old[0].items() if k != "loss"}) + "\n")
+    with pytest.raises(ThinwireError, match="a field is missing"):
+        read_metrics(tmp_path)

@@ -3,6 +3,7 @@
 from thinwire.boundary.base import Boundary
 from thinwire.boundary.config import BoundaryConfig
 from thinwire.boundary.dense import DenseBoundary
+from thinwire.boundary.image import ImageBoundary
 from thinwire.boundary.narrow import ProjectedBoundary, SubspaceBoundary
 from thinwire.subspace import Space
 
@@ -22,6 +23,7 @@ __all__ = [
     "Boundary",
     "BoundaryConfig",
     "DenseBoundary",
+    "ImageBoundary",
     "ProjectedBoundary",
     "SubspaceBoundary",
     "build_boundary",

@@ -1,4 +1,4 @@
-"""Find a prepared corpus by the content that it was made from, or have it made."""
+"""Find prepared data by the content that it was made from, or have it made."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from thinwire.data.corpus import FORMAT, Corpus
 from thinwire.data.files import SourceFile
+from thinwire.data.prepared import FORMAT
 
 # Some filesystems keep times no finer than this.
 _CLOCK_TICK_NS = 2_000_000_000
@@ -21,10 +21,11 @@ class Scanned(Protocol):
 
     @property
     def content(self) -> str:
-        """Hash of the documents or tokens, in order, wherever they are stored."""
+        """Hash of the documents, tokens or images, in order, wherever they are stored."""
 
 
 ScanT = TypeVar("ScanT", bound=Scanned)
+OpenedT = TypeVar("OpenedT")
 
 
 def found_or_made(
@@ -33,10 +34,11 @@ def found_or_made(
     key: list[Any],
     read: Callable[[], ScanT],
     make: Callable[[ScanT, Path], None],
-) -> Corpus:
+    open: Callable[[Path], OpenedT],
+) -> OpenedT:
     """Open the folder for the content of `files` and the settings in `key`.
 
-    The content decides, so moved or touched files are the same corpus. Files that have not
+    The content decides, so moved or touched files are the same data. Files that have not
     changed since they were last read, by size and times, are not read again to know it.
     """
     seen = _Seen(cache, files)
@@ -46,13 +48,13 @@ def found_or_made(
 
     content = seen.recall()
     if content is not None and folder_of(content).is_dir():
-        return Corpus.open(folder_of(content))
+        return open(folder_of(content))
     scan = read()
     seen.remember(scan.content)
     folder = folder_of(scan.content)
     if not folder.is_dir():
         make(scan, folder)
-    return Corpus.open(folder)
+    return open(folder)
 
 
 class _Seen:

@@ -9,26 +9,27 @@ The folder appears under its name only when it is complete, and is never changed
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from thinwire.data.prepared import (
+    close_to_disk,
+    damaged,
+    opening,
+    partial_folder,
+    put_in_place,
+    write_manifest,
+)
 from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SIDES = ("train", "valid")
-
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +47,11 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Corpus":
-        """Open what `prepare` wrote; refuse a folder that is incomplete or was altered.
-
-        Every file is checked by size and by a hash of 64 blocks of 1 MiB spread over it,
-        which is all of a file up to 64 MiB.
-        """
+        """Open what `prepare` wrote; refuse a folder that is incomplete or was altered."""
         folder = Path(folder)
-        manifest = _read_manifest(folder)
-        try:
-            for name, entry in manifest["files"].items():
-                _check_file(folder, name, entry)
+        with opening(folder) as manifest:
             if manifest["fingerprint"] != _fingerprint(manifest):
-                raise _damaged(folder, "the fingerprint does not belong to these files")
+                raise damaged(folder, "the fingerprint does not belong to these files")
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
             train, valid = (
                 np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
@@ -72,10 +66,6 @@ class Corpus:
                 source=str(manifest["source"]),
                 documents=int(manifest["documents"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
-        except OSError as error:
-            raise _damaged(folder, f"{error}") from error
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of these ids; None for token shards that came without one."""
@@ -114,25 +104,21 @@ class CorpusWriter:
         for side, stream in self._streams.items():
             if stream.tell() == 0:
                 raise DataError(f"no tokens for {side}: the corpus is too small to be split")
-            _close(stream)
+            close_to_disk(stream)
         names = [f"{side}.bin" for side in SIDES]
         if tokenizer is not None:
             tokenizer.save(self._folder / TOKENIZER)
             names.append(TOKENIZER)
         manifest = {
-            "format": FORMAT,
             "source": self._source,
             "documents": documents,
             "vocab": self._vocab,
             "valid_bytes": valid_bytes,
             "dtype": self._dtype.name,
             "ids": {side: digest.hexdigest() for side, digest in self._hashes.items()},
-            "files": {name: _file_entry(self._folder / name) for name in names},
         }
         manifest["fingerprint"] = _fingerprint(manifest)
-        with (self._folder / MANIFEST).open("wb") as stream:
-            stream.write(json.dumps(manifest, indent=2).encode())
-            _close(stream)
+        write_manifest(self._folder, manifest, names)
 
     def close(self) -> None:
         """Let go of the files; what was not finished is of no use."""
@@ -143,53 +129,13 @@ class CorpusWriter:
 @contextmanager
 def writing(folder: Path, source: str, vocab: int) -> Iterator[CorpusWriter]:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing."""
-    partial: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-        partial.chmod(0o755)  # as an ordinary folder: other users may run stages
+    with partial_folder(folder.parent, folder.name) as partial:
         writer = CorpusWriter(partial, source, vocab)
         try:
             yield writer
         finally:
             writer.close()
-        _rename(partial, folder)
-    except OSError as error:
-        raise DataError(f"cannot write the prepared corpus to {folder}: {error}") from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _rename(partial: Path, folder: Path) -> None:
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        # Another run prepared the same content meanwhile: its folder is as good as ours.
-
-
-def _close(stream: IO[bytes]) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
-def _file_entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sample": _sample(path)}
-
-
-def _sample(path: Path) -> str:
-    """Hash of blocks spread evenly over a file: quick for any size, complete for small ones."""
-    digest = hashlib.blake2b(digest_size=16)
-    size = path.stat().st_size
-    stride = max(size // _SAMPLES, _SAMPLE_BYTES)
-    with path.open("rb") as stream:
-        for at in range(0, size, stride):
-            stream.seek(at)
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+        put_in_place(partial, folder)
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:
@@ -197,31 +143,3 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
     told = {key: manifest[key] for key in ("dtype", "vocab", "valid_bytes", "ids")}
     text = json.dumps(told, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise DataError(f"no prepared corpus at {folder}: prepare it on this machine first")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(folder, f"its {MANIFEST} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _damaged(folder, f"its {MANIFEST} is not of format {FORMAT}")
-    return manifest
-
-
-def _check_file(folder: Path, name: str, entry: dict[str, Any]) -> None:
-    path = folder / name
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise _damaged(folder, f"{name} has {size} bytes instead of {entry['bytes']}")
-    if _sample(path) != entry["sample"]:
-        raise _damaged(folder, f"{name} was altered")
-
-
-def _damaged(folder: Path, reason: str) -> DataError:
-    return DataError(
-        f"the prepared corpus at {folder} is damaged: {reason}; "
-        "delete the folder, and it will be prepared again"
-    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.data.images import LabelledImages
-from thinwire.data.order import permuted, round_keys
+from thinwire.data.order import shuffled
 from thinwire.errors import ConfigError, DataError
 
 IGNORED = -100
@@ -31,12 +31,26 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """A few images as they are on disk, with their labels."""
+    """A few images. What is on disk is read when it is asked for: one stage wants the pixels,
+    another one the labels.
+    """
 
-    pixels_BCSS: np.ndarray  # uint8
-    labels_B: np.ndarray
+    images: LabelledImages
     examples_B: np.ndarray  # the image's number, the same in every epoch
     place: int  # of the first image in the run
+    counted: int  # images from here on only fill up the batch
+
+    @property
+    def pixels_BCSS(self) -> np.ndarray:
+        """The images as they are on disk, uint8."""
+        return np.ascontiguousarray(self.images.pixels_NCSS[self.examples_B])
+
+    @property
+    def labels_B(self) -> np.ndarray:
+        """The classes; IGNORED where an image only fills up the batch."""
+        labels_B = self.images.labels_N[self.examples_B].astype(np.int64)
+        labels_B[self.counted :] = IGNORED
+        return labels_B
 
 
 class ImageOrder:
@@ -69,44 +83,31 @@ class ImageOrder:
         size = self.batch // self.microbatches
         place = step * self.batch + microbatch * size
         examples_B = shuffled(place, size, len(self.images), self.seed)
-        return _gather(self.images, examples_B, place)
+        return ImageBatch(self.images, examples_B, place, size)
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which the first image of this step lies, counted from 0."""
         return step * self.batch // len(self.images)
 
 
-def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
-    """Which of `size` examples stand at these places of an endless sequence of shuffled epochs."""
-    examples_N = np.empty(count, dtype=np.int64)
-    done = 0
-    while done < count:  # once for each epoch that the places touch
-        epoch, index = divmod(place + done, size)
-        taken = min(count - done, size - index)
-        indices_N = np.arange(index, index + taken, dtype=np.uint64)
-        examples_N[done : done + taken] = permuted(indices_N, size, round_keys(seed, epoch))
-        done += taken
-    return examples_N
-
-
-def ordered_batch_count(images: LabelledImages, batch: int, limit: int = 0) -> int:
-    """Batches that images make in order, the last one filled up; at most `limit` unless it is 0."""
+def evaluation_batch_count(images: LabelledImages, batch: int, limit: int = 0) -> int:
+    """Batches that test images make, the last one filled up; at most `limit` unless it is 0."""
     count = -(-len(images) // batch)
     return min(count, limit) if limit else count
 
 
-def ordered_batch(images: LabelledImages, batch: int, number: int) -> ImageBatch:
-    """Batch `number` of the images in their order, always of the full size.
+def evaluation_batch(images: LabelledImages, batch: int, number: int) -> ImageBatch:
+    """Batch `number` of the test images, always of the full size.
 
-    A pipeline keeps its shapes, so where images are missing at the end the first ones come again,
-    with a label that counts for nothing: each image is tested once.
+    They come in one shuffled order for all runs: many sets are sorted by class, and a few batches
+    must be a fair sample of them. A pipeline keeps its shapes, so where images are missing at the
+    end others come again, with a label that counts for nothing: each image is tested once.
     """
     place = number * batch
     if not 0 <= place < len(images):
         raise ValueError(f"no batch {number} of {batch} in {len(images)} images")
-    found = _gather(images, np.arange(place, place + batch) % len(images), place)
-    found.labels_B[len(images) - place :] = IGNORED
-    return found
+    examples_B = shuffled(place, batch, len(images), seed=0)
+    return ImageBatch(images, examples_B, place, min(batch, len(images) - place))
 
 
 def augmented(pixels_BCSS: Tensor, seed: int, place: int, padding: int = PADDING) -> Tensor:
@@ -146,15 +147,6 @@ def normalised(
     wide_BCSS = pixels_BCSS.to(dtype)
     mean_C11, std_C11 = (wide_BCSS.new_tensor(one).view(-1, 1, 1) for one in (mean_C, std_C))
     return (wide_BCSS / 255 - mean_C11) / std_C11
-
-
-def _gather(images: LabelledImages, examples_B: np.ndarray, place: int) -> ImageBatch:
-    return ImageBatch(
-        pixels_BCSS=np.ascontiguousarray(images.pixels_NCSS[examples_B]),
-        labels_B=images.labels_N[examples_B].astype(np.int64),
-        examples_B=examples_B,
-        place=place,
-    )
 
 
 def _draws(seed: int, place: int, count: int) -> np.ndarray:

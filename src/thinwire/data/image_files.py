@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image  # matplotlib itself needs it
+from PIL import Image
 
 from thinwire.data.files import SourceFile, existing, source_file, walk
 from thinwire.errors import DataError

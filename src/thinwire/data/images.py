@@ -13,27 +13,24 @@ Shapes: N images, C channels, S pixels a side.
 import hashlib
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thinwire.data.cache import _digest, _Seen
-from thinwire.data.corpus import (
-    FORMAT,
-    MANIFEST,
-    _check_file,
-    _close,
-    _damaged,
-    _file_entry,
-    _read_manifest,
-    _rename,
-)
+from thinwire.data.cache import found_or_made
 from thinwire.data.image_files import SIDES, ImageFiles, Piece, find_images
+from thinwire.data.prepared import (
+    close_to_disk,
+    damaged,
+    opening,
+    partial_folder,
+    put_in_place,
+    write_manifest,
+)
 from thinwire.errors import DataError
 
 Progress = Callable[[str, int, int], None]
@@ -77,19 +74,13 @@ class ImageSet:
 
     @classmethod
     def open(cls, folder: str | Path) -> "ImageSet":
-        """Open what `prepare_images` wrote; refuse a folder that is incomplete or was altered.
-
-        Files are checked as those of a corpus: by size, and by a hash of blocks spread over them.
-        """
+        """Open what `prepare_images` wrote; refuse a folder that is incomplete or was altered."""
         folder = Path(folder)
-        manifest = _read_manifest(folder)
-        try:
+        with opening(folder) as manifest:
             if manifest["kind"] != KIND:
-                raise _damaged(folder, f"it holds {manifest['kind']}, not {KIND}")
-            for name, entry in manifest["files"].items():
-                _check_file(folder, name, entry)
+                raise damaged(folder, f"it holds {manifest['kind']}, not {KIND}")
             if manifest["fingerprint"] != _fingerprint(manifest):
-                raise _damaged(folder, "the fingerprint does not belong to these files")
+                raise damaged(folder, "the fingerprint does not belong to these files")
             train, test = (_mapped(folder, side, manifest) for side in SIDES)
             return cls(
                 folder=folder,
@@ -100,10 +91,10 @@ class ImageSet:
                 mean_C=tuple(manifest["mean"]),
                 std_C=tuple(manifest["std"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
-        except OSError as error:
-            raise _damaged(folder, f"{error}") from error
+
+    def tokenizer(self) -> None:
+        """What a corpus of text may have, and images never do."""
+        return None  # noqa: RET501 -- it is an answer
 
     def summary(self) -> str:
         """One line for the log."""
@@ -121,38 +112,38 @@ def prepare_images(path: str, cache: str | Path, progress: Progress | None = Non
     calls this.
     """
     cache, found = Path(cache), find_images(path)
-    seen = _Seen(cache, found.files)
-    name = seen.recall()
-    if name is None or not (cache / name).is_dir():
-        name = _write(found, cache, progress or (lambda phase, done, total: None))
-        seen.remember(name)
-    return ImageSet.open(cache / name)
+    with ExitStack() as leaving:
+
+        def read() -> _Written:
+            """Read everything once: it is written while its content is hashed."""
+            partial = leaving.enter_context(partial_folder(cache, KIND))
+            return _write(found, partial, progress or (lambda phase, done, total: None))
+
+        def make(written: _Written, folder: Path) -> None:
+            put_in_place(written.folder, folder)
+
+        return found_or_made(cache, found.files, [KIND], read, make, ImageSet.open)
 
 
-def _write(found: ImageFiles, cache: Path, report: Progress) -> str:
-    """Write the set beside its place and rename it there at the end; the name it has there."""
+@dataclass(frozen=True)
+class _Written:
+    """A complete set that is not yet in its place."""
+
+    folder: Path
+    content: str
+
+
+def _write(found: ImageFiles, partial: Path, report: Progress) -> _Written:
     total = sum(file.size for file in found.files)
-    partial: Path | None = None
+    writer = _Writer(partial)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{KIND}.partial-", dir=cache))
-        partial.chmod(0o755)  # as an ordinary folder: other users may run stages
-        writer = _Writer(partial)
-        try:
-            for piece in found.read():
-                writer.append(piece)
-                report("reading", piece.consumed, total)
-            manifest = writer.finish(found.classes)
-        finally:
-            writer.close()
-        name = f"{KIND}-{_digest([manifest['fingerprint'], manifest['classes']])}"
-        _rename(partial, cache / name)
-        return name
-    except OSError as error:
-        raise DataError(f"cannot write the prepared images to {cache}: {error}") from error
+        for piece in found.read():
+            writer.append(piece)
+            report("reading", piece.consumed, total)
+        manifest = writer.finish(found.classes)
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        writer.close()
+    return _Written(partial, f"{manifest['fingerprint']} {manifest['classes']}")
 
 
 class _Writer:
@@ -184,13 +175,12 @@ class _Writer:
         """Write everything to disk and the manifest last."""
         assert self._shades_CV is not None, "whatever was found has training images"
         for stream in self._streams.values():
-            _close(stream)
+            close_to_disk(stream)
         classes = classes or [str(label) for label in range(self._labels)]
         if len(classes) > np.iinfo(_LABEL).max + 1:
             raise DataError(f"there are {len(classes)} classes: more than labels have room for")
         mean_C, std_C = _mean_and_std(self._shades_CV)
-        manifest = {
-            "format": FORMAT,
+        manifest: dict[str, Any] = {
             "kind": KIND,
             "shape": self._shape,
             "counts": self._counts,
@@ -198,12 +188,9 @@ class _Writer:
             "mean": mean_C,
             "std": std_C,
             "content": {name: digest.hexdigest() for name, digest in self._hashes.items()},
-            "files": {name: _file_entry(self._folder / name) for name in self._names},
         }
         manifest["fingerprint"] = _fingerprint(manifest)
-        with (self._folder / MANIFEST).open("wb") as stream:
-            stream.write(json.dumps(manifest, indent=2).encode())
-            _close(stream)
+        write_manifest(self._folder, manifest, self._names)
         return manifest
 
     def close(self) -> None:

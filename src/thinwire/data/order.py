@@ -1,4 +1,4 @@
-"""Which tokens a step trains on, computed from numbers alone.
+"""Which tokens a step trains on, computed from numbers alone; images are shuffled the same way.
 
 Shapes: B sequences of a microbatch, T tokens of context, N indices.
 """
@@ -58,17 +58,8 @@ class Order:
         if step < 0 or not 0 <= microbatch < self.microbatches:
             raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
         size = self.batch // self.microbatches
-        first = step * self.batch + microbatch * size
-        examples_B = np.empty(size, dtype=np.int64)
-        done = 0
-        while done < size:  # twice at most: a batch may end one epoch and begin the next
-            epoch, index = divmod(first + done, self.windows)
-            count = min(size - done, self.windows - index)
-            indices_N = np.arange(index, index + count, dtype=np.uint64)
-            examples_B[done : done + count] = permuted(
-                indices_N, self.windows, round_keys(self.seed, epoch)
-            )
-            done += count
+        place = step * self.batch + microbatch * size
+        examples_B = shuffled(place, size, self.windows, self.seed)
         return _gather(self.tokens, self.context, examples_B)
 
     def epoch_of(self, step: int) -> int:
@@ -100,6 +91,19 @@ def validation_batches(tokens: np.ndarray, context: int, batch: int, limit: int)
         _gather(tokens, context, np.arange(i * size, (i + 1) * size, dtype=np.int64))
         for i in range(count)
     ]
+
+
+def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
+    """Which of `size` examples stand at these places of an endless sequence of shuffled epochs."""
+    examples_N = np.empty(count, dtype=np.int64)
+    done = 0
+    while done < count:  # once for each epoch that the places touch
+        epoch, index = divmod(place + done, size)
+        taken = min(count - done, size - index)
+        indices_N = np.arange(index, index + taken, dtype=np.uint64)
+        examples_N[done : done + taken] = permuted(indices_N, size, round_keys(seed, epoch))
+        done += taken
+    return examples_N
 
 
 def round_keys(seed: int, epoch: int) -> list[int]:

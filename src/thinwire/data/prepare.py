@@ -27,19 +27,25 @@ from thinwire.typed import option
 
 Progress = Callable[[str, int, int], None]
 
-SOURCES = ("stdlib", "text", "tokens")
+TEXT_SOURCES = ("stdlib", "text", "tokens")
+SOURCES = (*TEXT_SOURCES, "images")
 # More text hardly changes the merges of a BPE, but its training time grows with it.
 TOKENIZER_SAMPLE_BYTES = 128_000_000
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from."""
+    """Where tokens or images come from."""
 
     source: str = option("stdlib", "what to train on", SOURCES)
-    path: str = option("", 'file or folder, for source "text" and "tokens"')
+    path: str = option("", 'file or folder, for all sources but "stdlib"')
     tokenizer: str = option("", "path of a tokenizer.json; empty: train one on the corpus")
-    valid_fraction: float = option(0.02, "share of the corpus kept for validation")
+    valid_fraction: float = option(
+        0.02, "share of a text kept for validation; images bring their own"
+    )
+    augment: bool = option(
+        True, "images: in training shift each by up to 4 pixels, and mirror half of them"
+    )
 
 
 def prepare(
@@ -50,8 +56,9 @@ def prepare(
     `vocab` is the number of ids that the model has. `progress(phase, done, total)` is told
     the bytes read so far. Only the coordinating process calls this.
     """
-    if config.source not in SOURCES:
-        raise ConfigError(f"data.source = {config.source!r} is not one of {', '.join(SOURCES)}")
+    if config.source not in TEXT_SOURCES:
+        known = ", ".join(TEXT_SOURCES)
+        raise ConfigError(f"data.source = {config.source!r} is not one of {known}")
     if not 0 < config.valid_fraction < 1:
         raise ConfigError(f"data.valid_fraction = {config.valid_fraction} must lie between 0 and 1")
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
@@ -89,7 +96,9 @@ def _text(
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
     key = [config.source, encoding, config.valid_fraction]
-    return found_or_made(cache, files, key, lambda: scan_documents(texts("reading")), make)
+    return found_or_made(
+        cache, files, key, lambda: scan_documents(texts("reading")), make, Corpus.open
+    )
 
 
 def _token_shards(
@@ -114,7 +123,7 @@ def _token_shards(
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
     key = [config.source, encoding, config.valid_fraction]
-    corpus = found_or_made(cache, shards.files, key, read, make)
+    corpus = found_or_made(cache, shards.files, key, read, make, Corpus.open)
     _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
     return corpus
 

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from thinwire.boundary import Boundary, build_boundary
+from thinwire.boundary import Boundary, ImageBoundary, build_boundary
 from thinwire.codec import TensorSpec
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.settings import PRECISIONS, Settings, threads_per_stage
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.model import Narrow, Stage, stage_layers
+from thinwire.model import Narrow, Stage, architecture
 from thinwire.subspace import Constraint, Space, random_basis
 
 
@@ -42,6 +42,8 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
+        # Convolutions would round to ten bits; matrix products do not unless told to.
+        torch.backends.cudnn.allow_tf32 = False
     # Not as a warning only: then attention's backward on a GPU would still add up in any order.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -68,6 +70,7 @@ class StageBuilder:
         self.settings = settings
         self.device = device
         self.dtype = PRECISIONS[settings.run.precision]
+        self.architecture = architecture(settings.model)
         self.space = self._space()
 
     def build(self, index: int) -> Stage:
@@ -81,10 +84,11 @@ class StageBuilder:
         # Made on the CPU, whose rounding is the reference for rotary tables, or with no memory.
         with torch.device("meta" if self.device.type == "meta" else "cpu"):
             stage = Stage(
-                stage_layers(settings.model, blocks, narrow),
+                self.architecture.stage_layers(blocks, narrow),
                 incoming=self._boundary(blocks.start, True) if index > 0 else None,
                 outgoing=self._boundary(blocks.stop, False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
+                next_name="" if is_last else self.architecture.block_name(blocks.stop),
             )
         if settings.run.compile:
             stage.compile_layers()
@@ -104,12 +108,11 @@ class StageBuilder:
         held = self.settings.model.layers - self.settings.boundary.free_layers
         return Constraint(self.space.basis_DK, stage.held_parameters(held))
 
-    def wire_spec(self) -> TensorSpec:
-        """The contract of every boundary: what a frame's tensor must be."""
+    def wire_spec(self, cut: int) -> TensorSpec:
+        """The contract of a boundary: what a frame's tensor must be."""
         settings = self.settings
-        shape = self._boundary(0, False).wire_shape(
-            settings.microbatch_size, settings.model.context
-        )
+        boundary = self._boundary(settings.split()[cut].stop, False)
+        shape = boundary.wire_shape(settings.microbatch_size, settings.model.context)
         return TensorSpec(shape, self.dtype, self.device)
 
     def _space(self) -> Space | None:
@@ -125,6 +128,9 @@ class StageBuilder:
     def _boundary(self, block: int, receives: bool) -> Boundary:
         """One end of the cut before `block`."""
         boundary, model, space = self.settings.boundary, self.settings.model, self.space
+        if model.sees_images:
+            _, channels, side, _ = self.architecture.stream_shape(block, 1)
+            return ImageBoundary(channels, side)
         if space is not None and boundary.basis == "per-cut":
             seed = boundary.basis_seed * 1_000_003 + block
             basis_DK = random_basis(model.dim, boundary.rank, seed)
@@ -135,15 +141,15 @@ class StageBuilder:
 @torch.no_grad()
 def load_weights(stage: Stage, space: Space | None, checkpoint: Checkpoint) -> None:
     """Fill a stage (and the basis, if it has moved) from a checkpoint of any split."""
-    parameters = stage.global_parameters()
-    loaded = checkpoint.tensors(parameters)
-    for name, parameter in parameters.items():
-        if loaded[name].shape != parameter.shape:
+    state: dict[str, torch.Tensor] = {**stage.global_parameters(), **stage.global_buffers()}
+    loaded = checkpoint.tensors(state)
+    for name, tensor in state.items():
+        if loaded[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(loaded[name].shape)} in {checkpoint.folder}, "
-                f"the model needs {tuple(parameter.shape)}"
+                f"the model needs {tuple(tensor.shape)}"
             )
-        parameter.copy_(loaded[name])
+        tensor.copy_(loaded[name])
     if space is not None and checkpoint.has(BASIS):
         space.basis_DK.copy_(checkpoint.tensors([BASIS])[BASIS])
         space.version = checkpoint.manifest["basis_version"]

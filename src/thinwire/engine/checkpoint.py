@@ -2,7 +2,8 @@
 
     checkpoints/step-00000200/
         manifest.json            written last: what is here, of which run, with sha256 of each file
-        stage-0.safetensors      parameters, optimizer state, what codecs remember: global names
+        stage-0.safetensors      parameters, statistics of norms, optimizer state, what codecs
+                                 remember: all under global names
         stage-1.safetensors
         tokenizer.json           when the corpus has one, so that a checkpoint stands on its own
 
@@ -29,6 +30,7 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
+from thinwire.codec import PluginError
 from thinwire.data import Tokenizer
 from thinwire.engine.settings import Settings
 from thinwire.errors import CheckpointError, ConfigError
@@ -211,6 +213,8 @@ class Checkpoint:
         """The settings of the run that wrote this, as this thinwire understands them."""
         try:
             return Settings.from_plain(self.manifest["settings"])
+        except PluginError as error:
+            raise CheckpointError(f"{self.folder} was written with a plugin: {error}") from error
         except ConfigError as error:
             raise CheckpointError(
                 f"the settings in {self.folder / MANIFEST} cannot be used: {error}. "

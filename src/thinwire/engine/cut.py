@@ -36,11 +36,13 @@ class CutEnd:
         cut: int = 0,
         block: int = 0,
         seed: int = 0,
+        microbatches: int = 1,
         examples: Examples | None = None,
     ):
         self.codecs = codecs
         self.spec = spec
         self.cut = cut
+        self.microbatches = microbatches
         self._is_lower = is_lower
         self._block = block
         self._seed = seed
@@ -69,6 +71,7 @@ class CutEnd:
             cut,
             settings.split()[cut].stop,
             settings.run.seed,
+            settings.pipeline.microbatches,
             feed.examples if feed is not None and by_example else None,
         )
         count = feed.example_count if feed is not None else 0
@@ -139,7 +142,8 @@ class Cut:
         self.training = True
         self.lower = CutEnd.build(settings, index, True, spec, feed)
         self.upper = CutEnd.build(settings, index, False, spec, feed)
-        self._tokens: Counter[Leg] = Counter()
+        self._tokens = settings.tokens_per_microbatch
+        self._crossings: Counter[Leg] = Counter()
         self._bytes: Counter[Leg] = Counter()
 
     def forward(self, z: Tensor) -> Tensor:
@@ -151,11 +155,14 @@ class Cut:
         return self._cross(Leg.BACKWARD, gradient, self.upper, self.lower)
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
-        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary."""
-        codec, shape = self.lower.codecs[leg], self.lower.spec.shape
-        if codec.size_varies and self._tokens[leg]:
-            return self._bytes[leg] / self._tokens[leg]
-        return codec.payload_limit(shape) / (shape[0] * shape[1])
+        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary.
+
+        An image counts as one token.
+        """
+        codec = self.lower.codecs[leg]
+        if codec.size_varies and self._crossings[leg]:
+            return self._bytes[leg] / (self._crossings[leg] * self._tokens)
+        return codec.payload_limit(self.lower.spec.shape) / self._tokens
 
     def _cross(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
         place = sender.place(leg, *self.at, self.training)
@@ -165,7 +172,7 @@ class Cut:
             return cross(codec, other, tensor, place)
         payload = codec.pack(tensor, place)
         self._bytes[leg] += len(payload)
-        self._tokens[leg] += tensor.shape[0] * tensor.shape[1]
+        self._crossings[leg] += 1
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
         return other.unpack(payload, spec, place)
 
@@ -173,30 +180,40 @@ class Cut:
 def remembered(checkpoint: Checkpoint, block: int, leg: Leg, codec: Codec) -> bool:
     """Whether a checkpoint holds this codec's memory of the cut before a block.
 
-    Not when another codec was there: then it begins anew, on both ends. CheckpointError when the
-    layers were cut elsewhere: what crossed there was never seen here.
+    Not when another codec was there, or no cut: then it begins anew, on both ends.
     """
     saved = checkpoint.settings
-    cuts = [blocks.stop for blocks in saved.split()][:-1]
-    if block not in cuts:
-        raise CheckpointError(
-            f"{codec.name} remembers what crossed on the {leg.value} leg of the cut before block "
-            f"{block}, but {checkpoint.folder} has no cut there: its stages have "
-            f"{[len(blocks) for blocks in saved.split()]} blocks. Codecs that remember cannot be "
-            "split anew: resume with that pipeline.split, or with codecs without memory"
-        )
-    before = build_codecs(*saved.codec.names(cuts.index(block)))[leg]
-    return before.name == codec.name
+    cuts = _blocks_above_cuts(saved)
+    return block in cuts and _codec(saved, cuts.index(block), leg).name == codec.name
 
 
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
-    """Refuse a resume whose codecs would lack their memory; returns which begin without."""
-    notes = []
-    for cut, blocks in enumerate(settings.split()[:-1]):
+    """Refuse a resume that would split anew what is remembered; returns what begins without."""
+    saved, notes = checkpoint.settings, []
+    here, there = _blocks_above_cuts(settings), _blocks_above_cuts(saved)
+    gone = [cut for cut, block in enumerate(there) if block not in here]
+    for cut, block in enumerate(here):
         for leg, codec in build_codecs(*settings.codec.names(cut)).items():
-            if codec.remembers and not remembered(checkpoint, blocks.stop, leg, codec):
-                notes.append(
-                    f"{codec.name} is new on the {leg.value} leg of cut {cut}, and remembers "
-                    "nothing yet"
+            if not codec.remembers or remembered(checkpoint, block, leg, codec):
+                continue
+            if block not in there and any(_codec(saved, old, leg).remembers for old in gone):
+                raise CheckpointError(
+                    f"{codec.name} remembers what crossed on the {leg.value} leg of the cut before "
+                    f"block {block}, but {checkpoint.folder} has no cut there: its stages have "
+                    f"{[len(blocks) for blocks in saved.split()]} blocks. Codecs that remember "
+                    "cannot be split anew: resume with that pipeline.split, or with codecs without "
+                    "memory"
                 )
+            notes.append(
+                f"{codec.name} is new on the {leg.value} leg of cut {cut}, and remembers nothing "
+                "yet"
+            )
     return notes
+
+
+def _blocks_above_cuts(settings: Settings) -> list[int]:
+    return [blocks.stop for blocks in settings.split()][:-1]
+
+
+def _codec(settings: Settings, cut: int, leg: Leg) -> Codec:
+    return build_codecs(*settings.codec.names(cut))[leg]

@@ -1,67 +1,103 @@
-"""Token ids for one stage: computed from (step, microbatch), never received."""
+"""Batches for one stage: computed from (step, microbatch), never received.
 
-from dataclasses import dataclass
+Shapes: B sequences or images of a microbatch, T tokens of context.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thinwire.codec import build_codecs
-from thinwire.data import Batch, Corpus, Order, validation_batches
-from thinwire.engine.settings import Settings
+from thinwire.data import Batch, Corpus, ImageSet, Order, validation_batches
+from thinwire.data.image_batches import (
+    ImageBatch,
+    ImageOrder,
+    augmented,
+    evaluation_batch,
+    evaluation_batch_count,
+    normalised,
+)
+from thinwire.engine.settings import PRECISIONS, Settings
 from thinwire.errors import ConfigError, DataError
 
+Data = Corpus | ImageSet
 
-@dataclass(frozen=True)
+
+def open_data(settings: Settings, folder: Path) -> Data:
+    """What was prepared for a run, mapped into memory."""
+    return ImageSet.open(folder) if settings.model.sees_images else Corpus.open(folder)
+
+
 class DeviceBatch:
-    """A microbatch's ids on the stage's device."""
+    """A microbatch on the stage's device: what a model reads, and what it should say.
 
-    inputs_BT: Tensor
-    targets_BT: Tensor
+    Each is computed when it is asked for: images by the first stage alone, labels by the last.
+    """
+
+    def __init__(self, inputs: Callable[[], Tensor], targets: Callable[[], Tensor]):
+        self._read_inputs, self._read_targets = inputs, targets
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """Token ids (B, T), or normalised images (B, C, S, S)."""
+        return self._read_inputs()
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The next token of each position (B, T), or the class of each image (B)."""
+        return self._read_targets()
+
+    @property
+    def inputs_BT(self) -> Tensor:
+        """Token ids, for those who read text alone."""
+        return self.inputs
+
+    @property
+    def targets_BT(self) -> Tensor:
+        """Next tokens, for those who read text alone."""
+        return self.targets
 
 
 class Feed:
-    """Every stage opens the same memory-mapped corpus and computes the ids it needs itself."""
+    """Every stage opens the same memory-mapped data and computes what it needs of a batch itself.
 
-    def __init__(
-        self, corpus: Corpus, settings: Settings, device: torch.device, eval_batches: int = 0
-    ):
-        context, train = settings.model.context, settings.train
-        microbatches = settings.pipeline.microbatches
-        self._order = Order(corpus.train, context, train.batch, microbatches, settings.run.seed)
-        self._validation = validation_batches(
-            corpus.valid, context, settings.microbatch_size, eval_batches or train.eval_batches
-        )
-        self._device = device
+    `eval_batches` are the microbatches of a validation; 0 = as the settings say.
+    """
+
+    def __init__(self, data: Data, settings: Settings, device: torch.device, eval_batches: int = 0):
+        limit = eval_batches or settings.train.eval_batches
+        self._source: _Source
+        if isinstance(data, ImageSet):
+            self._source = _Images(data, settings, device, limit)
+        else:
+            self._source = _Tokens(data, settings, device, limit)
         self._check_memory(settings)
-        sequences = len(self._validation[0].examples_B)
-        if sequences < settings.microbatch_size:
-            raise DataError(
-                f"the validation text makes {sequences} sequences of {context} tokens, but one "
-                f"microbatch takes {settings.microbatch_size}: raise data.valid_fraction, or lower "
-                "train.batch"
-            )
 
     @property
     def example_count(self) -> int:
-        """Training examples there are: windows of the corpus, the same ones in every epoch."""
-        return self._order.windows
+        """Training examples there are, the same ones in every epoch."""
+        return self._source.example_count
 
     def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
         """Which training examples the rows of a microbatch are; one may stand there twice."""
-        return tuple(self._order.microbatch(step, microbatch).examples_B.tolist())
+        return self._source.examples(step, microbatch)
 
     @property
     def validation_count(self) -> int:
-        """Validation microbatches there are: fewer than asked for when the text is short."""
-        return len(self._validation)
+        """Validation microbatches there are: fewer than asked for when there is little data."""
+        return self._source.validation_count
 
     def training(self, step: int, microbatch: int) -> DeviceBatch:
-        """The ids of one training microbatch."""
-        return self._on_device(self._order.microbatch(step, microbatch))
+        """One training microbatch."""
+        return self._source.training(step, microbatch)
 
     def validation(self, microbatch: int) -> DeviceBatch:
-        """The ids of one validation microbatch."""
-        return self._on_device(self._validation[microbatch])
+        """One validation microbatch."""
+        return self._source.validation(microbatch)
 
     def _check_memory(self, settings: Settings) -> None:
         """Refuse codecs that remember examples in a run that sees none of them again."""
@@ -69,16 +105,129 @@ class Feed:
         codecs = [c for cut in cuts for c in build_codecs(*settings.codec.names(cut)).values()]
         remembering = [codec.name for codec in codecs if codec.remembers_examples]
         if remembering and train.steps * train.batch <= self.example_count:
+            rows = "images" if settings.model.sees_images else "sequences"
             raise ConfigError(
                 f"{remembering[0]} remembers each training example until it comes back, but none "
-                f"does: train.steps = {train.steps} of train.batch = {train.batch} sequences see "
+                f"does: train.steps = {train.steps} of train.batch = {train.batch} {rows} see "
                 f"{train.steps * train.batch:,} of {self.example_count:,} examples, each once. "
                 "Train for several epochs, or choose a codec that does not remember examples, "
                 "such as one with +ef21"
             )
 
+
+class _Source(ABC):
+    """One kind of data behind a feed."""
+
+    example_count: int
+    validation_count: int
+
+    @abstractmethod
+    def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
+        """The numbers of the training examples."""
+
+    @abstractmethod
+    def training(self, step: int, microbatch: int) -> DeviceBatch:
+        """A training microbatch."""
+
+    @abstractmethod
+    def validation(self, microbatch: int) -> DeviceBatch:
+        """A validation microbatch."""
+
+
+class _Tokens(_Source):
+    """Windows of a corpus."""
+
+    def __init__(self, corpus: Corpus, settings: Settings, device: torch.device, limit: int):
+        context, size = settings.model.context, settings.microbatch_size
+        self._order = Order(
+            corpus.train,
+            context,
+            settings.train.batch,
+            settings.pipeline.microbatches,
+            settings.run.seed,
+        )
+        self._validation = validation_batches(corpus.valid, context, size, limit)
+        self._device = device
+        self.example_count = self._order.windows
+        self.validation_count = len(self._validation)
+        sequences = len(self._validation[0].examples_B)
+        if sequences < size:
+            raise DataError(
+                f"the validation text makes {sequences} sequences of {context} tokens, but one "
+                f"microbatch takes {size}: raise data.valid_fraction, or lower train.batch"
+            )
+
+    def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
+        """The numbers of the windows."""
+        return tuple(self._order.microbatch(step, microbatch).examples_B.tolist())
+
+    def training(self, step: int, microbatch: int) -> DeviceBatch:
+        """The ids of a training microbatch."""
+        return self._on_device(self._order.microbatch(step, microbatch))
+
+    def validation(self, microbatch: int) -> DeviceBatch:
+        """The ids of a validation microbatch."""
+        return self._on_device(self._validation[microbatch])
+
     def _on_device(self, batch: Batch) -> DeviceBatch:
         return DeviceBatch(
-            torch.from_numpy(batch.inputs_BT).to(self._device),
-            torch.from_numpy(batch.targets_BT).to(self._device),
+            lambda: torch.from_numpy(batch.inputs_BT).to(self._device),
+            lambda: torch.from_numpy(batch.targets_BT).to(self._device),
+        )
+
+
+class _Images(_Source):
+    """Images, varied in training where the settings say so."""
+
+    def __init__(self, images: ImageSet, settings: Settings, device: torch.device, limit: int):
+        _check_shape(images, settings)
+        self._images = images
+        self._order = ImageOrder(
+            images.train, settings.train.batch, settings.pipeline.microbatches, settings.run.seed
+        )
+        self._size = settings.microbatch_size
+        self._augment = settings.data.augment
+        self._dtype = PRECISIONS[settings.run.precision]
+        self._device = device
+        self.example_count = len(images.train)
+        self.validation_count = evaluation_batch_count(images.test, self._size, limit)
+
+    def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
+        """The numbers of the images."""
+        return tuple(self._order.microbatch(step, microbatch).examples_B.tolist())
+
+    def training(self, step: int, microbatch: int) -> DeviceBatch:
+        """Training images, each in its own variation of this epoch."""
+        return self._on_device(self._order.microbatch(step, microbatch), self._augment)
+
+    def validation(self, microbatch: int) -> DeviceBatch:
+        """Test images as they are."""
+        return self._on_device(evaluation_batch(self._images.test, self._size, microbatch), False)
+
+    def _on_device(self, batch: ImageBatch, augment: bool) -> DeviceBatch:
+        return DeviceBatch(
+            lambda: self._normalised(batch, augment),
+            lambda: torch.from_numpy(batch.labels_B).to(self._device),
+        )
+
+    def _normalised(self, batch: ImageBatch, augment: bool) -> Tensor:
+        pixels_BCSS = torch.from_numpy(batch.pixels_BCSS).to(self._device)
+        if augment:
+            pixels_BCSS = augmented(pixels_BCSS, self._order.seed, batch.place)
+        return normalised(pixels_BCSS, self._images.mean_C, self._images.std_C, self._dtype)
+
+
+def _check_shape(images: ImageSet, settings: Settings) -> None:
+    """Refuse images that the model was not made for."""
+    model = settings.model
+    if (images.channels, images.side) != (model.channels, model.side):
+        raise DataError(
+            f"the images are of {images.channels} x {images.side} x {images.side}, but the model "
+            f"reads {model.channels} x {model.side} x {model.side}: set model.channels = "
+            f"{images.channels} and model.side = {images.side}"
+        )
+    if len(images.classes) > model.classes:
+        raise DataError(
+            f"the images are of {len(images.classes)} classes, but model.classes = "
+            f"{model.classes}: set it to {len(images.classes)}"
         )

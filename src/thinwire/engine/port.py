@@ -37,7 +37,8 @@ class Port:
     (kind, shape, codec, size) before memory is allocated for it.
 
     A neighbour may be a step ahead while this stage still saves the step before. A codec that
-    remembers must not have seen that step yet, so its frames are held until `open_step`.
+    remembers must not have seen that step yet, so its frames are held until `open_step`. Nor may it
+    see a tensor twice, or one that is not due: that would change what it remembers for good.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Port:
         self._mailbox = mailbox
         self._receives = receives
         self._gate = threading.Lock()
-        self._open_step = -1
+        self._open_step: int | None = None  # which step comes first, a port is not told
+        self._seen: set[tuple[int, int]] = set()  # (step, microbatch), of the open step and later
         self._held: list[Frame] = []
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
@@ -107,9 +109,10 @@ class Port:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
             self._open_step = step
+            self._seen = {place for place in self._seen if place[0] >= step}
             held, self._held = self._held, []
             for frame in held:
-                self._receive(frame)
+                self._admit(frame)
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind not in self._receives:
@@ -124,10 +127,23 @@ class Port:
             self._receive(frame)
             return
         with self._gate:
-            if frame.step > self._open_step:
-                self._held.append(frame)
-            else:
-                self._receive(frame)
+            place = frame.step, frame.microbatch
+            if place in self._seen:
+                raise WireError(f"{self._described(frame)} has come before")
+            self._admit(frame)
+            self._seen.add(place)
+
+    def _admit(self, frame: Frame) -> None:
+        """Receive a frame of the open step, and hold one of the next; there are no others."""
+        if frame.step == self._open_step:
+            self._receive(frame)
+            return
+        is_next = self._open_step is None or frame.step == self._open_step + 1
+        if not is_next or len(self._held) == self._end.microbatches:
+            raise WireError(
+                f"{self._described(frame)} is neither of the step under way nor of the next"
+            )
+        self._held.append(frame)
 
     def _receive(self, frame: Frame) -> None:
         """Unpack a tensor and put it where the compute thread looks for it."""
@@ -140,8 +156,15 @@ class Port:
         key = (frame.kind, frame.step, frame.microbatch)
         self._mailbox.put(key, frame.step, (tensor, versions))
 
+    def _described(self, frame: Frame) -> str:
+        work = f"step {frame.step}, microbatch {frame.microbatch}"
+        return f"{self.link.name}: {frame.kind.name} of {work}"
+
     def _check_contract(self, frame: Frame, codec: Codec) -> None:
-        what = f"{self.link.name}: {frame.kind.name} of step {frame.step}"
+        what = self._described(frame)
+        is_training = frame.kind is not FrameKind.EVALUATE
+        if is_training and frame.microbatch >= self._end.microbatches:
+            raise WireError(f"{what} does not exist: a step has {self._end.microbatches} of them")
         if frame.codec != codec.tag:
             raise WireError(f"{what} was not packed by {codec.name}: the ends' codecs differ")
         if frame.shape != self._end.spec.shape:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.engine.feed import Feed
+from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
 from thinwire.engine.trace import StepTrace
 from thinwire.errors import StageError
-from thinwire.model import Stage
+from thinwire.model import Score, Stage
 from thinwire.optim import StageOptimizer
 from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
@@ -97,11 +97,14 @@ class Runner:
         self._device = next(stage.parameters()).device
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
+        self._buffers = stage.global_buffers()
+        self._buffers_before: dict[str, Tensor] = {}
 
     def train_step(self, step: int, lr: float, decide: Decide) -> tuple[Verdict, float | None]:
         """All of this stage's actions of one step; the loss is known on the last stage only."""
         self.trace = StepTrace()
         self._losses = []
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
         verdict = None
         if self._keeper is not None:
             self._keeper.begin_step(step)
@@ -117,9 +120,9 @@ class Runner:
         return verdict, loss
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: int) -> float | None:
-        """Mean validation loss over `batches` microbatches, known on the last stage only."""
-        losses = []
+    def evaluate(self, step: int, batches: int) -> Score | None:
+        """The score of `batches` validation microbatches, known on the last stage only."""
+        score = Score()
         self.stage.eval()
         for action in forward_only(self._schedule.stages, batches).rows[self._index]:
             microbatch = action.microbatch
@@ -130,16 +133,17 @@ class Runner:
                     FrameKind.EVALUATE, step, microbatch, self._made_with()
                 )
             with self._autocast():
-                output = self.stage(received, batch.inputs_BT)
+                output = self.stage(received, self._inputs(batch))
                 if self._above is None:
-                    losses.append(self.stage.loss(output, batch.targets_BT))
+                    loss = self.stage.loss(output, batch.targets)
+                    score.add(loss, output, batch.targets)
             if self._above is not None:
                 self._sync()
                 self._above.send_tensor(
                     FrameKind.EVALUATE, output, step, microbatch, self._made_with()
                 )
         self.stage.train()
-        return float(torch.stack(losses).double().mean()) if losses else None
+        return score if self._above is None else None
 
     @property
     def basis_version(self) -> int:
@@ -171,10 +175,10 @@ class Runner:
             received.requires_grad_()
         with self.trace.span("compute", f"F{microbatch}"):
             with self._autocast():
-                output = self.stage(received, batch.inputs_BT)
+                output = self.stage(received, self._inputs(batch))
                 if self._above is None:
-                    # Each microbatch has the same number of tokens: the step's loss is their mean.
-                    loss = self.stage.loss(output, batch.targets_BT)
+                    # Each microbatch has as many tokens or images: the step's loss is their mean.
+                    loss = self.stage.loss(output, batch.targets)
                     output = loss / self._schedule.microbatches
                     self._losses.append(output.detach())
             self._sync()
@@ -182,6 +186,9 @@ class Runner:
         if self._above is not None:
             sent = output.detach()
             self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self._made_with())
+
+    def _inputs(self, batch: DeviceBatch) -> Tensor | None:
+        return batch.inputs if self.stage.needs_inputs else None
 
     def _backward(self, step: int, microbatch: int) -> None:
         kept = self._in_flight.pop(microbatch)
@@ -219,7 +226,7 @@ class Runner:
             if verdict.commit:
                 self._commit(step, lr, verdict.grad_norm, new_basis_DK)
             else:
-                self._optimizer.zero_grad()
+                self._withdraw()
             self._sync()
         if self._keeper is not None and verdict.commit:
             self._share_learned(step, self._keeper)
@@ -283,6 +290,13 @@ class Runner:
             if new_basis_DK is not None:
                 self._keeper.switch(new_basis_DK)
         self._check_weights(step)
+
+    @torch.no_grad()
+    def _withdraw(self) -> None:
+        """Leave everything as it was before the step: what batch norms have seen, too."""
+        self._optimizer.zero_grad()
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._buffers_before[name])
 
     def _clip_gradients(self, norm: float) -> None:
         scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it

@@ -7,6 +7,7 @@ resolved tree (every default filled in) is what travels to the stages, is saved,
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import typing
@@ -19,7 +20,7 @@ from thinwire.boundary import BoundaryConfig
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
-from thinwire.model import ModelConfig
+from thinwire.model import ModelConfig, architecture
 from thinwire.optim import OptimConfig, check_optim
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import from_plain, nearest, option, parse_literal, to_plain
@@ -34,6 +35,7 @@ _NOT_HASHED = (
     ("link", "listen"),
     ("link", "port"),
     ("data", "path"),
+    ("codec", "memory_mb"),
     ("train", "keep"),
     ("train", "checkpoint_every"),
 )
@@ -64,9 +66,9 @@ class TrainConfig:
     """`[train]`: how long, how much at once, how often to look and to save."""
 
     steps: int = option(200, "optimizer updates")
-    batch: int = option(16, "sequences per step, over all microbatches")
+    batch: int = option(16, "sequences or images per step, over all microbatches")
     eval_every: int = option(50, "steps between validations; 0 = only first and last")
-    eval_batches: int = option(8, "microbatches per validation")
+    eval_batches: int = option(8, "microbatches per validation; 0 = all there are")
     checkpoint_every: int = option(100, "steps between checkpoints; 0 = only the last, -1 = none")
     keep: int = option(3, "checkpoints kept; older ones are removed")
 
@@ -90,6 +92,9 @@ class Settings:
         """Build from nested dictionaries, resolve the model's preset, and check everything."""
         settings = from_plain(cls, values)
         settings = dataclasses.replace(settings, model=settings.model.resolved())
+        _check_data(settings)
+        if settings.model.sees_images:
+            _check_images(settings)
         boundary = settings.boundary.resolved(settings.model.dim, settings.split())
         settings = dataclasses.replace(settings, boundary=boundary)
         _check(settings)
@@ -114,13 +119,23 @@ class Settings:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences in one microbatch."""
+        """Sequences or images in one microbatch."""
         return self.train.batch // self.pipeline.microbatches
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one update learns from."""
-        return self.train.batch * self.model.context
+        """Tokens that one update learns from; an image counts as one."""
+        return self.train.batch * (self.model.context or 1)
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of one microbatch; an image counts as one."""
+        return self.tokens_per_step // self.pipeline.microbatches
+
+    @property
+    def unit(self) -> str:
+        """What is counted where the speed and the bytes of a run are told: a token or an image."""
+        return "image" if self.model.sees_images else "token"
 
     def schedule(self) -> Schedule:
         """The training schedule, validated by simulation."""
@@ -130,6 +145,12 @@ class Settings:
     def split(self) -> list[range]:
         """The blocks of each stage."""
         return split_layers(self.model.layers, self.pipeline.split, self.pipeline.stages)
+
+    def stream_width(self, cut: int) -> int:
+        """Numbers that a dense cut carries for each token; an image counts as one token."""
+        family = architecture(self.model)
+        shape = family.stream_shape(self.split()[cut].stop, self.microbatch_size)
+        return math.prod(shape) // self.tokens_per_microbatch
 
     def is_checkpoint_step(self, done: int) -> bool:
         """Whether a checkpoint follows the update after which `done` updates are done."""
@@ -175,11 +196,12 @@ def threads_per_stage(settings: Settings) -> int:
 def _check(settings: Settings) -> None:
     """Everything that one section alone cannot know."""
     train, pipeline, link = settings.train, settings.pipeline, settings.link
-    for key in ("steps", "batch", "eval_batches", "keep"):
+    for key in ("steps", "batch", "keep"):
         if getattr(train, key) < 1:
             raise ConfigError(f"train.{key} = {getattr(train, key)} must be at least 1")
-    if train.eval_every < 0:
-        raise ConfigError(f"train.eval_every = {train.eval_every} must not be negative")
+    for key in ("eval_every", "eval_batches"):
+        if getattr(train, key) < 0:
+            raise ConfigError(f"train.{key} = {getattr(train, key)} must not be negative")
     if train.checkpoint_every < -1:
         raise ConfigError(
             f"train.checkpoint_every = {train.checkpoint_every} must be -1 (none), 0 (only the "
@@ -204,9 +226,10 @@ def _check(settings: Settings) -> None:
     if not 0 <= link.port < 65536:
         raise ConfigError(f"link.port = {link.port} must lie in 0..65535; 0 = any free one")
     settings.schedule()
+    rows = "images" if settings.model.sees_images else "sequences"
     if train.batch % pipeline.microbatches:
         raise ConfigError(
-            f"train.batch = {train.batch} sequences do not divide into "
+            f"train.batch = {train.batch} {rows} do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     check_optim(settings.optim, train.steps)
@@ -216,3 +239,57 @@ def _check(settings: Settings) -> None:
             'its update would leave the subspace; use adamw, or boundary.mode = "reparam"'
         )
     settings.codec.check(pipeline.stages - 1)
+    if settings.model.sees_images:
+        _check_norms(settings)
+
+
+def _check_data(settings: Settings) -> None:
+    """Images are for a model that sees them, and text for one that does not."""
+    preset, source = settings.model.preset, settings.data.source
+    if settings.model.sees_images and source != "images":
+        raise ConfigError(
+            f'model.preset = "{preset}" tells images apart, but data.source = "{source}" has none: '
+            'set data.source = "images" and data.path'
+        )
+    if not settings.model.sees_images and source == "images":
+        raise ConfigError(
+            f'model.preset = "{preset}" reads text, but data.source = "images": set model.preset '
+            '= "resnet18", or another source'
+        )
+
+
+def _check_images(settings: Settings) -> None:
+    """What has a meaning for text alone, or cannot work with a ResNet."""
+    preset, boundary, data = settings.model.preset, settings.boundary, settings.data
+    if boundary.mode != "dense" or boundary.rank:
+        raise ConfigError(
+            f'boundary.mode = "{boundary.mode}", rank = {boundary.rank} cannot work with '
+            f'model.preset = "{preset}": its stream changes its width from group to group and '
+            "passes through rectifiers, so no subspace holds it. Use dense, and a codec"
+        )
+    if settings.pipeline.recompute:
+        raise ConfigError(
+            f'pipeline.recompute = true cannot work with model.preset = "{preset}": its batch '
+            "norms would count every microbatch twice"
+        )
+    if settings.optim.name == "muon":
+        raise ConfigError(
+            f'optim.name = "muon" cannot work with model.preset = "{preset}": it is for matrices, '
+            "not convolutions; use sgd or adamw"
+        )
+    if data.tokenizer or data.valid_fraction != DataConfig().valid_fraction:
+        raise ConfigError(
+            'data.tokenizer and data.valid_fraction are of no use with data.source = "images": a '
+            "set of images brings its own test images"
+        )
+
+
+def _check_norms(settings: Settings) -> None:
+    """A batch norm needs two values of a channel to tell a spread."""
+    *_, side = architecture(settings.model).stream_shape(settings.model.layers, 1)
+    if side == 1 and settings.microbatch_size == 1:
+        raise ConfigError(
+            f"images of model.side = {settings.model.side} end as one pixel, and microbatches of "
+            "one image then leave a batch norm a single value: raise train.batch, or lower "
+            "pipeline.microbatches"
+        )

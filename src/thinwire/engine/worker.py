@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from thinwire.data import Corpus
 from thinwire.engine.build import (
     StageBuilder,
     autocast_for,
@@ -22,7 +19,7 @@ from thinwire.engine.build import (
 )
 from thinwire.engine.checkpoint import OPTIMIZER, Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.feed import Feed
+from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Port
@@ -68,8 +65,8 @@ class Worker:
         self.last = settings.pipeline.stages - 1
         self.stop_requested = threading.Event()
         self.device = choose_device(settings.run.device, self.index)
-        self.corpus = Corpus.open(assignment.corpus)
-        self.feed = Feed(self.corpus, settings, self.device)
+        self.data = open_data(settings, assignment.corpus)
+        self.feed = Feed(self.data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
@@ -112,7 +109,7 @@ class Worker:
             **{f"{leg}_codec": name for leg, name in end.names().items()},
             **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
             "wire_shape": list(end.spec.shape),
-            "corpus": self.corpus.fingerprint,
+            "corpus": self.data.fingerprint,
             "first_step": self.first_step,
             **(self.builder.space.fingerprints() if self.builder.space else {}),
         }
@@ -185,12 +182,13 @@ class Worker:
         return checkpoint and commit, stop
 
     def _evaluate(self, runner: Runner, done: int, report: Report) -> None:
-        loss = runner.evaluate(done, self.feed.validation_count)
-        if loss is not None:
-            report({"type": "evaluation", "step": done, "loss": loss})
+        score = runner.evaluate(done, self.feed.validation_count)
+        if score is not None:
+            accuracy = score.accuracy if self.settings.model.sees_images else None
+            report({"type": "evaluation", "step": done, "loss": score.loss, "accuracy": accuracy})
 
     def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
-        tensors: dict[str, torch.Tensor] = dict(self.stage.owned_parameters())
+        tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}
         if self.keeper is not None:
             tensors.update(self.keeper.state_tensors())
         for name, tensor in self.optimizer.state_tensors().items():
@@ -216,8 +214,8 @@ class Worker:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         load_weights(self.stage, self.builder.space, checkpoint)
-        owned = self.stage.owned_parameters()
-        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(owned))
+        remembered = self.optimizer.remembered()
+        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(remembered))
         if self.keeper is not None:
             self.keeper.load(checkpoint)
         for end in self._ends():
@@ -258,7 +256,7 @@ class Worker:
         if not 0 <= cut < self.last:
             return None
         scratch = scratch_folder(self.assignment.run_folder) / f"stage-{self.index}"
-        spec = self.builder.wire_spec()
+        spec = self.builder.wire_spec(cut)
         return CutEnd.build(self.settings, cut, cut == self.index, spec, self.feed, scratch)
 
     def _ends(self) -> list[CutEnd]:

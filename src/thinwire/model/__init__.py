@@ -1,18 +1,22 @@
 """Models as plain lists of layers, and the stage that holds some of them (floor 3)."""
 
-from thinwire.model.config import PRESETS, ModelConfig, parameter_count
-from thinwire.model.llama import LayerPlan, llama_layers, stage_layers
+from thinwire.model.architecture import architecture
+from thinwire.model.base import Architecture, LayerPlan
+from thinwire.model.config import PRESETS, ModelConfig
+from thinwire.model.llama import llama_layers
+from thinwire.model.loss import Score, token_loss
 from thinwire.model.narrow import Narrow
-from thinwire.model.stage import Stage, token_loss
+from thinwire.model.stage import Stage
 
 __all__ = [
     "PRESETS",
+    "Architecture",
     "LayerPlan",
     "ModelConfig",
     "Narrow",
+    "Score",
     "Stage",
+    "architecture",
     "llama_layers",
-    "parameter_count",
-    "stage_layers",
     "token_loss",
 ]

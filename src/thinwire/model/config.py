@@ -8,35 +8,55 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.typed import option
 
-# layers, dim, heads, kv_heads, ffn, vocab, context
-PRESETS: dict[str, tuple[int, int, int, int, int, int, int]] = {
-    "tiny": (4, 128, 4, 2, 352, 2048, 128),
-    "mini": (8, 256, 8, 4, 704, 4096, 256),
-    "70m": (8, 512, 8, 4, 1536, 50304, 512),
-    "160m": (12, 768, 12, 4, 2048, 50304, 1024),
-    "400m": (24, 1024, 16, 8, 2816, 50304, 1024),
-    "1b": (16, 2048, 32, 8, 8192, 128256, 2048),
-    "2b": (8, 4096, 32, 32, 11008, 32000, 1024),
-    "3b": (28, 3072, 24, 8, 8192, 128256, 4096),
-    "8b": (32, 4096, 32, 8, 14336, 128256, 8192),
+_LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
+_RESNET = ("layers", "dim", "classes", "channels", "side")
+_LLAMA_REALS = ("rope_theta", "norm_eps")
+
+
+def _llama(*sizes: int) -> dict[str, int]:
+    return dict(zip(_LLAMA, sizes, strict=True))
+
+
+# layers, dim, heads, kv_heads, ffn, vocab, context; or those of an image model
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": _llama(4, 128, 4, 2, 352, 2048, 128),
+    "mini": _llama(8, 256, 8, 4, 704, 4096, 256),
+    "70m": _llama(8, 512, 8, 4, 1536, 50304, 512),
+    "160m": _llama(12, 768, 12, 4, 2048, 50304, 1024),
+    "400m": _llama(24, 1024, 16, 8, 2816, 50304, 1024),
+    "1b": _llama(16, 2048, 32, 8, 8192, 128256, 2048),
+    "2b": _llama(8, 4096, 32, 32, 11008, 32000, 1024),
+    "3b": _llama(28, 3072, 24, 8, 8192, 128256, 4096),
+    "8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
+    "resnet18": dict(zip(_RESNET, (8, 64, 10, 3, 32), strict=True)),
 }
-_SHAPE_KEYS = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`[model]`: a Llama-style decoder. A key left at 0 takes the preset's value."""
+    """`[model]`: a Llama-style decoder, or a ResNet-18 for images.
+
+    A key left at 0 takes the preset's value; one that is of no use to the preset stays at 0.
+    """
 
     preset: str = option("tiny", "shape to start from", tuple(PRESETS))
-    layers: int = option(0, "transformer blocks")
-    dim: int = option(0, "width of the residual stream")
+    layers: int = option(0, "blocks, which are what is split over stages")
+    dim: int = option(0, "width of the residual stream; of resnet18 in its first group")
     heads: int = option(0, "attention heads")
     kv_heads: int = option(0, "key/value heads shared by groups of heads (GQA)")
     ffn: int = option(0, "hidden width of the SwiGLU feed-forward")
     vocab: int = option(0, "entries of the embedding table; the tokenizer must fit in")
     context: int = option(0, "tokens per training sequence")
+    classes: int = option(0, "resnet18: classes to tell apart")
+    channels: int = option(0, "resnet18: channels of an image, 3 or 1")
+    side: int = option(0, "resnet18: pixels of an image a side")
     rope_theta: float = option(500000.0, "base of the rotary position encoding")
     norm_eps: float = option(1e-5, "epsilon of the RMS norms")
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether it reads images and says a class, and not tokens and the next one."""
+        return "side" in PRESETS[self.preset]
 
     @property
     def head_dim(self) -> int:
@@ -45,31 +65,54 @@ class ModelConfig:
 
     def resolved(self) -> "ModelConfig":
         """The same config with every 0 filled from the preset, checked for consistency."""
-        shape = dict(zip(_SHAPE_KEYS, PRESETS[self.preset], strict=True))
-        chosen = {key: getattr(self, key) for key in _SHAPE_KEYS}
-        for key, value in chosen.items():
+        shape = PRESETS[self.preset]
+        filled: dict[str, Any] = {}
+        for key in dict.fromkeys((*_LLAMA, *_RESNET)):
+            value = getattr(self, key)
             if value < 0:
                 raise ConfigError(f"model.{key} = {value} must not be negative")
-        filled: dict[str, Any] = {key: chosen[key] or shape[key] for key in _SHAPE_KEYS}
+            if value and key not in shape:
+                raise ConfigError(_no_use(key, value, self.preset, 0))
+            filled[key] = value or shape.get(key, 0)
         full = dataclasses.replace(self, **filled)
-        for key in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(full, key) < math.inf:
-                raise ConfigError(f"model.{key} = {getattr(full, key)} must be a positive number")
-        if full.dim % full.heads or full.head_dim % 2:
-            raise ConfigError(
-                f"model.dim = {full.dim} must split into model.heads = {full.heads} heads of even "
-                f"width (rotary positions turn pairs of channels)"
-            )
-        if full.heads % full.kv_heads:
-            raise ConfigError(
-                f"model.heads = {full.heads} must be a multiple of model.kv_heads = {full.kv_heads}"
-            )
+        if full.sees_images:
+            _check_resnet(full)
+        else:
+            _check_llama(full)
         return full
 
 
-def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the whole model, embedding and head untied."""
-    kv_dim = config.kv_heads * config.head_dim
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    block = attention + 3 * config.dim * config.ffn + 2 * config.dim
-    return config.layers * block + 2 * config.vocab * config.dim + config.dim
+def _check_llama(config: ModelConfig) -> None:
+    for key in _LLAMA_REALS:
+        if not 0 < getattr(config, key) < math.inf:
+            raise ConfigError(f"model.{key} = {getattr(config, key)} must be a positive number")
+    if config.dim % config.heads or config.head_dim % 2:
+        raise ConfigError(
+            f"model.dim = {config.dim} must split into model.heads = {config.heads} heads of even "
+            f"width (rotary positions turn pairs of channels)"
+        )
+    if config.heads % config.kv_heads:
+        raise ConfigError(
+            f"model.heads = {config.heads} must be a multiple of model.kv_heads = {config.kv_heads}"
+        )
+
+
+def _check_resnet(config: ModelConfig) -> None:
+    default = ModelConfig()
+    for key in _LLAMA_REALS:
+        if getattr(config, key) != getattr(default, key):
+            raise ConfigError(
+                _no_use(key, getattr(config, key), config.preset, getattr(default, key))
+            )
+    blocks = PRESETS[config.preset]["layers"]
+    if config.layers != blocks:
+        raise ConfigError(
+            f"model.layers = {config.layers}, but {config.preset} has {blocks} blocks: only its "
+            "width, model.dim, can be chosen"
+        )
+    if config.channels not in (1, 3):
+        raise ConfigError(f"model.channels = {config.channels} must be 3, or 1 for grey images")
+
+
+def _no_use(key: str, value: float, preset: str, default: float) -> str:
+    return f'model.{key} = {value} is of no use to model.preset = "{preset}": leave it at {default}'

@@ -7,14 +7,11 @@ mean the same thing everywhere.
 Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E head width.
 """
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.config import ModelConfig
 from thinwire.model.narrow import Narrow, ReparamEmbedding, ReparamLinear, SplitEmbedding
 
@@ -122,14 +119,6 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer of the model before it exists: its global name and how to make it."""
-
-    name: str
-    make: Callable[[], nn.Module]
-
-
 def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[LayerPlan]:
     """The whole model as a list: embedding, blocks, final norm, head."""
 
@@ -141,24 +130,14 @@ def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[Laye
 
     def block(index: int) -> LayerPlan:
         held = narrow if narrow is not None and index < narrow.blocks else None
-        return LayerPlan(f"{BLOCKS}{index}", lambda: Block(config, held))
+        return LayerPlan(f"{BLOCKS}{index}", lambda: Block(config, held), str(index))
 
     return [
-        LayerPlan(EMBEDDING, embedding),
+        LayerPlan(EMBEDDING, embedding, "embed"),
         *(block(index) for index in range(config.layers)),
         LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
-        LayerPlan("lm_head", lambda: nn.Linear(config.dim, config.vocab, bias=False)),
+        LayerPlan("lm_head", lambda: nn.Linear(config.dim, config.vocab, bias=False), "head"),
     ]
-
-
-def stage_layers(
-    config: ModelConfig, blocks: range, narrow: Narrow | None = None
-) -> list[LayerPlan]:
-    """The layers of the stage that holds these blocks: the ends carry embedding and head."""
-    plans = llama_layers(config, narrow)
-    first = 0 if blocks.start == 0 else blocks.start + 1
-    last = len(plans) if blocks.stop == config.layers else blocks.stop + 1
-    return plans[first:last]
 
 
 def initialise(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> None:
@@ -170,8 +149,68 @@ def initialise(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> 
     if parameter.ndim < 2:
         nn.init.ones_(parameter)
         return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     spread = 0.02 / (2 * config.layers) ** 0.5 if name.endswith(WRITERS) else 0.02
     with torch.no_grad():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+        drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
+        parameter.copy_(drawn * spread)
+
+
+class Llama(Architecture):
+    """Llama-style decoders."""
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
+
+    def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
+        """Embedding, blocks, final norm, head."""
+        return llama_layers(self._config, narrow)
+
+    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+        """Gains are one, matrices normal."""
+        initialise(name, parameter, self._config, seed)
+
+    def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
+        """The residual stream, the same everywhere."""
+        return batch, self._config.context, self._config.dim
+
+    def logits(self, batch: int) -> int:
+        """One for each entry of the vocabulary at each position."""
+        return batch * self._config.context * self._config.vocab
+
+    def forward_flops(self, blocks: range, batch: int) -> float:
+        """Of the blocks, and of the head on the last stage."""
+        config = self._config
+        is_last = blocks.stop == config.layers
+        head = 2.0 * self.logits(batch) * config.dim if is_last else 0.0
+        return len(blocks) * self._block_flops(batch * config.context) + head
+
+    def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
+        """Of the stream two norms in and out; of matrices q k v and their rotations, attention
+        out, three of the feed-forward.
+        """
+        config = self._config
+        kv_dim = config.kv_heads * config.head_dim
+        kept = 4 * config.dim * width + computed * (4 * config.dim + 4 * kv_dim + 4 * config.ffn)
+        return batch * config.context * len(blocks) * kept
+
+    def probe(self, batch: int, most_flops: float) -> Probe:
+        """A block on fewer tokens where a microbatch would take long."""
+        config = self._config
+        tokens = batch * config.context
+        share = min(1.0, most_flops / self._block_flops(tokens))
+        context = min(config.context, max(16, int(tokens * share)))
+        sequences = max(1, int(tokens * share) // context)
+        flops = self._block_flops(sequences * context)
+        return Probe(self.layers()[1], (sequences, context, config.dim), flops)
+
+    def describe(self) -> str:
+        """Depth, width and context."""
+        config = self._config
+        return f"{config.layers} blocks of width {config.dim}, context {config.context}"
+
+    def _block_flops(self, tokens: int) -> float:
+        config = self._config
+        kv_dim = config.kv_heads * config.head_dim
+        matrices = 2 * config.dim**2 + 2 * config.dim * kv_dim + 3 * config.dim * config.ffn
+        attention = config.context * config.dim  # scores and their use, each over half the context
+        return 2.0 * tokens * (matrices + attention)

@@ -10,22 +10,21 @@ buffers, as much a part of the trained model as its parameters.
 Shapes: B images, C channels, S pixels a side, K classes.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.llama import LayerPlan
+from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
+from thinwire.model.narrow import Narrow
 
 GROUPS = 4
 BLOCKS_PER_GROUP = 2
 BLOCKS = GROUPS * BLOCKS_PER_GROUP
 """What is split over stages: evenly over four, they are cut after layer1, layer2 and layer3."""
-
-_STEM = 3  # plans before the first block
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,14 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, channels: int, stride: int):
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, channels, 3, stride, padding=1, bias=False)
+        self.conv1 = _conv(inputs, channels, 3, stride)
         self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = _conv(channels, channels, 3)
         self.bn2 = nn.BatchNorm2d(channels)
         self.downsample: nn.Module | None = None
         if stride != 1 or inputs != channels:
             self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+                _conv(inputs, channels, 1, stride), nn.BatchNorm2d(channels)
             )
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
@@ -72,50 +71,113 @@ def resnet_layers(shape: ResNetShape) -> list[LayerPlan]:
     """The whole model as a list: stem, eight blocks, head."""
     width = shape.width
     return [
-        LayerPlan("conv1", lambda: nn.Conv2d(shape.channels, width, 3, padding=1, bias=False)),
+        LayerPlan("conv1", lambda: _conv(shape.channels, width, 3), "stem"),
         LayerPlan("bn1", lambda: nn.BatchNorm2d(width)),
         LayerPlan("relu", nn.ReLU),
         *(_block(shape, index) for index in range(BLOCKS)),
         LayerPlan("avgpool", MeanOverPixels),
-        LayerPlan("fc", lambda: nn.Linear(_channels(shape, BLOCKS), shape.classes)),
+        LayerPlan("fc", lambda: nn.Linear(_channels(shape, BLOCKS), shape.classes), "head"),
     ]
 
 
-def resnet_stage_layers(shape: ResNetShape, blocks: range) -> list[LayerPlan]:
-    """The layers of the stage that holds these blocks: the ends carry stem and head."""
-    plans = resnet_layers(shape)
-    first = 0 if blocks.start == 0 else _STEM + blocks.start
-    last = len(plans) if blocks.stop == BLOCKS else _STEM + blocks.stop
-    return plans[first:last]
+class _Convolution(NamedTuple):
+    """What a convolution reads and writes of one image."""
+
+    inputs: int
+    kernel: int
+    outputs: int
+    side: int
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition for each weight at each pixel."""
+        return 2.0 * self.kernel**2 * self.inputs * self.outputs * self.side**2
 
 
-def stream_shape(shape: ResNetShape, blocks: int, batch: int) -> tuple[int, int, int, int]:
-    """What a batch has become after the stem and so many blocks: what crosses a cut there."""
-    side = shape.side
-    for _ in range(_group(blocks)):
-        side = (side + 1) // 2
-    return batch, _channels(shape, blocks), side, side
+class ResNet(Architecture):
+    """ResNet-18 of some width for images of some size."""
 
+    def __init__(self, shape: ResNetShape):
+        self._shape = shape
 
-def initialise(name: str, parameter: Tensor, seed: int) -> None:
-    """Fill a parameter from its global name and the seed alone, whatever the split.
+    def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
+        """Stem, eight blocks, head."""
+        assert narrow is None, "a ResNet writes into no subspace"
+        return resnet_layers(self._shape)
 
-    Convolutions by the rule of He et al. for what leaves them, the classifier uniformly by its
-    inputs, as torchvision has both. Norms start as the identity, the classifier's bias at zero.
-    """
-    if parameter.ndim < 2:
-        nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
-        return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    outputs, inputs = parameter.shape[:2]
-    with torch.no_grad():
-        if parameter.ndim == 4:
-            spread = math.sqrt(2 / (outputs * parameter[0, 0].numel()))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
-        else:
-            uniform = 2 * torch.rand(parameter.shape, generator=generator) - 1
-            parameter.copy_(uniform / math.sqrt(inputs))
+    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+        """Convolutions by the rule of He et al. for what leaves them, the classifier uniformly by
+        its inputs, as torchvision has both. Norms start as the identity, the classifier's bias at
+        zero.
+        """
+        if parameter.ndim < 2:
+            nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
+            return
+        generator = generator_of(name, seed)
+        outputs, inputs = parameter.shape[:2]
+        with torch.no_grad():
+            if parameter.ndim == 4:
+                spread = math.sqrt(2 / (outputs * parameter[0, 0].numel()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+            else:
+                uniform = 2 * torch.rand(parameter.shape, generator=generator) - 1
+                parameter.copy_(uniform / math.sqrt(inputs))
+
+    def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
+        """Fewer pixels and more channels from group to group; the stem has those of the first."""
+        side = self._shape.side
+        for _ in range(_group(blocks)):
+            side = (side + 1) // 2
+        return batch, _channels(self._shape, blocks), side, side
+
+    def logits(self, batch: int) -> int:
+        """One for each class."""
+        return batch * self._shape.classes
+
+    def forward_flops(self, blocks: range, batch: int) -> float:
+        """Of the convolutions, and of the classifier on the last stage."""
+        convolutions = [c for block in blocks for c in self._convolutions(block)]
+        if blocks.start == 0:
+            convolutions.append(self._stem())
+        total = batch * sum(convolution.flops for convolution in convolutions)
+        if blocks.stop == BLOCKS:
+            total += 2.0 * self.logits(batch) * _channels(self._shape, BLOCKS)
+        return total
+
+    def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
+        """What comes in, what each convolution gives, and what each rectifier does: two in a
+        block, one in the stem.
+        """
+        kept = math.prod(self.stream_shape(blocks.start, batch))
+        if blocks.start == 0:
+            kept = 2 * kept + batch * self._shape.channels * self._shape.side**2
+        for block in blocks:
+            tensors = len(self._convolutions(block)) + 2
+            kept += tensors * math.prod(self.stream_shape(block + 1, batch))
+        return kept * computed
+
+    def probe(self, batch: int, most_flops: float) -> Probe:
+        """The first block on fewer images where a microbatch would take long."""
+        one = sum(convolution.flops for convolution in self._convolutions(0))
+        images = max(1, min(batch, int(most_flops / one)))
+        return Probe(_block(self._shape, 0), self.stream_shape(0, images), images * one)
+
+    def describe(self) -> str:
+        """Depth, width and images."""
+        shape = self._shape
+        return (
+            f"{BLOCKS} blocks of width {shape.width} and more, {shape.classes} classes of images "
+            f"of {shape.channels} x {shape.side} x {shape.side}"
+        )
+
+    def _stem(self) -> _Convolution:
+        return _Convolution(self._shape.channels, 3, self._shape.width, self._shape.side)
+
+    def _convolutions(self, block: int) -> list[_Convolution]:
+        inputs = _channels(self._shape, block)
+        _, outputs, side, _ = self.stream_shape(block + 1, 1)
+        found = [_Convolution(inputs, 3, outputs, side), _Convolution(outputs, 3, outputs, side)]
+        return found if inputs == outputs else [*found, _Convolution(inputs, 1, outputs, side)]
 
 
 def _block(shape: ResNetShape, index: int) -> LayerPlan:
@@ -123,7 +185,7 @@ def _block(shape: ResNetShape, index: int) -> LayerPlan:
     group, number = divmod(index, BLOCKS_PER_GROUP)
     stride = 2 if group > 0 and number == 0 else 1
     name = f"layer{group + 1}.{number}"
-    return LayerPlan(name, lambda: BasicBlock(inputs, channels, stride))
+    return LayerPlan(name, lambda: BasicBlock(inputs, channels, stride), str(index))
 
 
 def _group(blocks: int) -> int:
@@ -133,3 +195,7 @@ def _group(blocks: int) -> int:
 
 def _channels(shape: ResNetShape, blocks: int) -> int:
     return shape.width << _group(blocks)
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)

@@ -1,24 +1,31 @@
 """A stage: a run of layers with its own ends of the boundaries on either side."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.boundary import Boundary
+from thinwire.model.architecture import architecture
+from thinwire.model.base import LayerPlan
 from thinwire.model.config import ModelConfig
-from thinwire.model.llama import BLOCKS, EMBEDDING, WRITERS, LayerPlan, initialise
+from thinwire.model.llama import EMBEDDING, WRITERS
+from thinwire.model.loss import token_loss
 from thinwire.model.narrow import Reparametrised
 from thinwire.subspace import Held
 
+GRAPHS = 64
+"""Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
+
 
 class Stage(nn.Module):
-    """Consecutive layers of the model, from token ids or a decoded activation onward.
+    """Consecutive layers of the model, from its inputs or a decoded activation onward.
 
-    Without an incoming boundary the input is token ids; without an outgoing one the output is
-    what the last layer says (logits). A stage without either is the whole model.
+    Without an incoming boundary it starts from the model's inputs, token ids or images; without an
+    outgoing one it ends with what the last layer says (logits). A stage without either is the
+    whole model. `next_name` is the layer that follows the outgoing boundary.
     """
 
     def __init__(
@@ -27,9 +34,12 @@ class Stage(nn.Module):
         incoming: Boundary | None = None,
         outgoing: Boundary | None = None,
         recompute: bool = False,
+        next_name: str = "",
     ):
         super().__init__()
         self.names = [plan.name for plan in plans]
+        self._labels = [plan.label for plan in plans if plan.label]
+        self._next_name = next_name
         self.layers = nn.ModuleList(plan.make() for plan in plans)
         self.incoming = incoming
         self.outgoing = outgoing
@@ -38,19 +48,19 @@ class Stage(nn.Module):
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
     @property
-    def needs_ids(self) -> bool:
-        """Whether this stage reads token ids: to embed them, or at a boundary."""
+    def needs_inputs(self) -> bool:
+        """Whether this stage reads the model's inputs: to start from them, or at a boundary."""
         ends = (self.incoming, self.outgoing)
         return self.incoming is None or any(end is not None and end.needs_ids for end in ends)
 
-    def forward(self, received: Tensor | None, ids_BT: Tensor | None) -> Tensor:
-        """From what was received (or the ids, on the first stage) to what is sent on."""
+    def forward(self, received: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """From what was received (or the inputs, on the first stage) to what is sent on."""
         if self.incoming is None:
-            assert ids_BT is not None, "the first stage starts from token ids"
-            x = ids_BT
+            assert inputs is not None, "the first stage starts from the model's inputs"
+            x = inputs
         else:
             assert received is not None, "a later stage starts from what crossed the boundary"
-            x = self.incoming.decode(received, ids_BT)
+            x = self.incoming.decode(received, inputs)
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index and x.requires_grad:
                 x.register_hook(self._watched[1])
@@ -58,10 +68,11 @@ class Stage(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
                 x = layer(x)
-        return x if self.outgoing is None else self.outgoing.encode(x, ids_BT)
+        return x if self.outgoing is None else self.outgoing.encode(x, inputs)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph."""
+        torch._dynamo.config.recompile_limit = GRAPHS  # beyond it torch gives up compiling
         for layer in self.layers:
             layer.compile(dynamic=False, backend=backend)
         for end in (self.incoming, self.outgoing):
@@ -78,12 +89,23 @@ class Stage(nn.Module):
         if self.incoming is not None:
             named.append((f"boundary.{self.names[0]}", self.incoming))
         if self.outgoing is not None:
-            last = int(self.names[-1].removeprefix(BLOCKS))
-            named.append((f"boundary.{BLOCKS}{last + 1}", self.outgoing))
+            named.append((f"boundary.{self._next_name}", self.outgoing))
         return {
             f"{name}.{local}": parameter
             for name, module in named
             for local, parameter in module.named_parameters()
+        }
+
+    def global_buffers(self) -> dict[str, Tensor]:
+        """What layers keep of the data they have seen (a batch norm's statistics), by global name.
+
+        It is as much a part of the trained model as its parameters are.
+        """
+        return {
+            f"{name}.{local}": value
+            for name, layer in zip(self.names, self.layers, strict=True)
+            for local, value in layer.state_dict(keep_vars=True).items()
+            if not isinstance(value, nn.Parameter)
         }
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
@@ -100,16 +122,17 @@ class Stage(nn.Module):
 
         A reparametrised layer takes the part in S of what the full layer would start with.
         """
+        family = architecture(config)
         for name, layer in zip(self.names, self.layers, strict=True):
             for local, module in layer.named_modules():
                 prefix = f"{name}.{local}" if local else name
                 if isinstance(module, Reparametrised):
                     full = torch.empty(module.full_shape, dtype=module.weight.dtype)
-                    initialise(f"{prefix}.weight", full, config, seed)
+                    family.initialise(f"{prefix}.weight", full, seed)
                     module.set_full(full)
                     continue
                 for own, parameter in module.named_parameters(recurse=False):
-                    initialise(f"{prefix}.{own}", parameter, config, seed)
+                    family.initialise(f"{prefix}.{own}", parameter, seed)
 
     def held_parameters(self, blocks: int) -> list[Held]:
         """What a subspace constraint holds here: the embedding, writers of the first blocks."""
@@ -136,16 +159,8 @@ class Stage(nn.Module):
 
     def describe(self) -> str:
         """The layers in a few characters, such as `embed+0..1`."""
-        blocks = [n.removeprefix(BLOCKS) for n in self.names if n.startswith(BLOCKS)]
-        parts = ["embed"] if EMBEDDING in self.names else []
-        if blocks:
-            parts.append(blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]}")
-        if "lm_head" in self.names:
-            parts.append("head")
+        parts = []
+        for are_blocks, labels in itertools.groupby(self._labels, str.isdigit):
+            first, *others = labels
+            parts += [f"{first}..{others[-1]}"] if are_blocks and others else [first, *others]
         return "+".join(parts)
-
-
-def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy per token, in float32 at least."""
-    wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    return F.cross_entropy(wide.flatten(0, 1), targets_BT.flatten())

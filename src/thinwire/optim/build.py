@@ -31,6 +31,7 @@ class StageOptimizer:
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
         self._optimizers = _build(parameters, config, axes or {})
+        self._keeps_state = config.name != "sgd" or config.momentum > 0
 
     def step(self, lr: float) -> None:
         """One update at this learning rate; gradients are cleared afterwards."""
@@ -53,6 +54,10 @@ class StageOptimizer:
             for key in ("exp_avg", "momentum_buffer"):
                 if key in state:
                     state[key].copy_(change(state[key]))
+
+    def remembered(self) -> list[str]:
+        """The parameters of which something is kept from one update to the next."""
+        return list(self._parameters) if self._keeps_state else []
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter name/state name`, ready for a checkpoint."""
@@ -93,7 +98,7 @@ def _state_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """What each kind of optimizer keeps of a parameter."""
     shape = tuple(parameter.shape)
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, torch.optim.Muon | torch.optim.SGD):
         return {"momentum_buffer": shape}
     second = shape
     if isinstance(optimizer, SubspaceAdamW):
@@ -113,6 +118,8 @@ def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[
 def _build(
     parameters: dict[str, nn.Parameter], config: OptimConfig, axes: dict[str, int]
 ) -> list[torch.optim.Optimizer]:
+    if config.name == "sgd":
+        return [_sgd(parameters, config)]
     # Entries of an orthonormal basis are small: at the rate of weights it would turn too fast for
     # the layers on either side to follow.
     bases = {n: p for n, p in parameters.items() if n.endswith(LEARNED_BASIS)}
@@ -154,3 +161,15 @@ def _build(
             )
         )
     return optimizers
+
+
+def _sgd(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """Torch's own, with decay as a part of the gradient: what studies of images are made with."""
+    bases = [p for n, p in parameters.items() if n.endswith(LEARNED_BASIS)]
+    others = [p for n, p in parameters.items() if not n.endswith(LEARNED_BASIS)]
+    groups = [
+        {"params": others, "weight_decay": config.weight_decay},
+        {"params": bases, "weight_decay": 0.0, "lr_share": config.basis_lr},
+    ]
+    chosen = [group for group in groups if group["params"]]
+    return torch.optim.SGD(chosen, lr=config.lr, momentum=config.momentum)

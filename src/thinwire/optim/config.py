@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from thinwire.errors import ConfigError
 from thinwire.typed import option
 
-FLOOR = 0.1  # cosine ends at this share of the peak: the usual choice for pre-training
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
@@ -15,14 +14,21 @@ class OptimConfig:
     """`[optim]`: the optimizer and its learning rate over the run."""
 
     name: str = option(
-        "adamw", "adamw, or muon for the blocks' matrices with adamw elsewhere", ("adamw", "muon")
+        "adamw",
+        "adamw; muon for the blocks' matrices with adamw elsewhere; or sgd with momentum",
+        ("adamw", "muon", "sgd"),
     )
     lr: float = option(3e-3, "peak learning rate")
-    weight_decay: float = option(0.1, "decoupled decay of matrices; gains are never decayed")
+    weight_decay: float = option(
+        0.1,
+        "decoupled decay of matrices, not of gains; with sgd a part of every parameter's gradient",
+    )
+    momentum: float = option(0.9, "of sgd; 0 = none")
     warmup: int = option(20, "steps of linear warmup")
     schedule: str = option(
         "cosine", "decay after the warmup", ("cosine", "linear", "wsd", "constant")
     )
+    floor: float = option(0.1, "where cosine ends, as a share of lr")
     basis_lr: float = option(
         0.1, "learning rate of a learned basis (boundary.learn), as a share of lr"
     )
@@ -36,6 +42,10 @@ def check_optim(config: OptimConfig, steps: int) -> None:
     for key in ("weight_decay", "clip", "warmup", "basis_lr"):
         if not 0 <= getattr(config, key) < math.inf:
             raise ConfigError(f"optim.{key} = {getattr(config, key)} must be a number not below 0")
+    if not 0 <= config.momentum < 1:
+        raise ConfigError(f"optim.momentum = {config.momentum} must be at least 0 and below 1")
+    if not 0 <= config.floor <= 1:
+        raise ConfigError(f"optim.floor = {config.floor} must lie in 0..1: a share of optim.lr")
     if config.warmup > steps:
         raise ConfigError(
             f"optim.warmup = {config.warmup} is longer than train.steps = {steps}: the learning "
@@ -50,7 +60,8 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     span = max(1, steps - config.warmup)
     progress = min(1.0, (step - config.warmup) / span)
     if config.schedule == "cosine":
-        return config.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+        return config.lr * (config.floor + (1 - config.floor) * share)
     if config.schedule == "linear":
         return config.lr * (1 - progress)
     if config.schedule == "wsd":

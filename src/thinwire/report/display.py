@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
-from thinwire.report.human import amount, duration, percent
-from thinwire.report.records import StepRecord
+from thinwire.report.human import SHORT, amount, duration, percent
+from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.report.stream import SafeStream
 
 _TAG_WIDTH = 8  # "[train] ": texts of the usual tags start in the same column
@@ -35,8 +35,8 @@ class Display(abc.ABC):
         """Show a finished training step."""
 
     @abc.abstractmethod
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Show a validation loss."""
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Show a validation."""
 
     @abc.abstractmethod
     def note(self, text: str) -> None:
@@ -118,12 +118,10 @@ class PlainDisplay(Display):
         if record.step >= record.steps or self._clock() >= self._step_due:
             self._print_step(record)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+    def evaluation(self, record: EvaluationRecord) -> None:
         """Print the validation loss in the columns of the training loss."""
-        line = f"{_step_count(step, self._latest)}  loss {loss:>7.4f}"
-        if bits_per_byte is not None:
-            line += f"  {bits_per_byte:.4f} bits/byte"
-        self.phase("valid", line)
+        count = _step_count(record.step, self._latest)
+        self.phase("valid", f"{count}  loss {record.loss:>7.4f}{record.facts()}")
 
     def note(self, text: str) -> None:
         """Print the warning."""
@@ -148,7 +146,7 @@ def step_line(record: StepRecord) -> str:
     """A training step in one line with fixed columns, the loss first."""
     return (
         f"{_step_count(record.step, record)}  loss {record.loss:>7.4f}"
-        f"  {record.tokens_per_s:>7,.0f} tok/s  {record.step_seconds:>6.2f} s/step"
+        f"  {record.tokens_per_s:>7,.0f} {SHORT[record.unit]}/s  {record.step_seconds:>6.2f} s/step"
         f"  ETA {duration(record.eta_seconds)}"
     )
 

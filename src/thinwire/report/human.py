@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 ABSENT = "-"  # stands for a number that is unknown; ASCII, so that every terminal can show it
+SHORT = {"token": "tok", "image": "img"}  # what is counted, where there is little room
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 

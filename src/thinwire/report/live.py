@@ -15,6 +15,7 @@ from rich.text import Text
 
 from thinwire.report.display import Display
 from thinwire.report.human import (
+    SHORT,
     Curve,
     amount,
     duration,
@@ -83,11 +84,10 @@ class LiveDisplay(Display):
         self._losses.add(record.loss)
         self._draw(at_once=record.step >= record.steps)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+    def evaluation(self, record: EvaluationRecord) -> None:
         """Show the validation loss in the header and keep it as a line in the scrollback."""
-        self._evaluation = EvaluationRecord(step, loss, bits_per_byte)
-        bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits/byte"
-        self._say("valid", f"step {step}  loss {loss:.4f}{bits}", "green")
+        self._evaluation = record
+        self._say("valid", f"step {record.step}  loss {record.loss:.4f}{record.facts()}", "green")
         self._draw(at_once=True)
 
     def note(self, text: str) -> None:
@@ -152,10 +152,12 @@ class LiveDisplay(Display):
         losses.append((sparkline(self._losses.points, _SPARKLINE_WIDTH), "magenta"))
         if self._evaluation is not None:
             losses += ["   valid ", (f"{self._evaluation.loss:.4f}", "bold green")]
+            if self._evaluation.accuracy is not None:
+                losses.append((f" {100 * self._evaluation.accuracy:.2f} %", "bold green"))
             losses.append((f" at step {self._evaluation.step:,}", "dim"))
         facts = (
-            f"{record.tokens_per_s:,.0f} tok/s   {record.step_seconds:.2f} s/step   "
-            f"{human_count(record.tokens)} tokens   lr {record.lr:.1e}   "
+            f"{record.tokens_per_s:,.0f} {SHORT[record.unit]}/s   {record.step_seconds:.2f} s/step"
+            f"   {human_count(record.tokens)} {record.unit}s   lr {record.lr:.1e}   "
             f"grad {record.grad_norm:.2f}"
         )
         return Group(

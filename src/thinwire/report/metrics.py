@@ -41,7 +41,7 @@ class MetricsWriter:
         self._append("step", record)
         scalars = {
             "loss/train": record.loss,
-            "speed/tokens_per_s": record.tokens_per_s,
+            f"speed/{record.unit}s_per_s": record.tokens_per_s,
             "speed/step_seconds": record.step_seconds,
             "optim/lr": record.lr,
             "optim/grad_norm": record.grad_norm,
@@ -56,13 +56,16 @@ class MetricsWriter:
             scalars[f"space/{name}"] = value
         self._plot(scalars, record.step)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        """Append a validation loss."""
-        self._append("evaluation", EvaluationRecord(step, loss, bits_per_byte))
-        scalars = {"loss/valid": loss}
-        if bits_per_byte is not None:
-            scalars["loss/valid_bits_per_byte"] = bits_per_byte
-        self._plot(scalars, step)
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Append a validation."""
+        self._append("evaluation", record)
+        scalars = {
+            "loss/valid": record.loss,
+            "loss/valid_bits_per_byte": record.bits_per_byte,
+            "accuracy/valid": record.accuracy,
+        }
+        known = {name: value for name, value in scalars.items() if value is not None}
+        self._plot(known, record.step)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -138,12 +141,22 @@ def _step_record(values: dict[str, Any]) -> StepRecord:
 
 
 def _revived(cls: type[T], values: dict[str, Any]) -> T:
-    """The record `cls` from a JSON object: null is nan again where a number is required."""
+    """The record `cls` from a JSON object: null is nan again where a number is required.
+
+    A field that has a default may be missing: earlier versions did not write it.
+    """
     arguments = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and _has_default(field):
+            continue
         value = values[field.name]
         arguments[field.name] = math.nan if value is None and field.type is float else value
     return cls(**arguments)
+
+
+def _has_default(field: "dataclasses.Field[Any]") -> bool:
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
 
 
 def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

@@ -35,7 +35,7 @@ _SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the comp
 def plot_loss(
     steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord], path: str | Path
 ) -> None:
-    """Save the training and validation loss over the tokens seen, as PNG."""
+    """Save the training and validation loss over the tokens or images seen, as PNG."""
     _save(loss_figure(steps, evaluations), path)
 
 
@@ -60,8 +60,9 @@ def loss_figure(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRec
             [record.loss for record in evaluations],
             color=_VALID, marker="o", markersize=7, linestyle="none", label="validation",
         )  # fmt: skip
-    axes.set_xlabel("tokens seen", fontsize=13)
-    axes.set_ylabel("loss (nats per token)", fontsize=13)
+    unit = steps[0].unit if steps else "token"
+    axes.set_xlabel(f"{unit}s seen", fontsize=13)
+    axes.set_ylabel(f"loss (nats per {unit})", fontsize=13)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value, 2)))
     axes.tick_params(labelsize=11)
     axes.grid(color="#E0E0E0", linewidth=0.8)

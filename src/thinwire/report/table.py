@@ -5,7 +5,7 @@ They read at 80 columns, without colour and in ASCII. A number that a summary la
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import Box
@@ -70,10 +70,12 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     grid.add_row("validation loss", Text(_validation(summary), style="bold"))
+    if summary.get("accuracies"):
+        grid.add_row("accuracy", Text(_accuracy(summary["accuracies"]), style="bold"))
     grid.add_row("training loss", _training(summary))
     grid.add_row(
         "speed",
-        f"{_number(summary.get('tokens_per_s'), ',.0f')} tokens/s, "
+        f"{_number(summary.get('tokens_per_s'), ',.0f')} {_unit(summary)}s/s, "
         f"{_number(summary.get('steps'), ',')} steps in "
         f"{duration(summary.get('total_seconds', math.nan))}",
     )
@@ -104,6 +106,12 @@ def _validation(summary: Summary) -> str:
     return f"{_number(first, '.4f')} -> {final}  (step {first_step:,} -> {last_step:,})"
 
 
+def _accuracy(accuracies: Sequence[tuple[int, float]]) -> str:
+    """As `_validation` shows the loss; the steps are the same."""
+    shown = [f"{_number(100 * accuracy, '.2f')} %" for _, accuracy in accuracies]
+    return " -> ".join(dict.fromkeys((shown[0], shown[-1])))
+
+
 def _training(summary: Summary) -> str:
     mean, last = summary.get("final_train_loss"), summary.get("last_train_loss")
     if mean is None:
@@ -132,7 +140,7 @@ def _gap(summary: Summary) -> str:
 
 
 def _boundary_table(summary: Summary) -> RenderableType:
-    table = _table("Bytes per token at each boundary")
+    table = _table(f"Bytes per {_unit(summary)} at each boundary")
     for name in ("boundary", "forward", "backward", "bf16 one way", "vs bf16", "link busy"):
         table.add_column(name, justify="left" if name == "boundary" else "right", no_wrap=True)
     for row in summary["boundaries"]:
@@ -156,6 +164,11 @@ def _time_table(summary: Summary) -> RenderableType:
     for row in summary["time_shares"]:
         table.add_row(str(row["stage"]), *(percent(row.get(kind)) for kind in kinds))
     return table
+
+
+def _unit(summary: Summary) -> str:
+    """What the numbers per token are of: tokens, or images."""
+    return str(summary.get("unit", "token"))
 
 
 def _busiest(summary: Summary, key: str) -> float | None:

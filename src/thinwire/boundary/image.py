@@ -1,0 +1,38 @@
+"""The dense boundary of an image model: each pixel crosses as a token does, with its channels.
+
+So a codec that has a scale per token, rotates tokens or takes them for rows of a matrix finds in
+images what it finds in text, whatever number of pixels and channels a cut has.
+
+Shapes: B images, C channels, S pixels a side, P = S * S.
+"""
+
+from torch import Tensor
+
+from thinwire.boundary.base import Boundary
+
+
+class ImageBoundary(Boundary):
+    """Encode and decode turn planes into rows of pixels and back, and lose nothing.
+
+    On either side, and on the way back too, layers see planes laid out as they make them
+    themselves: other layouts are added up in another order, and a cut must not change a bit.
+    """
+
+    def __init__(self, channels: int, side: int):
+        super().__init__()
+        self.channels = channels
+        self.side = side
+
+    def encode(self, x_BCSS: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """Planes (B, C, S, S) as pixels (B, P, C)."""
+        if x_BCSS.requires_grad:
+            x_BCSS.register_hook(Tensor.contiguous)
+        return x_BCSS.flatten(2).mT.contiguous()
+
+    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """Pixels (B, P, C) as planes (B, C, S, S)."""
+        return z.mT.contiguous().unflatten(2, (self.side, self.side))
+
+    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
+        """All pixels with all their channels."""
+        return (batch, self.side * self.side, self.channels)

@@ -1,0 +1,55 @@
+"""The boundary of images: pixels cross as tokens, and layers never see that they did."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire.boundary import ImageBoundary
+
+SHAPE = (2, 5, 3, 3)  # images, channels, pixels a side
+
+
+def planes(seed: int = 0) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_row_is_a_pixel_with_its_channels() -> None:
+    boundary, x_BCSS = ImageBoundary(5, 3), planes()
+    z_BPC = boundary.encode(x_BCSS, None)
+    assert tuple(z_BPC.shape) == boundary.wire_shape(2, 0) == (2, 9, 5)
+    assert z_BPC.is_contiguous()
+    for row in range(3):
+        for column in range(3):
+            assert torch.equal(z_BPC[:, 3 * row + column], x_BCSS[:, :, row, column])
+    decoded = boundary.decode(z_BPC, None)
+    assert torch.equal(decoded, x_BCSS) and decoded.is_contiguous()
+
+
+def test_the_gradient_crosses_unchanged_and_in_the_layout_of_planes() -> None:
+    boundary, seen = ImageBoundary(5, 3), []
+    x_BCSS = planes().requires_grad_()
+    sent_BPC = boundary.encode(x_BCSS, None)
+    x_BCSS.register_hook(lambda gradient: seen.append(gradient.stride()))
+    received_BPC = sent_BPC.detach().requires_grad_()
+    boundary.decode(received_BPC, None).backward(planes(1))
+    sent_BPC.backward(received_BPC.grad)
+    assert x_BCSS.grad is not None and torch.equal(x_BCSS.grad, planes(1))
+    assert seen == [planes().stride()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_convolutions_on_either_side_give_the_same_bits(dtype: torch.dtype) -> None:
+    """Through a cut the gradient must be added up in the order in which it is without one."""
+    torch.manual_seed(0)
+    below, above = (nn.Conv2d(8, 8, 3, padding=1, bias=False).to(dtype) for _ in range(2))
+    image = torch.randn(4, 8, 8, 8, dtype=dtype)
+    boundary, found = ImageBoundary(8, 8), []
+    for is_cut in (False, True):
+        x = torch.relu(below(image))
+        if is_cut:
+            x = boundary.decode(boundary.encode(x, None), None)
+        torch.relu(above(x)).square().sum().backward()
+        found.append([layer.weight.grad for layer in (below, above)])
+        for layer in (below, above):
+            layer.weight.grad = None
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -1,0 +1,33 @@
+"""The score of a validation: every token or image that counts weighs the same."""
+
+import torch
+from torch.nn import functional as F
+
+from thinwire.model import Score, token_loss
+
+
+def test_batches_weigh_by_what_counts_in_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(4, (10,), generator=generator)
+    filled = torch.cat((labels, torch.tensor([-100, -100])))
+    padded = torch.cat((logits, logits[:2]))
+    score = Score()
+    for at in range(0, 12, 6):
+        part, targets = padded[at : at + 6], filled[at : at + 6]
+        score.add(token_loss(part, targets), part, targets)
+    assert abs(score.loss - F.cross_entropy(logits, labels).item()) < 1e-14
+    assert score.accuracy == (logits.argmax(1) == labels).sum().item() / 10
+    assert score.count == 10
+
+
+def test_tokens_are_scored_as_rows_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_BTV = torch.randn(2, 3, 5, generator=generator)
+    targets_BT = torch.randint(5, (2, 3), generator=generator)
+    score = Score()
+    score.add(token_loss(logits_BTV, targets_BT), logits_BTV, targets_BT)
+    flat = logits_BTV.flatten(0, 1)
+    assert token_loss(logits_BTV, targets_BT) == token_loss(flat, targets_BT.flatten())
+    assert score.count == 6
+    assert score.accuracy == (flat.argmax(1) == targets_BT.flatten()).sum().item() / 6
