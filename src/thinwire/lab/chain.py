@@ -16,6 +16,7 @@ from thinwire.engine.build import StageBuilder, autocast_for, choose_device, pre
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
+from thinwire.model import Score
 from thinwire.optim import StageOptimizer, learning_rate
 
 
@@ -69,18 +70,20 @@ class Chain:
                     is_last=last,
                 )
                 self.keepers.append(keeper)
-        spec = self.builder.wire_spec()
-        self.cuts = [Cut(settings, index, spec, feed) for index in range(len(self.stages) - 1)]
+        self.cuts = [
+            Cut(settings, index, self.builder.wire_spec(index), feed)
+            for index in range(len(self.stages) - 1)
+        ]
         self.done = 0
         self._autocast = autocast_for(settings.run.precision, self.device)
         self._loss = self.stages[-1].loss
 
-    def logits(self, ids_BT: Tensor, compressed: bool = True) -> Tensor:
+    def logits(self, inputs: Tensor, compressed: bool = True) -> Tensor:
         """The model's output, across all cuts; codecs may be left out, narrow boundaries not."""
         z = None
         for index, stage in enumerate(self.stages):
             with self._autocast():
-                z = stage(z, ids_BT)
+                z = stage(z, inputs)
             if compressed and index < len(self.stages) - 1:
                 z = Crossing.apply(z, self.cuts[index])
         assert z is not None
@@ -91,6 +94,8 @@ class Chain:
         assert self.feed is not None, "training needs a feed"
         for keeper in self.keepers:
             keeper.begin_step(step)
+        buffers = [buffer for stage in self.stages for buffer in stage.global_buffers().values()]
+        before = [buffer.clone() for buffer in buffers]
         count = self.settings.pipeline.microbatches
         total = torch.zeros((), device=self.device, dtype=self.builder.dtype)
         for microbatch in range(count):
@@ -98,15 +103,20 @@ class Chain:
             for cut in self.cuts:
                 cut.at = step, microbatch
                 cut.training = True
-            loss = self._loss(self.logits(batch.inputs_BT), batch.targets_BT) / count
+            loss = self._loss(self.logits(batch.inputs), batch.targets) / count
             loss.backward()
             total += loss.detach()
-        self.update(step)
+        if not self.update(step):  # then batch norms have seen nothing either
+            for buffer, old in zip(buffers, before, strict=True):
+                buffer.copy_(old)
         self.done = step + 1
         return float(total)
 
-    def update(self, step: int) -> None:
-        """Project, clip, step, and move the basis where it is time."""
+    def update(self, step: int) -> bool:
+        """Project, clip, step, and move the basis where it is time.
+
+        Nothing of it, and False, where gradients are not finite.
+        """
         for keeper in self.keepers:
             keeper.project_gradients()
         moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
@@ -118,7 +128,8 @@ class Chain:
         norms = torch.stack(torch._foreach_norm(gradients))
         norm = float(torch.linalg.vector_norm(norms))
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        if math.isfinite(norm):
+        committed = math.isfinite(norm)
+        if committed:
             clip = self.settings.optim.clip
             scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
             torch._foreach_mul_(gradients, scale)
@@ -130,6 +141,7 @@ class Chain:
                 self._switch(basis_DK)
         for stage in self.stages:
             stage.zero_grad()
+        return committed
 
     def _switch(self, basis_DK: Tensor) -> None:
         """All stages share one space here: it moves once, and every stage's weights follow."""
@@ -140,22 +152,33 @@ class Chain:
             keeper.switch(basis_DK)
         self.builder.space.version = version + 1
 
-    @torch.no_grad()
     def evaluate(self, compressed: bool = True) -> float:
         """Mean validation loss, with what codecs do to activations or without it."""
+        return self.score(compressed).loss
+
+    @torch.no_grad()
+    def score(self, compressed: bool = True) -> Score:
+        """Loss and accuracy of a validation, as the pipeline would make it."""
         assert self.feed is not None, "evaluation needs a feed"
-        losses = []
+        score = Score()
+        for stage in self.stages:
+            stage.eval()
         for microbatch in range(self.feed.validation_count):
             batch = self.feed.validation(microbatch)
             for cut in self.cuts:
                 cut.at = self.done, microbatch
                 cut.training = False
-            logits_BTV = self.logits(batch.inputs_BT, compressed)
-            losses.append(self._loss(logits_BTV, batch.targets_BT))
-        return float(torch.stack(losses).double().mean())
+            logits = self.logits(batch.inputs, compressed)
+            score.add(self._loss(logits, batch.targets), logits, batch.targets)
+        for stage in self.stages:
+            stage.train()
+        return score
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
-        """Mean over the cuts of what one token costs on this leg, without frame headers."""
+        """Mean over the cuts of what one token costs on this leg, without frame headers.
+
+        An image counts as one token.
+        """
         total = sum(cut.payload_bytes_per_token(leg) for cut in self.cuts)
         return total / max(1, len(self.cuts))
 

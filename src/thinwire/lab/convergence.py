@@ -2,20 +2,13 @@
 
 Every arm trains the same model on the same batches with the same optimizer; arms differ in what
 crosses the cut. Learning rates are swept per arm. An arm is trained in one process (lab/chain.py),
-several arms at a time in processes of their own; each is logged as it ends, and arms that are in
-the log already are not trained again, so a grid can be finished over several calls.
+several arms at a time (lab/arms.py).
 """
 
-import argparse
 import dataclasses
-import hashlib
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +19,16 @@ from thinwire.data import Corpus
 from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
 from thinwire.engine.feed import Feed
+from thinwire.lab.arms import (
+    Ground,
+    Say,
+    Values,
+    differences,
+    fingerprint,
+    mean,
+    merged,
+    train_arms,
+)
 from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.plan import estimate_costs, frame_bytes
@@ -33,6 +36,12 @@ from thinwire.schedule import Network, simulate
 
 BF16_BYTES = 2
 CHOSEN_LINK = Network(80.0, 80.0, 0.025)
+_FIRST_KEYS = {
+    "model": ("preset", "layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context",
+              "rope_theta", "norm_eps"),
+    "train": ("steps", "batch", "eval_every", "eval_batches", "checkpoint_every", "keep"),
+}  # fmt: skip
+_NOT_SHARED = ("run.", "pipeline.", "optim.lr", "optim.warmup")  # of the arm, or of no weight
 
 
 @dataclass(frozen=True)
@@ -60,25 +69,36 @@ class Arm:
         ]
         return self.mode + "".join(extras)
 
-    def settings(self, base: dict[str, dict[str, Any]]) -> Settings:
+    @property
+    def label(self) -> str:
+        """The arm in a line of progress."""
+        return (
+            f"{self.stages} stages  {self.method}  lr {self.lr:g}  seed {self.seed}  "
+            f"steps {self.steps}"
+        )
+
+    def settings(self, base: Values) -> Settings:
         """The settings of this arm on a base model, data set and batch."""
-        values = {section: dict(keys) for section, keys in base.items()}
-
-        def put(section: str, **keys: Any) -> None:
-            values.setdefault(section, {}).update(keys)
-
-        put("boundary", mode=self.mode, rank=self.rank, anchor=self.anchor, learn=self.learn)
-        put("boundary", basis_update_every=self.update_every)
+        boundary = {
+            "mode": self.mode,
+            "rank": self.rank,
+            "anchor": self.anchor,
+            "learn": self.learn,
+            "basis_update_every": self.update_every,
+        }
         if self.learn:
-            put("boundary", basis="per-cut")
-        put("pipeline", stages=self.stages, schedule="gpipe")
-        put("optim", lr=self.lr, warmup=max(1, self.steps // 10))
-        put("run", seed=self.seed)
-        put("train", steps=self.steps)
-        return Settings.from_plain(values)
+            boundary["basis"] = "per-cut"
+        changes: Values = {
+            "boundary": boundary,
+            "pipeline": {"stages": self.stages, "schedule": "gpipe"},
+            "optim": {"lr": self.lr, "warmup": max(1, self.steps // 10)},
+            "run": {"seed": self.seed},
+            "train": {"steps": self.steps},
+        }
+        return Settings.from_plain(merged(base, changes))
 
 
-def train_arm(arm: Arm, base: dict[str, dict[str, Any]], corpus: Corpus) -> Row:
+def train_arm(arm: Arm, base: Values, corpus: Corpus) -> Row:
     """Train one arm and say how its validation loss fell."""
     settings = arm.settings(base)
     device = choose_device(settings.run.device, 0)
@@ -91,73 +111,32 @@ def train_arm(arm: Arm, base: dict[str, dict[str, Any]], corpus: Corpus) -> Row:
         if (step + 1) % every == 0 or step + 1 == arm.steps:
             curve.append(((step + 1) * settings.tokens_per_step, chain.evaluate()))
     seconds = time.perf_counter() - start
-    return {
-        **dataclasses.asdict(arm),
-        **_ground(base, corpus),
-        "curve": curve,
-        "loss": curve[-1][1],
-        "seconds": seconds,
-    }
+    return {"curve": curve, "loss": curve[-1][1], "seconds": seconds}
+
+
+def train(arm: Row, shared: dict[str, Any]) -> Row:
+    """What an arm's process does."""
+    return train_arm(Arm(**arm), shared["base"], Corpus.open(shared["corpus"]))
 
 
 def train_grid(
-    arms: list[Arm],
-    base: dict[str, dict[str, Any]],
-    corpus: Corpus,
-    log: Path,
-    parallel: int,
-    say: Callable[[str], None],
+    arms: list[Arm], base: Values, corpus: Corpus, log: Path, parallel: int, say: Say
 ) -> list[Row]:
     """Train the arms that the log lacks, `parallel` at a time.
 
     Returns the log's rows of this model, batch and corpus: losses on others do not compare.
     """
-    ground = _ground(base, corpus)
-
-    def comparable() -> list[Row]:
-        return [row for row in read_log(log) if ground.items() <= row.items()]
-
-    done = {_key(row) for row in comparable()}
-    waiting = [arm for arm in arms if _key(dataclasses.asdict(arm)) not in done]
-    say(f"{len(arms)} arms, {len(arms) - len(waiting)} of them in {log} already")
-    running: list[tuple[Arm, subprocess.Popen[str]]] = []
-    finished = 0
-    while waiting or running:
-        while waiting and len(running) < parallel:
-            arm = waiting.pop(0)
-            running.append((arm, _start(arm, base, corpus)))
-        time.sleep(0.2)
-        for arm, process in list(running):
-            if process.poll() is None:
-                continue
-            running.remove((arm, process))
-            finished += 1
-            output = process.stdout.read() if process.stdout else ""
-            if process.returncode:
-                say(f"FAILED {arm.method} lr {arm.lr:g}: {output[-500:]}")
-                continue
-            row = json.loads(output.splitlines()[-1])
-            with log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            say(
-                f"{finished:3}  {arm.stages} stages  {arm.method:<34} lr {arm.lr:<8g} "
-                f"seed {arm.seed}  steps {arm.steps}  loss {row['loss']:.4f}  "
-                f"{row['seconds']:.0f} s"
-            )
-    return comparable()
-
-
-def read_log(log: Path) -> list[Row]:
-    """The arms that have been trained."""
-    if not log.exists():
-        return []
-    return [json.loads(line) for line in log.read_text().splitlines() if line.strip()]
+    shared = {"base": base, "corpus": str(corpus.folder)}
+    ground = Ground("thinwire.lab.convergence", shared, _ground(base, corpus))
+    return train_arms(arms, ground, log, parallel, say)
 
 
 def best_by_method(rows: Iterable[Row]) -> dict[tuple[int, int, str], Row]:
     """(stages, steps, method) -> the learning rate with the least mean loss over its seeds."""
     groups: dict[tuple[int, int, str, float], list[Row]] = {}
     for row in rows:
+        if row["loss"] is None:  # diverged
+            continue
         arm = _arm(row)
         groups.setdefault((arm.stages, arm.steps, arm.method, arm.lr), []).append(row)
     best: dict[tuple[int, int, str], Row] = {}
@@ -165,7 +144,7 @@ def best_by_method(rows: Iterable[Row]) -> dict[tuple[int, int, str], Row]:
         losses = [member["loss"] for member in members]
         found = {
             "lr": lr,
-            "loss": sum(losses) / len(losses),
+            "loss": mean(losses),
             "seeds": len(losses),
             "spread": max(losses) - min(losses),
             "row": members[0],
@@ -176,7 +155,7 @@ def best_by_method(rows: Iterable[Row]) -> dict[tuple[int, int, str], Row]:
     return best
 
 
-def table(rows: list[Row], base: dict[str, dict[str, Any]]) -> list[Row]:
+def table(rows: list[Row], base: Values) -> list[Row]:
     """One row per method: loss gap against the dense arm of the same stages and tokens."""
     best = best_by_method(rows)
     result = []
@@ -210,7 +189,7 @@ def _dense(best: dict[tuple[int, int, str], Row], stages: int, steps: int) -> Ro
     return same.get(stages) or next(iter(same.values()), None)
 
 
-def figure(rows: list[Row], base: dict[str, dict[str, Any]], flops_per_s: float) -> Figure:
+def figure(rows: list[Row], base: Values, flops_per_s: float) -> Figure:
     """Loss over tokens, over bytes of one boundary, and over time at the chosen link."""
     best = best_by_method(rows)
     longest = max(steps for _, steps, _ in best)
@@ -250,9 +229,7 @@ def _with_microbatches(settings: Settings) -> Settings:
     return Settings.from_plain(values)
 
 
-def outcome(
-    rows: list[Row], base: dict[str, dict[str, Any]], flops_per_s: float, command: str
-) -> Outcome:
+def outcome(rows: list[Row], base: Values, flops_per_s: float, command: str) -> Outcome:
     """The grid as a report, with the verdict that its figures give."""
     lines = table(rows, base)
     longest = max(line["tokens"] for line in lines)
@@ -317,43 +294,28 @@ def grid(
     return arms
 
 
-def _ground(base: dict[str, dict[str, Any]], corpus: Corpus) -> dict[str, str]:
-    """What arms must share for their losses to be compared: model, batch and corpus."""
-    shared = Arm("dense", 0, 1e-3, 1, 0, 10).settings(base).to_plain()
-    text = json.dumps([shared["model"], shared["train"], shared["run"]["precision"]])
+def _ground(base: Values, corpus: Corpus) -> dict[str, str]:
+    """What arms must share for their losses to be compared: model, batch and corpus.
+
+    Settings that came after the first logs are named only where they are not at their defaults.
+    """
+    shared = Arm("dense", 0, 1e-3, 1, 0, 10).settings(base)
+    plain = shared.to_plain()
+    told: list[Any] = [
+        {key: plain[section][key] for key in keys} for section, keys in _FIRST_KEYS.items()
+    ]
+    told.append(plain["run"]["precision"])
+    first = {f"{section}.{key}" for section, keys in _FIRST_KEYS.items() for key in keys}
+    later = {
+        name: value
+        for name, value in differences(shared).items()
+        if name not in first and not name.startswith(_NOT_SHARED)
+    }
     return {
         "corpus": corpus.fingerprint,
-        "base": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "base": fingerprint([*told, later] if later else told),
     }
 
 
 def _arm(row: Row) -> Arm:
     return Arm(**{field.name: row[field.name] for field in dataclasses.fields(Arm)})
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return dataclasses.astuple(_arm(row))
-
-
-def _start(arm: Arm, base: dict[str, dict[str, Any]], corpus: Corpus) -> "subprocess.Popen[str]":
-    order = json.dumps({"arm": dataclasses.asdict(arm), "base": base, "corpus": str(corpus.folder)})
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "thinwire.lab.convergence", order],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-
-
-def main() -> None:
-    """Entry point of an arm's process: train it, print its row as the last line."""
-    parser = argparse.ArgumentParser(description="Train one arm (started by thinwire lab).")
-    parser.add_argument("order")
-    order = json.loads(parser.parse_args().order)
-    row = train_arm(Arm(**order["arm"]), order["base"], Corpus.open(order["corpus"]))
-    print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 lab/NAME/report.md    the question, the verdict, the table, how to make it again
 lab/NAME/table.csv    every figure
+lab/NAME/figures.csv  where rows are conclusions: the figures behind them
 lab/NAME/plot.png     the picture
 lab/NAME/result.json  the same for programs
 """
@@ -33,6 +34,7 @@ class Outcome:
     figure: Figure
     command: str
     notes: list[str] = field(default_factory=list)
+    figures: list[Row] = field(default_factory=list)  # behind the rows, where these conclude
 
     def to_plain(self) -> dict[str, Any]:
         """The outcome for a program."""
@@ -43,6 +45,7 @@ class Outcome:
             "holds": self.holds,
             "rows": self.rows,
             "notes": self.notes,
+            "figures": self.figures,
             "command": self.command,
             "machine": machine(),
         }
@@ -58,11 +61,9 @@ def write_outcome(outcome: Outcome, folder: Path) -> Path:
     """Write report, table, picture and JSON; returns the experiment's folder."""
     place = folder / outcome.name
     place.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in outcome.rows for key in row))
-    with (place / "table.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(outcome.rows)
+    _write_table(outcome.rows, place / "table.csv")
+    if outcome.figures:
+        _write_table(outcome.figures, place / "figures.csv")
     outcome.figure.savefig(place / "plot.png", dpi=120, bbox_inches="tight")
     (place / "result.json").write_text(json.dumps(outcome.to_plain(), indent=1) + "\n")
     lines = [
@@ -78,11 +79,20 @@ def write_outcome(outcome: Outcome, folder: Path) -> Path:
         "",
         *(f"- {note}" for note in outcome.notes),
         "",
+        *([markdown_table(outcome.figures), ""] if outcome.figures else []),
         f"Made by `{outcome.command}` on {machine()}.",
         "",
     ]
     (place / "report.md").write_text("\n".join(lines))
     return place
+
+
+def _write_table(rows: list[Row], path: Path) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def markdown_table(rows: list[Row]) -> str:

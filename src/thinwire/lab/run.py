@@ -3,17 +3,23 @@
 import argparse
 import importlib
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from thinwire.data import prepare_images
 from thinwire.engine import Settings, apply_override
 from thinwire.errors import ConfigError
+from thinwire.lab import codec_report, codecs, frontier
+from thinwire.lab.arms import Say, Values
 from thinwire.lab.bandwidth import run_bandwidth
+from thinwire.lab.codecs import Codecs
 from thinwire.lab.convergence import Arm, best_by_method, grid, outcome, train_grid
-from thinwire.lab.experiment import Outcome, write_outcome
+from thinwire.lab.experiment import Outcome, Row, write_outcome
+from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
 from thinwire.train import prepare_corpus
 
@@ -24,8 +30,9 @@ EXPERIMENTS = {
     "subspace": "how a moving basis behaves over a long run",
     "bandwidth": "tokens/s from 10 Mbps to 100 Gbps, measured and simulated",
     "convergence": "what narrow cuts cost in loss, at equal tokens",
+    "codecs": "what lossy codecs cost: the findings of arXiv 2401.07788, held against our figures",
+    "frontier": "loss against bytes for boundary mode, rank and codec",
 }
-Values = dict[str, dict[str, Any]]
 
 SMALL: Values = {
     "model": {"preset": "tiny", "layers": 8, "dim": 96, "heads": 4, "kv_heads": 2, "ffn": 256},
@@ -33,6 +40,15 @@ SMALL: Values = {
     "train": {"batch": 16, "eval_batches": 8, "eval_every": 0, "checkpoint_every": -1},
 }
 """The model of bandwidth and convergence unless `--set` says otherwise: minutes on two cores."""
+WHOLE: Values = {**SMALL, "pipeline": {"stages": 4, "microbatches": 1, "schedule": "gpipe"}}
+"""The same for codecs and frontier: a batch crosses as one tensor."""
+QUICK: Values = {
+    "model": {"preset": "tiny", "layers": 4, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 176,
+              "vocab": 512, "context": 64},
+    "pipeline": WHOLE["pipeline"],
+    "train": SMALL["train"],
+}  # fmt: skip
+Study = tuple[dict[str, list[Row]], list[str]]  # rows by ground, and what is to be said of them
 
 
 def run_lab(options: argparse.Namespace) -> None:
@@ -42,9 +58,11 @@ def run_lab(options: argparse.Namespace) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
     say(f"{options.name}: {EXPERIMENTS[options.name]}")
-    runners: dict[str, Callable[[argparse.Namespace, Callable[[str], None]], Outcome]] = {
+    runners: dict[str, Callable[[argparse.Namespace, Say], Outcome]] = {
         "bandwidth": _bandwidth,
         "convergence": _convergence,
+        "codecs": _codecs,
+        "frontier": _frontier,
     }
     found = runners.get(options.name, _simple)(options, say)
     place = write_outcome(found, options.out)
@@ -60,8 +78,13 @@ def command_line(options: argparse.Namespace) -> str:
     """The command that makes the same figures again."""
     parts = ["thinwire lab", options.name]
     for key in (
+        "task",
+        "arms",
         "seed",
         "steps",
+        "epochs",
+        "base_steps",
+        "tune_on",
         "stages",
         "modes",
         "ranks",
@@ -74,13 +97,18 @@ def command_line(options: argparse.Namespace) -> str:
     ):
         value = getattr(options, key)
         if value not in (None, 0, "auto"):
-            parts.append(f"--{key.replace('_', '-')} {value}")
+            parts.append(f"--{key.replace('_', '-')} {shlex.quote(str(value))}")
     parts += ["--quick"] if options.quick else []
-    parts += [f"--set {override}" for override in options.set]
+    parts += [f"--set {shlex.quote(override)}" for override in options.set]
     return " ".join(parts)
 
 
-def _simple(options: argparse.Namespace, say: Callable[[str], None]) -> Outcome:
+def parallel(options: argparse.Namespace) -> int:
+    """How many arms may train at a time: none, if only the log is to be read."""
+    return 0 if options.from_log else int(options.parallel)
+
+
+def _simple(options: argparse.Namespace, say: Say) -> Outcome:
     modules = {"rank-collapse": "rank_collapse", "subspace": "stability"}
     name = modules.get(options.name, options.name)
     arguments = {"quick": options.quick, "seed": options.seed, "device": options.device}
@@ -90,8 +118,8 @@ def _simple(options: argparse.Namespace, say: Callable[[str], None]) -> Outcome:
     return module.run(**arguments)
 
 
-def _base(options: argparse.Namespace) -> Values:
-    values = {section: dict(keys) for section, keys in SMALL.items()}
+def _base(options: argparse.Namespace, small: Values = SMALL) -> Values:
+    values = {section: dict(keys) for section, keys in small.items()}
     if any(override.startswith("model.preset=") for override in options.set):
         values["model"] = {}  # a preset is a whole shape, not a patch on the small one
     values["run"] = {"device": options.device, "seed": options.seed}
@@ -100,7 +128,7 @@ def _base(options: argparse.Namespace) -> Values:
     return values
 
 
-def _convergence(options: argparse.Namespace, say: Callable[[str], None]) -> Outcome:
+def _convergence(options: argparse.Namespace, say: Say) -> Outcome:
     base = _base(options)
     dim = Settings.from_plain(base).model.dim
     steps = options.steps or (20 if options.quick else 300)
@@ -121,18 +149,104 @@ def _convergence(options: argparse.Namespace, say: Callable[[str], None]) -> Out
     corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "convergence.jsonl"
-    rows = train_grid(arms, base, corpus, log, options.parallel, say)
+    rows = train_grid(arms, base, corpus, log, parallel(options), say)
     if options.sweep_steps:
         best = best_by_method(row for row in rows if row["steps"] == options.sweep_steps)
         rates = {(n, method): found["lr"] for (n, _, method), found in best.items()}
         full = [a for a in arms_of(lrs, seeds, steps) if rates.get((a.stages, a.method)) == a.lr]
-        rows = train_grid(full, base, corpus, log, options.parallel, say)
+        rows = train_grid(full, base, corpus, log, parallel(options), say)
     if not rows:
         raise ConfigError(f"no arm could be trained; see the messages above, and {log}")
     return outcome(rows, base, options.tflops * 1e12, command_line(options))
 
 
-def _bandwidth(options: argparse.Namespace, say: Callable[[str], None]) -> Outcome:
+def _codecs(options: argparse.Namespace, say: Say) -> Outcome:
+    task = options.task or "cifar"
+    wanted = codecs.choose(task, options.arms, options.quick)
+    log = options.out / "codecs.jsonl"
+    study = _on_images if task == "cifar" else _on_text
+    found, notes = study(options, wanted, log, say)
+    reports = [codec_report.GroundReport(ground, rows) for ground, rows in found.items() if rows]
+    if not reports:
+        raise ConfigError(f"no arm could be trained; see the messages above, and {log}")
+    return codec_report.outcome(reports, command_line(options), notes)
+
+
+def _on_images(
+    options: argparse.Namespace, wanted: dict[str, list[Codecs]], log: Path, say: Say
+) -> Study:
+    has_images = any(override.startswith("data.path=") for override in options.set)
+    if not has_images and not options.quick:
+        raise ConfigError(
+            "codecs --task cifar needs CIFAR-10: --set data.path=FOLDER of its binary batches, or "
+            "any set of images that docs/data.md names; --quick does without"
+        )
+    base = _base(options, codecs.CIFAR if has_images else codecs.LETTERS)
+    if not has_images:
+        base["data"]["path"] = str(codecs.letters())
+    path, batch = base["data"]["path"], Settings.from_plain(base).train.batch
+    images = prepare_images(path, cache_folder())
+    say(images.summary())
+    epochs = options.epochs or (5 if options.quick else 30)
+    steps = codecs.steps_of(epochs, len(images.train), batch)
+    arms = codecs.make_arms("cifar", wanted["cifar"], _seeds(options), steps)
+    rows = codecs.train_ground(arms, base, images, log, parallel(options), say)
+    return {"cifar": rows}, [f"cifar: {epochs} epochs; {images.summary()}"]
+
+
+def _on_text(
+    options: argparse.Namespace, wanted: dict[str, list[Codecs]], log: Path, say: Say
+) -> Study:
+    base, display = _base(options, QUICK if options.quick else WHOLE), PlainDisplay(sys.stderr)
+    steps = options.steps or (50 if options.quick else 300)
+    neutral = Codecs("dense", "bf16", "bf16")
+    first = codecs.make_arms("scratch", [neutral], [options.seed], steps)[0]
+    corpus = prepare_corpus(first.settings(base), display)
+    found, notes = {}, [f"scratch: {corpus.summary()}"]
+    if wanted["scratch"]:
+        arms = codecs.make_arms("scratch", wanted["scratch"], _seeds(options), steps)
+        found["scratch"] = codecs.train_ground(arms, base, corpus, log, parallel(options), say)
+    if wanted["tune"]:
+        length = options.base_steps or steps
+        weights = codecs.base_model(base, corpus, options.seed, length, parallel(options), say)
+        tuning = codecs.tuning_base(base, corpus, options.tune_on, options.quick)
+        text = prepare_corpus(first.settings(tuning), display)
+        model, train = first.settings(tuning).model, first.settings(tuning).train
+        epochs = options.epochs or 3
+        steps = codecs.steps_of(epochs, (len(text.train) - 1) // model.context, train.batch)
+        arms = codecs.make_arms("tune", wanted["tune"], _seeds(options), steps)
+        rows = codecs.train_ground(arms, tuning, text, log, parallel(options), say, weights)
+        found["tune"] = rows
+        notes.append(
+            f"tune: {epochs} epochs from a dense model of {length} steps on the text of scratch, "
+            f"learning rate {codecs.TUNING_RATE:g} of its; {text.summary()}"
+        )
+    return found, notes
+
+
+def _seeds(options: argparse.Namespace) -> list[int]:
+    return _numbers(options.seeds, int) or [options.seed, options.seed + 1]
+
+
+def _frontier(options: argparse.Namespace, say: Say) -> Outcome:
+    base = _base(options, QUICK if options.quick else WHOLE)
+    arms = frontier.make_arms(
+        frontier.specs(options.arms, options.quick),
+        Settings.from_plain(base).model.dim,
+        _numbers(options.lrs, float) or [3e-3],
+        (_numbers(options.stages, int) or [4])[0],
+        _seeds(options),
+        options.steps or (50 if options.quick else 300),
+    )
+    for arm in arms:
+        arm.settings(base)  # an arm that cannot work is refused before the first one trains
+    corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
+    log = options.out / "frontier.jsonl"
+    rows = frontier.train_grid(arms, base, corpus, log, parallel(options), say)
+    return frontier.outcome(rows, command_line(options))
+
+
+def _bandwidth(options: argparse.Namespace, say: Say) -> Outcome:
     base = _base(options)
     dim = Settings.from_plain(base).model.dim
     base["train"].setdefault("steps", options.steps or (4 if options.quick else 12))

@@ -1,0 +1,220 @@
+"""Arms: the training runs of an experiment, each in a process of its own, several at a time.
+
+An arm is logged as it ends, and arms that are in the log already are not trained again: a grid can
+be finished over several calls. A line of the log is the arm, the ground it stood on, and what came
+out, as JSON; null stands for a number that is none, of a run that diverged.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar, Protocol
+
+from thinwire.engine import Settings
+from thinwire.lab.experiment import Row
+from thinwire.report.metrics import without_nan
+
+Values = dict[str, dict[str, Any]]
+Say = Callable[[str], None]
+
+_POLL_SECONDS = 0.2
+_COMMA = re.compile(r",(?![^(]*\))")  # not within a codec's parentheses
+_GROUND = ("model", "data", "boundary", "codec", "optim", "train", "pipeline")
+_NO_GROUND = {
+    *("data.source", "data.path", "data.tokenizer", "data.valid_fraction"),
+    *("train.steps", "train.eval_every", "train.checkpoint_every", "train.keep"),
+    *("pipeline.schedule", "pipeline.window"),
+}
+
+
+class Arm(Protocol):
+    """One training run of a grid: a frozen dataclass of plain values."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def label(self) -> str:
+        """The arm in a few words, for a line of progress."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What the arms of a grid share. Only figures from the same ground compare."""
+
+    module: str
+    """Trains an arm: `train(arm, shared)` there takes plain values and returns figures."""
+    shared: dict[str, Any]
+    names: dict[str, str]
+    """What is written into every row and sets this ground apart from others in the log."""
+
+
+def train_arms(
+    arms: Sequence[Arm], ground: Ground, log: Path, parallel: int, say: Say
+) -> list[Row]:
+    """Train the arms that the log lacks, `parallel` at a time, none if that is 0.
+
+    Returns the ground's rows, also those of other arms.
+    """
+    before = rows_of(log, ground)
+    waiting = [arm for arm in arms if not any(is_of(arm, row) for row in before)]
+    total = len(waiting)
+    say(f"{len(arms)} arms, {len(arms) - total} of them in {log} already")
+    if not parallel:
+        return before
+    log.parent.mkdir(parents=True, exist_ok=True)
+    running: list[_Process] = []
+    finished = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                running.append(_Process(waiting.pop(0), ground))
+            time.sleep(_POLL_SECONDS)
+            for process in [process for process in running if process.is_over()]:
+                running.remove(process)
+                finished += 1
+                row = process.row()
+                if row is None:
+                    say(f"FAILED {process.arm.label}: {process.output()[-500:]}")
+                    continue
+                with log.open("a") as file:
+                    file.write(json.dumps(without_nan(row)) + "\n")
+                say(f"{finished:3}/{total}  {process.arm.label:<50}  {_result(row)}")
+    finally:
+        for process in running:
+            process.end()
+    return rows_of(log, ground)
+
+
+def read_log(log: Path) -> list[Row]:
+    """The arms that have been trained."""
+    if not log.exists():
+        return []
+    return [json.loads(line) for line in log.read_text().splitlines() if line.strip()]
+
+
+def rows_of(log: Path, ground: Ground) -> list[Row]:
+    """The rows of a log that stood on this ground."""
+    return [row for row in read_log(log) if ground.names.items() <= row.items()]
+
+
+def is_of(arm: Arm, row: Row) -> bool:
+    """Whether a row is of this arm; what a field was called after the row was written has its
+    default there.
+    """
+    return all(
+        row.get(field.name, field.default) == getattr(arm, field.name)
+        for field in dataclasses.fields(arm)
+    )
+
+
+def differences(settings: Settings) -> dict[str, Any]:
+    """What decides a result and is not at its default, as section.key: value.
+
+    Named in this way, settings that are added later leave logs valid. Left out are seed and steps,
+    which belong to the arm, what data has a fingerprint of its own for, and what changes nothing.
+    """
+    plain, usual = settings.to_plain(), Settings.from_plain({}).to_plain()
+    found = {
+        f"{section}.{key}": value
+        for section in _GROUND
+        for key, value in plain[section].items()
+        if f"{section}.{key}" not in _NO_GROUND and value != usual[section][key]
+    }
+    return {**found, "run.precision": plain["run"]["precision"]}
+
+
+def fingerprint(told: Any) -> str:
+    """A short hash of plain values."""
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a pattern (`*` stands for anything) fits a name, or what stands behind its slash."""
+    return any(fnmatch.fnmatchcase(n, pattern) for n in (name, name.rpartition("/")[2]))
+
+
+def split_patterns(patterns: str) -> list[str]:
+    """What stands between the commas; those in parentheses belong to a codec."""
+    return [part.strip() for part in _COMMA.split(patterns) if part.strip()]
+
+
+def merged(base: Values, changes: Values) -> Values:
+    """Plain settings with some keys changed; the base stays as it is."""
+    values = {section: dict(keys) for section, keys in base.items()}
+    for section, keys in changes.items():
+        values.setdefault(section, {}).update(keys)
+    return values
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean of at least one number."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+class _Process:
+    """An arm under way. What it prints goes to a file: a pipe that nobody reads would fill up."""
+
+    def __init__(self, arm: Arm, ground: Ground):
+        self.arm = arm
+        self._ground = ground
+        self._fields = dataclasses.asdict(arm)
+        order = json.dumps({"arm": self._fields, "shared": ground.shared})
+        self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with us
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "thinwire.lab.arms", ground.module, order],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read()
+
+    def row(self) -> Row | None:
+        """The arm with its figures, which are the last line that it printed; None if it failed."""
+        if self._process.returncode:
+            return None
+        figures = json.loads(self.output().splitlines()[-1])
+        return {**self._fields, **self._ground.names, **figures}
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _result(row: Row) -> str:
+    loss, accuracy = row["loss"], row.get("accuracy")
+    shown = f"loss {loss:.4f}" if accuracy is None else f"accuracy {accuracy:.2%}"
+    return f"{shown}  {row['seconds']:.0f} s"
+
+
+def main() -> None:
+    """Entry point of an arm's process: train it, print its figures as the last line."""
+    parser = argparse.ArgumentParser(description="Train one arm (started by thinwire lab).")
+    parser.add_argument("module")
+    parser.add_argument("order")
+    options = parser.parse_args()
+    order = json.loads(options.order)
+    train = importlib.import_module(options.module).train
+    print(json.dumps(train(order["arm"], order["shared"])))
+
+
+if __name__ == "__main__":
+    main()
