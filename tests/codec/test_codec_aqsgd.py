@@ -203,6 +203,22 @@ def test_a_shared_mask_follows_what_went_forward(forward: str) -> None:
     assert back[0].size_varies
 
 
+def test_a_mask_of_all_elements_takes_no_memory() -> None:
+    ends, back = Ends("topk"), SharedMask()
+    bind_masks(ends.receiver, back)
+    ends.send(normal(0), at(0, [0, 1, 2]))
+    place = Place(Leg.BACKWARD, 0, 0)
+    assert not isinstance(back._masks.take(place), Tensor)
+    ends.send(normal(1), at(1, [3, 4, 5]))
+    place = Place(Leg.BACKWARD, 1, 0)
+    gradient = normal(2, torch.float64).transpose(1, 2).contiguous().transpose(1, 2)
+    payload = bytes(back.pack(gradient, place))
+    got = back.unpack(payload, spec_of(gradient), place)
+    assert torch.equal(got, gradient.bfloat16().double())
+    gradient[1, 2, 3] = math.nan
+    assert back.unpack(bytes(back.pack(gradient, place)), spec_of(got), place).isnan().all()
+
+
 def test_training_without_examples_is_refused_with_the_reason() -> None:
     ends = Ends("topk")
     with pytest.raises(ConfigError, match="not told which examples"):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, TensorSpec
-from thinwire.errors import WireError
+from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, parse_codec
+from thinwire.errors import ConfigError, WireError
 
 PLACE = Place(Leg.FORWARD, step=3, microbatch=1)
 CPU = torch.device("cpu")
@@ -159,6 +159,17 @@ def test_the_receiver_chooses_the_type() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         got = Cast("bf16").unpack(payload, TensorSpec((2,), dtype, CPU), PLACE)
         assert got.dtype == dtype and got.tolist() == [1.5, -2.0]
+
+
+def test_a_device_without_float64_is_refused_for_fp64_alone() -> None:
+    spec = TensorSpec((2,), torch.float32, torch.device("mps"))
+    for name in NAMES:
+        for codec in (Cast(name), parse_codec(f"{name}+ef+zstd")):
+            if name == "fp64":
+                with pytest.raises(ConfigError, match="MPS has not: choose fp32"):
+                    codec.prepare(spec, Surroundings(0, 0))
+            else:
+                codec.prepare(spec, Surroundings(0, 0))
 
 
 def test_the_bytes_are_little_endian_ieee() -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from thinwire.codec import Leg, Place, TensorSpec, cross, parse_codec
 from thinwire.codec.parse import _CODECS
-from thinwire.engine import Settings
-from thinwire.errors import ConfigError, WireError
+from thinwire.engine import Checkpoint, Settings
+from thinwire.engine.checkpoint import commit, partial_folder
+from thinwire.errors import CheckpointError, ConfigError, WireError
 from thinwire.typed import to_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -76,6 +77,34 @@ def test_what_is_not_finite_stays_visible(bad: float) -> None:
     sent[1, 2] = bad
     got = cross(sign_codec.Sign(), sign_codec.Sign(), sent, PLACE)
     assert not got[1].isfinite().any() and got[::2].isfinite().all()
+
+
+def test_a_checkpoint_whose_plugin_is_missing_says_which(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_settings(codec__backward="sign", codec__plugins=["sign_codec"]).to_plain()
+    facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": made}
+    partial_folder(tmp_path, 1).mkdir(parents=True)
+    folder = commit(tmp_path, 1, [], facts, None)
+    assert Checkpoint.open(folder).settings.codec.backward == "sign"
+    monkeypatch.delitem(sys.modules, "sign_codec")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(EXAMPLES)])
+    with pytest.raises(CheckpointError, match='plugin: .*"sign_codec" failed.*PYTHONPATH') as caught:
+        _ = Checkpoint.open(folder).settings
+    assert "version of thinwire" not in str(caught.value)
+
+
+def test_what_speed_says_of_a_codec_with_memory_is_that_of_a_first_tensor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import codec_speed
+
+    names = ["int4", "int4+ef21", "int4+ef"]
+    monkeypatch.setattr(sys, "argv", ["codec_speed", *names, "--elements", "4096"])
+    codec_speed.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[0] for row in rows] == names
+    assert len({tuple(row[3:]) for row in rows}) == 1, "bits and error"
 
 
 def test_every_process_of_a_run_finds_it(

@@ -321,6 +321,10 @@ def test_mixed_feedback_spends_half_on_the_error() -> None:
     assert arrived.sum() == 250
     # The halves draw apart: both fall on one element in an eighth of an eighth of all cases.
     assert 0 < (arrived == 2).sum() < 50
+    # And neither draws what the next seed draws, which is another run's.
+    mine, next_seed = (RandK(0.125).encode(torch.arange(1000.0), p)[0] for p in (
+        replace(place, salt=1), replace(place, seed=1)))  # fmt: skip
+    assert set(mine.tolist()) != set(next_seed.tolist())
 
 
 @pytest.mark.parametrize("inner", [Cast("bf16"), Integer(4)])
@@ -338,6 +342,32 @@ def test_feedback_around_feedback_is_refused(
         outer(wrapper(TopK(0.2)))
     with pytest.raises(ConfigError, match="one kind of feedback only"):
         outer(Deflated(wrapper(TopK(0.2))))
+
+
+class ByExample(Cast):
+    """A codec of an outsider that remembers examples, and has a budget to halve."""
+
+    remembers_examples = True
+
+    def __init__(self, format: str = "fp32"):
+        super().__init__(format)
+
+    def halved(self) -> Codec:
+        return ByExample("bf16")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_remembers_examples_if_what_it_wraps_does(wrapper: type[Feedback]) -> None:
+    assert wrapper(ByExample()).remembers_examples
+    assert not wrapper(TopK(0.2)).remembers_examples
+
+
+def test_mixed_feedback_takes_any_codec_that_can_be_halved() -> None:
+    codec, place = MixedErrorFeedback(ByExample()), Place(Leg.FORWARD, 0, 0)
+    sent = normal(0)
+    assert len(codec.pack(sent, place)) == 2 * 2 * sent.numel()
+    error = codec.state_tensors()["buffer"]
+    assert torch.equal(error, sent - sent.bfloat16().float()) and error.any()
 
 
 def test_names() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place, TensorSpec
-from thinwire.codec.lowrank import LowRank
+from thinwire.codec.lowrank import LowRank, _machine
 from thinwire.errors import ConfigError, WireError
 
 PLACE = Place(Leg.FORWARD, step=3, microbatch=1)
@@ -212,6 +212,20 @@ def test_a_payload_of_another_size_is_refused() -> None:
     for wrong in (payload[:-1], payload + b"\0", b""):
         with pytest.raises(WireError, match=r"lowrank\(2\) payload"):
             codec.unpack(wrong, spec_of(sent), PLACE)
+
+
+@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs Apple's MPS")
+def test_a_device_without_float64_gets_the_same() -> None:
+    sent = normal((9, 11), 0)
+    payload = bytes(LowRank(2).pack(sent.to("mps"), PLACE))
+    assert payload == bytes(LowRank(2).pack(sent, PLACE))
+    got = LowRank(2).unpack(payload, spec_of(sent.to("mps")), PLACE)
+    assert got.device.type == "mps" and torch.equal(got.cpu(), round_trip(LowRank(2), sent))
+
+
+def test_matrices_are_computed_where_there_is_float64() -> None:
+    assert _machine(torch.device("mps")).type == "cpu"
+    assert _machine(torch.device("cuda", 1)) == torch.device("cuda", 1)
 
 
 def test_names_ranks_and_halves() -> None:

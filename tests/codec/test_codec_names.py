@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from thinwire.codec import (
     Surroundings,
     TensorSpec,
     build_codecs,
+    cross,
     parse_codec,
     register_codec,
 )
@@ -38,6 +41,21 @@ def test_a_name_reads_back_to_the_same_codec(name: str) -> None:
     assert codec.name == name
     again = parse_codec(codec.name)
     assert type(again) is type(codec) and again.tag == codec.tag and again is not codec
+
+
+@pytest.mark.parametrize("name", [n for n in CANONICAL if n != "topk(shared)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_element_is_read_whatever_its_stride(name: str, dtype: torch.dtype) -> None:
+    """It counts as contiguous, though its neighbours in memory are not its own."""
+    place = Place(Leg.FORWARD, 0, 0, examples=(0,))
+    for view in (torch.ones(2, dtype=dtype)[::2], torch.ones(4, 6, dtype=dtype)[::4, ::6]):
+        payloads = []
+        for tensor in (view, torch.ones(view.shape, dtype=dtype)):
+            codec = parse_codec(name)
+            spec = TensorSpec(tuple(view.shape), dtype, view.device)
+            codec.prepare(spec, Surroundings(1, 2**20))
+            payloads.append((bytes(codec.pack(tensor, place)), codec.agreement()))
+        assert payloads[0] == payloads[1]
 
 
 def test_no_two_names_share_a_tag() -> None:
@@ -103,7 +121,9 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
         ("step(a)", "step takes bits=number, not (a)"),
         ("step(2,3)", "step takes bits=number, not (2,3)"),
         ("step(nan)", "step takes bits=number"),
-        ("step(13)", "bits must lie between 0.5 and 12"),
+        ("step(13)", "step(13): bits must lie between 1.25 and 12"),
+        ("step(12.0000001)", "step(12.0000001): bits must lie between 1.25 and 12"),
+        ("step(1)", "bits must lie between 1.25 and 12"),
         ("int4(grup=64)", "int4 takes group=whole number, tensor, hadamard, not (grup=64)"),
         ("int4(group)", "int4 takes group=whole number"),
         ("int4(group=a)", "int4 takes group=whole number"),
@@ -117,6 +137,9 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
         ("topk", "topk takes the share"),
         ("topk(0.1,shared)", "topk takes the share"),
         ("topk(0)", "above 0 and at most 1"),
+        (f"topk({'9' * 400})", "topk takes share=number, shared"),
+        (f"int4(group={'9' * 5000})", '"999999999..." is too long a number'),
+        (f"lowrank({'9' * 5000})", "too long a number"),
         ("randk(1.5)", "above 0 and at most 1"),
         ("lowrank(1.5)", "lowrank takes rank=whole number"),
         ("int4+zstd(0)", "between 1"),
@@ -131,6 +154,29 @@ def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> No
         parse_codec(wrong, "codec.backward")
     assert str(failure.value).startswith(f'codec.backward = "{wrong}": ')
     assert said in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1: forward=int4(group=64,hadamard)+zstd backward=int8",
+        " 1 : forward = int4 ( group = 64 , hadamard ) + zstd  backward = int8 ",
+        "1:backward=int8\tforward=int4(64, hadamard) +zstd",
+    ],
+)
+def test_spaces_do_not_matter_where_a_cut_differs(text: str) -> None:
+    config = CodecConfig(cuts=[text])
+    config.check(2)
+    assert [parse_codec(name).name for name in config.names(1)] == [
+        "int4(group=64,hadamard)+zstd", "int8",
+    ]  # fmt: skip
+    assert config.names(0) == (config.forward, config.backward)
+
+
+@pytest.mark.parametrize("text", [f"{'9' * 5000}: forward=fp32", "1 forward=fp32", "1: "])
+def test_a_cut_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match='must look like "0: forward=fp32 backward=bf16"'):
+        CodecConfig(cuts=[text]).check(2)
 
 
 def test_both_directions_are_built_and_the_key_is_named() -> None:
@@ -188,6 +234,57 @@ def test_a_name_that_is_taken_or_unreadable_is_not_registered(name: str) -> None
     with pytest.raises(ValueError, match="name"):
         register_codec(name, Rounded)
     assert _CODECS.get(name) is not Rounded
+
+
+def test_a_place_has_a_key_of_its_own() -> None:
+    """It decides everything random: another key and a run does not repeat."""
+    place = Place(Leg.BACKWARD, step=3, microbatch=1, cut=2, seed=5)
+    assert place.key == 554662618693138363
+    assert replace(place, training=False, examples=(1, 2)).key == place.key
+    keys = {
+        Place(leg, step, microbatch, cut, seed, salt=salt).key
+        for leg in Leg
+        for step in range(250)
+        for microbatch in range(10)
+        for cut in range(5)
+        for seed in (0, 1)
+        for salt in (0, 1)
+    }
+    assert len(keys) == 100_000 and all(0 <= key < 2**63 for key in keys)
+
+
+# What docs/codecs.md says a token can see
+
+
+def visible() -> dict[str, list[str]]:
+    table = DOCS.read_text().split("## What a token can see")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z ]+) \| (`.*`) \|$", table, re.MULTILINE)
+    return {decides: re.findall(r"`([^`]+)`", cell) for decides, cell in rows}
+
+
+VISIBLE = visible()
+
+
+def test_the_docs_say_of_every_codec_what_a_token_can_see() -> None:
+    def words(names: Iterable[str]) -> set[str]:
+        return {name.rstrip("0123456789") for name in names if name != "rounded"}
+
+    said = (name.partition("(")[0] for names in VISIBLE.values() for name in names)
+    assert words(said) == words(_CODECS)
+
+
+@pytest.mark.parametrize("suffix", ["", "+ef21", "+ef+zstd"])
+@pytest.mark.parametrize(("decides", "name"), [(d, n) for d, names in VISIBLE.items() for n in names])
+def test_a_token_sees_in_evaluation_what_the_docs_say(decides: str, name: str, suffix: str) -> None:
+    """Another last token of the first sequence: who else arrives otherwise?"""
+    sent = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
+    other = sent.clone()
+    other[0, -1] = 50 * sent[0, 0]
+    place = Place(Leg.FORWARD, 3, 1, training=False)
+    codec = parse_codec(name + suffix)
+    changed = cross(codec, codec, sent, place) != cross(codec, codec, other, place)
+    assert bool(changed[0, :-1].any()) is (decides != "the token alone")
+    assert bool(changed[1].any()) is (decides == "the microbatch")
 
 
 # What docs/codecs.md says about bytes, held against what codecs make.

@@ -15,7 +15,7 @@ from thinwire.codec.base import (
     elements,
 )
 from thinwire.codec.cast import Cast
-from thinwire.codec.config import CodecConfig
+from thinwire.codec.config import CodecConfig, PluginError
 from thinwire.codec.parse import build_codecs, parse_codec, register_codec
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Parts",
     "Payload",
     "Place",
+    "PluginError",
     "Shape",
     "Surroundings",
     "TensorSpec",

@@ -13,9 +13,11 @@ import hashlib
 import math
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,11 +51,14 @@ class Place:
     """False in a validation or when text is generated: then nothing is remembered."""
     examples: tuple[int, ...] | None = None
     """Which training examples the rows are, for codecs that remember examples."""
+    salt: int = 0
+    """For a codec that needs more than one key at a place."""
 
     @property
     def key(self) -> int:
         """63 bits that differ from place to place: the key of everything random here."""
-        text = f"{self.seed}/{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}"
+        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}"
+        text = f"{self.seed}/{where}/{self.salt}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -98,6 +103,9 @@ Layout = tuple[Part, ...]
 class Codec(ABC):
     """One way to turn a tensor into bytes. Implementations are small and keep no globals."""
 
+    inner: "Codec | None" = None
+    """The codec that this one wraps, if it does."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -126,7 +134,7 @@ class Codec(ABC):
 
     def to_bytes(self, parts: Parts) -> Payload:
         """The parts one after the other, little-endian; shares memory where there is only one."""
-        views = [_bytes_of(part.cpu().contiguous()) for part in parts]
+        views = [bytes_of(part.cpu().contiguous()) for part in parts]
         return views[0] if len(views) == 1 else b"".join(views)
 
     def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
@@ -142,7 +150,7 @@ class Codec(ABC):
         for part in layout:
             flat = torch.empty(part.count, dtype=part.dtype)
             if part.count:
-                _bytes_of(flat)[:] = view[start : start + part.bytes]
+                bytes_of(flat)[:] = view[start : start + part.bytes]
             start += part.bytes
             parts.append(flat)
         return tuple(parts)
@@ -191,10 +199,25 @@ class Codec(ABC):
         return zlib.crc32(self.name.encode())
 
 
+@runtime_checkable
+class Budgeted(Protocol):
+    """A codec whose payload can be halved, as `+ef-mixed` needs it."""
+
+    def halved(self) -> Codec:
+        """A new codec of half the budget; ConfigError where there is no half."""
+
+
 def cross(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
     """What the receiver would unpack, without bytes: for one process that holds both ends."""
-    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-    return receiver.decode(sender.encode(tensor.detach(), place), spec, place)
+    return receiver.decode(sender.encode(tensor.detach(), place), spec_of(tensor), place)
+
+
+def layers(codec: Codec) -> Iterator[Codec]:
+    """A codec, the one it wraps, the one that this wraps, and so on."""
+    current: Codec | None = codec
+    while current is not None:
+        yield current
+        current = current.inner
 
 
 def elements(shape: Shape) -> int:
@@ -202,6 +225,19 @@ def elements(shape: Shape) -> int:
     return math.prod(shape)
 
 
-def _bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a flat CPU tensor, writable, without a copy."""
-    return flat.view(torch.uint8).numpy().data
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """What a receiver of this tensor expects."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """The type in which codecs compute and remember what belongs to tensors of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, without a copy.
+
+    One element counts as contiguous whatever its stride, which a view as bytes would refuse.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

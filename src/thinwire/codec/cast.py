@@ -3,7 +3,18 @@
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Part,
+    Parts,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+    elements,
+)
+from thinwire.errors import ConfigError
 
 FORMATS = {
     "fp64": torch.float64,
@@ -28,6 +39,14 @@ class Cast(Codec):
     def name(self) -> str:
         """The format's name."""
         return self._name
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """Refuse a device that has no such format."""
+        if self._format == torch.float64 and spec.device.type == "mps":
+            raise ConfigError(
+                "fp64 needs a device with float64, which Apple's MPS has not: choose fp32, or "
+                'run.device = "cpu"'
+            )
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         """The elements and nothing else."""

@@ -10,8 +10,12 @@ from thinwire.errors import ConfigError
 from thinwire.typed import nearest, option
 
 LEGS = tuple(leg.value for leg in Leg)
-_CUT = re.compile(r"\s*(\d+)\s*:(.*)", re.DOTALL)
-_SPACE = re.compile(r"\s+(?![^(]*\))")  # not within a codec's parentheses
+_CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
+_LEG = re.compile(r"(\w+)\s*=(?![^(]*\))")  # not within a codec's parentheses
+
+
+class PluginError(ConfigError):
+    """A module of `codec.plugins` cannot be imported here."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,21 @@ class CodecConfig:
         for place, text in enumerate(self.cuts):
             where = f'codec.cuts[{place}] = "{text}"'
             matched = _CUT.fullmatch(text)
-            parts = _SPACE.split(matched[2].strip()) if matched else [""]
-            if matched is None or parts == [""]:
+            if matched is None or not matched[2].strip():
                 raise ConfigError(f'{where} must look like "0: forward=fp32 backward=bf16"')
             cut = int(matched[1])
             if cut in found:
                 raise ConfigError(f"{where}: cut {cut} stands here a second time")
             found[cut] = {}
-            for part in parts:
-                leg, _, name = part.partition("=")
+            before, *parts = _LEG.split(matched[2])
+            if before.strip():
+                parts = [before.strip(), "", *parts]
+            for leg, name in zip(parts[::2], parts[1::2], strict=True):
                 if leg not in LEGS:
                     raise ConfigError(f'{where}: unknown leg "{leg}"{nearest(leg, LEGS)}')
                 if leg in found[cut]:
                     raise ConfigError(f"{where}: {leg} stands here a second time")
-                found[cut][leg] = name
+                found[cut][leg] = name.strip()
         return found
 
     def _import_plugins(self) -> None:
@@ -80,7 +85,7 @@ class CodecConfig:
             try:
                 importlib.import_module(name)
             except Exception as error:  # a plugin may stumble over anything
-                raise ConfigError(
+                raise PluginError(
                     f'codec.plugins: importing "{name}" failed: {type(error).__name__}: {error}. '
                     "Every stage imports it by this name: install it, or set PYTHONPATH to its "
                     "folder"

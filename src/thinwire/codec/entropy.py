@@ -1,25 +1,15 @@
 """Entropy coding: the payload of any codec, compressed by Zstandard."""
 
 import zstandard
-from torch import Tensor
 
-from thinwire.codec.base import (
-    Codec,
-    Layout,
-    Parts,
-    Payload,
-    Place,
-    Shape,
-    Surroundings,
-    TensorSpec,
-)
-from thinwire.codec.sparse import layers
+from thinwire.codec.base import Codec, Parts, Payload, Place, Shape, TensorSpec, layers
+from thinwire.codec.wrapper import Wrapper
 from thinwire.errors import ConfigError, WireError
 
 DEFAULT_LEVEL = 1
 
 
-class Zstd(Codec):
+class Zstd(Wrapper):
     """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum.
 
     Nothing is lost and nothing is remembered; only the bytes differ. A receiver knows what size
@@ -34,7 +24,7 @@ class Zstd(Codec):
             )
         if any(isinstance(codec, Zstd) for codec in layers(inner)):
             raise ConfigError(f"{inner.name}+zstd: compressing twice saves nothing")
-        self.inner = inner
+        super().__init__(inner)
         self._level = level
         self._compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
         self._decompressor = zstandard.ZstdDecompressor()
@@ -44,18 +34,6 @@ class Zstd(Codec):
         """The inner codec's, and the level where it is not the usual one."""
         suffix = "zstd" if self._level == DEFAULT_LEVEL else f"zstd({self._level})"
         return f"{self.inner.name}+{suffix}"
-
-    def layout(self, shape: Shape, place: Place) -> Layout:
-        """What comes out of the frame."""
-        return self.inner.layout(shape, place)
-
-    def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """As the inner codec does."""
-        return self.inner.encode(tensor, place)
-
-    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """As the inner codec does."""
-        return self.inner.decode(parts, spec, place)
 
     def to_bytes(self, parts: Parts) -> Payload:
         """The inner codec's bytes in one frame."""
@@ -77,35 +55,14 @@ class Zstd(Codec):
             raise WireError(f"a {self.name} payload cannot be read: {error}") from None
         return self.inner.from_bytes(plain, spec, place)
 
+    @property
+    def size_varies(self) -> bool:
+        """With the content."""
+        return True
+
     def payload_limit(self, shape: Shape) -> int:
         """The inner codec's limit, and what Zstandard may add where nothing can be saved."""
         return _worst_case(self.inner.payload_limit(shape))
-
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        """Pass on to the inner codec."""
-        self.inner.prepare(spec, surroundings)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the inner codec does."""
-        return self.inner.remembers
-
-    @property
-    def remembers_examples(self) -> bool:
-        """Whether the inner codec does."""
-        return self.inner.remembers_examples
-
-    def agreement(self) -> str:
-        """The inner codec's."""
-        return self.inner.agreement()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The inner codec's."""
-        return self.inner.state_tensors()
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Pass on to the inner codec."""
-        self.inner.load_state_tensors(tensors)
 
 
 def _worst_case(size: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.base import (
+    Budgeted,
     Codec,
     Layout,
     Part,
@@ -24,11 +25,14 @@ from thinwire.codec.base import (
     Shape,
     Surroundings,
     TensorSpec,
+    bytes_of,
     elements,
+    spec_of,
+    working,
 )
 from thinwire.codec.memory import ROWS, ExampleMemory
 from thinwire.codec.sparse import Sparse, remember_whole
-from thinwire.codec.wrapper import Buffered, Feedback, spec_of, working
+from thinwire.codec.wrapper import Buffered, Feedback
 from thinwire.errors import ConfigError
 
 
@@ -66,13 +70,13 @@ class MixedErrorFeedback(Buffered):
 
     def __init__(self, inner: Codec):
         super().__init__(inner)
-        if not hasattr(inner, "halved"):
+        if not isinstance(inner, Budgeted):
             raise ConfigError(
                 f"{self.name}: ef-mixed spends half of the budget on the tensor and half on the "
                 f"error, but {inner.name} has no budget to halve; topk, randk and lowrank have"
             )
-        self._on_tensor: Codec = inner.halved()
-        self._on_error: Codec = inner.halved()
+        self._on_tensor = inner.halved()
+        self._on_error = inner.halved()
 
     def remembering(self) -> dict[str, Codec]:
         """The halves; the inner codec as it is serves evaluation alone."""
@@ -154,8 +158,8 @@ class EF21(Buffered):
         """A hash of the buffer."""
         if self._buffer is None:
             return self.inner.agreement()
-        numbers = self._buffer.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return hashlib.sha256(numbers.tobytes() + self.inner.agreement().encode()).hexdigest()
+        numbers = bytes(bytes_of(self._buffer.cpu().contiguous()))
+        return hashlib.sha256(numbers + self.inner.agreement().encode()).hexdigest()
 
     def _correct(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         known = self.buffer(spec)
@@ -286,7 +290,7 @@ class AQSGD(Feedback):
             raise ValueError(f"{len(examples)} examples were named for {spec.shape[0]} rows")
         if self._travels_whole(place):
             better = parts[0].view(spec.shape)
-            remember_whole(self.inner, place, spec)
+            remember_whole(self.inner, place)
         else:
             known = self._known(spec, place)
             change = self.inner.decode(parts, replace(spec, dtype=known.dtype), place)
@@ -298,4 +302,4 @@ class AQSGD(Feedback):
 
 def _elsewhere(place: Place) -> Place:
     """A place with another key, so that the second half does not draw what the first drew."""
-    return replace(place, seed=place.seed + 1)
+    return replace(place, salt=1)

@@ -6,7 +6,17 @@ Shapes: a matrix of R rows and C columns; r the rank.
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Part,
+    Parts,
+    Place,
+    Shape,
+    TensorSpec,
+    elements,
+    working,
+)
 from thinwire.errors import ConfigError
 
 FACTORS = torch.bfloat16
@@ -62,7 +72,7 @@ class LowRank(Codec):
         """Power iterations in the tensor's type, float32 at least."""
         if self._whole(tuple(tensor.shape)):
             return (tensor.to(FACTORS).reshape(-1),)
-        M = _as_matrix(tensor).to(_working(tensor.dtype))
+        M = _as_matrix(tensor).to(_machine(tensor.device), working(tensor.dtype))
         largest = M.abs().amax()
         finite, scale = largest.isfinite(), _power_of_two(largest)
         M = torch.where(finite, M / scale, 0)
@@ -77,14 +87,16 @@ class LowRank(Codec):
             size = Q.abs().amax(0)
             self._last_Q = torch.where(size > 0, Q / size, start_Q)
         Q = torch.where(finite, _on_grid(Q) * scale, torch.nan)
-        return P.to(FACTORS).reshape(-1), Q.to(FACTORS).reshape(-1)
+        P, Q = (factor.to(tensor.device, FACTORS) for factor in (P, Q))
+        return P.reshape(-1), Q.reshape(-1)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """The product of the two."""
         if self._whole(spec.shape):
             return parts[0].reshape(spec.shape).to(spec.dtype)
-        P, Q = (part.view(-1, self.rank).to(torch.float64) for part in parts)
-        return _from_matrix((P @ Q.T).to(spec.dtype), spec.shape)
+        factors = (part.view(-1, self.rank).to(_machine(spec.device)) for part in parts)
+        P, Q = (factor.to(torch.float64) for factor in factors)
+        return _from_matrix((P @ Q.T).to(spec.dtype), spec.shape).to(spec.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The Q to start from, once there is one."""
@@ -133,9 +145,9 @@ def _from_matrix(M: Tensor, shape: Shape) -> Tensor:
     return M.view(images, height, width, channels).movedim(-1, 1).contiguous()
 
 
-def _working(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _machine(device: torch.device) -> torch.device:
+    """Where matrices are computed: Apple's MPS has neither float64 nor this decomposition."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def _power_of_two(x: Tensor) -> Tensor:

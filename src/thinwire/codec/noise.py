@@ -27,7 +27,8 @@ def round_at(values: Tensor, place: Place) -> Tensor:
     """Round in place to whole numbers: to nearest forward, stochastically backward.
 
     A gradient is rounded up or down so that its mean is kept: x becomes x's floor plus one with
-    the probability of x's fraction, to within 2**-16. Whole numbers stay as they are.
+    the probability of x's fraction, to within 2**-16 and half a place of x in float32. Whole
+    numbers up to 255 stay as they are; for larger ones float32's places are too coarse to promise.
     """
     if place.leg is Leg.BACKWARD:
         count = values.numel()

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from thinwire.codec.base import Codec, Leg
+from thinwire.codec.base import Codec, Leg, layers
 from thinwire.codec.cast import FORMATS, Cast
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Float8, Integer, TensorInteger
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks, layers
+from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.codec.step import Step
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest
@@ -169,14 +169,20 @@ def _read(arguments: str) -> tuple[list[Any], dict[str, Any]]:
 def _value(text: str) -> int | float | str:
     if not _NUMBER.fullmatch(text):
         return text
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:  # Python reads no number of thousands of digits
+        raise ConfigError(f'"{text[:9]}..." is too long a number') from None
 
 
 def _fitting(value: Any, parameter: inspect.Parameter) -> Any:
     """The value in a type that the parameter allows; None where there is no such."""
     kinds = _kinds(parameter)
     if type(value) is int and float in kinds and int not in kinds:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            return None
     return value if type(value) in kinds or not kinds & _WORDS.keys() else None
 
 

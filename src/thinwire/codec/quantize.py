@@ -5,7 +5,8 @@ the last group of a row may be short. All arithmetic is in float32.
 
 What is not finite cannot be told in a few bits, and must not look as if it could: a group
 that holds NaN, an infinity or a magnitude above 2**120 arrives as NaN from its first element
-to its last, and the step's verdict sees it. Rows of zeros arrive as zeros.
+to its last, and the step's verdict sees it; of a rotated group the magnitudes after the rotation
+count. Rows of zeros arrive as zeros.
 """
 
 import math

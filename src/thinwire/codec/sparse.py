@@ -11,17 +11,39 @@ arrives as a finite one.
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Part,
+    Parts,
+    Place,
+    Shape,
+    TensorSpec,
+    elements,
+    layers,
+)
 from thinwire.codec.positions import PositionCode, drawn, row_starts
 from thinwire.errors import ConfigError, WireError
 
 VALUES = torch.bfloat16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Positions = Tensor | slice
+"""Flat positions of elements, or EVERY: those of all elements, where a tensor travelled whole."""
+EVERY = slice(None)
+
+
+@runtime_checkable
+class Selective(Protocol):
+    """A codec that knows how many elements of a tensor travel."""
+
+    def kept(self, shape: Shape) -> int:
+        """How many elements of such a tensor travel at most."""
 
 
 class Masks:
@@ -33,16 +55,16 @@ class Masks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._positions: dict[tuple[int, int], Tensor] = {}
+        self._positions: dict[tuple[int, int], Positions] = {}
 
-    def put(self, place: Place, positions: Tensor) -> None:
+    def put(self, place: Place, positions: Positions) -> None:
         """Remember the flat positions kept at a place."""
         with self._lock:
             for key in [key for key in self._positions if key[0] < place.step - 1]:
                 del self._positions[key]
             self._positions[place.step, place.microbatch] = positions
 
-    def take(self, place: Place) -> Tensor | None:
+    def take(self, place: Place) -> Positions | None:
         """The positions kept at a place, forgotten from now on; None where there are none."""
         with self._lock:
             return self._positions.pop((place.step, place.microbatch), None)
@@ -190,7 +212,7 @@ class SharedMask(Codec):
     def __init__(self) -> None:
         self._forward: Codec | None = None
         self._masks = Masks()
-        self._current: tuple[tuple[int, int], Tensor] | None = None
+        self._current: tuple[tuple[int, int], Positions] | None = None
 
     @property
     def name(self) -> str:
@@ -216,20 +238,22 @@ class SharedMask(Codec):
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         """The values in the order of the forward codec's positions."""
-        return (Part(VALUES, len(self._positions(place))),)
+        positions = self._positions(place)
+        count = elements(shape) if isinstance(positions, slice) else len(positions)
+        return (Part(VALUES, count),)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         """The elements at the forward codec's positions."""
-        return (_selected(tensor, self._positions(place).to(tensor.device)),)
+        return (_selected(tensor, self._positions(place)),)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """The values at the forward codec's positions."""
-        return _scattered(parts[0], self._positions(place).to(spec.device), spec)
+        return _scattered(parts[0], self._positions(place), spec)
 
     def payload_limit(self, shape: Shape) -> int:
         """As much as the forward codec, or the outermost wrapper that knows, keeps at most."""
-        counts = (getattr(codec, "kept", None) for codec in layers(self._bound()))
-        return next(kept(shape) for kept in counts if kept) * VALUES.itemsize
+        knowing = (codec for codec in layers(self._bound()) if isinstance(codec, Selective))
+        return next(knowing).kept(shape) * VALUES.itemsize
 
     def _bound(self) -> Codec:
         if self._forward is None:
@@ -239,7 +263,7 @@ class SharedMask(Codec):
             )
         return self._forward
 
-    def _positions(self, place: Place) -> Tensor:
+    def _positions(self, place: Place) -> Positions:
         """Taken from the masks when a place is new, then kept until the next place."""
         forward = self._bound()
         key = (place.step, place.microbatch)
@@ -260,19 +284,11 @@ def bind_masks(forward: Codec, backward: Codec) -> None:
             codec.bind(forward)
 
 
-def remember_whole(codec: Codec, place: Place, spec: TensorSpec) -> None:
-    """Tell the way back that this tensor travelled whole, past the sparse codec in `codec`."""
+def remember_whole(codec: Codec, place: Place) -> None:
+    """Tell the way back that a tensor travelled whole, past the sparse codec in `codec`."""
     for inner in layers(codec):
         if isinstance(inner, Sparse) and inner.masks is not None:
-            inner.remember(place, torch.arange(elements(spec.shape), device=spec.device))
-
-
-def layers(codec: Codec) -> Iterator[Codec]:
-    """A codec, the one it wraps, the one that this wraps, and so on."""
-    current: Codec | None = codec
-    while current is not None:
-        yield current
-        current = getattr(current, "inner", None)
+            inner.masks.put(place, EVERY)
 
 
 def samples(shape: Shape) -> tuple[int, int]:
@@ -307,12 +323,17 @@ def _largest(x_Bn: Tensor, k: int) -> Tensor:
     return positions[kept]
 
 
-def _selected(tensor: Tensor, positions: Tensor) -> Tensor:
+def _selected(tensor: Tensor, positions: Positions) -> Tensor:
     """The values that travel; all NaN when anything in the tensor is not finite."""
+    if isinstance(positions, Tensor):
+        positions = positions.to(tensor.device)
     values = tensor.reshape(-1)[positions].to(VALUES)
     return torch.where(tensor.isfinite().all(), values, math.nan)
 
 
-def _scattered(values: Tensor, positions: Tensor, spec: TensorSpec) -> Tensor:
+def _scattered(values: Tensor, positions: Positions, spec: TensorSpec) -> Tensor:
+    values = values.to(spec.dtype)
+    if isinstance(positions, slice):
+        return values.view(spec.shape)
     flat = torch.zeros(elements(spec.shape), dtype=spec.dtype, device=spec.device)
-    return flat.scatter_(0, positions, values.to(spec.dtype)).view(spec.shape)
+    return flat.scatter_(0, positions.to(spec.device), values).view(spec.shape)

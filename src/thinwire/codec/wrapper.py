@@ -1,4 +1,4 @@
-"""What the wrappers of feedback.py share: what they leave to the codec inside, and a buffer."""
+"""Codecs around codecs: what every wrapper leaves to the codec inside, and what feedback shares."""
 
 from abc import abstractmethod
 
@@ -14,59 +14,43 @@ from thinwire.codec.base import (
     Shape,
     Surroundings,
     TensorSpec,
+    layers,
+    working,
 )
-from thinwire.codec.sparse import layers
 from thinwire.errors import ConfigError
 
 
-class Feedback(Codec):
-    """What wrappers share: all that is not their own affair is left to the inner codec."""
+class Wrapper(Codec):
+    """A codec around another. What a wrapper does not say itself is the inner codec's affair."""
 
-    suffix: str
+    inner: Codec
 
     def __init__(self, inner: Codec):
-        if any(isinstance(codec, Feedback) for codec in layers(inner)):
-            raise ConfigError(
-                f"{inner.name}+{self.suffix}: a codec can have one kind of feedback only, since "
-                f"each would take the other's corrections for errors"
-            )
         self.inner = inner
-
-    @property
-    def name(self) -> str:
-        """The inner codec's, and what is added to it."""
-        return f"{self.inner.name}+{self.suffix}"
-
-    @abstractmethod
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        """Encode and remember."""
-
-    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Decode and remember; where only the sender remembers, decode."""
-        return self.inner.decode(parts, spec, place)
 
     def remembering(self) -> dict[str, Codec]:
         """The codecs inside that may remember something in training, by name."""
         return {"inner": self.inner}
 
-    def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """With memory in training, without in evaluation."""
-        encode = self.encode_training if place.training else self.inner.encode
-        return encode(tensor, place)
+    def own_state(self) -> dict[str, Tensor]:
+        """What the wrapper itself remembers."""
+        return {}
 
-    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """With memory in training, without in evaluation."""
-        decode = self.decode_training if place.training else self.inner.decode
-        return decode(parts, spec, place)
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `own_state` gave."""
+        super().load_state_tensors(tensors)
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         """The inner codec's."""
         return self.inner.layout(shape, place)
 
-    @property
-    def size_varies(self) -> bool:
-        """Whether the inner codec's does."""
-        return self.inner.size_varies
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """As the inner codec does."""
+        return self.inner.encode(tensor, place)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """As the inner codec does."""
+        return self.inner.decode(parts, spec, place)
 
     def to_bytes(self, parts: Parts) -> Payload:
         """The inner codec's."""
@@ -80,10 +64,25 @@ class Feedback(Codec):
         """The inner codec's."""
         return self.inner.payload_limit(shape)
 
+    @property
+    def size_varies(self) -> bool:
+        """Whether the inner codec's does."""
+        return self.inner.size_varies
+
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         """The codecs inside may want room."""
         for codec in self.remembering().values():
             codec.prepare(spec, surroundings)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a codec inside does."""
+        return any(codec.remembers for codec in self.remembering().values())
+
+    @property
+    def remembers_examples(self) -> bool:
+        """Whether a codec inside does."""
+        return any(codec.remembers_examples for codec in self.remembering().values())
 
     def agreement(self) -> str:
         """The inner codec's; of a wrapper's own only where both ends remember."""
@@ -106,13 +105,47 @@ class Feedback(Codec):
             codec.load_state_tensors({key.removeprefix(start): rest.pop(key) for key in inside})
         self.load_own_state(rest)
 
-    @abstractmethod
-    def own_state(self) -> dict[str, Tensor]:
-        """What the wrapper itself remembers."""
+
+class Feedback(Wrapper):
+    """A wrapper that remembers in training what it sent; in evaluation it is its inner codec."""
+
+    suffix: str
+
+    def __init__(self, inner: Codec):
+        if any(isinstance(codec, Feedback) for codec in layers(inner)):
+            raise ConfigError(
+                f"{inner.name}+{self.suffix}: a codec can have one kind of feedback only, since "
+                f"each would take the other's corrections for errors"
+            )
+        super().__init__(inner)
+
+    @property
+    def name(self) -> str:
+        """The inner codec's, and what is added to it."""
+        return f"{self.inner.name}+{self.suffix}"
+
+    @property
+    def remembers(self) -> bool:
+        """That is what it is for."""
+        return True
 
     @abstractmethod
-    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `own_state` gave."""
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        """Encode and remember."""
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Decode and remember; where only the sender remembers, decode."""
+        return self.inner.decode(parts, spec, place)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        """With memory in training, without in evaluation."""
+        encode = self.encode_training if place.training else self.inner.encode
+        return encode(tensor, place)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """With memory in training, without in evaluation."""
+        decode = self.decode_training if place.training else self.inner.decode
+        return decode(parts, spec, place)
 
 
 class Buffered(Feedback):
@@ -160,13 +193,3 @@ class Buffered(Feedback):
                 f"{tuple(buffer.shape)}: with feedback the size of microbatches cannot change"
             )
         self._buffer = buffer
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    """What a receiver of this tensor expects."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def working(dtype: torch.dtype) -> torch.dtype:
-    """The type of buffers for tensors of a type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
