@@ -51,16 +51,6 @@ class DeviceBatch:
         """The next token of each position (B, T), or the class of each image (B)."""
         return self._read_targets()
 
-    @property
-    def inputs_BT(self) -> Tensor:
-        """Token ids, for those who read text alone."""
-        return self.inputs
-
-    @property
-    def targets_BT(self) -> Tensor:
-        """Next tokens, for those who read text alone."""
-        return self.targets
-
 
 class Feed:
     """Every stage opens the same memory-mapped data and computes what it needs of a batch itself.

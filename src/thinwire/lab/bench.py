@@ -124,8 +124,8 @@ def plain_step_seconds(settings: Settings, corpus: Corpus) -> float:
         start = time.perf_counter()
         for microbatch in range(microbatches):
             batch = feed.training(step, microbatch)
-            logits_BTV = model(None, batch.inputs_BT)
-            (token_loss(logits_BTV, batch.targets_BT) / microbatches).backward()
+            logits_BTV = model(None, batch.inputs)
+            (token_loss(logits_BTV, batch.targets) / microbatches).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
         optimizer.step(learning_rate(settings.optim, step, settings.train.steps))
         seconds.append(time.perf_counter() - start)

@@ -130,7 +130,7 @@ def language_task(corpus: Corpus, settings: Settings, device: torch.device) -> T
 
     def examples(step: int) -> tuple[Tensor, Tensor]:
         batch = feed.training(step, 0)
-        return batch.inputs_BT, batch.targets_BT
+        return batch.inputs, batch.targets
 
     return Task("transformer LM", model.to(device), examples, lambda ids: model(None, ids))
 

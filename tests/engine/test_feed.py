@@ -1,0 +1,26 @@
+"""What a stage computes of a batch: as much as asked for, and only what it reads."""
+
+from collections.abc import Callable
+
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine.feed import Feed
+
+
+def test_a_validation_may_take_all_there_is(make_settings: Callable, corpus: Corpus) -> None:
+    windows = (len(corpus.valid) - 1) // 16
+    cpu = torch.device("cpu")
+    assert Feed(corpus, make_settings(train__eval_batches=3), cpu).validation_count == 3
+    whole = Feed(corpus, make_settings(train__eval_batches=0), cpu)
+    assert whole.validation_count == windows // 2 > 3
+    assert Feed(corpus, make_settings(train__eval_batches=0), cpu, 4).validation_count == 4
+
+
+def test_a_part_of_a_batch_is_computed_only_where_it_is_read(
+    make_settings: Callable, corpus: Corpus
+) -> None:
+    batch = Feed(corpus, make_settings(), torch.device("cpu")).training(0, 0)
+    assert not {"inputs", "targets"} & vars(batch).keys()
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    assert {"inputs", "targets"} <= vars(batch).keys(), "and only once"
