@@ -4,8 +4,8 @@
     python examples/codec_speed.py --device cuda int4 "int4(group=64,hadamard)"
 
 Speed is in bytes of the float32 tensor per second, for packing and unpacking together, the best of
-five; on a GPU without the way to the host and back. Bits are those of the whole payload, and bits and
-error those of a first tensor.
+five; on a GPU without the way to the host and back. Bits are those of the whole payload. Bits
+and error of codecs that remember are those of a first tensor.
 """
 
 import argparse

@@ -89,7 +89,8 @@ def test_a_checkpoint_whose_plugin_is_missing_says_which(
     assert Checkpoint.open(folder).settings.codec.backward == "sign"
     monkeypatch.delitem(sys.modules, "sign_codec")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(EXAMPLES)])
-    with pytest.raises(CheckpointError, match='plugin: .*"sign_codec" failed.*PYTHONPATH') as caught:
+    words = r'plugin: .*"sign_codec" failed.*PYTHONPATH'
+    with pytest.raises(CheckpointError, match=words) as caught:
         _ = Checkpoint.open(folder).settings
     assert "version of thinwire" not in str(caught.value)
 

@@ -274,7 +274,9 @@ def test_the_docs_say_of_every_codec_what_a_token_can_see() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", "+ef21", "+ef+zstd"])
-@pytest.mark.parametrize(("decides", "name"), [(d, n) for d, names in VISIBLE.items() for n in names])
+@pytest.mark.parametrize(
+    ("decides", "name"), [(d, n) for d, names in VISIBLE.items() for n in names]
+)
 def test_a_token_sees_in_evaluation_what_the_docs_say(decides: str, name: str, suffix: str) -> None:
     """Another last token of the first sequence: who else arrives otherwise?"""
     sent = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))

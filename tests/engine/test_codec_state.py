@@ -357,25 +357,66 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(
     elsewhere = settings_with(pipeline__split=[1, 3])
     words = r"delta remembers .* before block 1, but .* no cut there: its stages have \[2, 2\]"
     with pytest.raises(CheckpointError, match=words) as caught:
-        run_in_threads(elsewhere, resume=saved, folder=tmp_path / "other")
-    assert "cannot be split anew" in str(caught.value)
-    with pytest.raises(CheckpointError, match=words):
         check_memory(elsewhere, Checkpoint.open(saved))
+    assert "cannot be split anew" in str(caught.value)
     forgetful = settings_with(pipeline__split=[1, 3], codec__forward="fp32", codec__backward="fp32")
     assert check_memory(forgetful, Checkpoint.open(saved)) == []
     run_in_threads(forgetful, resume=saved, folder=tmp_path / "other")
 
 
-def test_a_finer_split_needs_the_memory_of_every_cut(saved: Path, settings_with: Callable) -> None:
+def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
+    saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
     finer = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
-    with pytest.raises(CheckpointError, match="before block 1"):
-        check_memory(finer, Checkpoint.open(saved))
+    notes = check_memory(finer, Checkpoint.open(saved))
+    assert [note.partition(",")[0] for note in notes] == [
+        f"delta is new on the {leg.value} leg of cut 0" for leg in Leg
+    ]
+
+    def look(worker: Any) -> None:
+        for end in worker._ends():
+            for codec in end.codecs.values():
+                assert (codec.last is None) == (end.cut == 0)
+        worker.stop_requested.set()
+
+    run_in_threads(finer, resume=saved, folder=tmp_path / "other", prepare_worker=look)
     partly = settings_with(
         pipeline__stages=3,
         pipeline__split=[1, 1, 2],
         codec__cuts=["0: forward=fp32 backward=fp32"],
     )
     assert check_memory(partly, Checkpoint.open(saved)) == []
+
+
+@pytest.mark.parametrize("backward", ["bf16", "delta"])
+def test_where_nothing_was_remembered_another_split_begins_anew(
+    backward: str,
+    settings_with: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    """What is asked is asked of each leg for itself."""
+    before = settings_with(
+        pipeline__stages=3,
+        pipeline__split=[1, 2, 1],
+        codec__forward="bf16",
+        codec__backward=backward,
+        train__steps=1,
+        optim__warmup=1,
+    )
+    outcome = run_in_threads(before, folder=tmp_path / "before")
+    folder = commit_all(outcome, before, tmp_path / "before", corpus)[1]
+    after = settings_with(codec__forward="delta", codec__backward="bf16", train__steps=2)
+    (note,) = check_memory(after, Checkpoint.open(folder))
+    assert note.startswith("delta is new on the forward leg of cut 0")
+    run_in_threads(after, resume=folder, folder=tmp_path / "after")
+    both = settings_with(codec__forward="delta", codec__backward="int8+ef")
+    if backward == "bf16":
+        assert len(check_memory(both, Checkpoint.open(folder))) == 2
+    else:
+        with pytest.raises(CheckpointError, match="on the backward leg of the cut before block 2"):
+            check_memory(both, Checkpoint.open(folder))
 
 
 def test_another_codec_begins_without_memory(

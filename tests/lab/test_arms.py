@@ -1,0 +1,116 @@
+"""Arms in processes of their own: what is logged, what is not trained again, what is told."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.engine import Settings
+from thinwire.lab import arms as lab
+from thinwire.lab.experiment import Row
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm whose training is a sum."""
+
+    first: int
+    second: int
+    extra: str = "none"
+
+    @property
+    def label(self) -> str:
+        return f"{self.first}+{self.second}"
+
+
+def train(arm: Row, shared: dict[str, Any]) -> Row:
+    """What an arm's process does here."""
+    if arm["first"] < 0:
+        raise ValueError("a negative arm cannot be trained")
+    print("x" * shared["noise"])  # more than a pipe holds
+    loss = float("nan") if arm["first"] == 99 else arm["first"] + arm["second"] + shared["add"]
+    return {"loss": loss, "seconds": 0.5}
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> lab.Ground:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return lab.Ground("test_arms", {"add": 0.25, "noise": 100_000}, {"base": "b1", "corpus": "c1"})
+
+
+def test_arms_are_trained_once_and_logged(ground: lab.Ground, tmp_path: Path) -> None:
+    log, said = tmp_path / "new" / "arms.jsonl", []
+    grid = [Arm(1, 2), Arm(-1, 0), Arm(99, 0)]
+    rows = lab.train_arms(grid, ground, log, 2, said.append)
+    assert sorted((row["first"], row["loss"]) for row in rows if row["loss"]) == [(1, 3.25)]
+    assert [row["loss"] for row in rows if row["first"] == 99] == [None]  # diverged: strict JSON
+    assert rows[0]["base"] == "b1" and rows[0]["seconds"] == 0.5
+    assert any("FAILED -1+0" in line and "a negative arm" in line for line in said)
+    for line in log.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    said.clear()
+    again = lab.train_arms([Arm(1, 2), Arm(2, 2)], ground, log, 2, said.append)
+    assert said[0].startswith("2 arms, 1 of them in ")
+    assert len(said) == 2 and "2+2" in said[1] and "loss 4.2500" in said[1]
+    assert len(again) == 3
+
+
+def test_other_grounds_do_not_compare(ground: lab.Ground, tmp_path: Path) -> None:
+    log = tmp_path / "arms.jsonl"
+    other = {"first": 1, "second": 2, "extra": "none", "base": "b2", "corpus": "c1", "loss": 9.0}
+    log.write_text(json.dumps(other) + "\n")
+    said: list[str] = []
+    assert lab.train_arms([Arm(1, 2)], ground, log, 0, said.append) == []  # and none is trained
+    assert said == [f"1 arms, 0 of them in {log} already"]
+    assert len(lab.read_log(log)) == 1
+
+
+def test_a_row_from_before_a_field_existed_has_its_default() -> None:
+    row = {"first": 1, "second": 2}
+    assert lab.is_of(Arm(1, 2), row)
+    assert not lab.is_of(Arm(1, 2, "more"), row)
+    assert not lab.is_of(Arm(1, 3), row)
+
+
+def test_an_interrupted_grid_leaves_no_process(
+    ground: lab.Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    popen = lab.subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab.subprocess, "Popen", start)
+    monkeypatch.setattr(lab.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lab.train_arms([Arm(1, 2), Arm(1, 3)], ground, tmp_path / "log", 2, lambda text: None)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def test_a_ground_is_named_by_what_matters() -> None:
+    def named(**values: dict[str, Any]) -> dict[str, Any]:
+        return lab.differences(Settings.from_plain(values))
+
+    assert named() == {"run.precision": "fp32"}
+    assert named(train={"steps": 70, "keep": 9}, run={"seed": 5, "name": "x"}) == named()
+    assert named(optim={"weight_decay": 0.2})["optim.weight_decay"] == 0.2
+    assert named(model={"preset": "mini"})["model.dim"] == 256
+    assert named(run={"precision": "bf16"}) == {"run.precision": "bf16"}
+    assert lab.fingerprint(named()) != lab.fingerprint(named(codec={"forward": "int8"}))
+
+
+def test_patterns() -> None:
+    assert lab.split_patterns("a*, int4(group=64,hadamard)/int8 ,b") == [
+        "a*",
+        "int4(group=64,hadamard)/int8",
+        "b",
+    ]
+    assert lab.fits("tune/topk10", "topk*") and lab.fits("tune/topk10", "tune/*")
+    assert not lab.fits("tune/topk10", "scratch/*") and not lab.fits("tune/topk10", "topk1")
