@@ -128,8 +128,9 @@ def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_pa
     saved = save(tmp_path, make_settings(**remembering))
     open_resume(saved, make_settings(**remembering), silent())
     with pytest.raises(CheckpointError, match=r"int8\+ef21 .* before block 1, .* no cut there"):
-        open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())
-    open_resume(saved, make_settings(codec__forward="int8", pipeline__stages=4), silent())
+        open_resume(saved, make_settings(**remembering, pipeline__split=[1, 3]), silent())
+    open_resume(saved, make_settings(codec__forward="int8", pipeline__split=[1, 3]), silent())
+    open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())  # finer
     stream = StringIO()
     open_resume(saved, make_settings(codec__forward="int4+ef21"), PlainDisplay(stream))
     assert "int4+ef21 is new on the forward leg of cut 0" in stream.getvalue()
