@@ -119,8 +119,7 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
     ) -> Outcome:
         count = settings.pipeline.stages
         workers = [
-            Worker(Assignment(settings, stage, data, folder, resume))
-            for stage in range(count)
+            Worker(Assignment(settings, stage, data, folder, resume)) for stage in range(count)
         ]
         if prepare_worker:
             for worker in workers:

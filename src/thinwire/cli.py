@@ -182,6 +182,11 @@ def _parser() -> argparse.ArgumentParser:
         "--mbps", type=_numbers(float, above=0), help="bandwidth: rates to measure, by commas"
     )
     sub.add_argument(
+        "--curves",
+        type=Path,
+        help="bandwidth: a convergence.jsonl of the same model, for hours to a loss",
+    )
+    sub.add_argument(
         "--dense-microbatches",
         type=_number(int, 0),
         default=0,
@@ -207,9 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--tune-on", help="codecs: text to fine-tune on, a file or a folder")
     sub.add_argument(
-        "--stages",
-        type=_numbers(int, 1),
-        help="convergence, frontier: numbers of stages, by commas",
+        "--stages", type=_numbers(int, 1), help="convergence: numbers of stages, by commas"
     )
     sub.add_argument(
         "--lrs",
@@ -232,6 +235,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_number(int, 1),
         default=1,
         help="convergence, codecs, frontier: arms at a time",
+    )
+    sub.add_argument(
+        "--minutes",
+        type=_number(float, 0),
+        default=0,
+        help="convergence, codecs, frontier: start no arm after these; 0 = no limit",
     )
     sub.add_argument(
         "--from-log",

@@ -43,7 +43,7 @@ def ground(monkeypatch: pytest.MonkeyPatch) -> lab.Ground:
 def test_arms_are_trained_once_and_logged(ground: lab.Ground, tmp_path: Path) -> None:
     log, said = tmp_path / "new" / "arms.jsonl", []
     grid = [Arm(1, 2), Arm(-1, 0), Arm(99, 0)]
-    rows = lab.train_arms(grid, ground, log, 2, said.append)
+    rows = lab.train_arms(grid, ground, lab.Session(log, 2, said.append))
     assert sorted((row["first"], row["loss"]) for row in rows if row["loss"]) == [(1, 3.25)]
     assert [row["loss"] for row in rows if row["first"] == 99] == [None]  # diverged: strict JSON
     assert rows[0]["base"] == "b1" and rows[0]["seconds"] == 0.5
@@ -51,10 +51,9 @@ def test_arms_are_trained_once_and_logged(ground: lab.Ground, tmp_path: Path) ->
     for line in log.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
     said.clear()
-    again = lab.train_arms([Arm(1, 2), Arm(2, 2)], ground, log, 2, said.append)
-    assert said[0].startswith("2 arms, 1 of them in ")
-    assert len(said) == 2 and "2+2" in said[1] and "loss 4.2500" in said[1]
-    assert len(again) == 3
+    again = lab.train_arms([Arm(1, 2)], ground, lab.Session(log, 2, said.append))
+    assert said == [f"1 arms, 1 of them in {log} already"]
+    assert again == rows
 
 
 def test_other_grounds_do_not_compare(ground: lab.Ground, tmp_path: Path) -> None:
@@ -62,9 +61,17 @@ def test_other_grounds_do_not_compare(ground: lab.Ground, tmp_path: Path) -> Non
     other = {"first": 1, "second": 2, "extra": "none", "base": "b2", "corpus": "c1", "loss": 9.0}
     log.write_text(json.dumps(other) + "\n")
     said: list[str] = []
-    assert lab.train_arms([Arm(1, 2)], ground, log, 0, said.append) == []  # and none is trained
+    only_read = lab.Session(log, 0, said.append)
+    assert lab.train_arms([Arm(1, 2)], ground, only_read) == []
     assert said == [f"1 arms, 0 of them in {log} already"]
     assert len(lab.read_log(log)) == 1
+
+
+def test_no_arm_is_started_when_time_is_up(ground: lab.Ground, tmp_path: Path) -> None:
+    said: list[str] = []
+    session = lab.Session(tmp_path / "log", 2, said.append, until=lab.time.monotonic() - 1)
+    assert lab.train_arms([Arm(1, 2), Arm(1, 3)], ground, session) == []
+    assert said[1:] == ["time is up: 2 arms are left for another call"]
 
 
 def test_a_row_from_before_a_field_existed_has_its_default() -> None:
@@ -90,7 +97,7 @@ def test_an_interrupted_grid_leaves_no_process(
     monkeypatch.setattr(lab.subprocess, "Popen", start)
     monkeypatch.setattr(lab.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        lab.train_arms([Arm(1, 2), Arm(1, 3)], ground, tmp_path / "log", 2, lambda text: None)
+        lab.train_arms([Arm(1, 2), Arm(1, 3)], ground, lab.Session(tmp_path / "log", 2, print))
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 

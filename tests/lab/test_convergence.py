@@ -10,7 +10,7 @@ import pytest
 from thinwire.data import Corpus
 from thinwire.engine import Settings
 from thinwire.lab import convergence as lab
-from thinwire.lab.arms import Values
+from thinwire.lab.arms import Session, Values
 from thinwire.lab.experiment import write_outcome
 
 BEFORE: Values = {
@@ -37,17 +37,16 @@ def test_logs_of_before_are_recognised(corpus: Corpus, tmp_path: Path) -> None:
     log.write_text(json.dumps({**LOGGED, "corpus": corpus.fingerprint}) + "\n")
     arms = lab.grid(["projected"], [24], [3e-4], [4], [0], 400)[1:]
     said: list[str] = []
-    (row,) = lab.train_grid(arms, BEFORE, corpus, log, 0, said.append)
+    session = Session(log, 0, said.append)
+    (row,) = lab.train_grid(arms, BEFORE, corpus, session)
     assert row["loss"] == 6.0055 and said[0].startswith("1 arms, 1 of them")
-    changed = {**BEFORE, "optim": {"weight_decay": 0.2}}
-    assert lab.train_grid(arms, changed, corpus, log, 0, said.append) == []
-    assert lab.train_grid(arms, {**BEFORE, "codec": {"forward": "int8"}}, corpus, log, 0,
-                          said.append) == []  # fmt: skip
+    for change in ({"optim": {"weight_decay": 0.2}}, {"codec": {"forward": "int8"}}):
+        assert lab.train_grid(arms, {**BEFORE, **change}, corpus, session) == []
 
 
 def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: Path) -> None:
     arms = lab.grid(["projected"], [4], [1e-2], [2], [0], 3)
-    rows = lab.train_grid(arms, base, corpus, tmp_path / "log.jsonl", 2, lambda text: None)
+    rows = lab.train_grid(arms, base, corpus, Session(tmp_path / "log.jsonl", 2, print))
     assert {row["mode"] for row in rows} == {"dense", "projected"}
     assert all(len(row["curve"]) == 4 and row["loss"] == row["curve"][-1][1] for row in rows)
     found = lab.outcome(rows, base, 1e12, "thinwire lab convergence")

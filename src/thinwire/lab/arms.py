@@ -11,6 +11,7 @@ import fnmatch
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -60,25 +61,35 @@ class Ground:
     """What is written into every row and sets this ground apart from others in the log."""
 
 
-def train_arms(
-    arms: Sequence[Arm], ground: Ground, log: Path, parallel: int, say: Say
-) -> list[Row]:
-    """Train the arms that the log lacks, `parallel` at a time, none if that is 0.
+@dataclass(frozen=True)
+class Session:
+    """One call's work on grids."""
 
-    Returns the ground's rows, also those of other arms.
-    """
+    log: Path
+    parallel: int  # arms at a time; with 0 only the log is read
+    say: Say
+    until: float = math.inf
+    """No arm is started after this, of the clock time.monotonic."""
+
+
+def train_arms(arms: Sequence[Arm], ground: Ground, session: Session) -> list[Row]:
+    """Train the arms that the log lacks; returns the ground's rows, also those of other arms."""
+    log, say = session.log, session.say
     before = rows_of(log, ground)
     waiting = [arm for arm in arms if not any(is_of(arm, row) for row in before)]
     total = len(waiting)
     say(f"{len(arms)} arms, {len(arms) - total} of them in {log} already")
-    if not parallel:
+    if not session.parallel:
         return before
     log.parent.mkdir(parents=True, exist_ok=True)
     running: list[_Process] = []
     finished = 0
     try:
         while waiting or running:
-            while waiting and len(running) < parallel:
+            if waiting and time.monotonic() > session.until:
+                say(f"time is up: {len(waiting)} arms are left for another call")
+                waiting.clear()
+            while waiting and len(running) < session.parallel:
                 running.append(_Process(waiting.pop(0), ground))
             time.sleep(_POLL_SECONDS)
             for process in [process for process in running if process.is_over()]:

@@ -8,6 +8,7 @@ from thinwire.lab.arms import mean
 from thinwire.lab.codecs import grid
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE, Harms, judge
+from thinwire.lab.labels import Point, name_points
 
 TITLES = {
     "cifar": "ResNet-18, images",
@@ -122,7 +123,7 @@ def _finite(value: float) -> float | None:
     return value if value == value else None
 
 
-def outcome(reports: list[GroundReport], command: str, notes: list[str]) -> Outcome:
+def outcome(task: str, reports: list[GroundReport], command: str, notes: list[str]) -> Outcome:
     """Findings with their verdicts, and the figures behind them."""
     rows = [row for report in reports for row in judge(report.ground, report.harms())]
     verdicts = [f"({row['finding']}) {row['ground']}: {row['verdict']}" for row in rows]
@@ -138,7 +139,7 @@ def outcome(reports: list[GroundReport], command: str, notes: list[str]) -> Outc
             f"{harms.show(harms.tolerance).lstrip('+')}"
         )
     return Outcome(
-        name="codecs",
+        name=f"codecs-{task}",
         question=(
             "Which findings of arXiv 2401.07788 on lossy codecs hold here? Every figure is of the "
             "trained model on data it was not trained on."
@@ -255,6 +256,7 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
         better = max if report.is_accuracy else min
         score = better(report.score(name), report.score(name, compressed=False))
         taken.setdefault(family, []).append((report.ratio(name), score, name))
+    names: list[Point] = []
     for number, (family, points) in enumerate(taken.items()):
         axis.scatter(
             [ratio for ratio, _, _ in points],
@@ -264,10 +266,7 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
             label=family,
             s=30,
         )
-        for ratio, score, name in points:
-            axis.annotate(
-                name, (ratio, score), textcoords="offset points", xytext=(4, 3), fontsize=6
-            )
+        names += [(ratio, score, name, f"C{number}") for ratio, score, name in points]
     axis.set_xscale("log")
     axis.margins(x=0.15)
     axis.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
@@ -276,6 +275,8 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
     _draw_dense(axis, report)
     axis.set(xlabel="times fewer bytes than bf16", title="the better of on and off, over bytes")
     axis.legend(fontsize=7)
+    axis.set_ylim(*_limits(report))
+    name_points(axis, names, size=6)
 
 
 def _draw_dense(axis: Axes, report: GroundReport) -> None:

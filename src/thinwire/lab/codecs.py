@@ -6,6 +6,7 @@ of a ground share model, data and batch, and differ in what packs the two direct
 Each trained model is tested with compression and without it.
 """
 
+import dataclasses
 import math
 import pydoc_data.topics
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from thinwire.engine.feed import Data, Feed, open_data
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
     Ground,
-    Say,
+    Session,
     Values,
     differences,
     fingerprint,
@@ -67,12 +68,13 @@ CIFAR: Values = {
 """The paper's setting, but for the number of epochs."""
 LETTERS: Values = {
     **CIFAR,
-    "model": {"preset": "resnet18", "dim": 4, "classes": 26, "channels": 1, "side": SIDE},
+    "model": {"preset": "resnet18", "dim": 4, "classes": 10, "channels": 1, "side": SIDE},
+    "data": {"source": "images", "augment": False},
     "optim": {**CIFAR["optim"], "lr": 0.05},
     "train": {"batch": 32, "eval_batches": 0},
 }
-"""Printed capital letters and a narrow ResNet-18: a first look without CIFAR-10."""
-_CAPITALS = range(CHARACTERS.index("A"), CHARACTERS.index("Z") + 1)
+"""Printed letters from A to J and a narrow ResNet-18: a first look without CIFAR-10."""
+_CLASSES = range(CHARACTERS.index("A"), CHARACTERS.index("J") + 1)
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,13 @@ def train(arm: Row, shared: dict[str, Any]) -> Row:
 
 
 def train_ground(
-    arms: list[Arm], base: Values, data: Data, log: Path, parallel: int, say: Say,
-    weights: Path | None = None, keep: Path | None = None,
-) -> list[Row]:  # fmt: skip
+    arms: list[Arm],
+    base: Values,
+    data: Data,
+    session: Session,
+    weights: Path | None = None,
+    keep: Path | None = None,
+) -> list[Row]:
     """Train the arms that the log lacks, from `weights` if given; returns the ground's rows."""
     neutral = Arm(arms[0].ground, "dense", "bf16", "bf16", 0, 10)
     names = {
@@ -218,23 +224,23 @@ def train_ground(
         "from": str(weights or ""),
         "to": str(keep or ""),
     }
-    rows = train_arms(arms, Ground("thinwire.lab.codecs", shared, names), log, parallel, say)
+    rows = train_arms(arms, Ground("thinwire.lab.codecs", shared, names), session)
     return [row for row in rows if (row["ground"], row["steps"]) == (arms[0].ground, arms[0].steps)]
 
 
-def base_model(
-    base: Values, corpus: Corpus, seed: int, steps: int, parallel: int, say: Say
-) -> Path:
-    """Weights of a dense language model to fine-tune, trained unless they are there already."""
+def base_model(base: Values, corpus: Corpus, seed: int, steps: int, session: Session) -> Path:
+    """Weights of a dense language model to fine-tune, trained unless they are there already.
+
+    They are still not there if training failed, or the session had no time left.
+    """
     arm = Arm("base", "dense", "bf16", "bf16", seed, steps)
     told = [corpus.fingerprint, differences(arm.settings(base)), seed, steps]
     path = cache_folder() / "lab" / f"base-{fingerprint(told)}.safetensors"
-    if parallel and not path.exists():
-        say(f"a dense model of {steps} steps, to be fine-tuned")
-        log = path.with_suffix(".jsonl")
-        log.unlink(missing_ok=True)
-        if not train_ground([arm], base, corpus, log, 1, say, keep=path):
-            raise ConfigError("the model to be fine-tuned could not be trained; see above")
+    if session.parallel and not path.exists():
+        session.say(f"a dense model of {steps} steps, to be fine-tuned")
+        alone = dataclasses.replace(session, log=path.with_suffix(".jsonl"))
+        alone.log.unlink(missing_ok=True)
+        train_ground([arm], base, corpus, alone, keep=path)
     return path
 
 
@@ -264,7 +270,7 @@ def steps_of(epochs: int, examples: int, batch: int) -> int:
 
 
 def letters(train_count: int = 1024, test_count: int = 512) -> Path:
-    """An .npz of printed capital letters, 26 classes of 24 x 24 pixels, made once."""
+    """An .npz of printed letters, ten classes of 24 x 24 pixels, made once."""
     path = cache_folder() / "lab" / f"letters-{train_count}-{test_count}.npz"
     if path.exists():
         return path
@@ -274,10 +280,10 @@ def letters(train_count: int = 1024, test_count: int = 512) -> Path:
     while sum(map(len, labels)) < train_count + test_count:
         images_B, classes_B = character_batch(1024, seed=0, number=number)
         number += 1
-        wanted_B = (classes_B >= _CAPITALS.start) & (classes_B < _CAPITALS.stop)
+        wanted_B = (classes_B >= _CLASSES.start) & (classes_B < _CLASSES.stop)
         shades = ((images_B[wanted_B] * SPREAD + MEAN).clamp(0, 1) * 255).round()
         images.append(shades.byte().permute(0, 2, 3, 1).numpy())
-        labels.append((classes_B[wanted_B] - _CAPITALS.start).numpy())
+        labels.append((classes_B[wanted_B] - _CLASSES.start).numpy())
     x, y = np.concatenate(images), np.concatenate(labels)
     end = train_count + test_count
     path.parent.mkdir(parents=True, exist_ok=True)

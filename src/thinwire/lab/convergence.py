@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -21,7 +20,7 @@ from thinwire.engine.build import choose_device
 from thinwire.engine.feed import Feed
 from thinwire.lab.arms import (
     Ground,
-    Say,
+    Session,
     Values,
     differences,
     fingerprint,
@@ -119,16 +118,14 @@ def train(arm: Row, shared: dict[str, Any]) -> Row:
     return train_arm(Arm(**arm), shared["base"], Corpus.open(shared["corpus"]))
 
 
-def train_grid(
-    arms: list[Arm], base: Values, corpus: Corpus, log: Path, parallel: int, say: Say
-) -> list[Row]:
-    """Train the arms that the log lacks, `parallel` at a time.
+def train_grid(arms: list[Arm], base: Values, corpus: Corpus, session: Session) -> list[Row]:
+    """Train the arms that the log lacks.
 
     Returns the log's rows of this model, batch and corpus: losses on others do not compare.
     """
     shared = {"base": base, "corpus": str(corpus.folder)}
     ground = Ground("thinwire.lab.convergence", shared, _ground(base, corpus))
-    return train_arms(arms, ground, log, parallel, say)
+    return train_arms(arms, ground, session)
 
 
 def best_by_method(rows: Iterable[Row]) -> dict[tuple[int, int, str], Row]:

@@ -9,7 +9,6 @@ import math
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
     Ground,
-    Say,
+    Session,
     Values,
     differences,
     fingerprint,
@@ -35,6 +34,7 @@ from thinwire.lab.arms import (
 )
 from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.labels import Point, name_points
 from thinwire.lab.measure import train_measured
 
 DENSE = "dense bf16/bf16"
@@ -89,7 +89,6 @@ class Arm:
     forward: str
     backward: str
     lr: float
-    stages: int
     seed: int
     steps: int
 
@@ -103,7 +102,6 @@ class Arm:
         changes: Values = {
             "boundary": {"mode": self.mode, "rank": self.rank},
             "codec": {"forward": self.forward, "backward": self.backward},
-            "pipeline": {"stages": self.stages},
             "optim": {"lr": self.lr, "warmup": max(1, self.steps // 10)},
             "run": {"seed": self.seed},
             "train": {"steps": self.steps},
@@ -127,7 +125,7 @@ def specs(patterns: str | None, quick: bool) -> list[str]:
 
 
 def make_arms(
-    lines: list[str], dim: int, lrs: list[float], stages: int, seeds: list[int], steps: int
+    lines: list[str], dim: int, lrs: list[float], seeds: list[int], steps: int
 ) -> list[Arm]:
     """Each line at every learning rate; dense with all seeds, which shows the noise."""
     arms = []
@@ -138,7 +136,7 @@ def make_arms(
         rank = max(1, dim // int(number)) if divides else int(number or 0)
         for lr in lrs:
             for seed in seeds if line == DENSE else seeds[:1]:
-                arms.append(Arm(line, mode, rank, forward, backward, lr, stages, seed, steps))
+                arms.append(Arm(line, mode, rank, forward, backward, lr, seed, steps))
     return arms
 
 
@@ -149,10 +147,8 @@ def train(arm: Row, shared: dict[str, Any]) -> Row:
     return train_measured(Chain(settings, Feed(Corpus.open(shared["corpus"]), settings, device)))
 
 
-def train_grid(
-    arms: list[Arm], base: Values, corpus: Corpus, log: Path, parallel: int, say: Say
-) -> list[Row]:
-    """Train the arms that the log lacks; returns all rows of this ground, stages and steps."""
+def train_grid(arms: list[Arm], base: Values, corpus: Corpus, session: Session) -> list[Row]:
+    """Train the arms that the log lacks; returns all rows of this ground and length."""
     neutral = dataclasses.replace(arms[0], lr=1e-3, steps=10)
     names = {
         "corpus": corpus.fingerprint,
@@ -160,9 +156,8 @@ def train_grid(
     }
     shared = {"base": base, "corpus": str(corpus.folder)}
     ground = Ground("thinwire.lab.frontier", shared, names)
-    rows = train_arms(arms, ground, log, parallel, say)
-    wanted = {(arm.stages, arm.steps) for arm in arms}
-    return [row for row in rows if (row["stages"], row["steps"]) in wanted]
+    rows = train_arms(arms, ground, session)
+    return [row for row in rows if row["steps"] == arms[0].steps]
 
 
 def table(rows: list[Row]) -> list[Row]:
@@ -253,6 +248,7 @@ def figure(lines: list[Row], noise: float) -> Figure:
     plot = Figure(figsize=(12, 7), layout="constrained")
     axis: Axes = plot.subplots()
     lines = [line for line in lines if line["gap"] is not None]
+    names: list[Point] = []
     for number, mode in enumerate(dict.fromkeys(map(_mode, lines))):
         mine = [line for line in lines if _mode(line) == mode]
         axis.scatter(
@@ -264,15 +260,15 @@ def figure(lines: list[Row], noise: float) -> Figure:
             label=mode,
             zorder=3,
         )
-        for line in mine:
-            axis.annotate(
+        names += [
+            (
+                line["bytes per token"],
+                100 * line["gap"],
                 line["arm"].partition(" ")[2],
-                (line["bytes per token"], 100 * line["gap"]),
-                textcoords="offset points",
-                xytext=(6, 4),
-                fontsize=7,
-                color="black" if line["edge"] else f"C{number}",
+                "black" if line["edge"] else f"C{number}",
             )
+            for line in mine
+        ]
     edge = [line for line in lines if line["edge"]]
     axis.plot(
         [line["bytes per token"] for line in edge],
@@ -303,6 +299,7 @@ def figure(lines: list[Row], noise: float) -> Figure:
         shown.set_minor_locator(NullLocator())
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left", fontsize=8)
+    name_points(axis, names)
     return plot
 
 
@@ -318,7 +315,6 @@ def outcome(rows: list[Row], command: str) -> Outcome:
             choices.append(
                 f"at {ratio}x or more: {best['arm']} ({best['ratio']:.0f}x, {best['gap']:+.1%})"
             )
-    first = rows[0]
     return Outcome(
         name="frontier",
         question=(
@@ -335,8 +331,8 @@ def outcome(rows: list[Row], command: str) -> Outcome:
             f"noise: the dense seeds differ by {noise:.2%}"
             if dense["seeds"] > 1
             else "noise: not known, dense has one seed",
-            f"{first['steps']} steps, {first['stages']} stages; arms other than dense have one "
-            "seed, and the learning rates that the table names",
+            f"{rows[0]['steps']} steps; arms other than dense have one seed, and the learning rate "
+            "that the table names",
             *equal_bytes(lines),
         ],
     )

@@ -1,11 +1,14 @@
 """`thinwire lab NAME`: runs an experiment and writes what it leaves behind."""
 
 import argparse
+import dataclasses
 import importlib
 import json
+import math
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ from thinwire.data import prepare_images
 from thinwire.engine import Settings, apply_override
 from thinwire.errors import ConfigError
 from thinwire.lab import codec_report, codecs, frontier
-from thinwire.lab.arms import Say, Values
-from thinwire.lab.bandwidth import run_bandwidth
+from thinwire.lab.arms import Say, Session, Values, read_log
+from thinwire.lab.bandwidth import run_bandwidth, tokens_to_loss
 from thinwire.lab.codecs import Codecs
 from thinwire.lab.convergence import Arm, best_by_method, grid, outcome, train_grid
 from thinwire.lab.experiment import Outcome, Row, write_outcome
@@ -94,6 +97,7 @@ def command_line(options: argparse.Namespace) -> str:
         "device",
         "sweep_steps",
         "dense_microbatches",
+        "curves",
     ):
         value = getattr(options, key)
         if value not in (None, 0, "auto"):
@@ -103,9 +107,11 @@ def command_line(options: argparse.Namespace) -> str:
     return " ".join(parts)
 
 
-def parallel(options: argparse.Namespace) -> int:
-    """How many arms may train at a time: none, if only the log is to be read."""
-    return 0 if options.from_log else int(options.parallel)
+def _session(options: argparse.Namespace, say: Say) -> Session:
+    limit = 60 * options.minutes if options.minutes else math.inf
+    parallel = 0 if options.from_log else options.parallel
+    log = options.out / f"{options.name}.jsonl"
+    return Session(log, parallel, say, time.monotonic() + limit)
 
 
 def _simple(options: argparse.Namespace, say: Say) -> Outcome:
@@ -147,33 +153,32 @@ def _convergence(options: argparse.Namespace, say: Say) -> Outcome:
     for arm in arms:
         arm.settings(base)  # an arm that cannot work is refused before the first one trains
     corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "convergence.jsonl"
-    rows = train_grid(arms, base, corpus, log, parallel(options), say)
+    session = _session(options, say)
+    rows = train_grid(arms, base, corpus, session)
     if options.sweep_steps:
         best = best_by_method(row for row in rows if row["steps"] == options.sweep_steps)
         rates = {(n, method): found["lr"] for (n, _, method), found in best.items()}
         full = [a for a in arms_of(lrs, seeds, steps) if rates.get((a.stages, a.method)) == a.lr]
-        rows = train_grid(full, base, corpus, log, parallel(options), say)
+        rows = train_grid(full, base, corpus, session)
     if not rows:
-        raise ConfigError(f"no arm could be trained; see the messages above, and {log}")
+        raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
     return outcome(rows, base, options.tflops * 1e12, command_line(options))
 
 
 def _codecs(options: argparse.Namespace, say: Say) -> Outcome:
     task = options.task or "cifar"
     wanted = codecs.choose(task, options.arms, options.quick)
-    log = options.out / "codecs.jsonl"
+    session = _session(options, say)
     study = _on_images if task == "cifar" else _on_text
-    found, notes = study(options, wanted, log, say)
+    found, notes = study(options, wanted, session)
     reports = [codec_report.GroundReport(ground, rows) for ground, rows in found.items() if rows]
     if not reports:
-        raise ConfigError(f"no arm could be trained; see the messages above, and {log}")
-    return codec_report.outcome(reports, command_line(options), notes)
+        raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
+    return codec_report.outcome(task, reports, command_line(options), notes)
 
 
 def _on_images(
-    options: argparse.Namespace, wanted: dict[str, list[Codecs]], log: Path, say: Say
+    options: argparse.Namespace, wanted: dict[str, list[Codecs]], session: Session
 ) -> Study:
     has_images = any(override.startswith("data.path=") for override in options.set)
     if not has_images and not options.quick:
@@ -186,16 +191,16 @@ def _on_images(
         base["data"]["path"] = str(codecs.letters())
     path, batch = base["data"]["path"], Settings.from_plain(base).train.batch
     images = prepare_images(path, cache_folder())
-    say(images.summary())
+    session.say(images.summary())
     epochs = options.epochs or (5 if options.quick else 30)
     steps = codecs.steps_of(epochs, len(images.train), batch)
     arms = codecs.make_arms("cifar", wanted["cifar"], _seeds(options), steps)
-    rows = codecs.train_ground(arms, base, images, log, parallel(options), say)
+    rows = codecs.train_ground(arms, base, images, session)
     return {"cifar": rows}, [f"cifar: {epochs} epochs; {images.summary()}"]
 
 
 def _on_text(
-    options: argparse.Namespace, wanted: dict[str, list[Codecs]], log: Path, say: Say
+    options: argparse.Namespace, wanted: dict[str, list[Codecs]], session: Session
 ) -> Study:
     base, display = _base(options, QUICK if options.quick else WHOLE), PlainDisplay(sys.stderr)
     steps = options.steps or (50 if options.quick else 300)
@@ -205,18 +210,19 @@ def _on_text(
     found, notes = {}, [f"scratch: {corpus.summary()}"]
     if wanted["scratch"]:
         arms = codecs.make_arms("scratch", wanted["scratch"], _seeds(options), steps)
-        found["scratch"] = codecs.train_ground(arms, base, corpus, log, parallel(options), say)
+        found["scratch"] = codecs.train_ground(arms, base, corpus, session)
     if wanted["tune"]:
         length = options.base_steps or steps
-        weights = codecs.base_model(base, corpus, options.seed, length, parallel(options), say)
+        weights = codecs.base_model(base, corpus, options.seed, length, session)
+        if not weights.exists():  # then nothing can be trained from it
+            session = dataclasses.replace(session, parallel=0)
         tuning = codecs.tuning_base(base, corpus, options.tune_on, options.quick)
         text = prepare_corpus(first.settings(tuning), display)
         model, train = first.settings(tuning).model, first.settings(tuning).train
         epochs = options.epochs or 3
         steps = codecs.steps_of(epochs, (len(text.train) - 1) // model.context, train.batch)
         arms = codecs.make_arms("tune", wanted["tune"], _seeds(options), steps)
-        rows = codecs.train_ground(arms, tuning, text, log, parallel(options), say, weights)
-        found["tune"] = rows
+        found["tune"] = codecs.train_ground(arms, tuning, text, session, weights)
         notes.append(
             f"tune: {epochs} epochs from a dense model of {length} steps on the text of scratch, "
             f"learning rate {codecs.TUNING_RATE:g} of its; {text.summary()}"
@@ -234,15 +240,13 @@ def _frontier(options: argparse.Namespace, say: Say) -> Outcome:
         frontier.specs(options.arms, options.quick),
         Settings.from_plain(base).model.dim,
         _numbers(options.lrs, float) or [3e-3],
-        (_numbers(options.stages, int) or [4])[0],
         _seeds(options),
         options.steps or (50 if options.quick else 300),
     )
     for arm in arms:
         arm.settings(base)  # an arm that cannot work is refused before the first one trains
     corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
-    log = options.out / "frontier.jsonl"
-    rows = frontier.train_grid(arms, base, corpus, log, parallel(options), say)
+    rows = frontier.train_grid(arms, base, corpus, _session(options, say))
     return frontier.outcome(rows, command_line(options))
 
 
@@ -256,6 +260,10 @@ def _bandwidth(options: argparse.Namespace, say: Say) -> Outcome:
     arms: Values = {mode: {"mode": mode, "rank": rank} for mode in modes}
     arms = {"dense": {"mode": "dense", "rank": 0}, **arms}
     rates = _numbers(options.mbps, float) or ([80.0] if options.quick else [10.0, 80.0, 500.0])
+    curves = None
+    if options.curves is not None:
+        curves = read_log(options.curves)
+        tokens_to_loss(curves, arms)  # an arm without a curve is refused before any is measured
     with tempfile.TemporaryDirectory(prefix="thinwire-lab-") as scratch:
         return run_bandwidth(
             base,
@@ -265,6 +273,7 @@ def _bandwidth(options: argparse.Namespace, say: Say) -> Outcome:
             command_line(options),
             say,
             options.dense_microbatches,
+            curves,
         )
 
 

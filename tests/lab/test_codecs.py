@@ -1,0 +1,315 @@
+"""The grid, the rules that judge findings, what an arm measures, and tiny studies of each task."""
+
+import csv
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.cli import main
+from thinwire.data import Corpus
+from thinwire.engine import Settings
+from thinwire.engine.feed import Feed
+from thinwire.errors import ConfigError
+from thinwire.lab import codec_report, codecs
+from thinwire.lab.arms import Ground, Session
+from thinwire.lab.chain import Chain
+from thinwire.lab.experiment import Row
+from thinwire.lab.findings import FAILS, FINDINGS, HOLDS, OPEN, PARTLY, WORST, Harms, judge
+from thinwire.lab.measure import load_weights, save_weights
+
+ALL_GROUNDS = ("cifar", "scratch", "tune")
+
+
+# --- the grid ---
+
+
+@pytest.mark.parametrize("ground", ALL_GROUNDS)
+def test_every_arm_can_work(ground: str) -> None:
+    base = codecs.CIFAR if ground == "cifar" else {"pipeline": codecs.CIFAR["pipeline"]}
+    arms = codecs.make_arms(ground, codecs.grid(ground), [0, 1], 100)
+    names = [arm.name for arm in arms]
+    assert names[:2] == ["dense", "dense"] and len(set(names)) == len(names) - 1
+    for arm in arms:
+        assert arm.settings(base).codec.names(0) == (arm.forward, arm.backward)
+    core = [name in codecs.CORE for name in names]
+    assert core == sorted(core, reverse=True), "what decides findings is trained first"
+
+
+def test_the_core_has_what_every_finding_needs() -> None:
+    for ground in ALL_GROUNDS:
+        names = {c.name for c in codecs.grid(ground)} & set(codecs.CORE)
+        harms = Harms(dict.fromkeys(names, (0.0, 0.0)), 0.0, ground == "cifar")
+        assert not [row for row in judge(ground, harms) if "needs" in row["our figure"]]
+    every = {c.name for ground in ALL_GROUNDS for c in codecs.grid(ground)}
+    assert set(codecs.QUICK) <= set(codecs.CORE) <= every
+
+
+def test_arms_are_chosen_by_pattern() -> None:
+    found = codecs.choose("lm", "tune/topk1*,fw2-bw8", False)
+    assert [c.name for c in found["scratch"]] == ["dense", "fw2-bw8"]
+    assert {c.name for c in found["tune"]} >= {"dense", "fw2-bw8", "topk10", "topk10+aqsgd"}
+    assert codecs.choose("lm", "tune/*", True)["scratch"] == []
+    with pytest.raises(ConfigError, match=r'"topk11" fits none of cifar/dense'):
+        codecs.choose("cifar", "topk11", False)
+
+
+# --- the rules ---
+
+Given = dict[str, float | tuple[float, float]]
+MILD: Given = {"topk50": 0.0, "topk30": 0.001, "topk20": 0.002, "topk10": 0.01, "topk5": 0.05}
+
+
+def verdict(number: int, given: Given, noise: float = 0.001, is_accuracy: bool = False) -> str:
+    pairs = {name: v if isinstance(v, tuple) else (v, v) for name, v in given.items()}
+    finding = next(finding for finding in FINDINGS if finding.number == number)
+    return finding.decide(Harms(pairs, noise, is_accuracy)).verdict
+
+
+@pytest.mark.parametrize(
+    ("number", "given", "wanted"),
+    [
+        (1, {"fw2-bw8": 0.01, "fw8-bw2": 0.2, "fw4-bw8": 0.0, "fw8-bw4": 0.001}, HOLDS),
+        (1, {"fw2-bw8": 0.2, "fw8-bw2": 0.01}, FAILS),
+        (1, {"fw2-bw8": 0.2, "fw8-bw2": 0.01, "fw4-bw8": 0.0, "fw8-bw4": 0.1}, PARTLY),
+        (1, {"fw2-bw8": 0.011, "fw8-bw2": 0.01}, OPEN),
+        (1, {"fw2-bw8": 0.011, "fw8-bw2": WORST}, HOLDS),
+        (1, {"fw2-bw8": 0.011}, OPEN),
+        (2, MILD, HOLDS),
+        (2, {**MILD, "topk5": 0.015}, FAILS),
+        (2, {**MILD, "topk10": 0.03}, FAILS),
+        (2, {**MILD, "topk20": 0.03}, FAILS),  # the floor is where harm begins
+        (2, {"topk10": 0.0}, OPEN),
+        (3, {"topk20": (0.0, 0.02), "topk10": (0.0, 0.5)}, HOLDS),
+        (3, {"topk50": (0.0, 0.0), "topk10": (0.0, 0.5)}, HOLDS),
+        (3, {"topk20": (0.0, 0.001), "topk10": (0.0, 0.5)}, PARTLY),
+        (3, {"topk20": (0.02, 0.0), "topk10": (0.0, 0.004)}, FAILS),
+        (3, {"topk30": (0.0, 0.5)}, OPEN),
+        (4, {"topk10": (0.01, 0.3), "topk10+ef": (0.01, 0.012)}, HOLDS),
+        (4, {"topk10": (0.05, 0.3), "topk10+ef": (0.01, 0.012)}, PARTLY),  # it improves
+        (4, {"topk10": (0.01, 0.3), "topk10+ef": (0.01, 0.2)}, PARTLY),  # off is worse
+        (4, {"topk10": (0.05, 0.3), "topk10+ef": (0.01, 0.2)}, FAILS),
+        (4, {"topk10": (0.01, 0.3), "topk10+ef": (0.8, 0.8)}, PARTLY),  # nothing was learned
+        (4, {"topk10": (0.01, 0.3)}, OPEN),
+        (5, {**MILD, "topk30+aqsgd": 0.002, "topk10+aqsgd": 0.2}, HOLDS),
+        (5, {**MILD, "topk30+aqsgd": 0.1, "topk10+aqsgd": 0.2}, PARTLY),
+        (5, {**MILD, "topk30+aqsgd": 0.0, "topk10+aqsgd": (0.9, 0.0)}, FAILS),
+        (5, {**MILD, "topk10+aqsgd": 0.2}, OPEN),
+        (6, {**MILD, "topk20": 0.02}, HOLDS),
+        (6, {**MILD, "topk20": 0.02, "topk30": 0.02}, PARTLY),
+        (6, {"topk30": 0.02, "topk20": 0.0}, FAILS),
+        (6, {"topk30": 0.0}, OPEN),
+        (7, {**MILD, "topk30-own": 0.2, "topk10-own": WORST}, HOLDS),
+        (7, {**MILD, "topk30-own": 0.0, "topk10-own": WORST}, PARTLY),
+        (7, {**MILD, "topk30-own": 0.0, "topk10-own": 0.01}, FAILS),
+        (7, {"topk10-own": 0.01}, OPEN),
+    ],
+)
+def test_a_verdict_follows_from_figures(number: int, given: Given, wanted: str) -> None:
+    assert verdict(number, given, is_accuracy=number == 2) == wanted
+
+
+def test_noise_leaves_open_what_it_could_have_made() -> None:
+    given: Given = {**MILD, "topk10-own": 0.05}
+    assert verdict(7, given, noise=0.001) == HOLDS  # worse by 0.04
+    assert verdict(7, given, noise=0.03) == OPEN
+    assert verdict(7, {**MILD, "topk10-own": 0.01}, noise=0.03) == OPEN
+    assert verdict(7, {**MILD, "topk10-own": 0.5}, noise=0.03) == HOLDS
+    # One model, tested twice: seeds have no part in that.
+    assert verdict(3, {"topk10": (0.0, 0.02)}, noise=0.03) == HOLDS
+
+
+def test_without_a_second_seed_nothing_is_decided() -> None:
+    rows = judge("tune", None)
+    assert {row["verdict"] for row in rows} == {OPEN} and len(rows) == 6
+
+
+def row(name: str, seed: int, loss: float | None, off: float | None = None) -> Row:
+    found = next(c for c in codecs.grid("scratch") if c.name == name)
+    return {
+        "ground": "scratch", "name": name, "forward": found.forward, "backward": found.backward,
+        "seed": seed, "steps": 9, "loss": loss, "loss_off": loss if off is None else off,
+        "bytes_forward": 10.0, "bytes_backward": 6.0, "ratio": 8.0, "seconds": 1.0,
+    }  # fmt: skip
+
+
+def test_arms_are_compared_with_dense_of_their_seed() -> None:
+    rows = [row("dense", 0, 4.0), row("dense", 1, 4.4), row("topk10", 0, 4.1, 4.4),
+            row("topk10", 1, 4.4, 5.28), row("topk5", 0, None)]  # fmt: skip
+    report = codec_report.GroundReport("scratch", rows)
+    assert report.noise == pytest.approx(0.4 / 4.2)
+    harms = report.harms()
+    assert harms is not None and harms.tolerance == pytest.approx(0.8 / 4.2)
+    assert harms.on("topk10") == pytest.approx((0.025 + 0.0) / 2)
+    assert harms.off("topk10") == pytest.approx((0.1 + 0.2) / 2)
+    assert harms.on("topk5") == WORST and harms.show(WORST) == "diverged"
+    table = {line["arm"]: line for line in report.arms()}
+    assert table["topk5"]["loss"] is None and table["dense"]["harm"] == 0
+    found = codec_report.outcome("lm", [report], "thinwire lab codecs", [])
+    json.dumps(found.to_plain(), allow_nan=False)
+    alone = codec_report.GroundReport("scratch", [row("dense", 0, 4.0), row("topk10", 0, 4.4)])
+    assert alone.harms() is None and alone.score("topk10") == 4.4
+
+
+# --- what an arm measures ---
+
+
+@pytest.fixture
+def base(make_settings: Callable[..., Settings]) -> dict[str, dict[str, Any]]:
+    values = make_settings(
+        run__precision="fp32", pipeline__microbatches=1, pipeline__schedule="gpipe"
+    ).to_plain()
+    return {key: values[key] for key in ("model", "data", "pipeline", "optim", "train", "run")}
+
+
+def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_path: Path) -> None:
+    arm = codecs.Arm("scratch", "fw2-bw8", "int2", "int8", seed=0, steps=4)
+    keep = tmp_path / "there" / "base.safetensors"
+    shared = {"base": base, "data": str(corpus.folder), "from": "", "to": str(keep)}
+    figures = codecs.train(dataclasses.asdict(arm), shared)
+    settings = arm.settings(base)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    untrained = chain.evaluate()
+    load_weights(chain, keep)
+    assert chain.evaluate() == figures["loss"] != untrained
+    assert chain.evaluate(compressed=False) == figures["loss_off"] != figures["loss"]
+    header = 64 / (8 * 16)  # of 8 sequences of 16 tokens
+    assert figures["bytes_forward"] == 2 + 32 * 2 / 8 + header
+    assert figures["bytes_backward"] == 2 + 32 + header
+    both = figures["bytes_forward"] + figures["bytes_backward"]
+    assert figures["ratio"] == pytest.approx(2 * 2 * 32 / both)
+    assert "accuracy" not in figures
+    # Fine-tuning begins where those weights are: no step at all leaves their loss.
+    tuned = codecs.train({**dataclasses.asdict(arm), "steps": 1}, {
+        **shared, "from": str(keep), "to": "",
+        "base": {**base, "optim": {**base["optim"], "lr": 1e-12}}})  # fmt: skip
+    assert tuned["loss"] == pytest.approx(figures["loss"], abs=1e-5)
+
+
+def test_weights_come_back_as_they_were(
+    base: dict[str, dict[str, Any]], corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = codecs.Arm("scratch", "dense", "bf16", "bf16", 0, 4).settings(base)
+    first, second = (Chain(settings, Feed(corpus, settings, torch.device("cpu"))) for _ in "ab")
+    first.train_step(0)
+    save_weights(first, tmp_path / "w.safetensors")
+    load_weights(second, tmp_path / "w.safetensors")
+    for one, other in zip(first.stages, second.stages, strict=True):
+        for name, parameter in one.global_parameters().items():
+            assert torch.equal(parameter, other.global_parameters()[name])
+    assert [path.name for path in tmp_path.iterdir() if "w." in path.name] == ["w.safetensors"]
+
+
+# --- tiny studies ---
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Arms are trained here, one after the other: processes take seconds to start."""
+    trained: list[str] = []
+
+    def train_arms(arms: list[codecs.Arm], ground: Ground, session: Session) -> list[Row]:
+        rows = []
+        for arm in arms:
+            fields = dataclasses.asdict(arm)
+            rows.append({**fields, **ground.names, **codecs.train(fields, ground.shared)})
+            trained.append(arm.label)
+        return rows
+
+    monkeypatch.setattr(codecs, "train_arms", train_arms)
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    return trained
+
+
+def options(**values: Any) -> list[str]:
+    return [
+        part
+        for place, value in values.items()
+        for part in ("--set", f"{place.replace('__', '.')}={value}")
+    ]
+
+
+def test_a_study_of_language(
+    in_this_process: list[str],
+    text_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(f"the {n}th line says {n * n % 97} and no more" for n in range(400)))
+    main(["lab", "codecs", "--task", "lm", "--quick", "--steps", "2", "--epochs", "2",
+          "--base-steps", "3", "--tune-on", str(other), "--device", "cpu", "--out", str(tmp_path),
+          "--arms", "scratch/topk10,tune/topk10+aqsgd,tune/topk10", "--json",
+          *options(model__layers=2, model__dim=32, model__heads=4, model__kv_heads=2,
+                   model__ffn=48, model__vocab=300, model__context=16, run__threads=1,
+                   pipeline__stages=2, train__batch=32, train__eval_batches=1, data__source="text",
+                   data__path=text_folder, data__valid_fraction=0.1)])  # fmt: skip
+    plain = json.loads(capsys.readouterr().out)
+    assert in_this_process == [
+        *("scratch/dense  seed 0", "scratch/dense  seed 1", "scratch/topk10  seed 0"),
+        "base/dense  seed 0",
+        *("tune/dense  seed 0", "tune/dense  seed 1"),
+        *("tune/topk10+aqsgd  seed 0", "tune/topk10  seed 0"),
+    ]
+    assert [(r["finding"], r["ground"]) for r in plain["rows"]] == [
+        *((n, "scratch") for n in (1, 3, 4, 7)),
+        *((n, "tune") for n in (1, 3, 4, 5, 6, 7)),
+    ]
+    decided = {(r["finding"], r["ground"]) for r in plain["rows"] if r["verdict"] != OPEN}
+    assert decided == {(3, "scratch"), (3, "tune")}  # all that these arms can decide
+    arms = {(r["ground"], r["arm"]): r for r in plain["figures"]}
+    # AQ-SGD pays for the whole of every first visit, which is half of them here.
+    assert arms["tune", "topk10+aqsgd"]["ratio"] < arms["tune", "topk10"]["ratio"] / 2
+    with (tmp_path / "codecs-lm" / "figures.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(arms) == 5
+    report = (tmp_path / "codecs-lm" / "report.md").read_text()
+    assert "2 epochs from a dense model of 3 steps" in report
+    assert "a model trained with TopK must be tested with TopK" in report
+
+
+def test_a_study_of_images(
+    in_this_process: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(0)
+    labels = np.arange(96) % 3
+    images = generator.integers(0, 60, (96, 8, 8, 3)) + 80 * (labels[:, None, None, None] == 1)
+    images[labels == 2, :4] += 90
+    sides = {"x_train": images[:64], "x_test": images[64:]}
+    np.savez(tmp_path / "set.npz", **{k: v.astype(np.uint8) for k, v in sides.items()},
+             y_train=labels[:64], y_test=labels[64:])  # fmt: skip
+    main(["lab", "codecs", "--task", "cifar", "--epochs", "3", "--device", "cpu", "--json",
+          "--out", str(tmp_path), "--arms", "topk10,fw2-bw8,fw8-bw2",
+          *options(data__path=tmp_path / "set.npz", model__dim=4, model__side=8, model__classes=3,
+                   train__batch=16, run__threads=1, optim__lr=0.05)])  # fmt: skip
+    plain = json.loads(capsys.readouterr().out)
+    assert sorted(r["finding"] for r in plain["rows"]) == [1, 2, 3, 4, 5]
+    arms = {r["arm"]: r for r in plain["figures"]}
+    assert 0.3 < arms["dense"]["accuracy"] <= 1 and arms["dense"]["seeds"] == 2
+    widths = [4 * 64, 8 * 16, 16 * 4]  # numbers of an image at the three cuts
+    dense = sum(2 * width for width in widths) / 3 + 64 / 16
+    assert arms["dense"]["bytes per image forward"] == pytest.approx(dense)
+    fewer = sum(2 * width / 8 + 8 / 16 for width in widths) / 3 + 64 / 16
+    assert arms["fw2-bw8"]["bytes per image forward"] == pytest.approx(fewer)
+    assert (tmp_path / "codecs-cifar" / "plot.png").stat().st_size > 10_000
+
+
+def test_images_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lab", "codecs"])
+    assert "--set data.path=FOLDER" in capsys.readouterr().err
+
+
+def test_letters_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
+    path = codecs.letters(12, 8)
+    made = path.stat().st_mtime_ns
+    with np.load(path) as found:
+        assert found["x_train"].shape == (12, 24, 24, 1) and found["x_train"].dtype == np.uint8
+        assert found["x_train"].max() > 200 and len(found["y_test"]) == 8
+        assert {*found["y_train"], *found["y_test"]} <= set(range(10))
+    assert codecs.letters(12, 8).stat().st_mtime_ns == made
