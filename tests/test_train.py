@@ -371,10 +371,15 @@ def test_a_run_that_ends_badly_points_to_the_last_good_weights(
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_asks_once_and_leaves_the_second_time(name: str, replay: Callable) -> None:
+def test_a_signal_asks_once_and_leaves_the_second_time(
+    name: str, replay: Callable, request: pytest.FixtureRequest
+) -> None:
     number = getattr(signal, name, None)
     if number is None:
         pytest.skip(f"no {name} here")
+    before = signal.getsignal(number)
+    request.addfinalizer(lambda: signal.signal(number, before))
+    signal.signal(number, signal.default_int_handler)  # under nohup it would be ignored
     run, host, stream = replay(planned=9)
     host.before_each = lambda position: os.kill(os.getpid(), number) if position == 3 else None
     with _stopping(host, run):

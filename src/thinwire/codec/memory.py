@@ -24,7 +24,9 @@ class ExampleMemory:
 
     In a folder the rows are a memory-mapped file without a name: it goes when the process goes,
     however that ends, and two memories in one folder do not meet. A checksum of every row is kept
-    beside it, so that comparing two ends costs a few bytes per example and not the rows.
+    beside it, so that comparing two ends costs a few bytes per example and not the rows. It is made
+    when it is asked for, of rows written since: to make it at every write would cost more than all
+    else.
     """
 
     def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):
@@ -38,6 +40,7 @@ class ExampleMemory:
             )
         self._seen = np.zeros(count, dtype=np.bool_)
         self._checksums = np.zeros(count, dtype=np.uint32)
+        self._unsummed = np.zeros(count, dtype=np.bool_)
         if surroundings.folder is None:
             self._rows = torch.zeros((count, row), dtype=ROWS, device=device)
         else:
@@ -59,16 +62,16 @@ class ExampleMemory:
             ROWS
         )
         self._rows[torch.from_numpy(index)] = kept.to(self._rows.device)
-        raw = kept.cpu().contiguous().view(torch.int16).numpy()
-        self._checksums[index] = [zlib.crc32(row) for row in raw]
-        self._seen[index] = True
+        self._seen[index] = self._unsummed[index] = True
 
     def fingerprint(self) -> str:
         """Equal for two memories that hold the same rows."""
+        self._sum_up()
         return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All of it, not copied: to be written before the next tensor comes."""
+        self._sum_up()
         return {
             "rows": self._rows,
             "seen": torch.from_numpy(self._seen),
@@ -80,6 +83,7 @@ class ExampleMemory:
         if not tensors:
             self._seen[:] = False
             self._checksums[:] = 0
+            self._unsummed[:] = False
             return
         mine = self.state_tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -88,6 +92,12 @@ class ExampleMemory:
             raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
+
+    def _sum_up(self) -> None:
+        for example in self._unsummed.nonzero()[0].tolist():
+            row = self._rows[example].cpu().contiguous().view(torch.int16).numpy()
+            self._checksums[example] = zlib.crc32(row)
+        self._unsummed[:] = False
 
     def _checked(self, examples: Sequence[int]) -> np.ndarray:
         index = np.asarray(examples, dtype=np.int64)

@@ -163,7 +163,7 @@ def outcome(task: str, reports: list[GroundReport], command: str, notes: list[st
 
 def figure(reports: list[GroundReport]) -> Figure:
     """A row of four panels for each ground."""
-    plot = Figure(figsize=(17, 4.3 * len(reports)), layout="constrained")
+    plot = Figure(figsize=(18, 4.8 * len(reports)), layout="constrained")
     panels = plot.subplots(len(reports), 4, squeeze=False)
     for report, (bits, shares, feedback, bytes_) in zip(reports, panels, strict=True):
         _draw_bits(bits, report)
@@ -171,9 +171,10 @@ def figure(reports: list[GroundReport]) -> Figure:
         _draw_feedback(feedback, report)
         _draw_bytes(bytes_, report)
         bits.set_ylabel(f"{TITLES[report.ground]}\n\n{bits.get_ylabel()}")
+        for axis in (shares, feedback):
+            axis.set_ylim(*_limits(report))
         for axis in (shares, feedback, bytes_):
             axis.set_ylabel(report.metric)
-            axis.set_ylim(*_limits(report))
             axis.grid(alpha=0.3)
     return plot
 
@@ -250,33 +251,46 @@ def _draw_feedback(axis: Axes, report: GroundReport) -> None:
 
 
 def _draw_bytes(axis: Axes, report: GroundReport) -> None:
-    taken: dict[str, list[tuple[float, float, str]]] = {}
-    for name in report.names:
-        family = next(family for family, (part, _) in FAMILIES.items() if part in name)
-        better = max if report.is_accuracy else min
-        score = better(report.score(name), report.score(name, compressed=False))
-        taken.setdefault(family, []).append((report.ratio(name), score, name))
     names: list[Point] = []
-    for number, (family, points) in enumerate(taken.items()):
+    beyond = []
+    better = max if report.is_accuracy else min
+    low, high = _near_dense(report)
+    for number, (family, (_, marker)) in enumerate(FAMILIES.items()):
+        mine = [name for name in report.names if _family(name) == family]
+        scores = {n: better(report.score(n), report.score(n, compressed=False)) for n in mine}
+        beyond += [name for name, score in scores.items() if not low <= score <= high]
+        near = [name for name in mine if name not in beyond]
+        ratios = [report.ratio(name) for name in near]
+        color = f"C{number}"
         axis.scatter(
-            [ratio for ratio, _, _ in points],
-            [score for _, score, _ in points],
-            marker=FAMILIES[family][1],
-            color=f"C{number}",
-            label=family,
-            s=30,
+            ratios, [scores[n] for n in near], marker=marker, color=color, label=family, s=30
         )
-        names += [(ratio, score, name, f"C{number}") for ratio, score, name in points]
+        names += [(report.ratio(n), scores[n], n, color) for n in near]
+    _draw_dense(axis, report)
     axis.set_xscale("log")
     axis.margins(x=0.15)
     axis.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_locator(NullLocator())
-    _draw_dense(axis, report)
+    axis.set_ylim(low, high)
     axis.set(xlabel="times fewer bytes than bf16", title="the better of on and off, over bytes")
     axis.legend(fontsize=7)
-    axis.set_ylim(*_limits(report))
+    if beyond:
+        text = "far off: " + ", ".join(beyond)
+        axis.text(0.98, 0.98, text, transform=axis.transAxes, ha="right", va="top", fontsize=6)
     name_points(axis, names, size=6)
+
+
+def _family(name: str) -> str:
+    return next(family for family, (part, _) in FAMILIES.items() if part in name)
+
+
+def _near_dense(report: GroundReport) -> tuple[float, float]:
+    """Where arms are told apart: a quarter of the accuracy, or of the loss, from the best one."""
+    low, high = _limits(report)
+    if report.is_accuracy:
+        return max(low, high - 0.25), high
+    return low, min(high, 1.25 * low)
 
 
 def _draw_dense(axis: Axes, report: GroundReport) -> None:

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from thinwire.data import prepare_images
 from thinwire.engine import Settings, apply_override
+from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab import codec_report, codecs, frontier
 from thinwire.lab.arms import Say, Session, Values, read_log
@@ -217,10 +220,10 @@ def _on_text(
         if not weights.exists():  # then nothing can be trained from it
             session = dataclasses.replace(session, parallel=0)
         tuning = codecs.tuning_base(base, corpus, options.tune_on, options.quick)
-        text = prepare_corpus(first.settings(tuning), display)
-        model, train = first.settings(tuning).model, first.settings(tuning).train
-        epochs = options.epochs or 3
-        steps = codecs.steps_of(epochs, (len(text.train) - 1) // model.context, train.batch)
+        settings, epochs = first.settings(tuning), options.epochs or 3
+        text = prepare_corpus(settings, display)
+        examples = Feed(text, settings, torch.device("cpu")).example_count
+        steps = codecs.steps_of(epochs, examples, settings.train.batch)
         arms = codecs.make_arms("tune", wanted["tune"], _seeds(options), steps)
         found["tune"] = codecs.train_ground(arms, tuning, text, session, weights)
         notes.append(
