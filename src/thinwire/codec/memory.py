@@ -96,7 +96,7 @@ class ExampleMemory:
     def _sum_up(self) -> None:
         for example in self._unsummed.nonzero()[0].tolist():
             row = self._rows[example].cpu().contiguous().view(torch.int16).numpy()
-            self._checksums[example] = zlib.crc32(row)
+            self._checksums[example] = zlib.crc32(row.tobytes())
         self._unsummed[:] = False
 
     def _checked(self, examples: Sequence[int]) -> np.ndarray:
