@@ -20,6 +20,7 @@ from thinwire.plan import (
     plan_text,
     plan_to_plain,
     short_grid,
+    size_notes,
     stage_memory,
     stage_parameters,
 )
@@ -380,3 +381,11 @@ def test_a_machine_is_measured_with_a_block_of_images() -> None:
     with FlopCounterMode(display=False) as counter:
         stage(None, torch.randn(one.shape))
     assert one.flops == counter.get_total_flops()
+
+
+def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Callable) -> None:
+    assert size_notes(make_settings()) == []
+    (varies,) = size_notes(make_settings(codec__forward="step(3)+zstd"))
+    assert "the most that these codecs may send" in varies
+    (differ,) = size_notes(make_settings(pipeline__stages=3, codec__cuts=["1: forward=int8"]))
+    assert "of the first cut" in differ

@@ -79,6 +79,16 @@ def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
     return Costs(forward, backward, update, out, back)
 
 
+def size_notes(settings: Settings) -> list[str]:
+    """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
+    notes = []
+    if any(codec.size_varies for codec in _codecs(settings, 0)):
+        notes.append("bytes: the most that these codecs may send; what they send varies")
+    if settings.codec.cuts:
+        notes.append("bytes: of the first cut; codec.cuts makes others differ")
+    return notes
+
+
 def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
     """Bytes of one microbatch's frame forward and backward at a cut, headers included.
 

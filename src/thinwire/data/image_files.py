@@ -152,7 +152,7 @@ def _read_batches(batches: Iterator[_Batch]) -> Iterator[Piece]:
 
 def _read_npz(file: SourceFile) -> Iterator[Piece]:
     """Images and labels by the names that Keras, MedMNIST and others give them."""
-    if not zipfile.is_zipfile(file.path):  # numpy would take it for a pickle, and refuse that
+    if not zipfile.is_zipfile(file.path):  # arrays only: nothing that is read here can run
         raise DataError(f"{file.path} is no .npz file, or a truncated one: get or write it again")
     try:
         with np.load(file.path, allow_pickle=False) as archive:

@@ -19,7 +19,7 @@ from thinwire.engine import Settings
 from thinwire.errors import ConfigError
 from thinwire.lab.convergence import best_by_method
 from thinwire.lab.experiment import Outcome, Row
-from thinwire.plan import frame_bytes
+from thinwire.plan import frame_bytes, size_notes
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.train import train
@@ -81,6 +81,7 @@ def run_bandwidth(
             "the compute times of the unlimited run",
             f"hours: to {goal}, at the measured rate where there is one",
             *(f"{arm} takes {count / 1e6:,.2f}M tokens to {goal}" for arm, count in tokens.items()),
+            *size_notes(whole),
         ],
     )
 

@@ -30,7 +30,7 @@ from thinwire.lab.arms import (
 )
 from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Outcome, Row
-from thinwire.plan import estimate_costs, frame_bytes
+from thinwire.plan import estimate_costs, frame_bytes, size_notes
 from thinwire.schedule import Network, simulate
 
 BF16_BYTES = 2
@@ -253,6 +253,7 @@ def outcome(rows: list[Row], base: Values, flops_per_s: float, command: str) -> 
             "gap: against the dense arm of the same tokens (at the first number of stages)",
             "arms are trained in one process with every cut's boundary and rounding in place",
             f"time: simulated at 80 Mbps + 25 ms with {flops_per_s / 1e12:g} TFLOP/s per stage",
+            *size_notes(_arm(rows[0]).settings(base)),
         ],
     )
 
