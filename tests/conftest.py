@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from settings_values import with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Settings, Worker
 from thinwire.wire import Link, Meter, memory_pair
@@ -61,10 +62,7 @@ def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
             "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2,
                       "checkpoint_every": 0},
         }  # fmt: skip
-        for place, value in changes.items():
-            section, key = place.split("__")
-            values.setdefault(section, {})[key] = value
-        return Settings.from_plain(values)
+        return with_changes(values, changes)
 
     return make
 

@@ -6,32 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import PLACE, normal, round_trip
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec
+from thinwire.codec import Leg, Place
+from thinwire.codec.base import spec_of
 from thinwire.codec.lowrank import LowRank, _machine
 from thinwire.errors import ConfigError, WireError
 
-PLACE = Place(Leg.FORWARD, step=3, microbatch=1)
 EVALUATION = Place(Leg.FORWARD, step=3, microbatch=1, training=False)
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 ranks = st.integers(1, 4)
 seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def round_trip(codec: Codec, tensor: Tensor, place: Place = PLACE) -> Tensor:
-    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
-
-
-def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

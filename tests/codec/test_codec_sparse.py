@@ -8,16 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import PLACE, normal, round_trip
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, TensorSpec
+from thinwire.codec import Cast, Codec, Leg, Place
+from thinwire.codec.base import spec_of
 from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.positions import PositionCode, drawn
 from thinwire.codec.sparse import Masks, RandK, SharedMask, TopK, bind_masks
 from thinwire.errors import ConfigError, WireError
 
 CPU = torch.device("cpu")
-PLACE = Place(Leg.FORWARD, step=3, microbatch=1, seed=5)
 BACK = Place(Leg.BACKWARD, step=3, microbatch=1, seed=5)
 SHARES = (0.004, 0.03, 0.1, 0.25, 0.5, 1.0)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -26,19 +27,6 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 shares = st.sampled_from(SHARES)
 seeds = st.integers(0, 2**32)
 few = settings(deadline=None, max_examples=60)
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def round_trip(codec: Codec, tensor: Tensor, place: Place = PLACE) -> Tensor:
-    return codec.unpack(bytes(codec.pack(tensor, place)), spec_of(tensor), place)
-
-
-def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def samples(shape: tuple[int, ...]) -> tuple[int, int]:

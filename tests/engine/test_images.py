@@ -1,119 +1,29 @@
-"""ResNet-18 through the same engine: what one process computes, saved, resumed and refused."""
+"""ResNet-18 through the same engine: what one process computes, saved and resumed."""
 
 import math
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from image_runs import CPU, accuracies, in_fp32, momentum, same_bits
 from test_resume import commit_all, rewrite
 from test_verdict import poison
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.codec import Leg, Place, parse_codec
-from thinwire.data import ImageSet, prepare_images
+from thinwire.data import ImageSet
 from thinwire.data.image_batches import ImageOrder, augmented, normalised
 from thinwire.engine import Settings
 from thinwire.engine.feed import Feed
-from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.inference import Model
+from thinwire.errors import CheckpointError
 from thinwire.lab.chain import Chain
 from thinwire.model import Stage, architecture
-from thinwire.report import PlainDisplay
-from thinwire.summary import Ledger
 
 TOLERANCE = 1e-10
-CPU = torch.device("cpu")
-SIDE, CLASSES, TRAIN, TEST = 8, 3, 40, 21
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@pytest.fixture(scope="module")
-def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise with a bright band that tells the class: a few steps learn something of it."""
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for side, count in (("train", TRAIN), ("test", TEST)):
-        labels = np.arange(count) % CLASSES
-        images = rng.integers(0, 120, size=(count, SIDE, SIDE, 3), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[2 * label : 2 * label + 2] += 120
-        arrays |= {f"x_{side}": images, f"y_{side}": labels}
-    path = tmp_path_factory.mktemp("images") / "bands.npz"
-    np.savez(path, **arrays)
-    return path
-
-
-@pytest.fixture(scope="module")
-def images(npz: Path, tmp_path_factory: pytest.TempPathFactory) -> ImageSet:
-    return prepare_images(str(npz), tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def settings_of(npz: Path, tmp_path: Path) -> Callable[..., Settings]:
-    """A tiny exact run; `section__key=value` changes one key."""
-
-    def make(**changes: Any) -> Settings:
-        values: dict[str, dict[str, Any]] = {
-            "run": {"name": "test", "out": str(tmp_path), "device": "cpu", "precision": "fp64",
-                    "threads": 1},
-            "model": {"preset": "resnet18", "dim": 2, "classes": CLASSES, "side": SIDE},
-            "data": {"source": "images", "path": str(npz)},
-            "pipeline": {"stages": 2, "microbatches": 2, "schedule": "gpipe"},
-            "link": {"emulate": False},
-            "codec": {"forward": "fp64", "backward": "fp64"},
-            "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 0.01, "warmup": 0, "floor": 0.0,
-                      "clip": 2.0},
-            "train": {"steps": 4, "batch": 10, "eval_every": 2, "eval_batches": 0,
-                      "checkpoint_every": 0},
-        }  # fmt: skip
-        for place, value in changes.items():
-            section, key = place.split("__")
-            values.setdefault(section, {})[key] = value
-        return Settings.from_plain(values)
-
-    return make
-
-
-@pytest.fixture
-def run(run_in_threads: Callable, images: ImageSet) -> Callable:
-    def run(settings: Settings, **options: Any) -> Any:
-        return run_in_threads(settings, data=images.folder, **options)
-
-    return run
-
-
-def in_fp32(settings_of: Callable, **changes: Any) -> Settings:
-    """Tensors cross as they are in float32; six steps, saved in the middle."""
-    return settings_of(
-        **{
-            "run__precision": "fp32",
-            "codec__forward": "fp32",
-            "codec__backward": "fp32",
-            "train__steps": 6,
-            "train__checkpoint_every": 3,
-            **changes,
-        }
-    )
-
-
-def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
-
-
-def accuracies(outcome: Any) -> list[float]:
-    return [r["accuracy"] for r in outcome.reports[-1] if r["type"] == "evaluation"]
-
-
-def momentum(outcome: Any) -> dict[str, Tensor]:
-    found = {}
-    for worker in outcome.workers:
-        found |= worker.optimizer.state_tensors()
-    return found
 
 
 # --- the pipeline is an ordinary loop ---
@@ -183,19 +93,19 @@ def test_the_pipeline_equals_a_plain_loop(
     stages: int,
     schedule: str,
     split: list[int],
-    settings_of: Callable,
-    run: Callable,
+    image_settings: Callable,
+    run_images: Callable,
     images: ImageSet,
     reference: dict[str, PlainLoop],
 ) -> None:
     """Losses, scores, weights, momentum and what batch norms have seen."""
-    settings = settings_of(
+    settings = image_settings(
         pipeline__stages=stages, pipeline__schedule=schedule, pipeline__split=split
     )
     if not reference:
         reference["loop"] = PlainLoop(settings, images)
     loop = reference["loop"]
-    outcome = run(settings)
+    outcome = run_images(settings)
     assert outcome.losses() == pytest.approx(loop.losses, abs=TOLERANCE)
     assert outcome.valid_losses() == pytest.approx([s[0] for s in loop.scores], abs=TOLERANCE)
     assert accuracies(outcome) == [accuracy for _, accuracy in loop.scores]
@@ -213,21 +123,26 @@ def test_the_pipeline_equals_a_plain_loop(
 
 
 def test_a_rounded_cut_is_noticed(
-    settings_of: Callable, run: Callable, images: ImageSet, reference: dict[str, PlainLoop]
+    image_settings: Callable,
+    run_images: Callable,
+    images: ImageSet,
+    reference: dict[str, PlainLoop],
 ) -> None:
     """The failing side of the test above."""
     if not reference:
-        reference["loop"] = PlainLoop(settings_of(), images)
-    rounded = run(settings_of(codec__forward="bf16", train__steps=1))
+        reference["loop"] = PlainLoop(image_settings(), images)
+    rounded = run_images(image_settings(codec__forward="bf16", train__steps=1))
     assert abs(rounded.losses()[0] - reference["loop"].losses[0]) > TOLERANCE
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_split_does_not_change_a_bit(
-    optimizer: str, settings_of: Callable, run: Callable
+    optimizer: str, image_settings: Callable, run_images: Callable
 ) -> None:
     runs = [
-        run(in_fp32(settings_of, pipeline__stages=stages, optim__name=optimizer, train__steps=3))
+        run_images(
+            in_fp32(image_settings, pipeline__stages=stages, optim__name=optimizer, train__steps=3)
+        )
         for stages in (1, 2, 4)
     ]
     for other in runs[1:]:
@@ -238,7 +153,7 @@ def test_the_split_does_not_change_a_bit(
 
 
 def test_pixels_are_for_the_first_stage_and_labels_for_the_last(
-    settings_of: Callable, run: Callable
+    image_settings: Callable, run_images: Callable
 ) -> None:
     read: list[tuple[str, int]] = []
 
@@ -260,12 +175,12 @@ def test_pixels_are_for_the_first_stage_and_labels_for_the_last(
 
         source._on_device = watched
 
-    run(settings_of(pipeline__stages=4), prepare_worker=watch)
+    run_images(image_settings(pipeline__stages=4), prepare_worker=watch)
     assert set(read) == {("_read_inputs", 0), ("_read_targets", 3)}
 
 
-def test_compiled_layers_compute_the_same(settings_of: Callable, images: ImageSet) -> None:
-    settings = settings_of(pipeline__stages=4)
+def test_compiled_layers_compute_the_same(image_settings: Callable, images: ImageSet) -> None:
+    settings = image_settings(pipeline__stages=4)
     chains = [Chain(settings, Feed(images, settings, CPU)) for _ in range(2)]
     for stage in chains[1].stages:
         stage.compile_layers(backend="aot_eager")
@@ -286,16 +201,16 @@ def test_compiled_layers_compute_the_same(settings_of: Callable, images: ImageSe
 def test_resumed_equals_uninterrupted(
     before: int,
     after: int,
-    settings_of: Callable,
-    run: Callable,
+    image_settings: Callable,
+    run_images: Callable,
     images: ImageSet,
     tmp_path: Path,
 ) -> None:
-    settings = in_fp32(settings_of, pipeline__stages=before)
-    whole = run(settings)
+    settings = in_fp32(image_settings, pipeline__stages=before)
+    whole = run_images(settings)
     middle = commit_all(whole, settings, tmp_path / "run", images)[3]
-    resumed = run(
-        in_fp32(settings_of, pipeline__stages=after),
+    resumed = run_images(
+        in_fp32(image_settings, pipeline__stages=after),
         resume=middle,
         folder=tmp_path / "resumed",
     )
@@ -308,29 +223,31 @@ def test_resumed_equals_uninterrupted(
 
 
 def test_a_checkpoint_without_statistics_or_momentum_is_refused(
-    settings_of: Callable, run: Callable, images: ImageSet, tmp_path: Path
+    image_settings: Callable, run_images: Callable, images: ImageSet, tmp_path: Path
 ) -> None:
-    settings = in_fp32(settings_of, train__steps=2, train__checkpoint_every=1)
-    folder = commit_all(run(settings), settings, tmp_path / "run", images)[1]
+    settings = in_fp32(image_settings, train__steps=2, train__checkpoint_every=1)
+    folder = commit_all(run_images(settings), settings, tmp_path / "run", images)[1]
 
     def without(ending: str) -> Callable[[dict[str, Tensor]], None]:
         return lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith(ending)]
 
     rewrite(folder, without("momentum_buffer"))
     with pytest.raises(CheckpointError, match="lacks the optimizer's state"):
-        run(settings, resume=folder, folder=tmp_path / "a")
+        run_images(settings, resume=folder, folder=tmp_path / "a")
     rewrite(folder, without("running_var"))
     with pytest.raises(CheckpointError, match=r"lacks \d+ tensors, such as bn1.running_var"):
-        run(settings, resume=folder, folder=tmp_path / "b")
+        run_images(settings, resume=folder, folder=tmp_path / "b")
 
 
 def test_sgd_without_momentum_resumes_too(
-    settings_of: Callable, run: Callable, images: ImageSet, tmp_path: Path
+    image_settings: Callable, run_images: Callable, images: ImageSet, tmp_path: Path
 ) -> None:
-    settings = in_fp32(settings_of, optim__momentum=0.0, train__steps=4, train__checkpoint_every=2)
-    whole = run(settings)
+    settings = in_fp32(
+        image_settings, optim__momentum=0.0, train__steps=4, train__checkpoint_every=2
+    )
+    whole = run_images(settings)
     middle = commit_all(whole, settings, tmp_path / "run", images)[2]
-    resumed = run(settings, resume=middle, folder=tmp_path / "resumed")
+    resumed = run_images(settings, resume=middle, folder=tmp_path / "resumed")
     assert same_bits(resumed.weights(), whole.weights())
 
 
@@ -339,11 +256,11 @@ def test_sgd_without_momentum_resumes_too(
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_refused_step_leaves_what_norms_have_seen(
-    stage: int, settings_of: Callable, run: Callable, images: ImageSet
+    stage: int, image_settings: Callable, run_images: Callable, images: ImageSet
 ) -> None:
-    settings = settings_of(pipeline__stages=4, train__steps=2)
-    refused = run(settings, prepare_worker=poison(stage, {1}))
-    once = run(settings_of(pipeline__stages=4, train__steps=2),
+    settings = image_settings(pipeline__stages=4, train__steps=2)
+    refused = run_images(settings, prepare_worker=poison(stage, {1}))
+    once = run_images(image_settings(pipeline__stages=4, train__steps=2),
                prepare_worker=lambda worker: worker.stop_requested.set())  # fmt: skip
     assert [r["committed"] for r in refused.reports[0] if r["type"] == "step"] == [True, False]
     assert same_bits(refused.buffers(), once.buffers())
@@ -359,198 +276,3 @@ def test_a_refused_step_leaves_what_norms_have_seen(
     chain.train_step(1)
     after = {n: b for s in chain.stages for n, b in s.global_buffers().items()}
     assert same_bits(before, after)
-
-
-# --- lossy cuts ---
-
-
-LOSSY = [
-    ("topk(0.2)+ef21", "int4(tensor)"),
-    ("int4+zstd", "topk(0.3)+ef"),
-    ("topk(0.3)+aqsgd", "lowrank(1)"),
-]
-
-
-@pytest.mark.parametrize(("forward", "backward"), LOSSY)
-def test_lossy_codecs_cross_images_alike_in_processes_and_in_one(
-    forward: str,
-    backward: str,
-    settings_of: Callable,
-    run: Callable,
-    images: ImageSet,
-) -> None:
-    """Losses, scores, statistics, and every byte by its formula."""
-    settings = settings_of(
-        pipeline__stages=4,
-        codec__forward=forward,
-        codec__backward=backward,
-        train__steps=6,
-        train__eval_every=3,
-    )
-    outcome = run(settings)
-    chain = Chain(settings, Feed(images, settings, CPU))
-    losses, scores = [], [chain.score()]
-    for step in range(6):
-        losses.append(chain.train_step(step))
-        if step % 3 == 2:
-            scores.append(chain.score())
-    assert losses == pytest.approx(outcome.losses(), abs=1e-8)
-    assert [score.loss for score in scores] == pytest.approx(outcome.valid_losses(), abs=1e-8)
-    assert [score.accuracy for score in scores] == accuracies(outcome)
-    assert abs(chain.score(compressed=False).loss - scores[-1].loss) > 1e-7
-    theirs = {n: b for s in chain.stages for n, b in s.global_buffers().items()}
-    assert all((theirs[n] - b).abs().max() < 1e-8 for n, b in outcome.buffers().items())
-
-    for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in range(3) for leg in Leg]:
-        last = [r for r in outcome.reports[stage] if r["type"] == "step"][-1]
-        sent = last["meters"][f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
-        per_image = sent / (6 * settings.train.batch)
-        assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_image, rel=2e-2)
-        codec = parse_codec(settings.codec.names(cut)[leg is Leg.BACKWARD])
-        side = SIDE >> cut
-        shape = (5, side * side, 2 << cut)
-        if not codec.size_varies:
-            limit = sum(part.bytes for part in codec.layout(shape, Place(leg, 0, 0)))
-            assert sent == 12 * limit
-
-
-def test_a_lossy_run_resumes_exactly(
-    settings_of: Callable, run: Callable, images: ImageSet, tmp_path: Path
-) -> None:
-    settings = in_fp32(settings_of, codec__forward="topk(0.2)+ef21", codec__backward="int4(tensor)")
-    whole = run(settings)
-    middle = commit_all(whole, settings, tmp_path / "run", images)[3]
-    resumed = run(settings, resume=middle, folder=tmp_path / "resumed")
-    assert resumed.losses() == whole.losses()[3:]
-    assert same_bits(resumed.weights(), whole.weights())
-    assert same_bits(resumed.buffers(), whole.buffers())
-
-
-# --- a trained model ---
-
-
-def test_a_trained_model_is_tested_with_compression_and_without(
-    settings_of: Callable,
-    run: Callable,
-    images: ImageSet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("THINWIRE_CACHE", str(images.folder.parent))
-    settings = settings_of(pipeline__stages=3, codec__forward="topk(0.1)")
-    outcome = run(settings)
-    folder = commit_all(outcome, settings, tmp_path / "run", images)[4]
-    on, off = (Model(folder, "cpu", c).evaluate(PlainDisplay(StringIO())) for c in (True, False))
-    assert on["valid_loss"] == pytest.approx(outcome.valid_losses()[-1], abs=1e-12)
-    assert on["accuracy"] == accuracies(outcome)[-1]
-    assert abs(off["valid_loss"] - on["valid_loss"]) > 1e-7
-    assert on["images"] == off["images"] == TEST and "perplexity" not in on
-    few = Model(folder, "cpu").evaluate(PlainDisplay(StringIO()), batches=2)
-    assert few["images"] == 2 * settings.microbatch_size
-    with pytest.raises(ConfigError, match="tells images apart: it has no text to continue"):
-        Model(folder, "cpu").generate("def ", 5, temperature=0, top_k=0, seed=0)
-
-
-def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
-    settings_of: Callable, run: Callable
-) -> None:
-    settings = settings_of(
-        pipeline__stages=4,
-        codec__forward="bf16",
-        codec__backward="bf16",
-    )
-    outcome = run(settings)
-    ledger = Ledger(settings, [worker.describe() for worker in outcome.workers], 0)
-    for stage, reports in enumerate(outcome.reports):
-        for report in reports:
-            if report["type"] == "step":
-                ledger.add_step(stage, report)
-            elif report["type"] == "evaluation":
-                ledger.add_evaluation(report["step"], report["loss"], report["accuracy"])
-    summary = ledger.summary({}, 1.0)
-    assert summary["unit"] == "image" and summary["tokens"] == 4 * 10
-    assert [accuracy for _, accuracy in summary["accuracies"]] == accuracies(outcome)
-    assert summary["final_accuracy"] == accuracies(outcome)[-1]
-    # each group has twice the channels and a quarter of the pixels of the one before
-    dense = [row["bf16_bytes_per_token"] for row in summary["boundaries"]]
-    assert dense == [2 * 2 * 64, 2 * 4 * 16, 2 * 8 * 4]
-    for row in summary["boundaries"]:
-        assert row["bf16_bytes_per_token"] < row["forward_bytes_per_token"] < 2000
-        assert 0 < row["ratio_vs_bf16"] < 1, "headers and verdicts are not free"
-    record = ledger.records[-1]
-    assert record.unit == "image" and record.tokens == 40
-    assert [stage.layers for stage in record.stages] == ["stem+0..1", "2..3", "4..5", "6..7+head"]
-
-
-# --- refusals ---
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"boundary__mode": "subspace", "boundary__rank": 1}, "no subspace holds it. Use dense"),
-        ({"boundary__mode": "projected"}, 'boundary.mode = "projected", rank = 0 cannot work'),
-        ({"boundary__rank": 2}, "rank = 2 cannot work"),
-        ({"pipeline__recompute": True}, "batch norms would count every microbatch twice"),
-        ({"optim__name": "muon"}, "for matrices, not convolutions; use sgd or adamw"),
-        ({"data__source": "stdlib"}, 'tells images apart, but data.source = "stdlib" has none'),
-        ({"data__tokenizer": "t.json"}, 'of no use with data.source = "images"'),
-        ({"data__valid_fraction": 0.1}, "brings its own test images"),
-        ({"train__batch": 9}, "train.batch = 9 images do not divide"),
-        ({"train__batch": 2}, "leave a batch norm a single value: raise train.batch"),
-        ({"model__layers": 9}, "resnet18 has 8 blocks"),
-        ({"pipeline__stages": 9, "pipeline__microbatches": 10}, "stages = 9 .* 8 layers"),
-    ],
-)
-def test_what_cannot_work_with_images_is_refused(
-    changes: dict[str, Any], message: str, settings_of: Callable
-) -> None:
-    settings_of()
-    with pytest.raises(ConfigError, match=message):
-        settings_of(**changes)
-
-
-def test_text_models_read_no_images(npz: Path) -> None:
-    with pytest.raises(ConfigError, match=r'reads text, but data\.source = "images"'):
-        Settings.from_plain({"data": {"source": "images", "path": str(npz)}})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model__side": 16}, "images are of 3 x 8 x 8, but the model reads 3 x 16 x 16: set"),
-        ({"model__channels": 1}, "model.channels = 3 and model.side = 8"),
-        ({"model__classes": 2}, "of 3 classes, but model.classes = 2: set it to 3"),
-        ({"train__batch": 42}, "fewer training images than one batch takes, 40 of 42"),
-    ],
-)
-def test_images_that_the_model_is_not_made_for_are_refused(
-    changes: dict[str, Any], message: str, settings_of: Callable, images: ImageSet
-) -> None:
-    with pytest.raises(DataError, match=message):
-        Feed(images, settings_of(**changes), CPU)
-    Feed(images, settings_of(model__classes=7), CPU)
-
-
-def test_images_that_never_come_back_are_not_remembered(
-    settings_of: Callable, images: ImageSet
-) -> None:
-    once = {"codec__forward": "int8+aqsgd", "train__batch": 10}
-    with pytest.raises(ConfigError, match="10 images see 40 of 40 examples, each once"):
-        Feed(images, settings_of(train__steps=4, **once), CPU)
-    feed = Feed(images, settings_of(train__steps=5, **once), CPU)
-    assert feed.example_count == TRAIN
-    visited = [e for step in range(4) for m in range(2) for e in feed.examples(step, m)]
-    assert sorted(visited) == list(range(TRAIN))
-
-
-def test_augmentation_is_for_training_and_can_be_left_out(
-    settings_of: Callable, images: ImageSet
-) -> None:
-    varied, plain = (
-        Feed(images, settings_of(data__augment=augment), CPU) for augment in (True, False)
-    )
-    assert torch.equal(varied.training(0, 0).targets, plain.training(0, 0).targets)
-    assert not torch.equal(varied.training(0, 0).inputs, plain.training(0, 0).inputs)
-    assert torch.equal(varied.validation(1).inputs, plain.validation(1).inputs)
-    assert varied.validation(4).targets.tolist().count(-100) == 25 - TEST

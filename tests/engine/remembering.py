@@ -1,0 +1,74 @@
+"""Small codecs that remember, for the tests of what the engine does with them."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import (
+    Codec,
+    Layout,
+    Part,
+    Parts,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+    elements,
+)
+
+
+class Delta(Codec):
+    """Sends in bf16 by how much a tensor differs from the last one; both ends add that up."""
+
+    name = "delta"
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.places: list[Place] = []
+        self.prepared: tuple[TensorSpec, Surroundings] | None = None
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        self.prepared = spec, surroundings
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return (Part(torch.bfloat16, elements(shape)),)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        last = torch.zeros_like(tensor) if self.last is None else self.last
+        change = (tensor - last).bfloat16()
+        self._move(last + change, place)
+        return (change.reshape(-1),)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        last = torch.zeros(spec.shape, dtype=spec.dtype) if self.last is None else self.last
+        now = last + parts[0].reshape(spec.shape)
+        self._move(now, place)
+        return now.clone()
+
+    def _move(self, now: Tensor, place: Place) -> None:
+        self.places.append(place)
+        if place.training:
+            self.last = now
+
+    def agreement(self) -> str:
+        if self.last is None:
+            return ""
+        return hashlib.sha256(self.last.numpy().tobytes()).hexdigest()[:12]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {} if self.last is None else {"last": self.last}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        assert self.prepared is not None
+        wanted, found = self.prepared[0].shape, tuple(tensors["last"].shape)
+        if found != wanted:
+            raise ValueError(f"last has shape {found}, not {wanted}")
+        self.last = tensors["last"]
+
+
+class ByExample(Delta):
+    """As Delta, but it wants to know the examples."""
+
+    name = "by-example"
+    remembers_examples = True

@@ -1,0 +1,202 @@
+"""What codecs are told, one codec per cut, and one process that computes the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from remembering import Delta
+
+from thinwire.codec import (
+    Leg,
+    Parts,
+    Place,
+    TensorSpec,
+    elements,
+)
+from thinwire.data import Corpus, Order
+from thinwire.engine.cut import Cut
+from thinwire.engine.feed import Feed
+from thinwire.engine.worker import scratch_folder
+from thinwire.errors import ConfigError
+from thinwire.lab.chain import Chain
+
+# --- places ---
+
+
+def test_places_name_the_cut_the_seed_the_examples_and_whether_it_is_training(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = settings_with(
+        pipeline__stages=3,
+        run__seed=7,
+        codec__forward="by-example",
+        codec__cuts=["1: forward=delta"],
+        train__steps=400,
+        train__eval_every=0,
+    )
+    outcome = run_in_threads(settings, prepare_worker=lambda w: w.stop_requested.set())
+    order = Order(corpus.train, settings.model.context, 8, 4, 7)
+    below, middle, above = outcome.workers
+    pairs = [(below.above, middle.below), (middle.above, above.below)]
+    for cut, (lower, upper) in enumerate(pairs):
+        for leg in Leg:
+            seen = lower.codecs[leg].places
+            assert upper.codecs[leg].places == seen
+            assert {(p.leg, p.cut, p.seed) for p in seen} == {(leg, cut, 7)}
+            trained = [p for p in seen if p.training]
+            assert sorted((p.step, p.microbatch) for p in trained) == [(0, m) for m in range(4)]
+            for place in trained:
+                examples = tuple(order.microbatch(0, place.microbatch).examples_B.tolist())
+                assert place.examples == (examples if cut == 0 else None)
+            validated = [p for p in seen if not p.training]
+            assert {p.step for p in validated} == ({0, 1} if leg is Leg.FORWARD else set())
+            assert all(p.examples is None for p in validated)
+
+
+def test_a_codec_is_told_its_surroundings(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = settings_with(codec__forward="by-example", codec__memory_mb=3, train__steps=400)
+    outcome = run_in_threads(settings, prepare_worker=lambda w: w.stop_requested.set())
+    folders = []
+    for worker in outcome.workers:
+        end = worker.above or worker.below
+        for leg, codec in end.codecs.items():
+            spec, surroundings = codec.prepared
+            assert spec == worker.builder.wire_spec(0)
+            assert surroundings.limit_bytes == 3 << 20
+            assert (
+                surroundings.examples == Feed(corpus, settings, torch.device("cpu")).example_count
+            )
+            folders.append(surroundings.folder)
+            assert (surroundings.folder is None) == (leg is Leg.BACKWARD), "delta needs none"
+    scratch = scratch_folder(tmp_path / "run")
+    assert [str(f.relative_to(scratch)) for f in folders if f] == [
+        "stage-0/cut-0-forward-send",
+        "stage-1/cut-0-forward-receive",
+    ]
+    assert all(folder.is_dir() for folder in folders if folder)
+
+
+def test_examples_that_never_come_back_are_not_remembered(
+    settings_with: Callable, corpus: Corpus
+) -> None:
+    cpu = torch.device("cpu")
+    windows = Feed(corpus, settings_with(), cpu).example_count
+    once = windows // 8
+    for leg in ("forward", "backward"):
+        changes = {f"codec__{leg}": "by-example"}
+        Feed(corpus, settings_with(train__steps=once + 1, **changes), cpu)
+        with pytest.raises(ConfigError, match=rf"none does: train.steps = {once} .* each once"):
+            Feed(corpus, settings_with(train__steps=once, **changes), cpu)
+        Feed(corpus, settings_with(train__steps=once, pipeline__stages=1, **changes), cpu)
+    one_cut = {"pipeline__stages": 3, "codec__cuts": ["1: backward=by-example"]}
+    with pytest.raises(ConfigError, match="by-example remembers each training example"):
+        Feed(corpus, settings_with(train__steps=once, **one_cut), cpu)
+
+
+# --- one codec per cut ---
+
+
+def test_each_cut_has_its_own_codecs(
+    settings_with: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = settings_with(
+        pipeline__stages=3,
+        train__steps=1,
+        optim__warmup=1,
+        codec__forward="bf16",
+        codec__backward="fp32",
+        codec__cuts=["1: forward=fp64 backward=delta"],
+    )
+    outcome = run_in_threads(settings)
+    elements_of = 2 * 16 * 32
+    sent = {
+        (stage, boundary): meters["sent"]
+        for stage, reports in enumerate(outcome.reports)
+        for boundary, meters in [r for r in reports if r["type"] == "step"][-1]["meters"].items()
+    }
+    for stage, boundary, kind, width in [
+        (0, "boundary-0", "FORWARD", 2),
+        (1, "boundary-1", "FORWARD", 8),
+        (1, "boundary-0", "BACKWARD", 4),
+        (2, "boundary-1", "BACKWARD", 2),
+    ]:
+        assert sent[stage, boundary][kind]["payload_bytes"] == 4 * elements_of * width
+    worker = outcome.workers[1]
+    assert worker.contract(0)["forward_codec"] == "bf16"
+    assert worker.contract(1)["forward_codec"] == "fp64"
+    assert worker.contract(1)["backward_codec"] == "delta"
+    assert worker.max_payload() == 8 * elements_of + 65536
+
+
+# --- one process computes the same ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "forward", "backward"),
+    [("gpipe", "delta", "int8+ef21"), ("1f1b", "int4+ef21+zstd", "delta")],
+)
+def test_a_chain_remembers_as_the_pipeline_does(
+    schedule: str,
+    forward: str,
+    backward: str,
+    settings_with: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+) -> None:
+    """Losses, validations and bytes."""
+    settings = settings_with(
+        run__precision="fp64",
+        pipeline__schedule=schedule,
+        pipeline__stages=3,
+        codec__forward=forward,
+        codec__backward=backward,
+        codec__cuts=["1: forward=bf16"],
+        train__steps=4,
+        train__eval_every=2,
+    )
+    outcome = run_in_threads(settings)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    valid = [chain.evaluate()]
+    losses = []
+    for step in range(4):
+        losses.append(chain.train_step(step))
+        if step % 2:
+            valid.append(chain.evaluate())
+    assert losses == pytest.approx(outcome.losses(), abs=1e-9)
+    assert valid == pytest.approx(outcome.valid_losses(), abs=1e-9)
+    assert abs(chain.evaluate(compressed=False) - chain.evaluate()) > 1e-7
+    for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in (0, 1) for leg in Leg]:
+        last = [r for r in outcome.reports[stage] if r["type"] == "step"][-1]
+        sent = last["meters"][f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
+        per_token = sent / (4 * settings.tokens_per_step)
+        assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_token, rel=1e-3)
+
+
+class Growing(Delta):
+    """Its payload is longer with every tensor: only packing tells its size."""
+
+    name = "growing"
+
+    def to_bytes(self, parts: Parts) -> bytes:
+        return bytes(super().to_bytes(parts)) + bytes(32 * len(self.places))
+
+    def from_bytes(self, payload: bytes, spec: TensorSpec, place: Place) -> Parts:
+        return super().from_bytes(payload[: 2 * elements(spec.shape)], spec, place)
+
+
+def test_sizes_that_vary_are_measured(settings_with: Callable, corpus: Corpus) -> None:
+    settings = settings_with()
+    spec = TensorSpec((2, 16, 32), torch.float32, torch.device("cpu"))
+    cut = Cut(settings, 0, spec)
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64
+    for end in (cut.lower, cut.upper):
+        end.codecs[Leg.FORWARD] = Growing()
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64, "by its limit, before the first tensor"
+    for _ in range(3):
+        cut.forward(torch.randn(spec.shape))
+    cut.training = False
+    cut.forward(torch.randn(spec.shape))
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3) / 3
