@@ -10,7 +10,9 @@ SHAPE = (2, 5, 3, 3)  # images, channels, pixels a side
 
 
 def planes(seed: int = 0) -> Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+    """Laid out as a stem lays them out."""
+    drawn = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+    return drawn.contiguous(memory_format=torch.channels_last)
 
 
 def test_a_row_is_a_pixel_with_its_channels() -> None:
@@ -22,7 +24,14 @@ def test_a_row_is_a_pixel_with_its_channels() -> None:
         for column in range(3):
             assert torch.equal(z_BPC[:, 3 * row + column], x_BCSS[:, :, row, column])
     decoded = boundary.decode(z_BPC, None)
-    assert torch.equal(decoded, x_BCSS) and decoded.is_contiguous()
+    assert torch.equal(decoded, x_BCSS) and decoded.stride() == x_BCSS.stride()
+    assert decoded.data_ptr() == z_BPC.data_ptr() == x_BCSS.data_ptr(), "nothing was copied"
+
+
+def test_planes_in_another_layout_cross_too() -> None:
+    boundary, x_BCSS = ImageBoundary(5, 3), planes().contiguous()
+    z_BPC = boundary.encode(x_BCSS, None)
+    assert z_BPC.is_contiguous() and torch.equal(boundary.decode(z_BPC, None), x_BCSS)
 
 
 def test_the_gradient_crosses_unchanged_and_in_the_layout_of_planes() -> None:
@@ -42,7 +51,7 @@ def test_convolutions_on_either_side_give_the_same_bits(dtype: torch.dtype) -> N
     """Through a cut the gradient must be added up in the order in which it is without one."""
     torch.manual_seed(0)
     below, above = (nn.Conv2d(8, 8, 3, padding=1, bias=False).to(dtype) for _ in range(2))
-    image = torch.randn(4, 8, 8, 8, dtype=dtype)
+    image = torch.randn(4, 8, 8, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
     boundary, found = ImageBoundary(8, 8), []
     for is_cut in (False, True):
         x = torch.relu(below(image))

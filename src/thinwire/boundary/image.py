@@ -12,10 +12,12 @@ from thinwire.boundary.base import Boundary
 
 
 class ImageBoundary(Boundary):
-    """Encode and decode turn planes into rows of pixels and back, and lose nothing.
+    """Encode and decode read planes as rows of pixels and rows as planes, and lose nothing.
 
-    On either side, and on the way back too, layers see planes laid out as they make them
-    themselves: other layouts are added up in another order, and a cut must not change a bit.
+    Image models keep the channels of a pixel side by side in memory (torch's channels_last), so
+    neither end copies anything. On either side, and on the way back too, layers find that layout as
+    they make it themselves: another one is added up in another order, and a cut must not change a
+    bit.
     """
 
     def __init__(self, channels: int, side: int):
@@ -25,13 +27,11 @@ class ImageBoundary(Boundary):
 
     def encode(self, x_BCSS: Tensor, ids_BT: Tensor | None) -> Tensor:
         """Planes (B, C, S, S) as pixels (B, P, C)."""
-        if x_BCSS.requires_grad:
-            x_BCSS.register_hook(Tensor.contiguous)
-        return x_BCSS.flatten(2).mT.contiguous()
+        return x_BCSS.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """Pixels (B, P, C) as planes (B, C, S, S)."""
-        return z.mT.contiguous().unflatten(2, (self.side, self.side))
+        return z.unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
 
     def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """All pixels with all their channels."""
