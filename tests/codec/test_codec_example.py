@@ -105,7 +105,7 @@ def test_what_speed_says_of_a_codec_with_memory_is_that_of_a_first_tensor(
     codec_speed.main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == names
-    assert len({tuple(row[3:]) for row in rows}) == 1, "bits and error"
+    assert len({tuple(row[-2:]) for row in rows}) == 1, "bits and error"
 
 
 def test_every_process_of_a_run_finds_it(
