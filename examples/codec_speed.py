@@ -87,7 +87,7 @@ def main() -> None:
         sender, receiver = parse_codec(name), parse_codec(name)  # a codec object is one end
 
         def on_device(place: Place, ends: tuple[Codec, Codec] = (sender, receiver)) -> torch.Tensor:
-            return cross(*ends, x, place)
+            return ends[1].decode(ends[0].encode(x, place), spec, place)
 
         def as_bytes(place: Place, ends: tuple[Codec, Codec] = (sender, receiver)) -> torch.Tensor:
             return ends[1].unpack(ends[0].pack(x, place), spec, place)

@@ -13,6 +13,7 @@ from thinwire.codec.base import (
     TensorSpec,
     cross,
     elements,
+    spec_of,
 )
 from thinwire.codec.cast import Cast
 from thinwire.codec.config import CodecConfig, PluginError
@@ -37,4 +38,5 @@ __all__ = [
     "elements",
     "parse_codec",
     "register_codec",
+    "spec_of",
 ]

@@ -123,6 +123,14 @@ class Codec(ABC):
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """The tensor of `spec` from parts on its device; WireError when they cannot be one."""
 
+    def hand_over(self, tensor: Tensor, receiver: "Codec", place: Place) -> Tensor:
+        """What the receiver decodes, in one process that holds both ends.
+
+        A codec may leave out what only bytes need. What arrives, and what both ends remember, must
+        be as if the tensor had travelled.
+        """
+        return receiver.decode(self.encode(tensor, place), spec_of(tensor), place)
+
     def pack(self, tensor: Tensor, place: Place) -> Payload:
         """The payload for `tensor`. May be called off the compute thread."""
         return self.to_bytes(self.encode(tensor.detach(), place))
@@ -178,6 +186,11 @@ class Codec(ABC):
     @property
     def size_varies(self) -> bool:
         """Whether payloads of one shape differ in size: `payload_limit` is then only a bound."""
+        return self.content_decides_size
+
+    @property
+    def content_decides_size(self) -> bool:
+        """Whether the size is known only once a tensor is packed; otherwise the layout says it."""
         return type(self).to_bytes is not Codec.to_bytes
 
     def agreement(self) -> str:
@@ -209,7 +222,7 @@ class Budgeted(Protocol):
 
 def cross(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
     """What the receiver would unpack, without bytes: for one process that holds both ends."""
-    return receiver.decode(sender.encode(tensor.detach(), place), spec_of(tensor), place)
+    return sender.hand_over(tensor.detach(), receiver, place)
 
 
 def layers(codec: Codec) -> Iterator[Codec]:

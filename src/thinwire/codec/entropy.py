@@ -60,6 +60,11 @@ class Zstd(Wrapper):
         """With the content."""
         return True
 
+    @property
+    def content_decides_size(self) -> bool:
+        """That is what it is for."""
+        return True
+
     def payload_limit(self, shape: Shape) -> int:
         """The inner codec's limit, and what Zstandard may add where nothing can be saved."""
         return _worst_case(self.inner.payload_limit(shape))

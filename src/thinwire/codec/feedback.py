@@ -10,6 +10,7 @@ what arrives is not either, and buffers stay as they were, on both ends alike.
 
 import hashlib
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -55,6 +56,16 @@ class ErrorFeedback(Buffered):
         sent = self.inner.decode(parts, spec, place)
         self.replace_buffer(error, wanted - sent.to(error.dtype))
         return parts
+
+    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
+        """Decoded once, for the sender remembers the difference and the receiver nothing."""
+        error = self.buffer(spec_of(tensor))
+        if tensor.dtype != error.dtype:
+            return super().hand_over_training(tensor, receiver, place)
+        wanted = tensor + error
+        sent = self.inner.hand_over(wanted, receiver.inner, place)
+        self.replace_buffer(error, wanted - sent)
+        return sent
 
 
 class MixedErrorFeedback(Buffered):
@@ -106,6 +117,17 @@ class MixedErrorFeedback(Buffered):
             self.inner.remember(place, torch.cat([p for p in both if p is not None]))
         return sent
 
+    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
+        """One half after the other, each decoded once."""
+        error = self.buffer(spec_of(tensor))
+        is_masked = isinstance(self.inner, Sparse) and self.inner.masks is not None
+        if is_masked or tensor.dtype != error.dtype:
+            return super().hand_over_training(tensor, receiver, place)
+        sent = self._on_tensor.hand_over(tensor, receiver._on_tensor, place)
+        sent = sent + self._on_error.hand_over(error, receiver._on_error, _elsewhere(place))
+        self.replace_buffer(error, error + (tensor - sent))
+        return sent
+
     def layout(self, shape: Shape, place: Place) -> Layout:
         """One half after the other; in evaluation the inner codec's."""
         if not place.training:
@@ -153,6 +175,15 @@ class EF21(Buffered):
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """What is known after the correction."""
         return self._correct(parts, spec, place).to(spec.dtype)
+
+    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
+        """Corrected once, for both ends."""
+        known = self.buffer(spec_of(tensor))
+        change = self.inner.hand_over(tensor.to(known.dtype) - known, receiver.inner, place)
+        better = known + change
+        self.replace_buffer(known, better)
+        receiver.replace_buffer(known, better)
+        return better.to(tensor.dtype)
 
     def agreement(self) -> str:
         """A hash of the buffer."""
@@ -227,6 +258,18 @@ class AQSGD(Feedback):
         """What is known of these examples after the correction."""
         return self._correct(parts, spec, place).to(spec.dtype)
 
+    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
+        """Corrected once, for both ends."""
+        if self._travels_whole(place):
+            return super().hand_over_training(tensor, receiver, place)
+        known = self._known(spec_of(tensor), place)
+        change = self.inner.hand_over(tensor.to(known.dtype) - known, receiver.inner, place)
+        better = (known + change).to(ROWS)
+        if better.isfinite().all():
+            self._remember(better, place)
+            receiver._remember(better, place)
+        return better.to(tensor.dtype)
+
     def layout(self, shape: Shape, place: Place) -> Layout:
         """All elements at a first visit, then the inner codec's."""
         if self._travels_whole(place):
@@ -296,8 +339,13 @@ class AQSGD(Feedback):
             change = self.inner.decode(parts, replace(spec, dtype=known.dtype), place)
             better = (known + change).to(ROWS)
         if better.isfinite().all():
-            self._room().write(examples, better.reshape(len(examples), elements(spec.shape[1:])))
+            self._remember(better, place)
         return better
+
+    def _remember(self, rows: Tensor, place: Place) -> None:
+        examples = self._examples(place)
+        row_elements = elements(tuple(rows.shape[1:]))
+        self._room().write(examples, rows.reshape(len(examples), row_elements))
 
 
 def _elsewhere(place: Place) -> Place:

@@ -140,7 +140,7 @@ class TopK(Sparse):
         """Select on the tensor's device."""
         B, code = self._code(tuple(tensor.shape))
         x_Bn = tensor.reshape(B, code.n)
-        positions = _largest(x_Bn, code.k)
+        positions = _largest(x_Bn, code.k).view(-1).nonzero().view(-1)
         self.remember(place, positions)
         index_Bk = positions.view(B, code.k) - row_starts(B, code.n, tensor.device)
         return *code.write(index_Bk), x_Bn.reshape(-1)[positions].to(VALUES)
@@ -153,6 +153,14 @@ class TopK(Sparse):
         positions = (index_Bk + row_starts(B, code.n, index_Bk.device)).view(-1)
         self.remember(place, positions)
         return _scattered(values, positions, spec)
+
+    def hand_over(self, tensor: Tensor, receiver: Codec, place: Place) -> Tensor:
+        """Without positions, unless the way back asks for them."""
+        if self.masks is not None:
+            return super().hand_over(tensor, receiver, place)
+        B, code = self._code(tuple(tensor.shape))
+        kept_Bn = _largest(tensor.reshape(B, code.n), code.k)
+        return torch.where(kept_Bn.view(tensor.shape), tensor.to(VALUES).to(tensor.dtype), 0)
 
     def _code(self, shape: Shape) -> tuple[int, PositionCode]:
         """B, and how the positions of a sample are written."""
@@ -302,25 +310,21 @@ def share_of(count: int, share: float) -> int:
 
 
 def _largest(x_Bn: Tensor, k: int) -> Tensor:
-    """The flat positions of the k largest magnitudes of every row; of equal ones the first."""
-    (B, n), integer = x_Bn.shape, _INTEGERS[x_Bn.element_size()]
+    """Where the k largest magnitudes of every row are; of equal ones the first."""
+    integer = _INTEGERS[x_Bn.element_size()]
     # Without its sign bit a float's pattern, read as an integer, orders as its magnitude does.
     size_Bn = x_Bn.contiguous().view(integer) & torch.iinfo(integer).max
     if size_Bn.numel() == 0:
-        return torch.zeros(0, dtype=torch.int64, device=x_Bn.device)
-    least_B = torch.topk(size_Bn, k, dim=1, sorted=False).values.amin(1)
-    positions = (size_Bn >= least_B.unsqueeze(1)).view(-1).nonzero().view(-1)
-    if len(positions) == B * k:
-        return positions
-    row = positions.div(n, rounding_mode="floor")
-    equal = (size_Bn.view(-1)[positions] == least_B[row]).nonzero().view(-1)
-    equal_row = row[equal]
-    equal_B = equal_row.bincount(minlength=B)
-    surplus_B = row.bincount(minlength=B) - k
-    turn = torch.arange(len(equal), device=row.device) - (equal_B.cumsum(0) - equal_B)[equal_row]
-    kept = torch.ones_like(positions, dtype=torch.bool)
-    kept[equal[turn >= (equal_B - surplus_B)[equal_row]]] = False
-    return positions[kept]
+        return torch.zeros_like(size_Bn, dtype=torch.bool)
+    least_B1 = torch.topk(size_Bn, k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    kept_Bn = size_Bn >= least_B1
+    surplus_B1 = kept_Bn.sum(1, keepdim=True) - k
+    if not surplus_B1.any():
+        return kept_Bn
+    # Rounded numbers are often equal: the last ones of those at the limit have no room.
+    equal_Bn = size_Bn == least_B1
+    turn_Bn = equal_Bn.cumsum(1, dtype=torch.int32)
+    return kept_Bn & (~equal_Bn | (turn_Bn <= turn_Bn[:, -1:] - surplus_B1))
 
 
 def _selected(tensor: Tensor, positions: Positions) -> Tensor:

@@ -1,6 +1,7 @@
 """Codecs around codecs: what every wrapper leaves to the codec inside, and what feedback shares."""
 
 from abc import abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ class Wrapper(Codec):
         """Whether the inner codec's does."""
         return self.inner.size_varies
 
+    @property
+    def content_decides_size(self) -> bool:
+        """Whether it decides the inner codec's."""
+        return self.inner.content_decides_size
+
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         """The codecs inside may want room."""
         for codec in self.remembering().values():
@@ -136,6 +142,17 @@ class Feedback(Wrapper):
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """Decode and remember; where only the sender remembers, decode."""
         return self.inner.decode(parts, spec, place)
+
+    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
+        """Hand over and remember, on both ends."""
+        return super().hand_over(tensor, receiver, place)
+
+    def hand_over(self, tensor: Tensor, receiver: Codec, place: Place) -> Tensor:
+        """With memory in training, without in evaluation."""
+        assert isinstance(receiver, type(self)), "both ends have the same codec"
+        if not place.training:
+            return self.inner.hand_over(tensor, receiver.inner, place)
+        return self.hand_over_training(tensor, receiver, place)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         """With memory in training, without in evaluation."""

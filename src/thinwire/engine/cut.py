@@ -12,7 +12,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, build_codecs, cross
+from thinwire.codec import (
+    Codec,
+    Leg,
+    Place,
+    Surroundings,
+    TensorSpec,
+    build_codecs,
+    cross,
+    spec_of,
+)
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
 from thinwire.engine.settings import Settings
@@ -168,13 +177,16 @@ class Cut:
         place = sender.place(leg, *self.at, self.training)
         codec, other = sender.codecs[leg], receiver.codecs[leg]
         tensor = tensor.detach().to(sender.spec.dtype)
-        if not codec.size_varies or not self.training:
+        if not self.training or not codec.size_varies:
+            return cross(codec, other, tensor, place)
+        self._crossings[leg] += 1
+        if not codec.content_decides_size:
+            layout = codec.layout(tuple(tensor.shape), place)
+            self._bytes[leg] += sum(part.bytes for part in layout)
             return cross(codec, other, tensor, place)
         payload = codec.pack(tensor, place)
         self._bytes[leg] += len(payload)
-        self._crossings[leg] += 1
-        spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
-        return other.unpack(payload, spec, place)
+        return other.unpack(payload, spec_of(tensor), place)
 
 
 def remembered(checkpoint: Checkpoint, block: int, leg: Leg, codec: Codec) -> bool:

@@ -1,0 +1,115 @@
+"""Handing a tensor over within a process is the same as sending it: what arrives, and what both
+ends remember.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codec import Codec, Leg, Place, Surroundings, build_codecs, cross, spec_of
+
+SHAPE = (4, 6, 8)
+EXAMPLES = 6
+PAIRS = [
+    ("bf16", "fp8"),
+    ("int4(group=8,hadamard)", "int8(tensor)"),
+    ("step(4)+zstd", "lowrank(2)"),
+    ("topk(0.2)", "topk(0.1)"),
+    ("topk(0.9)", "randk(0.3)"),
+    ("topk(0.2)+ef", "topk(0.2)+ef-mixed"),
+    ("topk(0.2)+ef21", "int4+ef21"),
+    ("topk(0.2)+aqsgd", "topk(shared)"),
+    ("int4+aqsgd", "lowrank(2)+ef"),
+    ("topk(0.3)+ef-mixed", "topk(shared)"),
+    ("topk(0.3)+ef", "topk(shared)+ef21"),
+    ("randk(0.3)+ef-mixed", "lowrank(4)+ef-mixed"),
+    ("topk(0.3)+zstd+ef21", "randk(0.3)+ef"),
+]
+Ends = tuple[dict[Leg, Codec], dict[Leg, Codec]]
+
+
+def tensor_of(seed: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """Many numbers are equal, as after rounding and rectifying; or one is not finite."""
+    drawn = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if kind == "tied":
+        drawn = (2 * drawn).round().relu()
+    if kind == "spoilt":
+        drawn[1, 2, 3] = float("nan")
+    return drawn.to(dtype)
+
+
+def ends_of(pair: tuple[str, str], dtype: torch.dtype) -> Ends:
+    below, above = build_codecs(*pair), build_codecs(*pair)
+    for codec in (*below.values(), *above.values()):
+        codec.prepare(spec_of(tensor_of(0, "plain", dtype)), Surroundings(EXAMPLES, 1 << 20))
+    return below, above
+
+
+def by_bytes(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
+    return receiver.unpack(bytes(sender.pack(tensor, place)), spec_of(tensor), place)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def travel(
+    ends: Ends, way: Callable, kinds: list[str], training: list[bool], seed: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Tensors go up and gradients come back; each microbatch names the examples that it is."""
+    below, above = ends
+    arrived = []
+    for step, (kind, trains) in enumerate(zip(kinds, training, strict=True)):
+        examples = tuple((seed + step * row) % EXAMPLES for row in range(SHAPE[0]))
+        up = Place(Leg.FORWARD, step, 0, training=trains, examples=examples)
+        down = Place(Leg.BACKWARD, step, 0, training=trains, examples=examples)
+        sent = tensor_of(seed + step, kind, dtype)
+        arrived.append(way(below[Leg.FORWARD], above[Leg.FORWARD], sent, up))
+        if trains:
+            gradient = tensor_of(seed - step, kind, dtype)
+            arrived.append(way(above[Leg.BACKWARD], below[Leg.BACKWARD], gradient, down))
+    return arrived
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+@settings(deadline=None, max_examples=25)
+@given(
+    kinds=st.lists(st.sampled_from(("plain", "tied", "spoilt")), min_size=1, max_size=6),
+    trains=st.integers(0, 63),
+    seed=st.integers(100, 2**20),
+    dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16)),
+)
+def test_it_is_as_if_the_tensor_had_travelled(
+    pair: tuple[str, str], kinds: list[str], trains: int, seed: int, dtype: torch.dtype
+) -> None:
+    training = [bool(trains >> step & 1) for step in range(len(kinds))]
+    sent, handed = ends_of(pair, dtype), ends_of(pair, dtype)
+    wanted = travel(sent, by_bytes, kinds, training, seed, dtype)
+    got = travel(handed, cross, kinds, training, seed, dtype)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(wanted, got, strict=True))
+    for by_sending, by_handing in zip(sent, handed, strict=True):
+        for leg in Leg:
+            left, right = (ends[leg].state_tensors() for ends in (by_sending, by_handing))
+            assert left.keys() == right.keys()
+            assert all(torch.equal(bits(left[name]), bits(right[name])) for name in left)
+            assert by_sending[leg].agreement() == by_handing[leg].agreement()
+
+
+@pytest.mark.parametrize("name", ["topk(0.2)+ef-mixed", "topk(0.2)+aqsgd", "int4+aqsgd", "int4"])
+def test_where_content_does_not_decide_the_layout_says_the_size(name: str) -> None:
+    (sender, _), sent = ends_of((name, "bf16"), torch.float32), tensor_of(1, "tied", torch.float32)
+    codec = sender[Leg.FORWARD]
+    assert not codec.content_decides_size
+    for step in range(3):
+        place = Place(Leg.FORWARD, step, 0, examples=(0, 1, 2, 3))
+        size = sum(part.bytes for part in codec.layout(SHAPE, place))
+        assert len(codec.pack(sent, place)) == size
+
+
+@pytest.mark.parametrize("name", ["step(4)+zstd", "int4+zstd+ef21", "int4+zstd+aqsgd"])
+def test_where_content_decides_it_is_said(name: str) -> None:
+    assert build_codecs(name, "bf16")[Leg.FORWARD].content_decides_size
