@@ -181,6 +181,8 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
 
     assert memory(0) == 4 * weight_bytes, "weight, gradient and AdamW's two moments"
     assert memory(0, optim__name="muon") == 3 * weight_bytes
+    rounded = memory(0, run__precision="bf16", codec__forward="bf16", codec__backward="bf16")
+    assert rounded == parameters * (4 * 4 + 2), "float32, and one copy of the weights in bfloat16"
     one = memory(1) - memory(0)
     assert one > 0 and memory(3) - memory(0) == 3 * one
     kept = settings.microbatch_size * settings.model.context * settings.model.dim * 8

@@ -110,7 +110,10 @@ def stage_parameters(settings: Settings, stage: int) -> int:
 
 
 def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:
-    """Bytes of weights, gradients, optimizer state, token table and activations in flight."""
+    """Bytes of weights, gradients, optimizer state, token table and activations in flight.
+
+    Under autocast there is one rounded copy of the weights beside them.
+    """
     width = PRECISIONS[settings.run.precision].itemsize
     states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
     model, family = settings.model, architecture(settings.model)
@@ -125,7 +128,8 @@ def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int
         activations += family.logits(batch) * (compute_width + 2 * 4)
     fixed = settings.boundary.anchor == "fixed"
     table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
-    return parameters * width * states + table + activations
+    rounded = parameters * compute_width if compute_width < width else 0
+    return parameters * width * states + rounded + table + activations
 
 
 def measure_flops(settings: Settings, repeats: int = 3) -> float:

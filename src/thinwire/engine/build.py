@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -61,6 +61,21 @@ def autocast_for(
     if precision == "bf16":
         return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def weights_rounded_once() -> Iterator[None]:
+    """While this lasts, autocast rounds each weight once and not for every microbatch.
+
+    All microbatches in flight then share one rounded copy. Weights must not change meanwhile.
+    Autocast forgets its copies when its outermost block ends: this stands around them as one more.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 class StageBuilder:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
@@ -90,7 +91,8 @@ class Runner:
         self._optimizer = optimizer
         self._below, self._above = below, above
         self._schedule, self._index = schedule, index
-        self._actions = schedule.rows[index]
+        *self._actions, last = schedule.rows[index]
+        assert last.kind is Kind.U, "a validated training schedule ends with an update"
         self._clip = clip
         self._autocast = autocast
         self._keeper = keeper
@@ -105,17 +107,13 @@ class Runner:
         self.trace = StepTrace()
         self._losses = []
         self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
-        verdict = None
         if self._keeper is not None:
             self._keeper.begin_step(step)
-        for action in self._actions:
-            if action.kind is Kind.F:
-                self._forward(step, action.microbatch)
-            elif action.kind is Kind.B:
-                self._backward(step, action.microbatch)
-            else:
-                verdict = self._update(step, lr, decide)
-        assert verdict is not None, "a validated training schedule ends with an update"
+        with weights_rounded_once():
+            for action in self._actions:
+                work = self._forward if action.kind is Kind.F else self._backward
+                work(step, action.microbatch)
+        verdict = self._update(step, lr, decide)
         loss = float(torch.stack(self._losses).sum()) if self._losses else None
         return verdict, loss
 

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine import Settings
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.build import (
+    StageBuilder,
+    autocast_for,
+    choose_device,
+    prepare_torch,
+    weights_rounded_once,
+)
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
@@ -98,14 +104,15 @@ class Chain:
         before = [buffer.clone() for buffer in buffers]
         count = self.settings.pipeline.microbatches
         total = torch.zeros((), device=self.device, dtype=self.builder.dtype)
-        for microbatch in range(count):
-            batch = self.feed.training(step, microbatch)
-            for cut in self.cuts:
-                cut.at = step, microbatch
-                cut.training = True
-            loss = self._loss(self.logits(batch.inputs), batch.targets) / count
-            loss.backward()
-            total += loss.detach()
+        with weights_rounded_once():
+            for microbatch in range(count):
+                batch = self.feed.training(step, microbatch)
+                for cut in self.cuts:
+                    cut.at = step, microbatch
+                    cut.training = True
+                loss = self._loss(self.logits(batch.inputs), batch.targets) / count
+                loss.backward()
+                total += loss.detach()
         if not self.update(step):  # then batch norms have seen nothing either
             for buffer, old in zip(buffers, before, strict=True):
                 buffer.copy_(old)

@@ -14,7 +14,13 @@ import torch
 
 from thinwire.boundary import DenseBoundary
 from thinwire.engine import Settings
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.build import (
+    StageBuilder,
+    autocast_for,
+    choose_device,
+    prepare_torch,
+    weights_rounded_once,
+)
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.lab.experiment import Row, machine, markdown_table
 from thinwire.optim import StageOptimizer
@@ -69,11 +75,12 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
 
     dense_ends = DenseBoundary(model.dim), DenseBoundary(model.dim)
     narrow, dense = [], []
-    for _ in range(ROUNDS):  # in turn, so that a drifting clock touches both alike
-        stage.incoming, stage.outgoing = ends
-        narrow.append(timed(microbatch(settings.boundary.rank), device))
-        stage.incoming, stage.outgoing = dense_ends
-        dense.append(timed(microbatch(model.dim), device))
+    with weights_rounded_once():
+        for _ in range(ROUNDS):  # in turn, so that a drifting clock touches both alike
+            stage.incoming, stage.outgoing = ends
+            narrow.append(timed(microbatch(settings.boundary.rank), device))
+            stage.incoming, stage.outgoing = dense_ends
+            dense.append(timed(microbatch(model.dim), device))
     stage.incoming, stage.outgoing = ends
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
     axes = {held.name: held.axis for held in constraint.held} if constraint else {}

@@ -1,0 +1,118 @@
+"""Under autocast weights are rounded once in a step, and nobody can tell but by time and memory."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thinwire.data import Corpus
+from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
+from thinwire.engine.feed import Feed
+from thinwire.lab.chain import Chain
+
+CPU = torch.device("cpu")
+MICROBATCHES = 4
+
+
+class Roundings(TorchDispatchMode):
+    """Counts how often each tensor is rounded to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.of[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def bf16(make_settings: Callable[..., Settings]) -> Settings:
+    return make_settings(
+        run__precision="bf16",
+        codec__forward="fp32",
+        codec__backward="fp32",
+        pipeline__stages=1,
+        pipeline__microbatches=MICROBATCHES,
+        train__steps=3,
+    )
+
+
+def gradients(settings: Settings, keep: Any) -> tuple[list[Tensor], Counter[int], list[int]]:
+    """All microbatches forward, then backward, as in a pipeline: they are in flight together."""
+    builder = StageBuilder(settings, CPU)
+    stage = builder.build(0)
+    builder.initialise(stage)
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(settings.model.vocab, (MICROBATCHES, 2, 16), generator=generator)
+    autocast = autocast_for("bf16", CPU)
+    with Roundings() as roundings, keep():
+        outputs = []
+        for microbatch in ids_BT:
+            with autocast():
+                outputs.append(stage.loss(stage(None, microbatch), microbatch))
+        for output in outputs:
+            output.backward()
+    found = stage.global_parameters()
+    matrices = [p.data_ptr() for name, p in found.items() if p.ndim == 2 and "embed" not in name]
+    return [p.grad for p in found.values() if p.grad is not None], roundings.of, matrices
+
+
+def test_each_weight_is_rounded_once_and_gradients_are_the_same_bits(bf16: Settings) -> None:
+    once, counted, matrices = gradients(bf16, weights_rounded_once)
+    assert matrices and {counted[matrix] for matrix in matrices} == {1}
+    each, counted, matrices = gradients(bf16, contextlib.nullcontext)
+    assert {counted[matrix] for matrix in matrices} == {MICROBATCHES}, "what it is for"
+    assert all(torch.equal(a, b) for a, b in zip(once, each, strict=True))
+
+
+def test_a_step_begins_with_the_weights_of_the_last_update(
+    bf16: Settings, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held against steps in which autocast forgets its copies after every microbatch."""
+    trained = []
+    for forgets in (False, True):
+        if forgets:
+            monkeypatch.setattr("thinwire.lab.chain.weights_rounded_once", contextlib.nullcontext)
+        chain = Chain(bf16, Feed(corpus, bf16, CPU))
+        losses = [chain.train_step(step) for step in range(3)]
+        weights = [p.detach() for stage in chain.stages for p in stage.parameters()]
+        trained.append((losses, weights))
+    (losses, weights), (plain_losses, plain_weights) = trained
+    assert losses == plain_losses and losses[0] != losses[2]
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
+
+
+def test_a_weight_that_changes_meanwhile_is_not_seen() -> None:
+    """Why it must end before the update."""
+    layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+
+    def output() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x)
+
+    with weights_rounded_once():
+        before = output()
+        with torch.no_grad():
+            layer.weight.add_(1)
+        assert torch.equal(output(), before)
+    assert not torch.equal(output(), before)
+
+
+def test_a_failed_step_leaves_no_copies_behind() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    with pytest.raises(ValueError, match="in a step"), weights_rounded_once():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            before = layer(x)
+        raise ValueError("in a step")
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.equal(layer(x), before)
