@@ -1,7 +1,6 @@
 """From settings to a stage: device, space, layers with their boundaries, starting weights."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -40,7 +39,6 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
     torch.set_num_threads(threads_per_stage(settings))
     _check_precision(settings.run.precision, device)
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
         # Convolutions would round to ten bits; matrix products do not unless told to.
         torch.backends.cudnn.allow_tf32 = False

@@ -42,10 +42,14 @@ GRID = (
     DENSE,
     "dense int8/int8",
     "dense int4(group=64,hadamard)/int8",
+    "dense int8/int4",
+    # 8 bits forward and 4 back, which were found to cost least, at three ranks
+    "projected d/8 int8/int4",
+    "projected d/16 int8/int4",
+    "projected d/32 int8/int4",
     # 21 times fewer bytes than bf16
     "projected d/4 int2/int4",
     "projected d/8 int4/int8",
-    "projected d/8 int8/int4",
     # about 31 times, from many coordinates in few bits to few in many
     "projected d/4 int2/int2",
     "projected d/8 int4/int4",
