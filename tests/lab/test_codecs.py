@@ -272,6 +272,17 @@ def test_a_study_of_language(
     assert "a model trained with TopK must be tested with TopK" in report
 
 
+def test_a_text_that_is_not_there_is_refused_before_anything_trains(
+    in_this_process: list[str], text_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["lab", "codecs", "--task", "lm", "--quick", "--device", "cpu", "--out", str(tmp_path),
+              "--tune-on", str(tmp_path / "nowhere.txt"),
+              *options(data__source="text", data__path=text_folder, model__vocab=300,
+                       model__context=16, data__valid_fraction=0.1)])  # fmt: skip
+    assert caught.value.code == 3 and in_this_process == []
+
+
 def test_a_study_of_images(
     in_this_process: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,6 +211,9 @@ def _on_text(
     first = codecs.make_arms("scratch", [neutral], [options.seed], steps)[0]
     corpus = prepare_corpus(first.settings(base), display)
     found, notes = {}, [f"scratch: {corpus.summary()}"]
+    if wanted["tune"]:  # a text that cannot be read is refused before the first arm trains
+        tuning = codecs.tuning_base(base, corpus, options.tune_on, options.quick)
+        text = prepare_corpus(first.settings(tuning), display)
     if wanted["scratch"]:
         arms = codecs.make_arms("scratch", wanted["scratch"], _seeds(options), steps)
         found["scratch"] = codecs.train_ground(arms, base, corpus, session)
@@ -219,9 +222,7 @@ def _on_text(
         weights = codecs.base_model(base, corpus, options.seed, length, session)
         if not weights.exists():  # then nothing can be trained from it
             session = dataclasses.replace(session, parallel=0)
-        tuning = codecs.tuning_base(base, corpus, options.tune_on, options.quick)
         settings, epochs = first.settings(tuning), options.epochs or 3
-        text = prepare_corpus(settings, display)
         examples = Feed(text, settings, torch.device("cpu")).example_count
         steps = codecs.steps_of(epochs, examples, settings.train.batch)
         arms = codecs.make_arms("tune", wanted["tune"], _seeds(options), steps)
