@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import zstandard
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, parse_codec
+from thinwire.codec import Codec, Leg, Place, Surroundings, TensorSpec, cross, parse_codec
 
 CHOICE = ["bf16", "fp8", "int8", "int8(group=64)", "int8(hadamard)", "int8(tensor)", "int6",
           "int4", "int4(group=64)", "int4(group=64,hadamard)", "int4(tensor)", "int3", "int2",
@@ -82,20 +82,27 @@ def main() -> None:
     print(f"{'':26}{'on the device':>18}{'as bytes':>16}{'of 1 Gbit/s':>14}")
     print(f"{'codec':26}{'fwd':>9}{'bwd':>9}{'fwd':>8}{'bwd':>8}{'fwd':>7}{'bwd':>7}"
           f"{'bits':>8}{'error/rms':>11}")  # fmt: skip
-    for name in options.codecs:
-        legs = [Place(leg, 0, 0) for leg in Leg]
-        sender, receiver = parse_codec(name), parse_codec(name)  # a codec object is one end
+    legs = [Place(leg, 0, 0, examples=tuple(range(shape[0]))) for leg in Leg]
 
-        def on_device(place: Place, ends: tuple[Codec, Codec] = (sender, receiver)) -> torch.Tensor:
+    def end(name: str) -> Codec:
+        """A codec object is one end; what it may remember is a row for each example."""
+        codec = parse_codec(name)
+        codec.prepare(spec, Surroundings(shape[0], size))
+        return codec
+
+    for name in options.codecs:
+        both = end(name), end(name)
+
+        def on_device(place: Place, ends: tuple[Codec, Codec] = both) -> torch.Tensor:
             return ends[1].decode(ends[0].encode(x, place), spec, place)
 
-        def as_bytes(place: Place, ends: tuple[Codec, Codec] = (sender, receiver)) -> torch.Tensor:
+        def as_bytes(place: Place, ends: tuple[Codec, Codec] = both) -> torch.Tensor:
             return ends[1].unpack(ends[0].pack(x, place), spec, place)
 
         inside = [clock.speed(lambda p=place: on_device(p), size) for place in legs]
         whole = [clock.speed(lambda p=place: as_bytes(p), size) for place in legs]
-        packed = len(parse_codec(name).pack(x, legs[0]))
-        error = (cross(parse_codec(name), parse_codec(name), x, legs[0]) - x).square().mean().sqrt()
+        packed = len(end(name).pack(x, legs[0]))
+        error = (cross(end(name), end(name), x, legs[0]) - x).square().mean().sqrt()
         shares = [size / (speed * 1e9) / (packed / LINK) for speed in whole]
         print(f"{name:26}{inside[0]:9.2f}{inside[1]:9.2f}{whole[0]:8.2f}{whole[1]:8.2f}"
               f"{shares[0]:7.0%}{shares[1]:7.0%}{8 * packed / x.numel():8.2f}{error:11.4f}",

@@ -112,7 +112,8 @@ def stage_parameters(settings: Settings, stage: int) -> int:
 def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:
     """Bytes of weights, gradients, optimizer state, token table and activations in flight.
 
-    Under autocast there is one rounded copy of the weights beside them.
+    Under autocast there is at most one rounded copy of the weights beside them: an embedding and
+    norms, which are counted here, have none.
     """
     width = PRECISIONS[settings.run.precision].itemsize
     states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.boundary import ImageBoundary
+from thinwire.boundary.image import as_from_a_cut
 
 SHAPE = (2, 5, 3, 3)  # images, channels, pixels a side
 
@@ -62,3 +63,13 @@ def test_convolutions_on_either_side_give_the_same_bits(dtype: torch.dtype) -> N
         for layer in (below, above):
             layer.weight.grad = None
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 3), (2, 5, 1, 1), (1, 1, 1, 1), (2, 5, 3, 3)])
+def test_what_a_model_lays_out_is_what_a_cut_delivers(shape: tuple[int, ...]) -> None:
+    """Also of one channel or one pixel, where torch takes either layout for channels_last."""
+    x_BCSS = torch.randn(shape)
+    boundary = ImageBoundary(shape[1], shape[2])
+    received = boundary.decode(boundary.encode(x_BCSS, None), None)
+    laid_out = as_from_a_cut(x_BCSS)
+    assert torch.equal(laid_out, x_BCSS) and laid_out.stride() == received.stride()

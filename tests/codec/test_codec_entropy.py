@@ -1,5 +1,7 @@
 """Entropy coding: fewer bytes, the same tensor, and no way in for a payload that lies."""
 
+import zlib
+
 import pytest
 import torch
 import zstandard
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, cross, parse_codec
+from thinwire.codec.base import Parts, Payload, Shape
 from thinwire.codec.entropy import Zstd
+from thinwire.codec.wrapper import Wrapper
 from thinwire.errors import ConfigError, WireError
 
 CPU = torch.device("cpu")
@@ -170,3 +174,36 @@ def test_compressing_twice_is_refused() -> None:
         Zstd(inner)
     with pytest.raises(ConfigError, match="twice"):
         parse_codec("int4+zstd+ef+zstd")
+
+
+class Deflated(Wrapper):
+    """A wrapper of one's own that changes bytes and not parts."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}+deflate"
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        return zlib.compress(self.inner.to_bytes(parts))
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        return self.inner.from_bytes(zlib.decompress(payload), spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        return self.inner.payload_limit(shape) + 64
+
+
+def test_a_wrapper_that_writes_bytes_of_its_own_is_counted_by_them() -> None:
+    codec = Deflated(parse_codec("int4"))
+    assert codec.content_decides_size and codec.size_varies
+    assert not parse_codec("int4+ef").content_decides_size
+
+
+def test_bytes_whose_size_the_content_decides_can_be_compressed_too() -> None:
+    sent, codec = normal((6, 8)), Zstd(Deflated(parse_codec("int4")))
+    payload = bytes(codec.pack(sent, FORWARD))
+    wanted = cross(parse_codec("int4"), parse_codec("int4"), sent, FORWARD)
+    assert torch.equal(codec.unpack(payload, spec_of(sent), FORWARD), wanted)
+    too_much = zstandard.compress(bytes(codec.inner.payload_limit((6, 8)) + 1))
+    with pytest.raises(WireError, match="holds at most 100 bytes, but one of 101 bytes"):
+        codec.unpack(too_much, spec_of(sent), FORWARD)

@@ -9,16 +9,66 @@ import pytest
 import torch
 from image_runs import CPU, SIDE, TEST, TRAIN, accuracies, in_fp32, same_bits
 from test_resume import commit_all
+from torch import Tensor
 
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.data import ImageSet
 from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError, DataError
 from thinwire.inference import Model
 from thinwire.lab.chain import Chain
 from thinwire.report import PlainDisplay
 from thinwire.summary import Ledger
+
+# --- cuts that must not be seen ---
+
+
+def gradients(settings: Settings, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Of one microbatch that crosses its cuts as tensors of their own, there and back."""
+    builder = StageBuilder(settings, CPU)
+    stages = [builder.build(index) for index in range(settings.pipeline.stages)]
+    received: list[Tensor | None] = [None]
+    sent: list[Tensor] = []
+    for stage in stages:
+        builder.initialise(stage)
+        sent.append(stage(received[-1], pixels))
+        received.append(sent[-1].detach().clone().requires_grad_())
+    stages[-1].loss(sent[-1], labels).backward()
+    for output, later in reversed(list(zip(sent[:-1], received[1:-1], strict=True))):
+        assert later is not None and later.grad is not None
+        output.backward(later.grad.clone(memory_format=torch.contiguous_format))
+    return {n: p.grad for s in stages for n, p in s.global_parameters().items()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "width", "batch"),
+    [(3, 8, 4, 4), (1, 12, 4, 4), (1, 5, 1, 3), (3, 8, 1, 2), (1, 1, 3, 4), (3, 9, 2, 1)],
+)
+def test_no_shape_of_images_shows_where_the_model_is_cut(
+    channels: int, side: int, width: int, batch: int, image_settings: Callable
+) -> None:
+    """One channel or one pixel has more than one layout, and convolutions tell them apart."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(batch, channels, side, side, generator=generator)
+    labels = torch.arange(batch) % 3
+    found = [
+        gradients(
+            in_fp32(
+                image_settings,
+                pipeline__stages=stages,
+                model__channels=channels,
+                model__side=side,
+                model__dim=width,
+            ),
+            pixels,
+            labels,
+        )
+        for stages in (1, 2, 4, 8)
+    ]
+    assert all(same_bits(other, found[0]) for other in found[1:])
+
 
 # --- lossy cuts ---
 

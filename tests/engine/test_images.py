@@ -143,7 +143,7 @@ def test_the_split_does_not_change_a_bit(
         run_images(
             in_fp32(image_settings, pipeline__stages=stages, optim__name=optimizer, train__steps=3)
         )
-        for stages in (1, 2, 4)
+        for stages in (1, 2, 4, 8)  # with eight, the last cuts carry a single pixel
     ]
     for other in runs[1:]:
         assert other.losses() == runs[0].losses()

@@ -11,13 +11,30 @@ from torch import Tensor
 from thinwire.boundary.base import Boundary
 
 
+def to_pixels(x_BCSS: Tensor) -> Tensor:
+    """Planes (B, C, S, S) as pixels (B, P, C), without a copy where channels lie side by side."""
+    return x_BCSS.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
+
+
+def to_planes(z_BPC: Tensor, side: int) -> Tensor:
+    """The inverse, never with a copy: channels stay side by side."""
+    return z_BPC.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+
+
+def as_from_a_cut(x_BCSS: Tensor) -> Tensor:
+    """Planes laid out as a boundary delivers them.
+
+    Convolutions on another layout add up in another order. A model that lays out what each block
+    reads in this way computes the same bits wherever it is cut. (torch's own channels_last leaves
+    planes of one channel or one pixel as they are, and convolutions tell the difference.)
+    """
+    return to_planes(to_pixels(x_BCSS), x_BCSS.shape[2])
+
+
 class ImageBoundary(Boundary):
     """Encode and decode read planes as rows of pixels and rows as planes, and lose nothing.
 
-    Image models keep the channels of a pixel side by side in memory (torch's channels_last), so
-    neither end copies anything. On either side, and on the way back too, layers find that layout as
-    they make it themselves: another one is added up in another order, and a cut must not change a
-    bit.
+    Image models keep the channels of a pixel side by side in memory: neither end copies anything.
     """
 
     def __init__(self, channels: int, side: int):
@@ -26,12 +43,12 @@ class ImageBoundary(Boundary):
         self.side = side
 
     def encode(self, x_BCSS: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """Planes (B, C, S, S) as pixels (B, P, C)."""
-        return x_BCSS.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
+        """Planes as pixels."""
+        return to_pixels(x_BCSS)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """Pixels (B, P, C) as planes (B, C, S, S)."""
-        return z.unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
+        """Pixels as planes."""
+        return to_planes(z, self.side)
 
     def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """All pixels with all their channels."""

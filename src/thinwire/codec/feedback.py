@@ -139,6 +139,11 @@ class MixedErrorFeedback(Buffered):
         """Between training and evaluation."""
         return True
 
+    @property
+    def content_decides_size(self) -> bool:
+        """Not here: the parts of both halves follow each other as they are."""
+        return False
+
     def to_bytes(self, parts: Parts) -> Payload:
         """One part after the other."""
         return Codec.to_bytes(self, parts)
@@ -233,6 +238,11 @@ class AQSGD(Feedback):
     def size_varies(self) -> bool:
         """Between a first visit and later ones."""
         return True
+
+    @property
+    def content_decides_size(self) -> bool:
+        """Only where it decides the inner codec's."""
+        return self.inner.content_decides_size
 
     def kept(self, shape: Shape) -> int:
         """All elements travel at a first visit."""

@@ -67,13 +67,14 @@ class Wrapper(Codec):
 
     @property
     def size_varies(self) -> bool:
-        """Whether the inner codec's does."""
-        return self.inner.size_varies
+        """Whether the inner codec's does, or content decides it here."""
+        return self.content_decides_size or self.inner.size_varies
 
     @property
     def content_decides_size(self) -> bool:
-        """Whether it decides the inner codec's."""
-        return self.inner.content_decides_size
+        """Whether it decides the inner codec's, or the wrapper writes bytes of its own."""
+        writes_bytes = type(self).to_bytes is not Wrapper.to_bytes
+        return writes_bytes or self.inner.content_decides_size
 
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         """The codecs inside may want room."""

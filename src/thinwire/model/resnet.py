@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.boundary.image import as_from_a_cut
 from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.narrow import Narrow
 
@@ -38,13 +39,13 @@ class ResNetShape:
 
 
 class Stem(nn.Conv2d):
-    """The first convolution. It lays pixels out with their channels side by side (channels_last),
-    which convolutions are fastest on and cuts need not copy; what follows keeps that layout.
+    """The first convolution. It lays pixels out with their channels side by side, which
+    convolutions are fastest on; what follows keeps that layout.
     """
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
         """The image as `width` planes."""
-        return super().forward(x_BCSS.contiguous(memory_format=torch.channels_last))
+        return super().forward(as_from_a_cut(x_BCSS))
 
 
 class BasicBlock(nn.Module):
@@ -64,6 +65,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
         """The activation after this block."""
+        x_BCSS = as_from_a_cut(x_BCSS)
         skip_BCSS = x_BCSS if self.downsample is None else self.downsample(x_BCSS)
         inner_BCSS = F.relu(self.bn1(self.conv1(x_BCSS)))
         return F.relu(self.bn2(self.conv2(inner_BCSS)) + skip_BCSS)
