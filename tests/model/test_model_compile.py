@@ -17,7 +17,7 @@ def step(stages: list[Stage], ids_BT: torch.Tensor) -> tuple[float, dict[str, to
     loss = stages[-1].loss(z, ids_BT)
     loss.backward()
     named = [item for stage in stages for item in stage.global_parameters().items()]
-    return float(loss), {name: p.grad for name, p in named if p.grad is not None}
+    return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
 
 
 @pytest.mark.parametrize("mode", ["dense", "subspace", "reparam", "projected"])
