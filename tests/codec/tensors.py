@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place
-from thinwire.codec.base import spec_of
+from thinwire.codec import Codec, Leg, Place, spec_of
 
 PLACE = Place(Leg.FORWARD, step=3, microbatch=1, seed=5)
 

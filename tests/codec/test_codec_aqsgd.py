@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec
+from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import AQSGD
 from thinwire.codec.lowrank import LowRank
@@ -47,10 +47,6 @@ few = settings(deadline=None, max_examples=40)
 def normal(seed: int, dtype: torch.dtype = torch.float32, rows: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((rows, *ROW), generator=generator, dtype=torch.float64).to(dtype)
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 def at(number: int, examples: list[int] | None, training: bool = True) -> Place:

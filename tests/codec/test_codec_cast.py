@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, parse_codec
+from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, parse_codec, spec_of
 from thinwire.errors import ConfigError, WireError
 
 PLACE = Place(Leg.FORWARD, step=3, microbatch=1)
@@ -27,7 +27,7 @@ shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
 def round_trip(codec: Codec, tensor: Tensor) -> Tensor:
-    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    spec = spec_of(tensor)
     return codec.unpack(bytes(codec.pack(tensor, PLACE)), spec, PLACE)
 
 

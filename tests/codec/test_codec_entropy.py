@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, cross, parse_codec
+from thinwire.codec import (
+    Cast,
+    Codec,
+    Leg,
+    Place,
+    Surroundings,
+    TensorSpec,
+    cross,
+    parse_codec,
+    spec_of,
+)
 from thinwire.codec.base import Parts, Payload, Shape
 from thinwire.codec.entropy import Zstd
 from thinwire.codec.wrapper import Wrapper
@@ -26,10 +36,6 @@ quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 @quick

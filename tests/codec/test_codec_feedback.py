@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Cast, Codec, Leg, Payload, Place, Surroundings, TensorSpec, cross
+from thinwire.codec import (
+    Cast,
+    Codec,
+    Leg,
+    Payload,
+    Place,
+    Surroundings,
+    TensorSpec,
+    cross,
+    spec_of,
+)
 from thinwire.codec.base import Layout, Parts, Shape
 from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
@@ -50,10 +60,6 @@ few = settings(deadline=None, max_examples=40)
 def normal(seed: int, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 class Ends:

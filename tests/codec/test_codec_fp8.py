@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Leg, Place, TensorSpec
+from thinwire.codec import Leg, Place, TensorSpec, spec_of
 from thinwire.codec.quantize import LARGEST, Float8
 from thinwire.errors import WireError
 
@@ -29,7 +29,7 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def round_trip(tensor: Tensor, place: Place = FORWARD) -> Tensor:
-    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    spec = spec_of(tensor)
     return CODEC.unpack(bytes(CODEC.pack(tensor, place)), spec, place)
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, noise, parse_codec
+from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, noise, parse_codec, spec_of
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
 from thinwire.codec.noise import random_words, round_at
 from thinwire.codec.quantize import LARGEST, Integer, TensorInteger
@@ -40,7 +40,7 @@ def normal(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def round_trip(codec: Codec, tensor: Tensor, place: Place = FORWARD) -> Tensor:
-    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    spec = spec_of(tensor)
     return codec.unpack(bytes(codec.pack(tensor, place)), spec, place)
 
 

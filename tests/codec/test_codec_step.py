@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, noise, parse_codec
+from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, noise, parse_codec, spec_of
 from thinwire.codec.quantize import LARGEST, Integer
 from thinwire.codec.step import Step
 from thinwire.errors import ConfigError, WireError
@@ -28,7 +28,7 @@ def normal(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def round_trip(codec: Codec, tensor: Tensor, place: Place = FORWARD) -> Tensor:
-    spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+    spec = spec_of(tensor)
     return codec.unpack(bytes(codec.pack(tensor, place)), spec, place)
 
 
