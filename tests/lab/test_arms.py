@@ -1,6 +1,9 @@
 """Arms in processes of their own: what is logged, what is not trained again, what is told."""
 
+import atexit
 import json
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,10 @@ def train(arm: Row, shared: dict[str, Any]) -> Row:
     if arm["first"] < 0:
         raise ValueError("a negative arm cannot be trained")
     print("x" * shared["noise"])  # more than a pipe holds
+    if arm["extra"] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if arm["extra"] == "killed later":
+        atexit.register(os.kill, os.getpid(), signal.SIGABRT)
     loss = float("nan") if arm["first"] == 99 else arm["first"] + arm["second"] + shared["add"]
     return {"loss": loss, "seconds": 0.5}
 
@@ -54,6 +61,19 @@ def test_arms_are_trained_once_and_logged(ground: lab.Ground, tmp_path: Path) ->
     again = lab.train_arms([Arm(1, 2)], ground, lab.Session(log, 2, said.append))
     assert said == [f"1 arms, 1 of them in {log} already"]
     assert again == rows
+
+
+def test_figures_outlast_a_process_that_dies_on_its_way_out(
+    ground: lab.Ground, tmp_path: Path
+) -> None:
+    log, said = tmp_path / "arms.jsonl", []
+    grid = [Arm(1, 2, "killed"), Arm(3, 4, "killed later")]
+    rows = lab.train_arms(grid, ground, lab.Session(log, 1, said.append))
+    assert [(row["first"], row["loss"]) for row in rows] == [(3, 7.25)]
+    assert said[1].startswith("FAILED 1+2 (was ended by signal 9): ")
+    assert said[2] == "3+4 had its figures, and then was ended by signal 6"
+    assert lab.train_arms(grid[1:], ground, lab.Session(log, 1, said.append)) == rows
+    assert said[-1] == f"1 arms, 1 of them in {log} already"
 
 
 def test_other_grounds_do_not_compare(ground: lab.Ground, tmp_path: Path) -> None:

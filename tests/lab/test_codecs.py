@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from thinwire.cli import main
+from thinwire.codec import Leg
 from thinwire.data import Corpus
 from thinwire.engine import Settings
 from thinwire.engine.feed import Feed
@@ -21,7 +22,7 @@ from thinwire.lab.arms import Ground, Session
 from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Row
 from thinwire.lab.findings import FAILS, FINDINGS, HOLDS, OPEN, PARTLY, WORST, Harms, judge
-from thinwire.lab.measure import load_weights, save_weights
+from thinwire.lab.measure import Errors, load_weights, save_weights
 
 ALL_GROUNDS = ("cifar", "scratch", "tune")
 
@@ -184,11 +185,41 @@ def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_
     both = figures["bytes_forward"] + figures["bytes_backward"]
     assert figures["ratio"] == pytest.approx(2 * 2 * 32 / both)
     assert "accuracy" not in figures
+    assert 0.1 < figures["error_forward"] < 1 and 0 < figures["error_backward"] < 0.02
     # Fine-tuning begins where those weights are: no step at all leaves their loss.
     tuned = codecs.train({**dataclasses.asdict(arm), "steps": 1}, {
         **shared, "from": str(keep), "to": "",
         "base": {**base, "optim": {**base["optim"], "lr": 1e-12}}})  # fmt: skip
     assert tuned["loss"] == pytest.approx(figures["loss"], abs=1e-5)
+
+
+def test_what_arrives_is_held_against_what_was_sent() -> None:
+    errors = Errors(steps=1000)
+    looked = [step for step in range(1000) if errors.wants(step)]
+    assert looked[0] == 500 and 32 <= len(looked) <= 34
+    sent = torch.tensor([3.0, 4.0])
+    errors.add(Leg.FORWARD, sent, sent)
+    errors.add(Leg.FORWARD, sent, torch.tensor([3.0, 0.0]))  # off by 4 of 5
+    errors.add(Leg.BACKWARD, torch.zeros(2), torch.zeros(2))
+    assert errors.mean(Leg.FORWARD) == pytest.approx(0.4)
+    assert errors.mean(Leg.BACKWARD) == 0
+    assert [step for step in range(3) if Errors(3).wants(step)] == [1, 2]
+    assert Errors(3).mean(Leg.FORWARD) is None
+
+
+def test_errors_of_codecs_with_and_without_loss(
+    base: dict[str, dict[str, Any]], corpus: Corpus
+) -> None:
+    shared = {"base": base, "data": str(corpus.folder), "from": "", "to": ""}
+
+    def errors(name: str) -> tuple[float, float]:
+        arm = codecs.Arm("scratch", "any", name, name, seed=0, steps=6)
+        figures = codecs.train(dataclasses.asdict(arm), shared)
+        return figures["error_forward"], figures["error_backward"]
+
+    assert errors("fp32") == (0, 0)
+    topk, randk = errors("topk(0.25)"), errors("randk(0.25)")
+    assert all(0 < one < other < 1 for one, other in zip(topk, randk, strict=True))
 
 
 def test_weights_come_back_as_they_were(

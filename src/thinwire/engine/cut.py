@@ -142,6 +142,7 @@ class Cut:
     """Both ends of a cut in one process, which holds the stage below and the stage above.
 
     `at` is the step and the microbatch that cross next; bytes are counted of training alone.
+    `observe`, if set, is told of every crossing in training: the leg, what was sent, what arrived.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Cut:
     ) -> None:
         self.at = 0, 0
         self.training = True
+        self.observe: Callable[[Leg, Tensor, Tensor], None] | None = None
         self.lower = CutEnd.build(settings, index, True, spec, feed)
         self.upper = CutEnd.build(settings, index, False, spec, feed)
         self._tokens = settings.tokens_per_microbatch
@@ -174,9 +176,15 @@ class Cut:
         return codec.payload_limit(self.lower.spec.shape) / self._tokens
 
     def _cross(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
+        tensor = tensor.detach().to(sender.spec.dtype)
+        arrived = self._arrival(leg, tensor, sender, receiver)
+        if self.observe is not None and self.training:
+            self.observe(leg, tensor, arrived)
+        return arrived
+
+    def _arrival(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
         place = sender.place(leg, *self.at, self.training)
         codec, other = sender.codecs[leg], receiver.codecs[leg]
-        tensor = tensor.detach().to(sender.spec.dtype)
         if not self.training or not codec.size_varies:
             return cross(codec, other, tensor, place)
         self._crossings[leg] += 1

@@ -31,6 +31,7 @@ Values = dict[str, dict[str, Any]]
 Say = Callable[[str], None]
 
 _POLL_SECONDS = 0.2
+_FIGURES = "figures: "
 _COMMA = re.compile(r",(?![^(]*\))")  # not within a codec's parentheses
 _GROUND = ("model", "data", "boundary", "codec", "optim", "train", "pipeline")
 _NO_GROUND = {
@@ -97,8 +98,11 @@ def train_arms(arms: Sequence[Arm], ground: Ground, session: Session) -> list[Ro
                 finished += 1
                 row = process.row()
                 if row is None:
-                    say(f"FAILED {process.arm.label}: {process.output()[-500:]}")
+                    said = process.output()[-500:]
+                    say(f"FAILED {process.arm.label} ({process.ending()}): {said}")
                     continue
+                if process.ending():
+                    say(f"{process.arm.label} had its figures, and then {process.ending()}")
                 with log.open("a") as file:
                     file.write(json.dumps(without_nan(row)) + "\n")
                 say(f"{finished:3}/{total}  {process.arm.label:<50}  {_result(row)}")
@@ -198,12 +202,23 @@ class _Process:
         self._output.seek(0)
         return self._output.read()
 
+    def ending(self) -> str:
+        """How it ended, unless as it should."""
+        status = self._process.returncode
+        if not status:
+            return ""
+        return f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
+
     def row(self) -> Row | None:
-        """The arm with its figures, which are the last line that it printed; None if it failed."""
-        if self._process.returncode:
+        """The arm with its figures, which are the last line that it printed; None without them.
+
+        Who has printed them has trained: what a driver does to a process that is on its way out
+        takes no training back.
+        """
+        line = (self.output().splitlines() or [""])[-1]
+        if not line.startswith(_FIGURES):
             return None
-        figures = json.loads(self.output().splitlines()[-1])
-        return {**self._fields, **self._ground.names, **figures}
+        return {**self._fields, **self._ground.names, **json.loads(line.removeprefix(_FIGURES))}
 
     def end(self) -> None:
         self._process.kill()
@@ -224,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     order = json.loads(options.order)
     train = importlib.import_module(options.module).train
-    print(json.dumps(train(order["arm"], order["shared"])))
+    print(_FIGURES + json.dumps(train(order["arm"], order["shared"])))
 
 
 if __name__ == "__main__":

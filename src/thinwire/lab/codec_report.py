@@ -105,6 +105,8 @@ class GroundReport:
                     f"bytes per {unit} forward": first["bytes_forward"],
                     f"bytes per {unit} backward": first["bytes_backward"],
                     "ratio": first["ratio"],
+                    "error forward": first.get("error_forward"),
+                    "error backward": first.get("error_backward"),
                     "for finding": " ".join(map(str, codecs.findings)) or None,
                 }
             )
@@ -154,6 +156,8 @@ def outcome(task: str, reports: list[GroundReport], command: str, notes: list[st
             "relative; with compression at test time, and off: without it",
             "ratio: bf16 both ways over all bytes that crossed in training, headers and the whole "
             "first visits of +aqsgd included",
+            "error: how far what arrives in training is from what was sent, relative to it, in the "
+            "second half of the training; 1 is as far as nothing at all",
             *told,
             *notes,
         ],

@@ -124,15 +124,19 @@ def grid(ground: str) -> list[Codecs]:
 
     Images are quantized with one scale for the tensor, and both directions choose their own
     elements, as in the paper. Tokens have a scale each, and gradients go where activations went.
+    Where one side has few bits, the other kind of scale is tried too: it shows what scales decide.
     """
     is_images = ground == "cifar"
     found = [Codecs("dense", "bf16", "bf16")]
-    form = "(tensor)" if is_images else ""
-    for forward in BITS:
-        for backward in BITS:
-            if is_images or {forward, backward} in ({4, 8}, {2, 8}):
-                names = f"int{forward}{form}", f"int{backward}{form}"
-                found.append(Codecs(f"fw{forward}-bw{backward}", *names, findings=(1,)))
+    by_ending = {"": "(tensor)", "-token": ""} if is_images else {"": "", "-tensor": "(tensor)"}
+    for ending, scale in by_ending.items():
+        for forward in BITS:
+            for backward in BITS:
+                is_pair = {forward, backward} in ({4, 8}, {2, 8})
+                if is_pair or (is_images and not ending):
+                    name = f"fw{forward}-bw{backward}{ending}"
+                    codecs = f"int{forward}{scale}", f"int{backward}{scale}"
+                    found.append(Codecs(name, *codecs, findings=() if ending else (1,)))
 
     def back(share: int) -> str:
         return _topk(share) if is_images else "topk(shared)"

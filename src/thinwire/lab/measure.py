@@ -3,7 +3,8 @@ compression at test time and without it, and the bytes that crossed.
 
 Figures of a row: loss and loss_off (compression on and off), accuracy and accuracy_off for images,
 bytes_forward and bytes_backward (of one token or image at one cut, mean over the cuts, with frame
-headers), ratio (bf16 in both directions over these), seconds.
+headers), ratio (bf16 in both directions over these), error_forward and error_backward (how far
+from what was sent lies what arrives, see `Errors`), seconds.
 """
 
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.lab.chain import Chain
@@ -18,18 +20,50 @@ from thinwire.lab.experiment import Row
 from thinwire.wire import HEADER_BYTES
 
 BF16_BYTES = 2
+SAMPLES = 32  # steps whose crossings are looked at
+
+
+class Errors:
+    """How far what arrives is from what was sent: |arrived - sent| / |sent| of a whole tensor.
+
+    A mean over the cuts, at steps spread over the second half of the training, when memories of
+    codecs have filled. It tells why an arm is harmed: 1 is as bad as sending nothing.
+    """
+
+    def __init__(self, steps: int):
+        self._first, self._every = steps // 2, max(1, steps // (2 * SAMPLES))
+        self._found: dict[Leg, list[Tensor]] = {leg: [] for leg in Leg}
+
+    def wants(self, step: int) -> bool:
+        """Whether crossings of this step are looked at."""
+        return step >= self._first and (step - self._first) % self._every == 0
+
+    def add(self, leg: Leg, sent: Tensor, arrived: Tensor) -> None:
+        """Look at one crossing. The device is not waited for."""
+        size = torch.linalg.vector_norm(sent.float())
+        off = torch.linalg.vector_norm(arrived.float() - sent.float())
+        self._found[leg].append(torch.where(size > 0, off / size, off))
+
+    def mean(self, leg: Leg) -> float | None:
+        """The mean of all looks at a leg; None without any."""
+        found = self._found[leg]
+        return float(torch.stack(found).mean()) if found else None
 
 
 def train_measured(chain: Chain) -> Row:
     """Train for as long as the settings say; returns the figures."""
     start = time.perf_counter()
+    errors = Errors(chain.settings.train.steps)
     for step in range(chain.settings.train.steps):
+        for cut in chain.cuts:
+            cut.observe = errors.add if errors.wants(step) else None
         chain.train_step(step)
     seconds = time.perf_counter() - start
     on, off = chain.score(), chain.score(compressed=False)
     figures: Row = {"loss": on.loss, "loss_off": off.loss}
     if chain.settings.model.sees_images:
         figures |= {"accuracy": on.accuracy, "accuracy_off": off.accuracy}
+    figures |= {f"error_{leg.value}": errors.mean(leg) for leg in Leg}
     return {**figures, **crossed(chain), "seconds": seconds}
 
 
