@@ -410,6 +410,13 @@ def _stopping(host: Host, run: _Run) -> Iterator[None]:
         asked = True
         host.interrupt()
 
+    with heeding(on_signal):
+        yield
+
+
+@contextlib.contextmanager
+def heeding(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within, signals that ask a process to end call `on_signal`; for the main thread alone."""
     heeded = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)  # a closed terminal; nohup has it ignored
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:

@@ -4,6 +4,9 @@ import atexit
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,9 @@ def train(arm: Row, shared: dict[str, Any]) -> Row:
     if arm["first"] < 0:
         raise ValueError("a negative arm cannot be trained")
     print("x" * shared["noise"])  # more than a pipe holds
+    if arm["extra"] == "long":
+        Path(shared["here"]).write_text(str(os.getpid()))
+        time.sleep(600)
     if arm["extra"] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if arm["extra"] == "killed later":
@@ -119,6 +125,32 @@ def test_an_interrupted_grid_leaves_no_process(
     with pytest.raises(KeyboardInterrupt):
         lab.train_arms([Arm(1, 2), Arm(1, 3)], ground, lab.Session(tmp_path / "log", 2, print))
     assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+GRID = """
+import sys
+from pathlib import Path
+import test_arms
+from thinwire.lab import arms
+ground = arms.Ground("test_arms", {"add": 0, "noise": 1, "here": sys.argv[1]}, {})
+arms.train_arms([test_arms.Arm(1, 2, "long")], ground, arms.Session(Path("log"), 1, print))
+"""
+
+
+@pytest.mark.parametrize("name", [n for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)])
+def test_a_grid_that_is_asked_to_end_takes_its_processes_along(
+    ground: lab.Ground, tmp_path: Path, name: str
+) -> None:
+    here = tmp_path / "pid"
+    grid = subprocess.Popen([sys.executable, "-c", GRID, str(here)], cwd=tmp_path)
+    until = time.monotonic() + 60
+    while not (here.exists() and here.read_text()):
+        assert grid.poll() is None and time.monotonic() < until, "the arm did not start"
+        time.sleep(0.05)
+    grid.send_signal(getattr(signal, name))
+    assert grid.wait(60) != 0
+    with pytest.raises(ProcessLookupError):  # it was waited for: not even a zombie is left
+        os.kill(int(here.read_text()), 0)
 
 
 def test_a_ground_is_named_by_what_matters() -> None:

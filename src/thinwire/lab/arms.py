@@ -6,6 +6,7 @@ out, as JSON; null stands for a number that is none, of a run that diverged.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
@@ -18,14 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, ClassVar, Protocol
 
 from thinwire.engine import Settings
 from thinwire.lab.experiment import Row
 from thinwire.report.metrics import without_nan
+from thinwire.train import heeding
 
 Values = dict[str, dict[str, Any]]
 Say = Callable[[str], None]
@@ -75,41 +78,58 @@ class Session:
 
 def train_arms(arms: Sequence[Arm], ground: Ground, session: Session) -> list[Row]:
     """Train the arms that the log lacks; returns the ground's rows, also those of other arms."""
-    log, say = session.log, session.say
+    log = session.log
     before = rows_of(log, ground)
     waiting = [arm for arm in arms if not any(is_of(arm, row) for row in before)]
-    total = len(waiting)
-    say(f"{len(arms)} arms, {len(arms) - total} of them in {log} already")
+    session.say(f"{len(arms)} arms, {len(arms) - len(waiting)} of them in {log} already")
     if not session.parallel:
         return before
     log.parent.mkdir(parents=True, exist_ok=True)
-    running: list[_Process] = []
-    finished = 0
-    try:
-        while waiting or running:
-            if waiting and time.monotonic() > session.until:
-                say(f"time is up: {len(waiting)} arms are left for another call")
-                waiting.clear()
-            while waiting and len(running) < session.parallel:
-                running.append(_Process(waiting.pop(0), ground))
-            time.sleep(_POLL_SECONDS)
-            for process in [process for process in running if process.is_over()]:
-                running.remove(process)
-                finished += 1
-                row = process.row()
-                if row is None:
-                    said = process.output()[-500:]
-                    say(f"FAILED {process.arm.label} ({process.ending()}): {said}")
-                    continue
-                if process.ending():
-                    say(f"{process.arm.label} had its figures, and then {process.ending()}")
-                with log.open("a") as file:
-                    file.write(json.dumps(without_nan(row)) + "\n")
-                say(f"{finished:3}/{total}  {process.arm.label:<50}  {_result(row)}")
-    finally:
-        for process in running:
-            process.end()
+    with _none_left_behind() as running:
+        _train_all(waiting, running, ground, session)
     return rows_of(log, ground)
+
+
+def _train_all(
+    waiting: list[Arm], running: list["_Process"], ground: Ground, session: Session
+) -> None:
+    say, total, finished = session.say, len(waiting), 0
+    while waiting or running:
+        if waiting and time.monotonic() > session.until:
+            say(f"time is up: {len(waiting)} arms are left for another call")
+            waiting.clear()
+        while waiting and len(running) < session.parallel:
+            running.append(_Process(waiting.pop(0), ground))
+        time.sleep(_POLL_SECONDS)
+        for process in [process for process in running if process.is_over()]:
+            running.remove(process)
+            finished += 1
+            row = process.row()
+            if row is None:
+                said = process.output()[-500:]
+                say(f"FAILED {process.arm.label} ({process.ending()}): {said}")
+                continue
+            if process.ending():
+                say(f"{process.arm.label} had its figures, and then {process.ending()}")
+            with session.log.open("a") as file:
+                file.write(json.dumps(without_nan(row)) + "\n")
+            say(f"{finished:3}/{total}  {process.arm.label:<50}  {_result(row)}")
+
+
+@contextlib.contextmanager
+def _none_left_behind() -> Iterator[list["_Process"]]:
+    """A list of processes that end with us, also when we are asked to end."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    running: list[_Process] = []
+    with heeding(end):
+        try:
+            yield running
+        finally:
+            for process in running:
+                process.end()
 
 
 def read_log(log: Path) -> list[Row]:

@@ -277,11 +277,10 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_ylim(low, high)
-    axis.set(xlabel="times fewer bytes than bf16", title="the better of on and off, over bytes")
+    outside = f"\nfar off: {', '.join(beyond)}" if beyond else ""
+    axis.set_xlabel(f"times fewer bytes than bf16{outside}")
+    axis.set_title("the better of on and off, over bytes")
     axis.legend(fontsize=7)
-    if beyond:
-        text = "far off: " + ", ".join(beyond)
-        axis.text(0.98, 0.98, text, transform=axis.transAxes, ha="right", va="top", fontsize=6)
     name_points(axis, names, size=6)
 
 
