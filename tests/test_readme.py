@@ -38,12 +38,30 @@ def test_readme_commands_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
     assert (tmp_path / "runs/first/checkpoints/step-00000024/manifest.json").is_file()
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link can point at within a page: its headings, as a browser of code names them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 def test_readme_names_what_exists() -> None:
-    """Linked pages exist, and the tour names real files."""
+    """The tour names real files."""
     root = README.parent
     text = README.read_text()
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert (root / link).exists(), link
     tour = text.split("src/thinwire/\n", 1)[1].split("```", 1)[0]
     for line in tour.splitlines():
         names = re.findall(r"^ +((?:[\w/]+\.py|\w+/)(?: [\w/]+\.py)*)", line)
