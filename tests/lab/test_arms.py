@@ -1,12 +1,14 @@
 """Arms in processes of their own: what is logged, what is not trained again, what is told."""
 
 import atexit
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,14 @@ def train(arm: Row, shared: dict[str, Any]) -> Row:
         os.kill(os.getpid(), signal.SIGKILL)
     if arm["extra"] == "killed later":
         atexit.register(os.kill, os.getpid(), signal.SIGABRT)
+    if arm["extra"] == "killed loudly":
+        atexit.register(os.kill, os.getpid(), signal.SIGABRT)
+        atexit.register(print, "terminate called: out of memory", file=sys.stderr)  # runs first
+    if arm["extra"] == "half said":
+        print('half a line\nfigures: {"loss": 1', flush=True)
+        os._exit(0)
+    if arm["extra"] == "unfinished line":
+        print("no end of line", end="")
     loss = float("nan") if arm["first"] == 99 else arm["first"] + arm["second"] + shared["add"]
     return {"loss": loss, "seconds": 0.5}
 
@@ -73,13 +83,23 @@ def test_figures_outlast_a_process_that_dies_on_its_way_out(
     ground: lab.Ground, tmp_path: Path
 ) -> None:
     log, said = tmp_path / "arms.jsonl", []
-    grid = [Arm(1, 2, "killed"), Arm(3, 4, "killed later")]
+    endings = ("killed", "killed later", "killed loudly", "half said", "unfinished line")
+    grid = [Arm(number, 0, ending) for number, ending in enumerate(endings)]
     rows = lab.train_arms(grid, ground, lab.Session(log, 1, said.append))
-    assert [(row["first"], row["loss"]) for row in rows] == [(3, 7.25)]
-    assert said[1].startswith("FAILED 1+2 (was ended by signal 9): ")
-    assert said[2] == "3+4 had its figures, and then was ended by signal 6"
-    assert lab.train_arms(grid[1:], ground, lab.Session(log, 1, said.append)) == rows
-    assert said[-1] == f"1 arms, 1 of them in {log} already"
+    assert [(row["first"], row["loss"]) for row in rows] == [(1, 1.25), (2, 2.25), (4, 4.25)]
+    assert said[1].startswith("FAILED 0+0 (was ended by signal 9): ")
+    assert said[2] == "1+0 had its figures, and then was ended by signal 6"
+    assert said[4] == "2+0 had its figures, and then was ended by signal 6"
+    assert said[6].startswith("FAILED 3+0 (printed no figures): ")
+    assert lab.train_arms(grid[1:3], ground, lab.Session(log, 1, said.append)) == rows
+    assert said[-1] == f"2 arms, 2 of them in {log} already"
+
+
+def test_a_grid_can_be_trained_in_any_thread(ground: lab.Ground, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        session = lab.Session(tmp_path / "arms.jsonl", 1, print)
+        rows = pool.submit(lab.train_arms, [Arm(1, 2)], ground, session).result()
+    assert [row["loss"] for row in rows] == [3.25]
 
 
 def test_other_grounds_do_not_compare(ground: lab.Ground, tmp_path: Path) -> None:
@@ -142,15 +162,22 @@ def test_a_grid_that_is_asked_to_end_takes_its_processes_along(
     ground: lab.Ground, tmp_path: Path, name: str
 ) -> None:
     here = tmp_path / "pid"
-    grid = subprocess.Popen([sys.executable, "-c", GRID, str(here)], cwd=tmp_path)
-    until = time.monotonic() + 60
-    while not (here.exists() and here.read_text()):
-        assert grid.poll() is None and time.monotonic() < until, "the arm did not start"
-        time.sleep(0.05)
-    grid.send_signal(getattr(signal, name))
-    assert grid.wait(60) != 0
-    with pytest.raises(ProcessLookupError):  # it was waited for: not even a zombie is left
-        os.kill(int(here.read_text()), 0)
+    number = getattr(signal, name)
+    script = f"import signal; signal.signal({number:d}, signal.SIG_DFL)\n{GRID}"  # nohup ignores it
+    grid = subprocess.Popen([sys.executable, "-c", script, str(here)], cwd=tmp_path)
+    try:
+        until = time.monotonic() + 60
+        while not (here.exists() and here.read_text()):
+            assert grid.poll() is None and time.monotonic() < until, "the arm did not start"
+            time.sleep(0.05)
+        grid.send_signal(number)
+        assert grid.wait(60) != 0
+        with pytest.raises(ProcessLookupError):  # it was waited for: not even a zombie is left
+            os.kill(int(here.read_text()), 0)
+    finally:
+        grid.kill()
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(here.read_text()), signal.SIGKILL)
 
 
 def test_a_ground_is_named_by_what_matters() -> None:

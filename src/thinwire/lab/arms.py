@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ def _train_all(
             finished += 1
             row = process.row()
             if row is None:
-                said = process.output()[-500:]
-                say(f"FAILED {process.arm.label} ({process.ending()}): {said}")
+                how, said = process.ending() or "printed no figures", process.output()[-500:]
+                say(f"FAILED {process.arm.label} ({how}): {said}")
                 continue
             if process.ending():
                 say(f"{process.arm.label} had its figures, and then {process.ending()}")
@@ -118,18 +119,27 @@ def _train_all(
 
 @contextlib.contextmanager
 def _none_left_behind() -> Iterator[list["_Process"]]:
-    """A list of processes that end with us, also when we are asked to end."""
+    """A list of processes that end with us, also when we are asked to end.
+
+    Only the main thread is asked; in another one they end when the work there ends.
+    """
+    ending = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if not ending:
+            raise KeyboardInterrupt
 
     running: list[_Process] = []
-    with heeding(end):
+    is_main = threading.current_thread() is threading.main_thread()
+    with heeding(end) if is_main else contextlib.nullcontext():
         try:
             yield running
         finally:
+            ending = True
             for process in running:
-                process.end()
+                process.kill()
+            for process in running:
+                process.wait()
 
 
 def read_log(log: Path) -> list[Row]:
@@ -230,18 +240,22 @@ class _Process:
         return f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
 
     def row(self) -> Row | None:
-        """The arm with its figures, which are the last line that it printed; None without them.
+        """The arm with the figures that it printed; None without them.
 
-        Who has printed them has trained: what a driver does to a process that is on its way out
-        takes no training back.
+        Who has printed them has trained: what a driver does to a process that is on its way out,
+        and what that process says of it, takes no training back.
         """
-        line = (self.output().splitlines() or [""])[-1]
-        if not line.startswith(_FIGURES):
+        lines = [line for line in self.output().splitlines() if line.startswith(_FIGURES)]
+        try:
+            figures = json.loads(lines[-1].removeprefix(_FIGURES))
+        except (IndexError, json.JSONDecodeError):  # none, or cut short
             return None
-        return {**self._fields, **self._ground.names, **json.loads(line.removeprefix(_FIGURES))}
+        return {**self._fields, **self._ground.names, **figures}
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def wait(self) -> None:
         self._process.wait()
 
 
@@ -252,14 +266,15 @@ def _result(row: Row) -> str:
 
 
 def main() -> None:
-    """Entry point of an arm's process: train it, print its figures as the last line."""
+    """Entry point of an arm's process: train it, print its figures in a line of their own."""
     parser = argparse.ArgumentParser(description="Train one arm (started by thinwire lab).")
     parser.add_argument("module")
     parser.add_argument("order")
     options = parser.parse_args()
     order = json.loads(options.order)
     train = importlib.import_module(options.module).train
-    print(_FIGURES + json.dumps(train(order["arm"], order["shared"])))
+    figures = train(order["arm"], order["shared"])
+    print(f"\n{_FIGURES}{json.dumps(figures)}", flush=True)
 
 
 if __name__ == "__main__":

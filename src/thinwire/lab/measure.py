@@ -7,6 +7,7 @@ headers), ratio (bf16 in both directions over these), error_forward and error_ba
 from what was sent lies what arrives, see `Errors`), seconds.
 """
 
+import math
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from thinwire.lab.experiment import Row
 from thinwire.wire import HEADER_BYTES
 
 BF16_BYTES = 2
-SAMPLES = 32  # steps whose crossings are looked at
+SAMPLES = 32  # steps whose crossings are looked at, at most
 
 
 class Errors:
@@ -31,7 +32,8 @@ class Errors:
     """
 
     def __init__(self, steps: int):
-        self._first, self._every = steps // 2, max(1, steps // (2 * SAMPLES))
+        self._first = steps // 2
+        self._every = math.ceil((steps - self._first) / SAMPLES)
         self._found: dict[Leg, list[Tensor]] = {leg: [] for leg in Leg}
 
     def wants(self, step: int) -> bool:
@@ -42,7 +44,7 @@ class Errors:
         """Look at one crossing. The device is not waited for."""
         size = torch.linalg.vector_norm(sent.float())
         off = torch.linalg.vector_norm(arrived.float() - sent.float())
-        self._found[leg].append(torch.where(size > 0, off / size, off))
+        self._found[leg].append(torch.where(size > 0, off / size, (off > 0).float()))
 
     def mean(self, leg: Leg) -> float | None:
         """The mean of all looks at a leg; None without any."""
