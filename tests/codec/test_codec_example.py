@@ -1,4 +1,4 @@
-"""The codec of examples/: found through the settings, in every process, and as good as its word."""
+"""The codecs of examples/: found through the settings, in every process, and as good as its word."""
 
 import json
 import math
@@ -29,10 +29,24 @@ HEADER = 64
 def findable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As with PYTHONPATH=examples; what was registered is forgotten afterwards."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.delitem(sys.modules, "sign_codec", raising=False)
+    registered = {"sign": "sign_codec", "exchanged": "exchanged_rounding"}
+    for module in registered.values():
+        monkeypatch.delitem(sys.modules, module, raising=False)
     yield
-    _CODECS.pop("sign", None)
-    sys.modules.pop("sign_codec", None)
+    for name, module in registered.items():
+        _CODECS.pop(name, None)
+        sys.modules.pop(module, None)
+
+
+def test_rounding_is_exchanged(make_settings: Callable[..., Settings]) -> None:
+    make_settings(codec__plugins="exchanged_rounding", codec__forward="exchanged(2)")
+    codec, x = parse_codec("exchanged(2)"), torch.randn(4, 64)
+    assert codec.name == "exchanged(2)"
+    usual, other = parse_codec("int2"), Place(Leg.FORWARD, step=0, microbatch=0)
+    here, there = (cross(codec, codec, x, place) for place in (PLACE, other))
+    assert torch.equal(here, cross(usual, usual, x, other))
+    assert torch.equal(there, cross(usual, usual, x, PLACE)) and not torch.equal(here, there)
+    assert codec.pack(x, PLACE) == usual.pack(x, other)
 
 
 def test_an_unknown_codec_becomes_known_by_a_plugin(make_settings: Callable[..., Settings]) -> None:

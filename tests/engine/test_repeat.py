@@ -11,8 +11,8 @@ from thinwire.engine import Settings
 from thinwire.engine.feed import Feed
 from thinwire.lab.chain import Chain
 
-no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=no_cuda)]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
 def trained(settings: Settings, corpus: Corpus) -> list[Tensor]:
