@@ -1,4 +1,4 @@
-"""The codecs of examples/: found through the settings, in every process, and as good as its word."""
+"""The codecs of examples/: found through the settings, in every process, as good as their word."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def findable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_rounding_is_exchanged(make_settings: Callable[..., Settings]) -> None:
-    make_settings(codec__plugins="exchanged_rounding", codec__forward="exchanged(2)")
+    make_settings(codec__plugins=["exchanged_rounding"], codec__forward="exchanged(2)")
     codec, x = parse_codec("exchanged(2)"), torch.randn(4, 64)
     assert codec.name == "exchanged(2)"
     usual, other = parse_codec("int2"), Place(Leg.FORWARD, step=0, microbatch=0)
