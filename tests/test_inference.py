@@ -13,7 +13,7 @@ import torch
 from thinwire.data import Corpus
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import Shard, commit, partial_folder, write_shard
+from thinwire.engine.checkpoint import Shard, commit, partial_folder, sealed, write_shard
 from thinwire.errors import CheckpointError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
@@ -113,6 +113,6 @@ def test_settings_that_no_longer_parse_name_the_checkpoint(save: Callable) -> No
     folder = save(1.0)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"]["model"]["wings"] = 2
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(CheckpointError, match=r"step-00000001.manifest\.json cannot be used"):
         Model(folder, "cpu")

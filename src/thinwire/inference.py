@@ -25,8 +25,14 @@ class Model:
     as in training's own validations, or left out without `compression`.
     """
 
-    def __init__(self, place: Path, device: str = "auto", compression: bool = True):
-        self.checkpoint = Checkpoint.open(place)
+    def __init__(
+        self,
+        place: Path,
+        device: str = "auto",
+        compression: bool = True,
+        allow_plugins: bool = False,
+    ):
+        self.checkpoint = Checkpoint.open(place, allow_plugins)
         self.checkpoint.verify()
         self.settings = self.checkpoint.settings
         self.device = choose_device(device, 0)

@@ -62,14 +62,22 @@ class Interrupted(KeyboardInterrupt):
     """The user asked twice to stop: leave at once."""
 
 
-def train(settings: Settings, display: Display, resume: Path | None = None) -> dict[str, Any]:
-    """Run to the end (or to a Ctrl-C, which drains and checkpoints); returns the summary."""
+def train(
+    settings: Settings,
+    display: Display,
+    resume: Path | None = None,
+    allow_plugins: bool = False,
+) -> dict[str, Any]:
+    """Run to the end (or to a Ctrl-C, which drains and checkpoints); returns the summary.
+
+    `allow_plugins`: import plugins that only the checkpoint to resume names.
+    """
     started = time.monotonic()
     for line in describe(settings):
         display.phase("config", line)
     check_devices(settings)
     folder = Path(settings.run.out) / settings.run.name
-    checkpoint = open_resume(resume, settings, display) if resume else None
+    checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
     with claim_folder(folder, checkpoint):
         data = prepare_data(settings, display)
         if checkpoint is not None and checkpoint.manifest["corpus"] != data.fingerprint:
@@ -131,10 +139,14 @@ def _announced(data: DataT, settings: Settings, display: Display) -> DataT:
     return data
 
 
-def open_resume(place: Path, settings: Settings, display: Display) -> Checkpoint:
+def open_resume(
+    place: Path, settings: Settings, display: Display, allow_plugins: bool = False
+) -> Checkpoint:
     """The checkpoint to go on from, verified and compatible with the settings."""
-    checkpoint = Checkpoint.open(place)
+    checkpoint = Checkpoint.open(place, allow_plugins, settings.codec.plugins)
     checkpoint.verify()
+    for weakness in checkpoint.weaknesses():
+        display.note(weakness)
     saved = checkpoint.settings
     before, now = saved.to_plain(), settings.to_plain()
     changed = {

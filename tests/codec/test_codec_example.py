@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from thinwire.codec.parse import _CODECS
 from thinwire.engine import Checkpoint, Settings
 from thinwire.engine.checkpoint import commit, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, WireError
+from thinwire.inference import Model
+from thinwire.report import PlainDisplay
+from thinwire.train import open_resume
 from thinwire.typed import to_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -100,13 +104,41 @@ def test_a_checkpoint_whose_plugin_is_missing_says_which(
     facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": made}
     partial_folder(tmp_path, 1).mkdir(parents=True)
     folder = commit(tmp_path, 1, [], facts, None)
-    assert Checkpoint.open(folder).settings.codec.backward == "sign"
+    assert Checkpoint.open(folder, allow_plugins=True).settings.codec.backward == "sign"
     monkeypatch.delitem(sys.modules, "sign_codec")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(EXAMPLES)])
     words = r'plugin: .*"sign_codec" failed.*PYTHONPATH'
     with pytest.raises(CheckpointError, match=words) as caught:
-        _ = Checkpoint.open(folder).settings
+        _ = Checkpoint.open(folder, allow_plugins=True).settings
     assert "version of thinwire" not in str(caught.value)
+
+
+def test_a_checkpoint_runs_no_code_unless_it_is_allowed(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module marks that it was imported: opening the checkpoint of a stranger must not."""
+    (tmp_path / "stranger.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = make_settings().to_plain()
+    plain["codec"]["plugins"] = ["stranger"]
+    facts = {"weight_version": 0, "basis_version": 0, "corpus": "none", "settings": plain}
+    partial_folder(tmp_path, 1).mkdir(parents=True)
+    folder = commit(tmp_path, 1, [], facts, None)
+    for refused in (
+        lambda: Checkpoint.open(folder).settings,
+        lambda: Checkpoint.open(folder, trusted_plugins=["another"]).settings,
+        lambda: Model(folder, "cpu"),
+        lambda: open_resume(folder, make_settings(), PlainDisplay(StringIO())),
+    ):
+        with pytest.raises(CheckpointError, match=r"run: stranger\..*--allow-plugins"):
+            refused()
+    assert not (tmp_path / "ran").exists()
+    trusted = Checkpoint.open(folder, trusted_plugins=["stranger"])
+    assert trusted.settings.codec.plugins == ["stranger"]
+    assert (tmp_path / "ran").exists()
+    monkeypatch.delitem(sys.modules, "stranger")
 
 
 def test_what_speed_says_of_a_codec_with_memory_is_that_of_a_first_tensor(

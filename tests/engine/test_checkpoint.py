@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or absent, told apart, set aside, and read with suspicion."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from thinwire.data import Corpus, Tokenizer
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import (
     checkpoints_folder,
@@ -15,6 +17,7 @@ from thinwire.engine.checkpoint import (
     discard_partial,
     partial_folder,
     prune,
+    sealed,
     set_aside_later,
     write_shard,
 )
@@ -23,10 +26,16 @@ from thinwire.errors import CheckpointError
 FACTS: dict[str, Any] = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
 
-def save(run: Path, step: int, value: float = 0.0) -> Path:
+def save(
+    run: Path,
+    step: int,
+    value: float = 0.0,
+    facts: dict[str, Any] = FACTS,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
     """A complete checkpoint of one tensor."""
     shard = write_shard(partial_folder(run, step), 0, {"w": torch.full((2,), value)})
-    return commit(run, step, [shard], FACTS, None)
+    return commit(run, step, [shard], facts, tokenizer)
 
 
 def names(run: Path) -> list[str]:
@@ -160,7 +169,7 @@ def test_tensors_listed_but_absent_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0]["tensors"].append("ghost")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(CheckpointError, match="other tensors than the manifest lists"):
         checkpoint.verify()
@@ -175,6 +184,71 @@ def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"] = {"model": {"wings": 2}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be used.*wings"):
         _ = Checkpoint.open(folder).settings
+
+
+def test_every_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, facts={**FACTS, "settings": {"run": {"seed": 7, "name": "a\\b é"}}})
+    path = folder / "manifest.json"
+    whole, content = path.read_bytes(), Checkpoint.open(folder).manifest
+    passed = 0
+    for bit in range(8 * len(whole)):
+        harmed = bytearray(whole)
+        harmed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(harmed)
+        try:
+            found = Checkpoint.open(folder)
+            found.verify()
+        except CheckpointError:
+            continue
+        passed += 1
+        assert found.manifest == content, f"bit {bit} of the manifest changed what it says"
+    assert passed < len(whole) / 10, "only white space and the like may differ"
+
+
+def test_a_manifest_is_of_the_step_that_its_folder_names(tmp_path: Path) -> None:
+    save(tmp_path, 2).rename(checkpoints_folder(tmp_path) / "step-00000003")
+    with pytest.raises(CheckpointError, match="of step 2, its folder of 3"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_checkpoint_of_the_earlier_format_opens_and_says_what_is_weaker(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    assert Checkpoint.open(folder).weaknesses() == []
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("manifest_sha256")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="does not have the hash"):
+        Checkpoint.open(folder)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    earlier = Checkpoint.open(folder)
+    earlier.verify()
+    (weakness,) = earlier.weaknesses()
+    assert "without a hash of its manifest" in weakness
+
+
+def test_all_that_is_renamed_is_on_the_disk_before(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    before_rename: list[set[int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        before_rename.append(set(flushed))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    folder = save(tmp_path, 1, tokenizer=corpus.tokenizer())
+    (seen,) = before_rename
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"manifest.json", "stage-0.safetensors", "tokenizer.json"}
+    assert {path.stat().st_ino for path in (folder, *folder.iterdir())} <= seen
+    assert folder.parent.stat().st_ino in flushed, "the new name, after the rename"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, Settings
-from thinwire.engine.checkpoint import Shard, commit
+from thinwire.engine.checkpoint import Shard, commit, sealed
 from thinwire.errors import CheckpointError, WireError
 
 
@@ -206,7 +206,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         change(tensors)
         save_file(tensors, folder / entry["file"])
         entry["tensors"] = sorted(tensors)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def dropped(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:

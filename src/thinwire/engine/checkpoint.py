@@ -2,6 +2,7 @@
 
     checkpoints/step-00000200/
         manifest.json            written last: what is here, of which run, with sha256 of each file
+                                 and of itself
         stage-0.safetensors      parameters, statistics of norms, optimizer state, what codecs
                                  remember: all under global names
         stage-1.safetensors
@@ -36,7 +37,9 @@ from thinwire.engine.settings import Settings
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.typed import from_plain
 
-FORMAT = 1
+FORMAT = 2
+UNSEALED = 1  # an earlier format, whose manifest has no hash of its own
+SEAL = "manifest_sha256"
 OPTIMIZER = "optimizer/"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -100,9 +103,11 @@ def commit(
     try:
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
+            _flush(partial / TOKENIZER)
             manifest["tokenizer_sha256"] = _sha256(partial / TOKENIZER)
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (partial / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1))
         _flush(partial / MANIFEST)
+        _flush(partial)  # the names of all files in it, before the folder takes its own
         replaced = _hidden(final, "replaced")
         if final.exists():  # the same step again, after a resume from an earlier one
             final.rename(replaced)
@@ -115,6 +120,11 @@ def commit(
             "Earlier checkpoints are untouched; free some space or choose another run.out"
         ) from error
     return final
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the hash of its content, which `Checkpoint.open` checks."""
+    return {**manifest, SEAL: _content_hash(manifest)}
 
 
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
@@ -184,15 +194,30 @@ def step_of(checkpoint: Path) -> int:
 class Checkpoint:
     """A complete checkpoint on disk, opened for reading."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[Shard]):
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        shards: list[Shard],
+        allow_plugins: bool = False,
+        trusted_plugins: Iterable[str] = (),
+    ):
         self.folder = folder
         self.manifest = manifest
         self.step: int = manifest["step"]
         self.shards = shards
+        self._allow_plugins = allow_plugins
+        self._trusted_plugins = set(trusted_plugins)
 
     @classmethod
-    def open(cls, place: Path) -> "Checkpoint":
-        """Open a checkpoint folder, or the newest checkpoint of a run's folder."""
+    def open(
+        cls, place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
+    ) -> "Checkpoint":
+        """Open a checkpoint folder, or the newest checkpoint of a run's folder.
+
+        Plugins are code. Those that the manifest names are imported only if whoever opens it
+        allows all of them, or trusts these by name (they stand in a run.toml of one's own).
+        """
         if not place.exists():
             raise CheckpointError(f"there is no checkpoint at {place}: no such folder")
         folder = place
@@ -206,11 +231,22 @@ class Checkpoint:
                     "or the folder of a run that has written one"
                 )
             folder = found[-1]
-        return cls(folder, *_read_manifest(folder / MANIFEST))
+        manifest, shards = _read_manifest(folder / MANIFEST)
+        return cls(folder, manifest, shards, allow_plugins, trusted_plugins)
+
+    def weaknesses(self) -> list[str]:
+        """What cannot be checked of this checkpoint, because of its age."""
+        if self.manifest["format"] > UNSEALED:
+            return []
+        return [
+            f"{self.folder} has an earlier format, without a hash of its manifest: its tensors "
+            "are checked, but altered settings or step numbers would not be noticed"
+        ]
 
     @functools.cached_property
     def settings(self) -> Settings:
         """The settings of the run that wrote this, as this thinwire understands them."""
+        self._check_plugins()
         try:
             return Settings.from_plain(self.manifest["settings"])
         except PluginError as error:
@@ -220,6 +256,21 @@ class Checkpoint:
                 f"the settings in {self.folder / MANIFEST} cannot be used: {error}. "
                 "Use the version of thinwire that wrote it"
             ) from error
+
+    def _check_plugins(self) -> None:
+        """Refuse to run code that nobody but the manifest asked for."""
+        codec = self.manifest["settings"].get("codec")
+        named = codec.get("plugins") if isinstance(codec, dict) else None
+        if not named or self._allow_plugins:
+            return
+        if isinstance(named, list) and all(n in self._trusted_plugins for n in named):
+            return
+        listed = ", ".join(map(str, named)) if isinstance(named, list) else named
+        raise CheckpointError(
+            f"{self.folder} names plugins, which are code that opening it would run: {listed}. "
+            "If you trust them, add --allow-plugins; to train, codec.plugins of your own run.toml "
+            "may name them instead"
+        )
 
     def verify(self) -> None:
         """Hold every file against its size and hash; CheckpointError names the one that differs."""
@@ -307,10 +358,11 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):
             raise ValueError("it is not an object")
-        if manifest.get("format") != FORMAT:
+        format = manifest.get("format")
+        if type(format) is not int or format not in (UNSEALED, FORMAT):
             raise CheckpointError(
-                f"{path} has checkpoint format {manifest.get('format')!r}, this thinwire reads "
-                f"format {FORMAT}: use the version that wrote it"
+                f"{path} has checkpoint format {format!r}, this thinwire reads formats "
+                f"{UNSEALED} and {FORMAT}: use the version that wrote it"
             )
         for key, kind in FACTS.items():
             if type(manifest.get(key)) is not kind or (kind is int and manifest[key] < 0):
@@ -322,9 +374,20 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         for shard in shards:
             if Path(shard.file).name != shard.file:
                 raise ValueError(f"{shard.file!r} is not the name of a file beside it")
-    except (OSError, ValueError, TypeError, ConfigError) as error:
+        if format >= FORMAT and manifest.get(SEAL) != _content_hash(manifest):
+            raise ValueError("its content does not have the hash that it names")
+        named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)
+        if named and int(named[1]) != manifest["step"]:
+            raise ValueError(f"it is of step {manifest['step']}, its folder of {int(named[1])}")
+    except (OSError, ValueError, TypeError, ConfigError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest, shards
+
+
+def _content_hash(manifest: dict[str, Any]) -> str:
+    """The hash of all that a manifest says, however it is laid out as text."""
+    content = {key: value for key, value in manifest.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _hidden(checkpoint: Path, kind: str) -> Path:

@@ -91,7 +91,8 @@ class Worker:
         if assignment.resume is None:
             self.builder.initialise(self.stage)
         else:
-            self._load(Checkpoint.open(assignment.resume))
+            # Whoever started the run has been asked about plugins before any stage was.
+            self._load(Checkpoint.open(assignment.resume, allow_plugins=True))
         self._misses = 0
         self._ports: list[Port] = []
 
