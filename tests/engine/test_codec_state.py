@@ -260,12 +260,16 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(
     saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
 ) -> None:
     elsewhere = settings_with(pipeline__split=[1, 3])
-    words = r"delta remembers .* before block 1, but .* no cut there: its stages have \[2, 2\]"
+    words = r"delta remembers on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
     with pytest.raises(CheckpointError, match=words) as caught:
         check_memory(elsewhere, Checkpoint.open(saved))
     assert "cannot be split anew" in str(caught.value)
     forgetful = settings_with(pipeline__split=[1, 3], codec__forward="fp32", codec__backward="fp32")
-    assert check_memory(forgetful, Checkpoint.open(saved)) == []
+    notes = check_memory(forgetful, Checkpoint.open(saved))
+    assert [note.partition(":")[0] for note in notes] == [
+        f"what delta remembers on the {leg.value} leg of the cut before block 2 is dropped"
+        for leg in Leg
+    ]
     run_in_threads(forgetful, resume=saved, folder=tmp_path / "other")
 
 
@@ -313,15 +317,35 @@ def test_where_nothing_was_remembered_another_split_begins_anew(
     outcome = run_in_threads(before, folder=tmp_path / "before")
     folder = commit_all(outcome, before, tmp_path / "before", corpus)[1]
     after = settings_with(codec__forward="delta", codec__backward="bf16", train__steps=2)
-    (note,) = check_memory(after, Checkpoint.open(folder))
+    *dropped, note = check_memory(after, Checkpoint.open(folder))
     assert note.startswith("delta is new on the forward leg of cut 0")
+    assert len(dropped) == (backward == "delta")
     run_in_threads(after, resume=folder, folder=tmp_path / "after")
     both = settings_with(codec__forward="delta", codec__backward="int8+ef")
     if backward == "bf16":
         assert len(check_memory(both, Checkpoint.open(folder))) == 2
     else:
-        with pytest.raises(CheckpointError, match="on the backward leg of the cut before block 2"):
+        with pytest.raises(CheckpointError, match=r"on the backward leg of the cut before block 1, 3"):
             check_memory(both, Checkpoint.open(folder))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_fewer_stages_do_not_drop_a_memory_in_silence(
+    stages: int, settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The cut in the middle stays, with its memory; those on either side would lose theirs."""
+    before = settings_with(
+        pipeline__stages=4, codec__forward="int8+ef21", codec__backward="fp32",
+        train__steps=1, optim__warmup=1,
+    )  # fmt: skip
+    outcome = run_in_threads(before, folder=tmp_path / "before")
+    folder = commit_all(outcome, before, tmp_path / "before", corpus)[1]
+    fewer = settings_with(
+        pipeline__stages=stages, codec__forward="int8+ef21", codec__backward="fp32"
+    )
+    gone = "1, 3" if stages == 2 else "1, 2, 3"
+    with pytest.raises(CheckpointError, match=f"ef21 remembers .* before block {gone}, but this"):
+        check_memory(fewer, Checkpoint.open(folder))
 
 
 def test_another_codec_begins_without_memory(

@@ -208,27 +208,47 @@ def remembered(checkpoint: Checkpoint, block: int, leg: Leg, codec: Codec) -> bo
 
 
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
-    """Refuse a resume that would split anew what is remembered; returns what begins without."""
-    saved, notes = checkpoint.settings, []
-    here, there = _blocks_above_cuts(settings), _blocks_above_cuts(saved)
-    gone = [cut for cut, block in enumerate(there) if block not in here]
-    for cut, block in enumerate(here):
+    """Refuse a resume in which a cut with a memory is gone; returns what begins without one.
+
+    Who resumes with codecs that remember nothing has chosen to go on without: that is only said.
+    """
+    notes = [note for leg in Leg for note in _check_gone(settings, checkpoint, leg)]
+    for cut, block in enumerate(_blocks_above_cuts(settings)):
         for leg, codec in build_codecs(*settings.codec.names(cut)).items():
-            if not codec.remembers or remembered(checkpoint, block, leg, codec):
-                continue
-            if block not in there and any(_codec(saved, old, leg).remembers for old in gone):
-                raise CheckpointError(
-                    f"{codec.name} remembers what crossed on the {leg.value} leg of the cut before "
-                    f"block {block}, but {checkpoint.folder} has no cut there: its stages have "
-                    f"{[len(blocks) for blocks in saved.split()]} blocks. Codecs that remember "
-                    "cannot be split anew: resume with that pipeline.split, or with codecs without "
-                    "memory"
+            if codec.remembers and not remembered(checkpoint, block, leg, codec):
+                notes.append(
+                    f"{codec.name} is new on the {leg.value} leg of cut {cut}, and remembers "
+                    "nothing yet"
                 )
-            notes.append(
-                f"{codec.name} is new on the {leg.value} leg of cut {cut}, and remembers nothing "
-                "yet"
-            )
     return notes
+
+
+def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[str]:
+    """What is lost on one leg with the cuts that this run no longer has."""
+    saved, here = checkpoint.settings, _blocks_above_cuts(settings)
+    gone = {
+        block: codec.name
+        for cut, block in enumerate(_blocks_above_cuts(saved))
+        if block not in here and (codec := _codec(saved, cut, leg)).remembers
+    }
+    if not gone:
+        return []
+    lost = f"what {', '.join(sorted(set(gone.values())))} remembers on the {leg.value} leg"
+    where = f"before block {', '.join(map(str, gone))}"
+    # A run without cuts still says which codecs it would use.
+    cuts = range(len(here)) or range(1)
+    if not any(_codec(settings, cut, leg).remembers for cut in cuts):
+        return [f"{lost} of the cut {where} is dropped: no cut is there any more"]
+    raise CheckpointError(
+        f"{checkpoint.folder} holds {lost} of the cut {where}, but this run has no cut there: its "
+        f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. A memory cannot "
+        "be split anew: resume with that pipeline.split or a finer one, or with codecs that "
+        "remember nothing"
+    )
+
+
+def _blocks_of(settings: Settings) -> list[int]:
+    return [len(blocks) for blocks in settings.split()]
 
 
 def _blocks_above_cuts(settings: Settings) -> list[int]:
