@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.engine.runner import Verdict
+from thinwire.engine.runner import Verdict, _not_finite
 from thinwire.engine.worker import PATIENCE, check_divergence
 from thinwire.errors import StageError
 
@@ -107,6 +107,33 @@ def test_weights_that_are_not_finite_end_the_run(
         run_in_threads(settings, prepare_worker=prepare, folder=tmp_path / "run")
     written = [p.parent.name for p in (tmp_path / "run").rglob("stage-1.safetensors")]
     assert written == [".partial-step-00000001"]
+
+
+def test_an_infinite_second_moment_ends_the_run(
+    make_settings: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    """A gradient may be finite and its square not: then the weight would be frozen for good."""
+
+    def prepare(worker) -> None:
+        if worker.index == 1:
+            head = worker.stage.global_parameters()["lm_head.weight"]
+            head.register_hook(lambda gradient: gradient * 1e25)
+
+    settings = make_settings(
+        run__precision="fp32", codec__forward="fp32", codec__backward="fp32", optim__clip=0.0,
+        train__checkpoint_every=1,
+    )  # fmt: skip
+    expected = r"state lm_head.weight/exp_avg_sq is not finite after step 1: .* optim\.clip"
+    with pytest.raises(StageError, match=expected):
+        run_in_threads(settings, prepare_worker=prepare, folder=tmp_path / "run")
+    assert not [*(tmp_path / "run").rglob("stage-1.safetensors")]
+
+
+def test_finite_values_whose_sum_overflows_are_no_reason_to_end() -> None:
+    large = torch.full((4,), 3e38)
+    assert _not_finite({"large": large, "count": torch.tensor(math.inf)}) is None
+    large[2] = math.nan
+    assert _not_finite({"small": torch.ones(2), "large": large}) == "large"
 
 
 def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Callable) -> None:

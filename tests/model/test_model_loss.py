@@ -1,5 +1,8 @@
 """The score of a validation: every token or image that counts weighs the same."""
 
+import gc
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -31,3 +34,22 @@ def test_tokens_are_scored_as_rows_are() -> None:
     assert token_loss(logits_BTV, targets_BT) == token_loss(flat, targets_BT.flatten())
     assert score.count == 6
     assert score.accuracy == (flat.argmax(1) == targets_BT.flatten()).sum().item() / 6
+
+
+def test_a_score_keeps_as_much_of_many_batches_as_of_one() -> None:
+    """Small tensors kept from every batch would keep the memory of logits from being reused."""
+
+    def tensors() -> int:
+        return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
+
+    logits, targets = torch.zeros(4, 8), torch.tensor([0, 1, 2, -100])
+    score = Score()
+    score.add(token_loss(logits, targets), logits, targets)
+    gc.collect()
+    before = tensors()
+    for _ in range(50):
+        score.add(token_loss(logits, targets), logits, targets)
+    gc.collect()
+    assert tensors() == before
+    assert (score.count, score.accuracy) == (153, 1 / 3)
+    assert math.isclose(score.loss, math.log(8), rel_tol=1e-7)

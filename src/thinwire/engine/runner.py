@@ -13,7 +13,7 @@ step's first activation. Nobody waits an extra round trip for it.
 import math
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -306,18 +306,23 @@ class Runner:
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
-        """End the run before weights that are not finite reach a checkpoint.
+        """End the run before weights or moments that are not finite reach a checkpoint.
 
-        A sum is not finite if any of its terms is not, and it reads the weights only once.
+        An infinite second moment does no visible harm: its weight just never changes again.
         """
-        owned = self.stage.owned_parameters()
-        sums = torch.stack([parameter.sum() for parameter in owned.values()]).tolist()
-        for name, total in zip(owned, sums, strict=True):
-            if not math.isfinite(total):
-                raise StageError(
-                    f"weights of {name} are not finite after step {step + 1}: the update "
-                    "overflowed, and is in no checkpoint. Resume with a lower optim.lr"
-                )
+        name = _not_finite(self.stage.owned_parameters())
+        if name is not None:
+            raise StageError(
+                f"weights of {name} are not finite after step {step + 1}: the update "
+                "overflowed, and is in no checkpoint. Resume with a lower optim.lr"
+            )
+        state = _not_finite(self._optimizer.state_tensors())
+        if state is not None:
+            raise StageError(
+                f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
+                "was too large, and its weights would not learn again. It is in no checkpoint. "
+                "Resume with a lower optim.lr, or with optim.clip"
+            )
 
     def _share_learned(self, step: int, keeper: Keeper) -> None:
         """The owner of a learned basis sends it up; the receiver's copy follows."""
@@ -336,6 +341,20 @@ class Runner:
 
     def _made_with(self) -> Versions:
         return Versions(self.version, self.basis_version)
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The first of these whose entries are not all finite.
+
+    A sum is not finite if any of its terms is not, and it reads a tensor only once. As finite
+    terms may overflow too, a sum that is not finite is looked into.
+    """
+    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
+    for (name, tensor), total in zip(named.items(), sums, strict=True):
+        if not math.isfinite(total) and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -18,16 +18,19 @@ class Score:
     """Loss and accuracy over batches: every token or image that counts weighs the same.
 
     Sums stay on the device until they are asked for, so that scoring a batch waits for nothing.
+    They are one tensor, whatever the number of batches: a small tensor kept from each would sit
+    between the logits of one batch and the next, and the memory of logits could not be used again.
     """
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self._total: Tensor | None = None  # loss times count, right answers, count; in float64
 
     def add(self, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Take in a batch with its mean loss."""
         count = (targets >= 0).sum().double()
         right = (logits.argmax(-1) == targets).sum().double()
-        self._parts.append(torch.stack((loss.double() * count, right, count)))
+        part = torch.stack((loss.detach().double() * count, right, count))
+        self._total = part if self._total is None else self._total.add_(part)
 
     @property
     def loss(self) -> float:
@@ -47,4 +50,5 @@ class Score:
         return int(self._sums()[2])
 
     def _sums(self) -> list[float]:
-        return torch.stack(self._parts).sum(0).tolist()
+        assert self._total is not None, "a score of no batch"
+        return self._total.tolist()
