@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from thinwire.config import load_settings
+from thinwire.config import load_asked, load_settings
 from thinwire.engine import Settings, apply_override
+from thinwire.engine.remarks import remarks
 from thinwire.engine.settings import machine_cores, threads_per_stage
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS
@@ -68,15 +69,32 @@ def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> Non
         load_settings(tmp_path / "nope.toml", [])
 
 
-def test_a_folder_is_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
+def test_a_folder_is_a_config_only_if_it_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a folder without a config\.toml"):
         load_settings(tmp_path, [])
+
+
+def test_the_folder_of_a_run_stands_for_its_config_and_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    (folder / "config.toml").write_text(
+        '[run]\nname = "old"\nout = "elsewhere"\n[train]\nsteps = 9'
+    )
+    settings = load_settings(folder, [])
+    assert settings.train.steps == 9
+    assert Path(settings.run.out) / settings.run.name == folder
+    assert load_settings(folder, ["run.name=new"]).run.name == "new"
+    monkeypatch.chdir(folder)
+    assert load_settings(Path(), []).run.name == "moved"
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"[train\nsteps = 1", b"steps", b"[train]\nsteps = 1\nsteps = 2", b"x = 'a\n", b"\xff\xfe"],
-)
+    [b"[train\nsteps = 1", b"steps", b"[train]\nsteps = 1\nsteps = 2", b"x = 'a\n", b"\xff\xfe",
+     b"[train]\nsteps = " + b"9" * 5000, b"x = " + b"[" * 100_000],
+)  # fmt: skip
 def test_broken_toml_is_refused_with_its_file(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(text)
@@ -170,6 +188,95 @@ def test_overrides_that_say_nothing_are_refused(override: str, message: str) -> 
 def test_an_override_cannot_enter_what_is_no_section() -> None:
     with pytest.raises(ConfigError, match="train must be a table of keys"):
         apply_override({"train": 3}, "train.steps=5")
+
+
+# --- what follows from other settings stays behind for none of them ---
+
+THIN = ["boundary.mode=subspace", "boundary.rank=8"]
+RESNET = ["model.preset=resnet18", "data.source=images", "data.path=x", "train.batch=128"]
+CHANGES = [
+    [], ["train.steps=12"], THIN, ["model.preset=160m", "model.vocab=50304"], RESNET,
+    [*THIN, "pipeline.stages=2"], ["boundary.mode=projected", "boundary.rank=4"],
+]  # fmt: skip
+
+
+@pytest.fixture(params=["what init writes", "what a run leaves"])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The files that our own commands write, both from the defaults."""
+    asked = load_asked(None, [])
+    path = tmp_path / "run.toml"
+    is_init = request.param == "what init writes"
+    path.write_text(to_toml(asked) if is_init else to_toml(asked.resolved().relaxed()))
+    return path
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
+def test_a_file_we_wrote_can_be_changed_like_the_defaults(
+    written: Path, changes: list[str]
+) -> None:
+    assert load_settings(written, changes) == load_settings(None, changes)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
+def test_relaxed_settings_mean_the_same(changes: list[str]) -> None:
+    settings = load_settings(None, changes)
+    assert settings.relaxed().resolved() == settings
+
+
+def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Settings]) -> None:
+    settings = make_settings(
+        boundary__mode="subspace", boundary__rank=4, boundary__free_layers=1, optim__warmup=1
+    )
+    relaxed = settings.relaxed()
+    assert relaxed.model == dataclasses.replace(settings.model, layers=0, heads=0, kv_heads=0)
+    assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
+    assert relaxed.optim.warmup == 1
+    assert relaxed.resolved() == settings
+
+
+def test_the_comment_of_a_key_left_open_names_its_value() -> None:
+    settings = load_settings(None, [])
+    lines = to_toml(settings.relaxed(), settings).splitlines()
+    assert any(line.startswith("dim = 0 ") and "# here 128: width" in line for line in lines)
+    assert any(line.startswith('anchor = "auto"') and '# here "none": ' in line for line in lines)
+    assert any(line.startswith("lr = 0.003 ") and "here" not in line for line in lines)
+
+
+def test_a_warmup_of_its_own_is_at_most_half_the_run() -> None:
+    for steps, warmup in ((1, 0), (12, 6), (40, 20), (4000, 20)):
+        assert load_settings(None, [f"train.steps={steps}"]).optim.warmup == warmup
+
+
+def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\ndim = 128\nlayers = 4\nheads = 12\n")
+    with pytest.raises(ConfigError, match=r"contradicts .*run.toml, which sets model.layers = 4, "):
+        load_settings(path, ["model.preset=160m"])
+    with pytest.raises(ConfigError, match=r"which sets model.dim = 128\. .* --set model.dim=768"):
+        load_settings(path, ["model.preset=160m", "model.layers=4"])
+    assert load_settings(path, ["model.preset=160m", "model.layers=4", "model.dim=0"])
+    assert load_settings(path, ["model.heads=4"]).model.dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "remark"),
+    [
+        (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
+        (["optim.momentum=0.5"], 'optim.momentum = 0.5 has no effect without optim.name = "sgd"'),
+        (["boundary.basis=per-cut"], "boundary.basis = 'per-cut' has no effect without"),
+        (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
+    ],
+)
+def test_a_setting_that_does_nothing_or_changes_a_preset_is_told(
+    changes: list[str], remark: str
+) -> None:
+    (found,) = remarks(load_settings(None, changes))
+    assert found.startswith(remark)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
+def test_ordinary_settings_need_no_remark(changes: list[str]) -> None:
+    assert remarks(load_settings(None, changes)) == []
 
 
 # --- settings written as a file ---
@@ -350,7 +457,7 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"train__eval_every": -1}, "train.eval_every = -1 must not be negative"),
         ({"train__checkpoint_every": -2}, "train.checkpoint_every = -2 must be -1"),
         ({"optim__warmup": 5}, "optim.warmup = 5 is longer than train.steps = 4"),
-        ({"optim__warmup": -1}, "optim.warmup = -1 must be a number not below 0"),
+        ({"optim__warmup": -2}, "optim.warmup = -2 must be a number not below 0"),
         ({"optim__lr": 0.0}, "optim.lr = 0.0 must be a positive number"),
         ({"optim__clip": -0.5}, "optim.clip = -0.5 must be a number not below 0"),
         ({"optim__weight_decay": -0.1}, "optim.weight_decay = -0.1 must be a number not below 0"),
@@ -361,6 +468,7 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"data__valid_fraction": 0}, "data.valid_fraction = 0.0 must lie between 0 and 1"),
         ({"data__valid_fraction": 1}, "data.valid_fraction = 1.0 must lie between 0 and 1"),
         ({"boundary__rank": 8}, "boundary.rank = 8 has no meaning with boundary.mode = \"dense\""),
+        ({"boundary__free_layers": 1}, "boundary.free_layers has no meaning .*\"dense\""),
         ({"codec__forward": "bf61"}, 'codec.forward = "bf61": .* did you mean "bf16"'),
         ({"codec__backward": "zip"}, 'codec.backward = "zip": .* not a codec; allowed: fp64'),
         ({"codec__cuts": ["0 forward=fp32"]}, r'codec.cuts\[0\] = "0 forward=fp32" must look like'),

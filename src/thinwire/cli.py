@@ -348,12 +348,14 @@ def demo(options: argparse.Namespace) -> None:
 
 def init(options: argparse.Namespace) -> None:
     """Write run.toml."""
-    from thinwire.config import load_settings
+    from thinwire.config import load_asked
     from thinwire.typed import to_toml
 
     if options.path.exists() and not options.force:
         raise ConfigError(f"{options.path} exists already: choose another name, or use --force")
-    text = INIT_HEADER + to_toml(load_settings(None, options.set))
+    asked = load_asked(None, options.set)
+    asked.resolved()  # refuses what cannot work; what is written can still be changed
+    text = INIT_HEADER + to_toml(asked)
     try:
         options.path.write_text(text)
     except OSError as error:
@@ -377,9 +379,12 @@ def train_command(options: argparse.Namespace) -> None:
 def plan_command(options: argparse.Namespace) -> None:
     """Print the plan of a run."""
     from thinwire.config import load_settings
+    from thinwire.engine.remarks import remarks
     from thinwire.plan import make_plan, plan_text, plan_to_plain
 
     settings = load_settings(options.config, options.set)
+    for remark in remarks(settings):
+        print(f"note: {remark}", file=sys.stderr)
     plan = make_plan(settings, options.tflops * 1e12 if options.tflops else None)
     print(json.dumps(plan_to_plain(plan), indent=1) if options.json else plan_text(plan))
 

@@ -31,6 +31,7 @@ from thinwire.engine.checkpoint import (
 from thinwire.engine.claim import claim_folder
 from thinwire.engine.cut import check_memory
 from thinwire.engine.feed import Data, Feed
+from thinwire.engine.remarks import remarks
 from thinwire.engine.worker import check_agreement, check_divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.model import architecture
@@ -108,11 +109,12 @@ def describe(settings: Settings) -> list[str]:
     )
     sections = settings.to_plain()
     of_use = {key: value for key, value in sections["model"].items() if value != 0}
-    return [first] + [
+    listed = [
         f"[{section}] "
         + ", ".join(f"{key} {value}" for key, value in keys.items() if value not in ("", []))
         for section, keys in {**sections, "model": of_use}.items()
     ]
+    return [first, *listed, *(f"note: {remark}" for remark in remarks(settings))]
 
 
 def prepare_data(settings: Settings, display: Display) -> Data:
@@ -219,9 +221,10 @@ class _Run:
             resume_step = self._resumed.step
             for moved in set_aside_later(self.folder, resume_step):
                 self.display.note(f"a later checkpoint, of the course now left, is kept as {moved}")
-        header = f"# resolved settings of run {settings.run.name}, hash {settings.hash}\n\n"
+        header = f"# settings of run {settings.run.name}, hash {settings.hash}\n\n"
         try:
-            (self.folder / "config.toml").write_text(header + to_toml(settings))
+            text = header + to_toml(settings.relaxed(), settings)
+            (self.folder / "config.toml").write_text(text)
             self._metrics = MetricsWriter(self.folder, resume_step)
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error

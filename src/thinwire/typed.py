@@ -68,18 +68,25 @@ def to_plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def to_toml(config: Any) -> str:
-    """The sections of a config as TOML: every key with its value and what it means."""
+def to_toml(config: Any, resolved: Any | None = None) -> str:
+    """The sections of a config as TOML: every key with its value and what it means.
+
+    Where `resolved` has another value, as for a key left to "auto", the comment names that too.
+    """
     lines = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
+        meant = getattr(resolved, section.name) if resolved is not None else values
         entries = []
         for entry in dataclasses.fields(values):
             choices = entry.metadata.get("choices", ())
             note = entry.metadata["help"]
             if choices and not all(choice in note for choice in choices):
                 note += f" ({', '.join(choices)})"
-            entries.append((f"{entry.name} = {_literal(getattr(values, entry.name))}", note))
+            value, result = getattr(values, entry.name), getattr(meant, entry.name)
+            if result != value:
+                note = f"here {_literal(result)}: {note}"
+            entries.append((f"{entry.name} = {_literal(value)}", note))
         width = max(len(text) for text, _ in entries)
         lines.append(f"[{section.name}]")
         lines += [f"{text:<{width}}  # {note}" for text, note in entries]

@@ -77,6 +77,15 @@ class BoundaryConfig:
         anchor = "none" if self.anchor == "auto" else self.anchor
         return dataclasses.replace(self, anchor=anchor, free_layers=0)
 
+    def relaxed(self, dim: int, split: list[range]) -> "BoundaryConfig":
+        """The inverse of `resolved`: auto and -1 where they give the same."""
+        auto = self
+        for key, value in (("anchor", "auto"), ("free_layers", -1)):
+            freer = dataclasses.replace(auto, **{key: value})  # type: ignore[arg-type]
+            if freer.resolved(dim, split) == self:
+                auto = freer
+        return auto
+
     def _resolved_dense(self, dim: int) -> "BoundaryConfig":
         if self.rank not in (0, dim):
             raise ConfigError(
@@ -87,6 +96,11 @@ class BoundaryConfig:
             raise ConfigError(
                 "boundary.learn, basis_update_every and anchor have no meaning with "
                 'boundary.mode = "dense", which has no basis'
+            )
+        if self.free_layers > 0:
+            raise ConfigError(
+                'boundary.free_layers has no meaning with boundary.mode = "dense": all its weights '
+                "are free"
             )
         return dataclasses.replace(self, anchor="none", free_layers=0)
 

@@ -89,16 +89,38 @@ class Settings:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "Settings":
-        """Build from nested dictionaries, resolve the model's preset, and check everything."""
-        settings = from_plain(cls, values)
-        settings = dataclasses.replace(settings, model=settings.model.resolved())
+        """Build from nested dictionaries, resolve what is left to us, and check everything."""
+        return cls.as_asked(values).resolved()
+
+    @classmethod
+    def as_asked(cls, values: dict[str, Any]) -> "Settings":
+        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so."""
+        return from_plain(cls, values)
+
+    def resolved(self) -> "Settings":
+        """The same settings with presets and "auto" filled in, refused if they cannot work."""
+        settings = dataclasses.replace(self, model=self.model.resolved())
         _check_data(settings)
         if settings.model.sees_images:
             _check_images(settings)
         boundary = settings.boundary.resolved(settings.model.dim, settings.split())
-        settings = dataclasses.replace(settings, boundary=boundary)
+        optim = settings.optim.resolved(settings.train.steps)
+        settings = dataclasses.replace(settings, boundary=boundary, optim=optim)
         _check(settings)
         return settings
+
+    def relaxed(self) -> "Settings":
+        """The inverse of `resolved`: a value that a preset or "auto" gives is left to them.
+
+        This is what is written for people. A key can then be changed without one that follows
+        from it, such as the width that comes with a preset, staying behind.
+        """
+        return dataclasses.replace(
+            self,
+            model=self.model.relaxed(),
+            boundary=self.boundary.relaxed(self.model.dim, self.split()),
+            optim=self.optim.relaxed(self.train.steps),
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """Nested dictionaries that `from_plain` reads back to the same settings."""

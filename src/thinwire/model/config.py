@@ -10,6 +10,7 @@ from thinwire.typed import option
 
 _LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 _RESNET = ("layers", "dim", "classes", "channels", "side")
+SIZES = tuple(dict.fromkeys((*_LLAMA, *_RESNET)))
 _LLAMA_REALS = ("rope_theta", "norm_eps")
 
 
@@ -39,17 +40,19 @@ class ModelConfig:
     A key left at 0 takes the preset's value; one that is of no use to the preset stays at 0.
     """
 
-    preset: str = option("tiny", "shape to start from", tuple(PRESETS))
-    layers: int = option(0, "blocks, which are what is split over stages")
-    dim: int = option(0, "width of the residual stream; of resnet18 in its first group")
-    heads: int = option(0, "attention heads")
-    kv_heads: int = option(0, "key/value heads shared by groups of heads (GQA)")
-    ffn: int = option(0, "hidden width of the SwiGLU feed-forward")
-    vocab: int = option(0, "entries of the embedding table; the tokenizer must fit in")
-    context: int = option(0, "tokens per training sequence")
-    classes: int = option(0, "resnet18: classes to tell apart")
-    channels: int = option(0, "resnet18: channels of an image, 3 or 1")
-    side: int = option(0, "resnet18: pixels of an image a side")
+    preset: str = option("tiny", "model to start from", tuple(PRESETS))
+    layers: int = option(0, "blocks, which are split over the stages; 0 = the preset's")
+    dim: int = option(
+        0, "width of the residual stream; resnet18: of its first group; 0 = the preset's"
+    )
+    heads: int = option(0, "attention heads; 0 = the preset's")
+    kv_heads: int = option(0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's")
+    ffn: int = option(0, "hidden width of the SwiGLU feed-forward; 0 = the preset's")
+    vocab: int = option(0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's")
+    context: int = option(0, "tokens per training sequence; 0 = the preset's")
+    classes: int = option(0, "resnet18: number of classes; 0 = the preset's")
+    channels: int = option(0, "resnet18: channels of an image, 3 or 1; 0 = the preset's")
+    side: int = option(0, "resnet18: height and width of an image in pixels; 0 = the preset's")
     rope_theta: float = option(500000.0, "base of the rotary position encoding")
     norm_eps: float = option(1e-5, "epsilon of the RMS norms")
 
@@ -67,7 +70,7 @@ class ModelConfig:
         """The same config with every 0 filled from the preset, checked for consistency."""
         shape = PRESETS[self.preset]
         filled: dict[str, Any] = {}
-        for key in dict.fromkeys((*_LLAMA, *_RESNET)):
+        for key in SIZES:
             value = getattr(self, key)
             if value < 0:
                 raise ConfigError(f"model.{key} = {value} must not be negative")
@@ -80,6 +83,22 @@ class ModelConfig:
         else:
             _check_llama(full)
         return full
+
+    def relaxed(self) -> "ModelConfig":
+        """The inverse of `resolved`: 0 for every size that is the preset's own."""
+        shape = PRESETS[self.preset]
+        own: dict[str, Any] = {k: 0 for k, value in shape.items() if getattr(self, k) == value}
+        return dataclasses.replace(self, **own)
+
+    def unlike_preset(self) -> dict[str, tuple[int, int]]:
+        """Sizes that are set and differ from the preset's, each with the preset's after it."""
+        shape = PRESETS[self.preset]
+        sizes = {key: getattr(self, key) for key in SIZES}
+        return {
+            key: (value, shape.get(key, 0))
+            for key, value in sizes.items()
+            if value not in (0, shape.get(key, 0))
+        }
 
 
 def _check_llama(config: ModelConfig) -> None:

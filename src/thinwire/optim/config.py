@@ -1,11 +1,13 @@
 """`[optim]` and the learning rate as a pure function of the step."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
 from thinwire.typed import option
 
+AUTO_WARMUP = 20  # steps, in a run of at least twice as many
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
@@ -24,7 +26,7 @@ class OptimConfig:
         "decoupled decay of matrices, not of gains; with sgd a part of every parameter's gradient",
     )
     momentum: float = option(0.9, "of sgd; 0 = none")
-    warmup: int = option(20, "steps of linear warmup")
+    warmup: int = option(-1, "steps of linear warmup; -1 = 20, or half of a shorter run")
     schedule: str = option(
         "cosine", "decay after the warmup", ("cosine", "linear", "wsd", "constant")
     )
@@ -33,6 +35,17 @@ class OptimConfig:
         0.1, "learning rate of a learned basis (boundary.learn), as a share of lr"
     )
     clip: float = option(1.0, "largest global gradient norm over all stages; 0 = no clipping")
+
+    def resolved(self, steps: int) -> "OptimConfig":
+        """The same config with the warmup filled in for a run of `steps` steps."""
+        if self.warmup != -1:
+            return self
+        return dataclasses.replace(self, warmup=min(AUTO_WARMUP, steps // 2))
+
+    def relaxed(self, steps: int) -> "OptimConfig":
+        """The inverse of `resolved`: -1 for a warmup that -1 would give anyway."""
+        auto = dataclasses.replace(self, warmup=-1)
+        return auto if auto.resolved(steps) == self else self
 
 
 def check_optim(config: OptimConfig, steps: int) -> None:

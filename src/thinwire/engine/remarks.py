@@ -1,0 +1,46 @@
+"""What a user should know about settings that work: what overrides a preset, what has no effect."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from thinwire.engine.settings import Settings
+
+
+class _Use(NamedTuple):
+    """When a key has an effect."""
+
+    key: str
+    when: str
+    holds: Callable[[Settings], bool]
+
+
+_USES = [
+    _Use("optim.momentum", 'optim.name = "sgd"', lambda s: s.optim.name == "sgd"),
+    _Use("optim.floor", 'optim.schedule = "cosine"', lambda s: s.optim.schedule == "cosine"),
+    _Use("optim.basis_lr", "boundary.learn = true", lambda s: s.boundary.learn),
+    _Use("boundary.basis_seed", "a narrow boundary.mode", lambda s: s.boundary.mode != "dense"),
+    _Use("boundary.basis", 'boundary.mode = "projected"', lambda s: s.boundary.mode == "projected"),
+    _Use(
+        "boundary.basis_rate",
+        "boundary.basis_update_every",
+        lambda s: s.boundary.basis_update_every > 0,
+    ),
+    _Use("data.path", "another data.source", lambda s: s.data.source != "stdlib"),
+    _Use("data.augment", 'data.source = "images"', lambda s: s.data.source == "images"),
+]
+
+
+def remarks(settings: Settings) -> list[str]:
+    """One line for each setting that another one overrides or leaves without effect."""
+    found = []
+    sizes = settings.model.unlike_preset()
+    if sizes:
+        changes = ", ".join(f"{key} {value} (not {own})" for key, (value, own) in sizes.items())
+        found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
+    plain, default = settings.to_plain(), Settings().to_plain()
+    for use in _USES:
+        section, key = use.key.split(".")
+        value = plain[section][key]
+        if value != default[section][key] and not use.holds(settings):
+            found.append(f"{use.key} = {value!r} has no effect without {use.when}")
+    return found
