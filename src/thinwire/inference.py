@@ -95,7 +95,7 @@ class Model:
         }
         if settings.model.sees_images:
             return {**found, "accuracy": score.accuracy, "images": score.count}
-        ratio = text_ratio(data, score.loss)
+        ratio = text_ratio(feed, score.loss)
         text = {"perplexity": _perplexity(score.loss), "bits_per_byte": ratio}
         return {**found, **text, "tokens": score.count}
 

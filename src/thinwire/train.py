@@ -202,6 +202,7 @@ class _Run:
         self.settings = settings
         self.folder = folder
         self.data = data
+        self._feed = Feed(data, settings, torch.device("cpu"))
         self.host = host
         self.display = display
         self.ledger = Ledger(settings, host.descriptions, resumed.step if resumed else 0)
@@ -343,7 +344,7 @@ class _Run:
         self.ledger.add_evaluation(step, loss, accuracy)
         if math.isfinite(loss):
             self._proven = max(self._proven, step)
-        record = EvaluationRecord(step, loss, text_ratio(self.data, loss), accuracy)
+        record = EvaluationRecord(step, loss, text_ratio(self._feed, loss), accuracy)
         self._record(MetricsWriter.evaluation, record)
         self.display.evaluation(record)
 
@@ -391,11 +392,9 @@ class _Run:
             self.display.note(f"checkpoint of step {step} not written, training goes on: {error}")
 
 
-def text_ratio(data: Data, loss: float) -> float | None:
-    """A loss as bits per byte of the validation text; None for images, or if that is unknown."""
-    if not isinstance(data, Corpus):
-        return None
-    return bits_per_byte(loss, len(data.valid), data.valid_bytes)
+def text_ratio(feed: Feed, loss: float) -> float | None:
+    """A validation's loss as bits per byte of its text; None for images, or if that is unknown."""
+    return bits_per_byte(loss, *feed.validation_text)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from thinwire.errors import DataError
 def write(folder, train, valid, vocab=1000, tokenizer=None, source="tokens"):
     with writing(folder, source, vocab) as writer:
         writer.append("train", np.array(train))
-        writer.append("valid", np.array(valid))
-        writer.finish(tokenizer, valid_bytes=12, documents=3)
+        sizes = np.full(len(valid), 6) if source == "text" else None
+        writer.append("valid", np.array(valid), sizes)
+        writer.finish(tokenizer, documents=3)
     return Corpus.open(folder)
 
 
@@ -22,7 +23,7 @@ def write(folder, train, valid, vocab=1000, tokenizer=None, source="tokens"):
 def folder(cache):
     folder = cache / "key"
     tokenizer = Tokenizer.train(["some text"], 260)
-    write(folder, range(100), [5, 6], tokenizer=tokenizer)
+    write(folder, range(100), [5, 6], tokenizer=tokenizer, source="text")
     return folder
 
 
@@ -32,6 +33,7 @@ def test_what_was_written_is_read(folder):
     assert corpus.valid.tolist() == [5, 6]
     assert isinstance(corpus.train, np.memmap)
     assert (corpus.vocab, corpus.valid_bytes, corpus.folder) == (1000, 12, folder)
+    assert corpus.valid_sizes.tolist() == [6, 6]
     assert corpus.tokenizer().decode(corpus.tokenizer().encode("é")) == "é"
 
 
@@ -39,7 +41,7 @@ def test_ids_are_appended_in_order(cache):
     with writing(cache / "key", "text", 10) as writer:
         for i in range(6):
             writer.append("valid" if i == 3 else "train", np.array([i]))
-        writer.finish(None, 0, 0)
+        writer.finish(None, 0)
     corpus = Corpus.open(cache / "key")
     assert corpus.train.tolist() == [0, 1, 2, 4, 5]
     assert corpus.tokenizer() is None
@@ -61,7 +63,7 @@ def test_summary_is_one_line_with_the_numbers(folder):
 
 def test_fingerprint_tells_ids_apart_and_nothing_else(cache):
     one = write(cache / "a", [1, 2], [3])
-    same = write(cache / "b", [1, 2], [3], source="text")
+    same = write(cache / "b", [1, 2], [3], source="stdlib")
     moved = write(cache / "c", [1], [2, 3])
     other = write(cache / "d", [1, 2], [4])
     larger = write(cache / "e", [1, 2], [3], vocab=2000)
@@ -70,7 +72,7 @@ def test_fingerprint_tells_ids_apart_and_nothing_else(cache):
     assert len(found) == 4
 
 
-@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "valid.sizes", "tokenizer.json"])
 @pytest.mark.parametrize("damage", ["truncated", "longer", "altered", "missing"])
 def test_damaged_file_is_refused(folder, name, damage):
     path = folder / name
@@ -89,7 +91,7 @@ def test_damaged_file_is_refused(folder, name, damage):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 1}', '{"format": 99}', '{"format": 1, "files": 3}']
+    "content", ["", "[]", "{}", '{"format": 2}', '{"format": 99}', '{"format": 2, "files": 3}']
 )
 def test_unusable_manifest_is_refused(folder, content):
     (folder / "manifest.json").write_text(content)
@@ -151,7 +153,7 @@ def test_nothing_appears_before_the_end(cache):
         writer.append("train", np.array([1]))
         writer.append("valid", np.array([1]))
         assert not (cache / "key").exists()
-        writer.finish(None, 0, 0)
+        writer.finish(None, 0)
         assert not (cache / "key").exists()
     assert [path.name for path in cache.iterdir()] == ["key"]
 
@@ -161,9 +163,9 @@ def test_two_runs_at_once_agree_on_one_folder(cache):
         write(cache / "key", [1, 2], [3])
         writer.append("train", np.array([1, 2]))
         writer.append("valid", np.array([3]))
-        writer.finish(None, 0, 0)
+        writer.finish(None, 0)
     assert [path.name for path in cache.iterdir()] == ["key"]
-    assert Corpus.open(cache / "key").valid_bytes == 12  # the first one stays
+    assert Corpus.open(cache / "key").documents == 3  # the first one stays
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.data import Order, validation_batches
+from thinwire.data import Order, Validation
 from thinwire.data.order import permuted, round_keys
 from thinwire.errors import ConfigError, DataError
 
@@ -156,23 +156,53 @@ def test_no_such_microbatch(step, microbatch):
         an_order().microbatch(step, microbatch)
 
 
-def test_validation_goes_through_the_corpus_in_order():
-    batches = validation_batches(np.arange(105, dtype=np.uint32), context=10, batch=4, limit=0)
-    assert [batch.examples_B.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert batches[1].inputs_BT[0].tolist() == list(range(40, 50))
-    assert batches[1].targets_BT[0].tolist() == list(range(41, 51))
+def windows_of(validation: Validation) -> list[int]:
+    batches = [validation.microbatch(i) for i in range(len(validation))]
+    return [window for batch in batches for window in batch.examples_B.tolist()]
+
+
+@given(windows=st.integers(1, 400), batch=st.integers(1, 20), limit=st.integers(0, 30))
+@settings(deadline=None)
+def test_validation_windows_are_spread_evenly_over_all_there_are(windows, batch, limit):
+    validation = Validation(np.arange(windows * 10 + 1), 10, batch, limit)
+    chosen = windows_of(validation)
+    assert len(chosen) == len(set(chosen)) == len(validation) * validation.size
+    apart = windows / len(chosen)
+    ends = [-1 - chosen[0], *chosen, 2 * windows - 1 - chosen[-1]]  # mirrored at both ends
+    assert all(apart - 1 <= gap <= apart + 1 for gap in np.diff(ends))
+
+
+def test_validation_reads_its_windows_in_order_and_always_the_same():
+    tokens = np.arange(1001, dtype=np.uint32)
+    validation = Validation(tokens, context=10, batch=2, limit=2)
+    assert windows_of(validation) == [12, 37, 62, 87]
+    assert windows_of(Validation(tokens, 10, 2, 2)) == [12, 37, 62, 87]
+    assert validation.microbatch(1).inputs_BT[0].tolist() == list(range(620, 630))
+    assert validation.microbatch(1).targets_BT[0].tolist() == list(range(621, 631))
+    with pytest.raises(ValueError, match="no microbatch 2 of 2"):
+        validation.microbatch(2)
 
 
 def test_validation_limit_and_small_corpus():
     tokens = np.arange(105, dtype=np.uint32)
-    assert len(validation_batches(tokens, 10, 2, limit=3)) == 3
-    assert len(validation_batches(tokens, 10, 2, limit=99)) == 5
-    (only,) = validation_batches(tokens, 10, 64, limit=3)
-    assert only.inputs_BT.shape == (10, 10)
+    assert len(Validation(tokens, 10, 2, limit=3)) == 3
+    assert len(Validation(tokens, 10, 2, limit=99)) == 5
+    assert windows_of(Validation(tokens, 10, 2, limit=0)) == list(range(10))
+    only = Validation(tokens, 10, 64, limit=3)
+    assert (len(only), only.size) == (1, 10)
+    assert only.microbatch(0).inputs_BT.shape == (10, 10)
+
+
+def test_validation_sums_over_just_its_targets():
+    validation = Validation(np.arange(101), context=10, batch=1, limit=2)
+    values = np.arange(101, dtype=np.uint32) ** 2
+    targets = [validation.microbatch(i).targets_BT for i in range(2)]
+    assert validation.total_of_targets(values) == sum(int((t**2).sum()) for t in targets)
+    assert validation.target_count == 20
 
 
 def test_validation_shorter_than_a_window():
     with pytest.raises(DataError, match=r"has 10 tokens, 11 are needed.*valid_fraction"):
-        validation_batches(np.arange(10), context=10, batch=1, limit=0)
+        Validation(np.arange(10), context=10, batch=1, limit=0)
     with pytest.raises(ConfigError):
-        validation_batches(np.arange(10), context=10, batch=0, limit=0)
+        Validation(np.arange(10), context=10, batch=0, limit=0)

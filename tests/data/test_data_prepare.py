@@ -54,6 +54,8 @@ def test_documents_arrive_whole_on_exactly_one_side(text_folder, cache, text_of)
     assert train and valid
     assert sorted(train + valid) == sorted(text_of(i) for i in range(40))
     assert corpus.valid_bytes == sum(len(text.encode()) for text in valid)
+    assert corpus.valid_sizes.sum() == corpus.valid_bytes
+    assert set(corpus.valid_sizes[corpus.valid == corpus.tokenizer().end_of_text]) == {0}
     assert corpus.vocab == VOCAB
     assert corpus.train.dtype == np.uint16
 
@@ -196,14 +198,17 @@ def test_a_killed_run_leaves_nothing_that_is_taken_for_complete(text_folder, cac
     assert len(corpus.train) > 0
 
 
-def test_corpus_that_changes_while_it_is_read(text_folder, cache):
+@pytest.mark.parametrize("when", ["reading", "training the tokenizer"])
+def test_corpus_that_changes_while_it_is_read(text_folder, cache, when):
+    """Found out by whichever pass comes next, the tokenizer's or the last one."""
+
     def meddle(phase: str, done: int, total: int) -> None:
-        if phase == "training the tokenizer":
+        if phase == when and done == total:
             (text_folder / "39.txt").write_text("something else\n")
 
     with pytest.raises(DataError, match="changed while"):
         prepare(text_config(text_folder), VOCAB, cache, meddle)
-    assert not [path for path in cache.iterdir() if path.name != "seen"]
+    assert not [path for path in cache.glob("*") if path.name != "seen"]
 
 
 def test_single_document_is_cut_at_its_end(tmp_path, cache, text_of):

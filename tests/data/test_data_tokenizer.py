@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from thinwire.data import Tokenizer
-from thinwire.data import tokenizer as module
 from thinwire.errors import DataError
 
 
@@ -84,20 +83,20 @@ def test_spelled_out_special_token_is_plain_text(trained):
     assert trained.decode([trained.end_of_text]) == "<|endoftext|>"
 
 
-def test_documents_in_batches_equal_single_ones(text_of, monkeypatch):
-    """Pieces of long documents must meet where no token reaches across."""
-    code = "def f():\n    x = 1\n\n    return x;\n\n\n\n" * 50
-    texts = [text_of(i) for i in range(6)] + ["", code, "  indented;\n  x\n" * 100, "x" * 3000]
-    trained = Tokenizer.train(texts, 400)
-    expected = [trained.encode(text) for text in texts]
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 700)
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 1500)
-    encoded = list(trained.encode_documents(iter(texts)))
-    assert len(encoded) == len(texts)
-    for ids, wanted, text in zip(encoded, expected, texts, strict=True):
-        assert trained.decode(ids) == text
-        if text != "x" * 3000:  # without line ends it must be cut somewhere
-            assert ids.tolist() == wanted
+def test_measured_ids_are_the_same_and_their_bytes_add_up(trained):
+    texts = ["the cat\n", "", "é 猫🐈 the mat", "x" * 500]
+    measured = trained.encode_measured(texts)
+    for text, ids, (same, sizes) in zip(texts, trained.encode_all(texts), measured, strict=True):
+        assert same.tolist() == ids.tolist()
+        assert len(sizes) == len(ids)
+        assert sizes.sum() == len(text.encode())
+    ids, sizes = measured[0]
+    assert [len(trained.decode([i])) for i in ids] == sizes.tolist()
+
+
+def test_white_space_that_a_tokenizer_skips_is_counted_too():
+    ((ids, sizes),) = Tokenizer(word_tokenizer("<pad>")).encode_measured(["  a\n b  "])
+    assert (ids.tolist(), sizes.tolist()) == ([0, 1], [3, 5])
 
 
 @pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])

@@ -17,6 +17,21 @@ def test_a_validation_may_take_all_there_is(make_settings: Callable, corpus: Cor
     assert Feed(corpus, make_settings(train__eval_batches=0), cpu, 4).validation_count == 4
 
 
+def test_bytes_are_those_of_the_tokens_that_a_validation_predicts(
+    make_settings: Callable, corpus: Corpus
+) -> None:
+    feed = Feed(corpus, make_settings(), torch.device("cpu"), 3)
+    tokens, size = feed.validation_text
+    tokenizer = corpus.tokenizer()
+    assert tokenizer is not None
+    targets = [row for i in range(3) for row in feed.validation(i).targets.tolist()]
+    assert tokens == sum(map(len, targets)) < len(corpus.valid) / 2
+    text = "".join(
+        tokenizer.decode([i for i in row if i != tokenizer.end_of_text]) for row in targets
+    )
+    assert size == len(text.encode()) < corpus.valid_bytes / 2
+
+
 def test_a_part_of_a_batch_is_computed_only_where_it_is_read(
     make_settings: Callable, corpus: Corpus
 ) -> None:

@@ -9,7 +9,7 @@ Batches of images are in `thinwire.data.image_batches`, apart from the rest, whi
 
 from thinwire.data.corpus import Corpus
 from thinwire.data.images import ImageSet, prepare_images
-from thinwire.data.order import Batch, Order, validation_batches
+from thinwire.data.order import Batch, Order, Validation
 from thinwire.data.prepare import DataConfig, prepare
 from thinwire.data.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ __all__ = [
     "ImageSet",
     "Order",
     "Tokenizer",
+    "Validation",
     "prepare",
     "prepare_images",
-    "validation_batches",
 ]

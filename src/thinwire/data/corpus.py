@@ -1,6 +1,8 @@
 """A prepared corpus on disk: two files of token ids, the tokenizer, and a manifest.
 
     train.bin, valid.bin   the ids, nothing else, little-endian uint16 or uint32
+    valid.sizes            UTF-8 bytes that each validation id stands for, little-endian uint32;
+                           absent for token shards, whose text is not known
     tokenizer.json         absent for token shards without a tokenizer
     manifest.json          sizes and hashes of the others, and what they were made from
 
@@ -29,7 +31,9 @@ from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 
 TOKENIZER = "tokenizer.json"
+SIZES = "valid.sizes"
 SIDES = ("train", "valid")
+_SIZE = np.dtype("<u4")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,7 @@ class Corpus:
     fingerprint: str  # the same wherever the ids are the same
     train: np.memmap
     valid: np.memmap
+    valid_sizes: np.memmap | None  # UTF-8 bytes of each validation id's text; None if unknown
     vocab: int  # ids are below this
     valid_bytes: int  # UTF-8 bytes of the validation text, 0 if unknown
     source: str
@@ -56,11 +61,15 @@ class Corpus:
             train, valid = (
                 np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
             )
+            sizes = None
+            if SIZES in manifest["files"]:
+                sizes = np.memmap(folder / SIZES, dtype=_SIZE, mode="r", shape=valid.shape)
             return cls(
                 folder=folder,
                 fingerprint=manifest["fingerprint"],
                 train=train,
                 valid=valid,
+                valid_sizes=sizes,
                 vocab=int(manifest["vocab"]),
                 valid_bytes=int(manifest["valid_bytes"]),
                 source=str(manifest["source"]),
@@ -90,22 +99,29 @@ class CorpusWriter:
         self._source = source
         self._vocab = vocab
         self._dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
-        self._streams = {side: (folder / f"{side}.bin").open("wb") for side in SIDES}
+        self._streams = {f"{side}.bin": (folder / f"{side}.bin").open("wb") for side in SIDES}
         self._hashes = {side: hashlib.blake2b(digest_size=16) for side in SIDES}
+        self._valid_bytes = 0
 
-    def append(self, side: str, ids: np.ndarray) -> None:
-        """Add ids to the end of "train" or "valid"."""
+    def append(self, side: str, ids: np.ndarray, sizes: np.ndarray | None = None) -> None:
+        """Add ids to the end of "train" or "valid", there with the bytes of text of each."""
         raw = ids.astype(self._dtype).tobytes()
-        self._streams[side].write(raw)
+        self._streams[f"{side}.bin"].write(raw)
         self._hashes[side].update(raw)
+        if sizes is not None:
+            if SIZES not in self._streams:
+                self._streams[SIZES] = (self._folder / SIZES).open("wb")
+            self._streams[SIZES].write(sizes.astype(_SIZE).tobytes())
+            self._valid_bytes += int(sizes.sum(dtype=np.int64))
 
-    def finish(self, tokenizer: Tokenizer | None, valid_bytes: int, documents: int) -> None:
+    def finish(self, tokenizer: Tokenizer | None, documents: int) -> None:
         """Write everything to disk and the manifest last; a side without tokens is an error."""
-        for side, stream in self._streams.items():
-            if stream.tell() == 0:
+        for side in SIDES:
+            if self._streams[f"{side}.bin"].tell() == 0:
                 raise DataError(f"no tokens for {side}: the corpus is too small to be split")
+        for stream in self._streams.values():
             close_to_disk(stream)
-        names = [f"{side}.bin" for side in SIDES]
+        names = list(self._streams)
         if tokenizer is not None:
             tokenizer.save(self._folder / TOKENIZER)
             names.append(TOKENIZER)
@@ -113,7 +129,7 @@ class CorpusWriter:
             "source": self._source,
             "documents": documents,
             "vocab": self._vocab,
-            "valid_bytes": valid_bytes,
+            "valid_bytes": self._valid_bytes,
             "dtype": self._dtype.name,
             "ids": {side: digest.hexdigest() for side, digest in self._hashes.items()},
         }

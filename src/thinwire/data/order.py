@@ -67,30 +67,50 @@ class Order:
         return step * self.batch // self.windows
 
 
-def validation_batches(tokens: np.ndarray, context: int, batch: int, limit: int) -> list[Batch]:
-    """The first `limit` batches of the validation tokens (0: all of them), in corpus order.
+class Validation:
+    """Microbatches of validation windows, spread evenly over all there are, the same every time.
 
-    All batches have the same size, so that a pipeline keeps its shapes; windows that do not
-    fill a last batch are left out. Validation with fewer windows than `batch` gives one
-    smaller batch.
+    `limit` is how many microbatches there shall be (0: all that can be filled). All have the
+    same size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one
+    smaller microbatch. Nothing is read before it is asked for.
     """
-    if min(context, batch) < 1:
-        raise ConfigError(f"context {context} and batch {batch} must be positive")
-    windows = _count_windows(tokens, context)
-    if windows < 1:
-        raise DataError(
-            f"the validation part is shorter than one window: it has {len(tokens)} tokens, "
-            f"{context + 1} are needed; lower the context, raise data.valid_fraction, or use a "
-            "larger corpus"
-        )
-    size = min(batch, windows)
-    count = windows // size
-    if limit > 0:
-        count = min(count, limit)
-    return [
-        _gather(tokens, context, np.arange(i * size, (i + 1) * size, dtype=np.int64))
-        for i in range(count)
-    ]
+
+    def __init__(self, tokens: np.ndarray, context: int, batch: int, limit: int) -> None:
+        if min(context, batch) < 1:
+            raise ConfigError(f"context {context} and batch {batch} must be positive")
+        windows = _count_windows(tokens, context)
+        if windows < 1:
+            raise DataError(
+                f"the validation part is shorter than one window: it has {len(tokens)} tokens, "
+                f"{context + 1} are needed; lower the context, raise data.valid_fraction, or use "
+                "a larger corpus"
+            )
+        self.size = min(batch, windows)
+        count = windows // self.size
+        self._count = min(count, limit) if limit > 0 else count
+        self._tokens = tokens
+        self._context = context
+        self._examples_N = _spread(self._count * self.size, windows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def microbatch(self, index: int) -> Batch:
+        """One microbatch, counted from 0."""
+        if not 0 <= index < self._count:
+            raise ValueError(f"no microbatch {index} of {self._count} in a validation")
+        examples_B = self._examples_N[index * self.size : (index + 1) * self.size]
+        return _gather(self._tokens, self._context, examples_B)
+
+    @property
+    def target_count(self) -> int:
+        """Tokens that all microbatches together predict."""
+        return len(self._examples_N) * self._context
+
+    def total_of_targets(self, values: np.ndarray) -> int:
+        """The sum over all targets of a value that each token of the side has."""
+        starts = self._examples_N * self._context + 1
+        return sum(int(values[at : at + self._context].sum(dtype=np.int64)) for at in starts)
 
 
 def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
@@ -145,6 +165,12 @@ def _feistel(values_N: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
 def _count_windows(tokens: np.ndarray, context: int) -> int:
     """The last window, too, needs one token after its end as a target."""
     return max(0, len(tokens) - 1) // context
+
+
+def _spread(count: int, size: int) -> np.ndarray:
+    """`count` different numbers of range(size) in rising order, at equal distances."""
+    middles_N = 2 * np.arange(count, dtype=np.int64) + 1
+    return middles_N * size // (2 * count)
 
 
 def _gather(tokens: np.ndarray, context: int, examples_B: np.ndarray) -> Batch:

@@ -1,6 +1,5 @@
 """From the settings to a prepared corpus: read, train a tokenizer, tokenise, once."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from thinwire.data.cache import found_or_made
 from thinwire.data.corpus import Corpus, CorpusWriter, writing
+from thinwire.data.encode import Passage, encode_passages
 from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.shards import (
     Shards,
@@ -119,7 +119,7 @@ def _token_shards(
                 writer.append(side, ids)
                 done += ids.nbytes
                 report("copying", done, shards.size)
-            writer.finish(tokenizer, valid_bytes=0, documents=0)
+            writer.finish(tokenizer, documents=0)
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
     key = [config.source, encoding, config.valid_fraction]
@@ -132,37 +132,36 @@ def _tokenise(
     texts: Iterable[str], tokenizer: Tokenizer, split: Split, scan: Scan, writer: CorpusWriter
 ) -> None:
     """Write the ids of every document to its side, each followed by the end of text."""
-    content = ContentHash()
-    sides: deque[str] = deque()
-    valid_bytes = 0
-
-    def parts() -> Iterator[str]:
-        nonlocal valid_bytes
-        for text in texts:
-            document = DocumentHash.of(text)
-            content.add(document)
-            for side, part in split.parts(text, document):
-                sides.append(side)
-                valid_bytes += len(part.encode()) if side == "valid" else 0
-                yield part
-
+    passages = (
+        Passage(side, part)
+        for text, document in _as_scanned(texts, scan)
+        for side, part in split.parts(text, document)
+    )
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    end_ids = np.array(end, dtype=np.uint32)
-    for ids in tokenizer.encode_documents(parts()):
-        side = sides.popleft()
-        writer.append(side, ids)
-        writer.append(side, end_ids)
+    end_ids, end_sizes = np.array(end, dtype=np.uint32), np.zeros(len(end), dtype=np.uint32)
+    for side, ids, sizes, last in encode_passages(tokenizer, passages):
+        writer.append(side, ids, sizes)
+        if last:
+            writer.append(side, end_ids, None if sizes is None else end_sizes)
+    writer.finish(tokenizer, scan.documents)
+
+
+def _as_scanned(texts: Iterable[str], scan: Scan) -> Iterator[tuple[str, DocumentHash]]:
+    """The documents with their hashes; an error at the end if they are not those of the scan."""
+    content = ContentHash()
+    for text in texts:
+        document = DocumentHash.of(text)
+        content.add(document)
+        yield text, document
     if content.hexdigest() != scan.content:
         raise DataError("the corpus changed while it was being read: start again")
-    writer.finish(tokenizer, valid_bytes, scan.documents)
 
 
 def _tokenizer_sample(texts: Iterable[str], split: Split, scan: Scan) -> Iterator[str]:
     """Training text for the tokenizer: all of a small corpus, drawn documents of a large one."""
     share = TOKENIZER_SAMPLE_BYTES / scan.size
     taken = False
-    for text in texts:
-        document = DocumentHash.of(text)
+    for text, document in _as_scanned(texts, scan):
         for side, part in split.parts(text, document):
             if side == "train" and (document.sample < share or not taken):
                 taken = True

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from thinwire.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20

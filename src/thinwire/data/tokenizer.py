@@ -2,11 +2,12 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from thinwire.data.pieces import pieces_of
 from thinwire.errors import DataError
 
 # Said before the library is loaded: encode on all cores, and print no warning when a process
@@ -19,10 +20,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 SMALLEST_VOCAB = 257  # every byte, and the end of text
-
-# The library needs over a hundred bytes of memory for each character it works on.
-_BATCH_CHARACTERS = 1_000_000
-_PIECE_CHARACTERS = 128_000
 
 
 class Tokenizer:
@@ -72,7 +69,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator((piece for piece, _ in _pieces_of(texts)), trainer)
+        backend.train_from_iterator((piece for piece, _ in pieces_of(texts)), trainer)
         return cls(backend)
 
     @property
@@ -92,21 +89,26 @@ class Tokenizer:
         """The text of token ids; special tokens are spelled out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each text in turn, computed in batches on all cores, in bounded memory.
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, computed on all cores."""
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-        A text over 128,000 characters is encoded in pieces that meet at line ends.
+    def encode_measured(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text, and how many of its UTF-8 bytes each id stands for.
+
+        A character that is spread over several ids counts with the first of them.
         """
-        parts: list[np.ndarray] = []
-        for batch in _batches(_pieces_of(texts)):
-            encodings = self._backend.encode_batch_fast(
-                [piece for piece, _ in batch], add_special_tokens=False
-            )
-            for (_, last), encoding in zip(batch, encodings, strict=True):
-                parts.append(np.array(encoding.ids, dtype=np.uint32))
-                if last:
-                    yield np.concatenate(parts)
-                    parts = []
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, dtype=np.uint32), _byte_sizes(text, encoding.offsets))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def decode_all(self, texts: list[np.ndarray]) -> list[str]:
+        """The text of each array of ids, computed on all cores."""
+        ids = [text.tolist() for text in texts]
+        return self._backend.decode_batch(ids, skip_special_tokens=False)
 
 
 def check_trainable(vocab: int) -> None:
@@ -118,38 +120,13 @@ def check_trainable(vocab: int) -> None:
         )
 
 
-def _pieces_of(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Pieces of every text, each with whether it is the last of its text."""
-    for text in texts:
-        start = 0
-        while len(text) - start > _PIECE_CHARACTERS:
-            seam = _seam(text, start)
-            yield text[start:seam], False
-            start = seam
-        yield text[start:], True
-
-
-def _seam(text: str, start: int) -> int:
-    """Where to cut: between a letter or digit and a newline. Byte-level BPE never merges
-    across that, so the pieces give the ids that the whole text would give.
-    """
-    lowest, limit = start + _PIECE_CHARACTERS // 2, start + _PIECE_CHARACTERS
-    last = at = text.rfind("\n", lowest, limit)
-    while at > 0 and not text[at - 1].isalnum():
-        at = text.rfind("\n", lowest, at)
-    if at > 0:
-        return at
-    return last if last > 0 else limit
-
-
-def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[0])
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _byte_sizes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """The UTF-8 bytes from the end of one token to that of the next; together those of the text."""
+    if not offsets:
+        return np.empty(0, dtype=np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+    bytes_before = np.concatenate([[0], np.cumsum(widths)])
+    ends = np.maximum.accumulate([end for _, end in offsets])
+    ends[-1] = len(text)  # what follows the last token, such as dropped white space
+    return np.diff(bytes_before[ends], prepend=0).astype(np.uint32)

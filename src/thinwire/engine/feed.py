@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import build_codecs
-from thinwire.data import Batch, Corpus, ImageSet, Order, validation_batches
+from thinwire.data import Batch, Corpus, ImageSet, Order, Validation
 from thinwire.data.image_batches import (
     ImageBatch,
     ImageOrder,
@@ -89,6 +89,15 @@ class Feed:
         """One validation microbatch."""
         return self._source.validation(microbatch)
 
+    @cached_property
+    def validation_text(self) -> tuple[int, int]:
+        """How many tokens the validation microbatches predict, and their UTF-8 bytes.
+
+        Just those that a validation scores, so that a loss and its bits per byte belong
+        together. Both are 0 for images, and for token shards, whose text is not known.
+        """
+        return self._source.validation_text()
+
     def _check_memory(self, settings: Settings) -> None:
         """Refuse codecs that remember examples in a run that sees none of them again."""
         train, cuts = settings.train, range(settings.pipeline.stages - 1)
@@ -123,6 +132,10 @@ class _Source(ABC):
     def validation(self, microbatch: int) -> DeviceBatch:
         """A validation microbatch."""
 
+    def validation_text(self) -> tuple[int, int]:
+        """Tokens and bytes of the validation microbatches' text; none where it is not known."""
+        return 0, 0
+
 
 class _Tokens(_Source):
     """Windows of a corpus."""
@@ -136,14 +149,15 @@ class _Tokens(_Source):
             settings.pipeline.microbatches,
             settings.run.seed,
         )
-        self._validation = validation_batches(corpus.valid, context, size, limit)
+        self._validation = Validation(corpus.valid, context, size, limit)
+        self._valid_sizes = corpus.valid_sizes
         self._device = device
         self.example_count = self._order.windows
         self.validation_count = len(self._validation)
-        sequences = len(self._validation[0].examples_B)
-        if sequences < size:
+        if self._validation.size < size:
             raise DataError(
-                f"the validation text makes {sequences} sequences of {context} tokens, but one "
+                f"the validation text makes {self._validation.size} sequences of {context} "
+                "tokens, but one "
                 f"microbatch takes {size}: raise data.valid_fraction, or lower train.batch"
             )
 
@@ -157,7 +171,14 @@ class _Tokens(_Source):
 
     def validation(self, microbatch: int) -> DeviceBatch:
         """The ids of a validation microbatch."""
-        return self._on_device(self._validation[microbatch])
+        return self._on_device(self._validation.microbatch(microbatch))
+
+    def validation_text(self) -> tuple[int, int]:
+        """Tokens and UTF-8 bytes of the text that the validation microbatches predict."""
+        if self._valid_sizes is None:
+            return 0, 0
+        validation = self._validation
+        return validation.target_count, validation.total_of_targets(self._valid_sizes)
 
     def _on_device(self, batch: Batch) -> DeviceBatch:
         return DeviceBatch(
