@@ -297,3 +297,81 @@ def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
     assert [w.builder.space.version for w in outcome.workers] == [0, 0]
     measures = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
     assert not any("energy_after" in found for found in measures)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
+def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
+    mode: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Four steps end where the second move is due: seven steps make it, and so does who goes on."""
+    changes = {
+        **MODES[mode],
+        "run__precision": "fp32",
+        "codec__forward": "fp32",
+        "codec__backward": "fp32",
+        "optim__schedule": "constant",
+        "train__checkpoint_every": 1,
+    }
+    longer = make_settings(train__steps=7, **changes)
+    whole = run_in_threads(longer, folder=tmp_path / "whole")
+    shorter = make_settings(train__steps=4, **changes)
+    ended = run_in_threads(shorter, folder=tmp_path / "ended")
+    assert [w.builder.space.version for w in ended.workers] == [1, 1], "the last was not made"
+    saved = commit_all(ended, shorter, tmp_path / "ended", corpus)[4]
+    more = make_settings(train__steps=7, pipeline__stages=2, **changes)
+    extended = run_in_threads(more, resume=saved, folder=tmp_path / "extended")
+    assert extended.losses() == whole.losses()[4:]
+    weights = extended.weights()
+    assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
+    for first, second in zip(extended.workers, whole.workers, strict=True):
+        assert torch.equal(first.builder.space.basis_DK, second.builder.space.basis_DK)
+        assert first.builder.space.version == second.builder.space.version == 3
+    reported = [r["measures"] for r in extended.reports[-1] if r["type"] == "step"]
+    moves = [r["measures"] for r in whole.reports[-1] if r["type"] == "step"]
+    assert reported[0]["energy_after"] == moves[3]["energy_after"], "the move that was left"
+
+
+def test_a_refused_step_counts_in_no_move(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """A refused step proposes nothing and gathers nothing, also when the next window is empty."""
+
+    def prepare(worker) -> None:
+        if worker.index == 0:
+            poison(0, {1, 3})(worker)
+        keeper, gather = worker.keeper, worker.keeper._gather
+        if worker.index == 1:
+            # In the second window no gradient is seen: what is left of the first must not count.
+            worker.keeper._stage.watch_gradient(
+                keeper._watched_layer(), lambda g: gather(g) if runs["window"] < 2 else None
+            )
+            begin = keeper.begin_step
+
+            def counted(step: int) -> None:
+                runs["window"] = step // 2 + 1
+                begin(step)
+
+            keeper.begin_step = counted
+
+    runs = {"window": 0}
+    outcome = run_in_threads(
+        make_settings(train__steps=7, **MODES["subspace-moving"]), prepare_worker=prepare
+    )
+    keeper = outcome.workers[-1].keeper
+    assert [w.builder.space.version for w in outcome.workers] == [1, 1]
+    measures = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
+    assert not any("energy_after" in found for found in measures), "nothing was gathered to move by"
+    assert keeper._proposed is None
+
+
+@pytest.mark.parametrize("mode", ["projected-learned", "subspace-moving"])
+def test_waits_for_a_basis_have_their_own_name(
+    mode: str, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    outcome = run_in_threads(make_settings(train__steps=3, **MODES[mode]))
+    steps = [r for r in outcome.reports[0] if r["type"] == "step"]
+    labels = [{label for lane, label, *_ in r["spans"] if lane == "wait"} for r in steps]
+    assert "basis" in labels[1]
+    assert ("basis" in labels[0]) == (mode == "projected-learned")
+    spent = sum(end - start for lane, _, start, end in steps[1]["spans"] if lane == "wait")
+    assert steps[1]["wait"] == pytest.approx(spent), "counted as waiting"

@@ -3,6 +3,10 @@
 A move is proposed by the last stage, which alone sees the whole gradient of the stream. It rides
 down the pipeline ahead of the tallies, so that every stage has it when the verdict comes, and all
 stages switch after the same update.
+
+A run that ends where a move is due leaves its weights as they were trained: nothing would be left to
+learn the new coordinates. The move is saved instead, and made by a run that goes on from there, which
+is then the same, bit for bit, as one that never stopped.
 """
 
 import functools
@@ -27,6 +31,8 @@ from thinwire.subspace import (
 )
 
 COVARIANCE = "space/covariance"
+NEXT_BASIS = "space/next_basis"
+NEXT_MEASURES = "space/next_measures"
 GATHER_SHARE = 200  # a covariance is gathered in the last 1/200 of the steps between two moves
 REPROJECT_EVERY = 50  # steps between projections of weights against the drift of rounding
 MEASURE_EVERY = 10  # steps between measurements of the drift
@@ -53,9 +59,11 @@ class Keeper:
         self._constraint = constraint
         self._steps = steps
         self._is_first, self._is_last = is_first, is_last
-        self._covariance_DD: Tensor | None = None
+        self._covariance_DD: Tensor | None = None  # of the window's committed steps
+        self._of_step_DD: Tensor | None = None  # of the step under way
         self._gathering = False
         self._proposed: BasisMove | None = None
+        self._postponed_DK: Tensor | None = None  # the basis of a move left to the next run
         self._move: BasisMove | None = None
         if is_last and config.basis_update_every:
             stage.watch_gradient(self._watched_layer(), self._gather)
@@ -65,14 +73,18 @@ class Keeper:
         every = self._config.basis_update_every
         window = math.ceil(every / GATHER_SHARE)
         self._gathering = every > 0 and (step % every) >= every - window
+        self._of_step_DD = None
 
     def moves_after(self, step: int) -> bool:
         """Whether the basis moves after this step, on all stages.
 
         Not after the last one: nothing would be left to learn the new coordinates.
         """
+        return self._ends_window(step) and step + 1 < self._steps
+
+    def _ends_window(self, step: int) -> bool:
         every = self._config.basis_update_every
-        return every > 0 and (step + 1) % every == 0 and step + 1 < self._steps
+        return every > 0 and (step + 1) % every == 0
 
     def project_gradients(self) -> None:
         """Before clipping and before the moments: only what stays in S counts."""
@@ -81,8 +93,9 @@ class Keeper:
 
     def propose(self) -> Tensor:
         """On the last stage: the next basis, from the gradients gathered."""
-        covariance_DD, self._covariance_DD = self._covariance_DD, None
+        covariance_DD = _sum(self._covariance_DD, self._of_step_DD)
         basis_DK = self.space.basis_DK
+        self._proposed = None
         if covariance_DD is None or not bool(torch.isfinite(covariance_DD).all()):
             return basis_DK.clone()
         self._proposed = grassmann_step(covariance_DD, basis_DK, self._config.basis_rate)
@@ -108,12 +121,26 @@ class Keeper:
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Learned bases back to orthonormal; weights back into S now and then."""
+        """Learned bases back to orthonormal; weights back into S now and then.
+
+        What the step gathered counts from now on, or a window ends with it.
+        """
         learned = self.learned_outgoing()
         if learned is not None:
             learned.copy_(retract(learned))
         if self._constraint is not None and (step + 1) % REPROJECT_EVERY == 0:
             self._constraint.project_weights()
+        if self._is_last and self._ends_window(step) and not self.moves_after(step):
+            self._postponed_DK = self.propose()
+        gathered = _sum(self._covariance_DD, self._of_step_DD)
+        self._covariance_DD = None if self._ends_window(step) else gathered
+        self._of_step_DD = None
+
+    def withdraw(self, step: int) -> None:
+        """Forget what a refused step gathered and proposed; a window that it ends has no move."""
+        self._proposed = self._of_step_DD = None
+        if self._ends_window(step):
+            self._covariance_DD = None
 
     def learned_outgoing(self) -> torch.nn.Parameter | None:
         """The learned basis of the cut above, which this stage owns."""
@@ -139,17 +166,32 @@ class Keeper:
         return found
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beyond weights: the basis, and gradients half gathered."""
+        """What a checkpoint must hold beyond weights: the basis, gradients half gathered, a move."""
         tensors = {}
         if self._is_first and self._config.basis == "shared":
             tensors[BASIS] = self.space.basis_DK
         if self._covariance_DD is not None:
             tensors[COVARIANCE] = self._covariance_DD
+        if self._postponed_DK is not None:
+            tensors[NEXT_BASIS] = self._postponed_DK
+            if self._proposed is not None:
+                measured = self._proposed.measures()
+                tensors[NEXT_MEASURES] = torch.tensor(measured, dtype=torch.float64)
         return tensors
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on gathering where the checkpoint stopped."""
-        if self._is_last and checkpoint.has(COVARIANCE):
+        """Go on gathering where the checkpoint stopped, or make the move that its run left."""
+        if checkpoint.has(NEXT_BASIS):
+            basis_DK = checkpoint.tensors([NEXT_BASIS])[NEXT_BASIS]
+            if self._is_last and checkpoint.has(NEXT_MEASURES):
+                measured = checkpoint.tensors([NEXT_MEASURES])[NEXT_MEASURES].tolist()
+                self._proposed = BasisMove(basis_DK, *measured)
+            self.switch(basis_DK)
+        # At the end of a window only an earlier version saved one: its move was never made, and
+        # the next window must not count it.
+        elif self._is_last and checkpoint.has(COVARIANCE) and not self._ends_window(
+            checkpoint.step - 1
+        ):
             loaded = checkpoint.tensors([COVARIANCE])[COVARIANCE]
             self._covariance_DD = loaded.to(self.space.basis_DK.device)
 
@@ -165,8 +207,14 @@ class Keeper:
             return
         flat_ND = gradient_BTD.detach().flatten(0, 1).to(self.space.basis_DK.dtype)
         square_DD = flat_ND.T @ flat_ND
-        total = self._covariance_DD
-        self._covariance_DD = square_DD if total is None else total.add_(square_DD)
+        total = self._of_step_DD
+        self._of_step_DD = square_DD if total is None else total.add_(square_DD)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 def _turned(coordinates: Tensor, turn_KK: Tensor, axis: int) -> Tensor:

@@ -224,7 +224,7 @@ class Runner:
             if verdict.commit:
                 self._commit(step, lr, verdict.grad_norm, new_basis_DK)
             else:
-                self._withdraw()
+                self._withdraw(step)
             self._sync()
         if self._keeper is not None and verdict.commit:
             self._share_learned(step, self._keeper)
@@ -239,7 +239,7 @@ class Runner:
             borrowed.grad = None
         if self._above is not None and own is not None:
             assert own.grad is not None
-            payload = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
+            payload = self._take_basis(self._above, step, FROM_ABOVE)
             own.grad += _from_bytes(payload, own)
 
     def _pass_move_down(self, step: int, keeper: Keeper) -> Tensor:
@@ -248,7 +248,7 @@ class Runner:
             with self.trace.span("compute", "norm"):
                 payload = _to_bytes(keeper.propose())
         else:
-            payload = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
+            payload = self._take_basis(self._above, step, FROM_ABOVE)
         if self._below is not None:
             self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
         return _from_bytes(payload, keeper.space.basis_DK)
@@ -290,9 +290,11 @@ class Runner:
         self._check_weights(step)
 
     @torch.no_grad()
-    def _withdraw(self) -> None:
+    def _withdraw(self, step: int) -> None:
         """Leave everything as it was before the step: what batch norms have seen, too."""
         self._optimizer.zero_grad()
+        if self._keeper is not None:
+            self._keeper.withdraw(step)
         for name, buffer in self._buffers.items():
             buffer.copy_(self._buffers_before[name])
 
@@ -330,9 +332,14 @@ class Runner:
         if self._above is not None and own is not None:
             self._above.send_message(FrameKind.BASIS, step, _to_bytes(own), FROM_BELOW)
         if self._below is not None and borrowed is not None:
-            payload = self._below.take_message(FrameKind.BASIS, step, FROM_BELOW)
+            payload = self._take_basis(self._below, step, FROM_BELOW)
             with torch.no_grad():
                 borrowed.copy_(_from_bytes(payload, borrowed))
+
+    def _take_basis(self, port: Port, step: int, way: int) -> bytes:
+        """A basis, or a gradient of one, from a neighbour; the wait for it has its own name."""
+        with self.trace.span("wait", "basis"):
+            return port.take_message(FrameKind.BASIS, step, way)
 
     def _sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""

@@ -146,6 +146,9 @@ class Chain:
                 keeper.after_update(step)
             if basis_DK is not None:
                 self._switch(basis_DK)
+        else:
+            for keeper in self.keepers:
+                keeper.withdraw(step)
         for stage in self.stages:
             stage.zero_grad()
         return committed

@@ -20,6 +20,10 @@ class BasisMove:
     energy_after: float
     largest_angle: float  # radians, between the old and the new subspace
 
+    def measures(self) -> tuple[float, float, float]:
+        """All but the basis, in the order of the fields."""
+        return self.energy_before, self.energy_after, self.largest_angle
+
 
 def captured_energy(covariance_DD: Tensor, basis_DK: Tensor) -> float:
     """The share of gradient energy that lies in S, from 0 to 1, computed in float64."""
