@@ -325,7 +325,7 @@ def test_where_nothing_was_remembered_another_split_begins_anew(
     if backward == "bf16":
         assert len(check_memory(both, Checkpoint.open(folder))) == 2
     else:
-        with pytest.raises(CheckpointError, match=r"on the backward leg of the cut before block 1, 3"):
+        with pytest.raises(CheckpointError, match=r"on the backward leg of .* before block 1, 3"):
             check_memory(both, Checkpoint.open(folder))
 
 

@@ -4,9 +4,9 @@ A move is proposed by the last stage, which alone sees the whole gradient of the
 down the pipeline ahead of the tallies, so that every stage has it when the verdict comes, and all
 stages switch after the same update.
 
-A run that ends where a move is due leaves its weights as they were trained: nothing would be left to
-learn the new coordinates. The move is saved instead, and made by a run that goes on from there, which
-is then the same, bit for bit, as one that never stopped.
+A run that ends where a move is due leaves its weights as they were trained: nothing would be left
+to learn the new coordinates. The move is saved instead, and made by a run that goes on from there,
+which is then the same, bit for bit, as one that never stopped.
 """
 
 import functools
@@ -166,7 +166,7 @@ class Keeper:
         return found
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beyond weights: the basis, gradients half gathered, a move."""
+        """What a checkpoint must hold beyond weights: the basis, gradients so far, a move."""
         tensors = {}
         if self._is_first and self._config.basis == "shared":
             tensors[BASIS] = self.space.basis_DK
@@ -189,8 +189,10 @@ class Keeper:
             self.switch(basis_DK)
         # At the end of a window only an earlier version saved one: its move was never made, and
         # the next window must not count it.
-        elif self._is_last and checkpoint.has(COVARIANCE) and not self._ends_window(
-            checkpoint.step - 1
+        elif (
+            self._is_last
+            and checkpoint.has(COVARIANCE)
+            and not self._ends_window(checkpoint.step - 1)
         ):
             loaded = checkpoint.tensors([COVARIANCE])[COVARIANCE]
             self._covariance_DD = loaded.to(self.space.basis_DK.device)
