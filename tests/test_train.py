@@ -37,6 +37,12 @@ def save(run: Path, settings: Settings, step: int = 2) -> Path:
     return commit(run, step, [shard], facts, None)
 
 
+def kept(run: Path) -> list[str]:
+    """Everything in a run's folder of checkpoints but the record of which are good."""
+    names = {path.name for path in checkpoints_folder(run).iterdir()}
+    return sorted(names - {"proven.json"})
+
+
 def silent() -> PlainDisplay:
     return PlainDisplay(StringIO())
 
@@ -127,7 +133,7 @@ def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_pa
     remembering = {"codec__forward": "int8+ef21"}
     saved = save(tmp_path, make_settings(**remembering))
     open_resume(saved, make_settings(**remembering), silent())
-    with pytest.raises(CheckpointError, match=r"int8\+ef21 .* before block 1, .* no cut there"):
+    with pytest.raises(CheckpointError, match=r"int8\+ef21 .* before block 2, .* no cut there"):
         open_resume(saved, make_settings(**remembering, pipeline__split=[1, 3]), silent())
     open_resume(saved, make_settings(codec__forward="int8", pipeline__split=[1, 3]), silent())
     open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())  # finer
@@ -326,7 +332,7 @@ def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(replay: Call
     with pytest.raises(CheckpointError, match="disk full"):
         run.finish(1.0)
     assert (run.folder / "summary.json").is_file()
-    assert [p.name for p in checkpoints_folder(run.folder).iterdir()] == ["step-00000002"]
+    assert kept(run.folder) == ["step-00000002"]
 
 
 def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> None:
@@ -336,7 +342,7 @@ def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> No
             message["agreements"]["0"]["backward"] = f"memory of stage {stage}"
     with pytest.raises(StageError, match=r"after step 4 .* boundary 0 .* on the backward leg"):
         run.follow()
-    assert [p.name for p in checkpoints_folder(run.folder).iterdir()] == ["step-00000002"]
+    assert kept(run.folder) == ["step-00000002"]
     memory = Checkpoint.open(run.folder).manifest["codec_memory"]
     assert memory == {"0": {"forward": "", "backward": ""}}, "nothing, with plain casts"
 
@@ -351,7 +357,9 @@ def spoil(host: Replay, kind: str, step: int, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "step", "values", "good"),
     [
-        ("step", 3, {"committed": False}, "step-00000004"),
+        # a finite loss of a refused step, or of a validation, shows nothing about the weights
+        ("step", 3, {"committed": False}, "step-00000002"),
+        ("step", 2, {"committed": False}, None),
         ("step", 2, {"committed": False, "loss": math.nan}, None),
         ("evaluation", 4, {"loss": math.nan}, "step-00000002"),
     ],
@@ -361,8 +369,6 @@ def test_a_run_that_ends_badly_points_to_the_last_good_weights(
 ) -> None:
     run, host, _ = replay()
     spoil(host, kind, step, **values)
-    if good is None:  # weights of step 2 gave no finite loss, neither in training nor validation
-        spoil(host, "evaluation", 2, loss=math.inf)
     run.follow()
     with pytest.raises(StageError, match="not finite") as caught:
         run.finish(1.0)
@@ -494,7 +500,37 @@ def test_a_run_goes_on_in_its_own_folder(
     summary = train(settings, PlainDisplay(stream), resume=middle)
     assert (summary["first_step"], summary["steps"]) == (1, 2)
     left = sorted(path.name for path in checkpoints_folder(folder).iterdir())
-    assert left == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000002"]
+    assert left == [
+        "abandoned-step-00000002", "abandoned-step-00000003", "proven.json",
+        "step-00000001",  # beyond train.keep = 1: no step was trained from the newer one yet
+        "step-00000002",
+    ]  # fmt: skip
     assert "abandoned-step-00000003" in stream.getvalue()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
+
+
+def test_divergence_costs_no_good_checkpoint(
+    make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that ruins the weights in one update, with the least that can be kept."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    folder, saved = tmp_path / "test", {"train__keep": 1, "train__checkpoint_every": 1}
+    saved["run__precision"] = saved["codec__forward"] = saved["codec__backward"] = "fp32"
+    saved["optim__clip"] = 0.0
+    train(make_settings(**saved, train__steps=6), silent())
+    good = checkpoints_folder(folder) / "step-00000006"
+    ruinous = make_settings(**saved, train__steps=20, optim__lr=1e30)
+    with pytest.raises(StageError, match="not finite") as caught:
+        train(ruinous, silent(), resume=folder)
+    assert f"last good weights are in {good}." in str(caught.value)
+    ruined = list_checkpoints(folder)[-1]
+    assert good in list_checkpoints(folder) and ruined != good
+    stream = StringIO()
+    settings = make_settings(**saved, train__steps=8)
+    assert open_resume(folder, settings, PlainDisplay(stream)).folder == good
+    assert f"going on from {good}" in stream.getvalue()
+    assert open_resume(ruined, settings, silent()).folder == ruined, "it was asked for"
+    with pytest.raises(StageError, match="not finite") as caught:
+        train(settings, silent(), resume=ruined)
+    assert f"last good weights are in {good}." in str(caught.value)

@@ -26,14 +26,14 @@ from thinwire.engine.checkpoint import (
     discard_partial,
     prune,
     set_aside_later,
-    step_of,
 )
 from thinwire.engine.claim import claim_folder
 from thinwire.engine.cut import check_memory
 from thinwire.engine.feed import Data, Feed
+from thinwire.engine.proof import Proof, begin_proof, choose_checkpoint, is_proven
 from thinwire.engine.remarks import remarks
-from thinwire.engine.worker import check_agreement, check_divergence, scratch_folder
-from thinwire.errors import CheckpointError, ConfigError, StageError
+from thinwire.engine.worker import check_agreement, divergence, scratch_folder
+from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.model import architecture
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, read_metrics
@@ -145,7 +145,10 @@ def open_resume(
     place: Path, settings: Settings, display: Display, allow_plugins: bool = False
 ) -> Checkpoint:
     """The checkpoint to go on from, verified and compatible with the settings."""
-    checkpoint = Checkpoint.open(place, allow_plugins, settings.codec.plugins)
+    chosen, why = choose_checkpoint(place)
+    if why:
+        display.note(why)
+    checkpoint = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
     checkpoint.verify()
     for weakness in checkpoint.weaknesses():
         display.note(weakness)
@@ -213,7 +216,7 @@ class _Run:
         self._parts: dict[int, dict[int, dict[str, Any]]] = {}
         self._failed: dict[int, str] = {}
         self._latest: Path | None = None
-        self._proven = self.ledger.first_step  # updates after which the loss was finite
+        self._proof, self._proof_is_due = Proof(), False
 
     def open_record(self) -> None:
         """Begin or continue what is written of the run, now that its stages stand ready."""
@@ -222,6 +225,9 @@ class _Run:
             resume_step = self._resumed.step
             for moved in set_aside_later(self.folder, resume_step):
                 self.display.note(f"a later checkpoint, of the course now left, is kept as {moved}")
+        self._proof = begin_proof(self.folder, self._resumed)
+        self._proof.write(self.folder)
+        self._proof_is_due = bool(list_checkpoints(self.folder))
         header = f"# settings of run {settings.run.name}, hash {settings.hash}\n\n"
         try:
             text = header + to_toml(settings.relaxed(), settings)
@@ -242,6 +248,9 @@ class _Run:
     def finish(self, total_seconds: float) -> dict[str, Any]:
         """Write the summary, then draw the plots; complain last about what was lost."""
         steps = self.settings.train.steps
+        trouble = self._trouble()
+        if trouble is None:
+            self._write_proof(ended=self.ledger.done)
         summary = {
             **self.ledger.summary(self.host.versions, total_seconds),
             "first_step": self.ledger.first_step,
@@ -264,7 +273,8 @@ class _Run:
             self._draw()
         except Exception as error:  # whatever a plot stumbles over, the run itself is done
             self.display.note(f"the plots could not be drawn: {error}")
-        self._complain()
+        if trouble is not None:
+            raise trouble
         return summary
 
     def _draw(self) -> None:
@@ -278,27 +288,49 @@ class _Run:
             title = f"{self.settings.run.name}: step {number + 1}"
             plot_step(spans, self.ledger.records[-1].stages, plots / "step.png", title)
 
-    def _complain(self) -> None:
-        """Raise what a user must know about a run whose last weights are lost or no good."""
+    def _trouble(self) -> ThinwireError | None:
+        """What a user must know about a run whose last weights are lost or no good."""
         done, good = self.ledger.done, self._last_good()
-        check_divergence(self.ledger.refused, done, good)
+        if (lost := divergence(self.ledger.refused, done, good)) is not None:
+            return lost
         last_losses = [record.loss for record in self.ledger.records[-1:]]
         last_losses += [loss for _, loss in self.ledger.valid_losses[-1:]]
         if self.ledger.refused or not all(map(math.isfinite, last_losses)):
             kept = f"the last good weights are in {good}" if good else "no good checkpoint exists"
-            raise StageError(
+            return StageError(
                 f"the run ended at step {done} with a loss or gradients that are not finite: "
                 f"{kept}. Resume from there with a lower optim.lr"
             )
-        if done in self._failed:
-            raise CheckpointError(self._failed[done])
+        return CheckpointError(self._failed[done]) if done in self._failed else None
 
     def _last_good(self) -> Path | None:
-        """The newest checkpoint whose weights have given a finite loss."""
-        good = [path for path in list_checkpoints(self.folder) if step_of(path) <= self._proven]
-        if good:
-            return good[-1]
-        return self._resumed.folder if self._resumed else None
+        """The newest checkpoint from which a step was trained and committed."""
+        if (good := self._proof.newest(self.folder)) is not None:
+            return good
+        resumed = self._resumed
+        if resumed and (self._proof.step >= resumed.step or is_proven(resumed.folder)):
+            return resumed.folder
+        return None
+
+    def _prove(self, step: int) -> None:
+        """Weights after `step` updates have trained: checkpoints up to there are good."""
+        self._proof = Proof(max(step, self._proof.step))
+        if self._proof_is_due:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Write down which checkpoints are good, and remove those that are no longer needed."""
+        good = self._proof.newest(self.folder)
+        self._proof_is_due = [good] != list_checkpoints(self.folder)[-1:]
+        self._write_proof()
+        if self._latest is not None:
+            prune(self.folder, self.settings.train.keep, self._latest, good)
+
+    def _write_proof(self, ended: int = 0) -> None:
+        try:
+            Proof(self._proof.step, ended).write(self.folder)
+        except CheckpointError as error:
+            self.display.note(str(error))
 
     def _record(self, write: Callable[..., None], *values: Any) -> None:
         """Give the metrics something to write; a full disk costs them, but not the training."""
@@ -331,8 +363,8 @@ class _Run:
         record = self.ledger.add_step(stage, message)
         if record is None:
             return
-        if math.isfinite(record.loss):  # measured before the update of its step
-            self._proven = max(self._proven, record.step - 1)
+        if math.isfinite(record.loss) and not self.ledger.refused:
+            self._prove(record.step - 1)  # the loss was measured before the update of its step
         self._record(MetricsWriter.step, record)
         self.display.step(record)
         if self.ledger.refused:
@@ -342,8 +374,6 @@ class _Run:
 
     def _on_evaluation(self, step: int, loss: float, accuracy: float | None) -> None:
         self.ledger.add_evaluation(step, loss, accuracy)
-        if math.isfinite(loss):
-            self._proven = max(self._proven, step)
         record = EvaluationRecord(step, loss, text_ratio(self._feed, loss), accuracy)
         self._record(MetricsWriter.evaluation, record)
         self.display.evaluation(record)
@@ -383,7 +413,7 @@ class _Run:
         except CheckpointError as error:
             self._on_failure(step, str(error))
             return
-        prune(self.folder, self.settings.train.keep, self._latest)
+        self._settle()
         self.display.phase("save", f"checkpoint of step {step} in {self._latest}")
 
     def _on_failure(self, step: int, error: str) -> None:

@@ -146,10 +146,12 @@ def discard_partial(run_folder: Path, step: int | None = None) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def prune(run_folder: Path, keep: int, latest: Path) -> None:
-    """Keep `latest` and the newest of the others, `keep` in all."""
+def prune(run_folder: Path, keep: int, latest: Path, proven: Path | None = None) -> None:
+    """Keep `latest` and the newest of the others, `keep` in all; `proven` stays in any case."""
     others = [path for path in list_checkpoints(run_folder) if path != latest]
     for old in others[: max(0, len(others) - (keep - 1))]:
+        if old == proven:
+            continue
         pruned = _hidden(old, "pruned")
         with contextlib.suppress(OSError):  # one too many is no reason to stop training
             old.rename(pruned)
@@ -184,6 +186,14 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
         for path in checkpoints_folder(run_folder).glob("step-*")
         if re.fullmatch(r"step-\d{8}", path.name) and (path / MANIFEST).is_file()
     )
+
+
+def list_checkpoints_at(place: Path) -> list[Path]:
+    """Complete checkpoints of a run, given its folder or the one of its checkpoints."""
+    found = list_checkpoints(place)
+    if not found and place.name == checkpoints_folder(place).name:
+        found = list_checkpoints(place.parent)
+    return found
 
 
 def step_of(checkpoint: Path) -> int:
@@ -222,9 +232,7 @@ class Checkpoint:
             raise CheckpointError(f"there is no checkpoint at {place}: no such folder")
         folder = place
         if not (place / MANIFEST).is_file():
-            found = list_checkpoints(place)
-            if not found and place.name == checkpoints_folder(place).name:
-                found = list_checkpoints(place.parent)
+            found = list_checkpoints_at(place)
             if not found:
                 raise CheckpointError(
                     f"there is no checkpoint at {place}: expected a folder with a {MANIFEST}, "

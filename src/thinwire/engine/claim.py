@@ -53,7 +53,7 @@ def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
     if not saved and not (record.is_file() and record.stat().st_size):
         return
     if checkpoint is None:
-        way = f"go on with --resume {saved[-1]}, or " if saved else ""
+        way = "go on with --resume, or " if saved else ""
         raise ConfigError(
             f"{folder} already holds a run: {way}choose another name (--set run.name=...)"
         )

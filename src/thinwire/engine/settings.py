@@ -70,7 +70,9 @@ class TrainConfig:
     eval_every: int = option(50, "steps between validations; 0 = only first and last")
     eval_batches: int = option(8, "microbatches per validation; 0 = all there are")
     checkpoint_every: int = option(100, "steps between checkpoints; 0 = only the last, -1 = none")
-    keep: int = option(3, "checkpoints kept; older ones are removed")
+    keep: int = option(
+        3, "checkpoints kept; older ones are removed, but never the last one known to be good"
+    )
 
 
 @dataclass(frozen=True)

@@ -264,14 +264,15 @@ class Worker:
         return [end for end in (self.below, self.above) if end is not None]
 
 
-def check_divergence(misses: int, step: int, latest: Path | None) -> None:
-    """Give up, with a way back, once updates have been refused too often in a row."""
-    if misses >= PATIENCE:
-        kept = f"the last good weights are in {latest}" if latest else "no checkpoint exists yet"
-        raise StageError(
-            f"gradients were not finite in {misses} steps in a row, up to step {step}: {kept}. "
-            'Resume with a lower optim.lr, or with codec.backward = "fp32"'
-        )
+def divergence(misses: int, step: int, good: Path | None) -> StageError | None:
+    """Why to give up, with a way back, once updates have been refused too often in a row."""
+    if misses < PATIENCE:
+        return None
+    kept = f"the last good weights are in {good}" if good else "no good checkpoint exists"
+    return StageError(
+        f"gradients were not finite in {misses} steps in a row, up to step {step}: {kept}. "
+        'Resume with a lower optim.lr, or with codec.backward = "fp32"'
+    )
 
 
 def check_agreement(step: int, agreements: list[Agreements]) -> None:

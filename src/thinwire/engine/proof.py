@@ -1,0 +1,105 @@
+"""Which checkpoints of a run are known to be good, written down beside them.
+
+Weights can be ruined and still be finite, and so can the loss that they give. Only training shows
+it: the next step's gradients are not finite, and no stage commits it. So a checkpoint counts as
+proven once a step that began with its weights, or with later ones, was committed. The last
+checkpoint of a run that ended in good order is taken on trust; it never displaces a proven one.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.engine.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    checkpoints_folder,
+    list_checkpoints,
+    list_checkpoints_at,
+    step_of,
+)
+from thinwire.errors import CheckpointError
+
+FILE = "proven.json"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a run's checkpoints, by the number of updates they hold."""
+
+    step: int = 0  # those of up to so many updates are proven
+    ended: int = 0  # the run ended in good order with so many
+
+    def covers(self, checkpoint: Path) -> bool:
+        """Whether a run may go on from this checkpoint without being told so."""
+        return step_of(checkpoint) <= self.step or step_of(checkpoint) == self.ended
+
+    def newest(self, run_folder: Path) -> Path | None:
+        """The newest checkpoint that is proven."""
+        proven = [p for p in list_checkpoints(run_folder) if step_of(p) <= self.step]
+        return proven[-1] if proven else None
+
+    def write(self, run_folder: Path) -> None:
+        """Keep this for whoever resumes; in one rename, so that it is never half written."""
+        path = checkpoints_folder(run_folder) / FILE
+        fresh = path.with_name(f".{FILE}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fresh.open("w", encoding="utf-8") as file:
+                json.dump(vars(self), file)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"cannot write down in {path} which checkpoints are good: {error}"
+            ) from error
+
+
+def read_proof(run_folder: Path) -> Proof | None:
+    """What was written; None for a run from before this was kept, or if it cannot be read."""
+    try:
+        values = json.loads((checkpoints_folder(run_folder) / FILE).read_text(encoding="utf-8"))
+        proof = Proof(values["step"], values["ended"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return proof if type(proof.step) is int and type(proof.ended) is int else None
+
+
+def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
+    """What is known when a run begins or goes on: nothing of the course that it leaves."""
+    if resumed is None or not resumed.folder.resolve().is_relative_to(run_folder.resolve()):
+        return Proof()
+    before = read_proof(run_folder)
+    return Proof(resumed.step if before is None else min(before.step, resumed.step))
+
+
+def is_proven(checkpoint: Path) -> bool:
+    """Whether a checkpoint is good as far as is known; what is older than proofs counts as good."""
+    proof = read_proof(checkpoint.resolve().parent.parent)
+    try:
+        return proof is None or proof.covers(checkpoint)
+    except ValueError:  # a copy under another name
+        return True
+
+
+def choose_checkpoint(place: Path) -> tuple[Path, str]:
+    """Where to go on from, given a checkpoint or a run's folder; and what to tell of the choice.
+
+    A checkpoint that is named is taken as it is. In a run's folder it is the newest one known to
+    be good.
+    """
+    found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
+    if not found or is_proven(found[-1]):
+        return place, ""
+    unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
+    good = [path for path in found if is_proven(path)]
+    if not good:
+        return place, f"{unproven}; it is used, for there is no other"
+    return good[-1], (
+        f"{unproven}: going on from {good[-1]}. To use the other, name it: --resume {found[-1]}"
+    )

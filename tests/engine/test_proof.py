@@ -1,0 +1,84 @@
+"""Which checkpoints are known to be good, and what is resumed when nobody says from where."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.engine.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    commit,
+    partial_folder,
+    prune,
+    write_shard,
+)
+from thinwire.engine.proof import Proof, begin_proof, choose_checkpoint, is_proven, read_proof
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[int, Path]:
+    """Checkpoints of steps 2, 4 and 6 of a run in `tmp_path`."""
+    facts = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
+    return {
+        step: commit(
+            tmp_path,
+            step,
+            [write_shard(partial_folder(tmp_path, step), 0, {"w": torch.zeros(2)})],
+            facts,
+            None,
+        )
+        for step in (2, 4, 6)
+    }
+
+
+@pytest.mark.parametrize(
+    ("proof", "chosen", "words"),
+    [
+        (None, None, ""),  # written before there were proofs
+        (Proof(6), None, ""),
+        (Proof(5), 4, "--resume"),
+        (Proof(4), 4, "--resume"),
+        (Proof(2, ended=6), None, ""),  # nothing followed it, and nothing was wrong with it
+        (Proof(2, ended=4), 4, "--resume"),
+        (Proof(0), None, "there is no other"),
+    ],
+)
+def test_the_newest_good_checkpoint_is_resumed(
+    proof: Proof | None, chosen: int | None, words: str, saved: dict[int, Path], tmp_path: Path
+) -> None:
+    if proof is not None:
+        proof.write(tmp_path)
+        assert read_proof(tmp_path) == proof
+    for place in (tmp_path, checkpoints_folder(tmp_path)):
+        found, why = choose_checkpoint(place)
+        assert Checkpoint.open(found).folder == saved[chosen or 6]
+        assert words in why and bool(words) == bool(why)
+    assert choose_checkpoint(saved[6]) == (saved[6], ""), "what is named is taken"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}', '{"step": 6}'])
+def test_a_record_that_cannot_be_read_accuses_nobody(
+    content: str, saved: dict[int, Path], tmp_path: Path
+) -> None:
+    (checkpoints_folder(tmp_path) / "proven.json").write_text(content)
+    assert read_proof(tmp_path) is None
+    assert is_proven(saved[6])
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_proven_checkpoint_is_never_pruned(
+    keep: int, saved: dict[int, Path], tmp_path: Path
+) -> None:
+    prune(tmp_path, keep, saved[6], Proof(3).newest(tmp_path))
+    assert saved[2].exists() and saved[6].exists()
+    assert saved[4].exists() == (keep > 1)
+
+
+def test_a_course_that_is_left_proves_nothing(saved: dict[int, Path], tmp_path: Path) -> None:
+    Proof(6).write(tmp_path)
+    assert begin_proof(tmp_path, Checkpoint.open(saved[4])) == Proof(4)
+    Proof(2).write(tmp_path)
+    assert begin_proof(tmp_path, Checkpoint.open(saved[4])) == Proof(2), "named, not proven"
+    assert begin_proof(tmp_path / "other", Checkpoint.open(saved[4])) == Proof(0)
+    assert begin_proof(tmp_path, None) == Proof(0)
