@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         contextlib.redirect_stderr(_safe(sys.stderr)),
     ):
         try:
-            _run(_parser().parse_args(arguments))
+            _run(make_parser().parse_args(arguments))
         finally:
             sys.stdout.flush()  # what breaks only now must not change the exit code
 
@@ -99,7 +99,8 @@ def _run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; also what completion and the tests of our pages read."""
     parser = argparse.ArgumentParser(
         prog="thinwire",
         description="Train language models whose layers are spread over machines with slow links.",

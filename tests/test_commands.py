@@ -1,0 +1,146 @@
+"""The commands of our pages run, or at least exist, on the files that our own commands write."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from doc_commands import Block, find_blocks, pages
+from thinwire.cli import main, make_parser
+from thinwire.config import load_settings
+from thinwire.engine import apply_override
+
+ROOT = Path(__file__).parent.parent
+SHORT = ["train.steps=2", "optim.warmup=-1", "train.eval_every=0", "train.eval_batches=1"]
+BLOCKS = [block for page in pages(ROOT) for block in find_blocks(page.name, page.read_text())]
+
+Words = list[str]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data, once for all blocks."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def perform(tmp_path: Path, cache: Path) -> Iterator[Callable[[Words, dict[str, str]], str]]:
+    """Runs a command in a folder of its own, and gives what it printed."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    def run(words: Words, variables: dict[str, str]) -> str:
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [p for p in (variables.get("PYTHONPATH"), *inherited) if p]
+        environment = {**os.environ, **variables, "THINWIRE_CACHE": str(cache)}
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        program = {"thinwire": [sys.executable, "-m", "thinwire"], "python": [sys.executable]}
+        finished = subprocess.run(
+            [*program.get(words[0], words[:1]), *words[1:]],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        output = finished.stdout + finished.stderr
+        assert finished.returncode == 0, f"{' '.join(words)}\n{output}"
+        return output
+
+    yield run
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_commands(
+    block: Block,
+    perform: Callable[[Words, dict[str, str]], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands = block.commands()
+    monkeypatch.chdir(tmp_path)
+    if ["thinwire", "init"] not in [words[:2] for _, words in commands]:
+        main(["init", "run.toml"])
+    for variables, words in commands:
+        is_training = words[:2] == ["thinwire", "train"]
+        if block.way == "run" or words[0] == "touch":
+            perform(words, variables)
+        elif block.way == "short":
+            short = [word for key in SHORT for word in ("--set", key)] if is_training else []
+            perform([*words, *short], variables)
+        elif block.way == "plan" and is_training:
+            perform(["thinwire", "plan", *words[2:], "--tflops", "1"], variables)
+        else:
+            for path in variables.get("PYTHONPATH", "").split(os.pathsep):
+                monkeypatch.syspath_prepend(tmp_path / path)
+            check(words, perform)
+
+
+def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
+    """Hold a command that is not run against what exists."""
+    if words[0] == "thinwire":
+        options = make_parser().parse_args(words[1:])
+        if words[1] in ("train", "plan"):
+            load_settings(options.config, options.set)
+        for override in getattr(options, "set", []):
+            apply_override({}, override)
+    elif words[0] == "make":
+        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+    else:
+        assert words[0] == "python", f"no way to check {words[0]}"
+        check_python(words[1:], perform)
+
+
+def check_python(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
+    """The module or file exists, and its --help names the options."""
+    program = words[:2] if words[0] == "-m" else words[:1]
+    if program[-1] == "timeit":
+        assert importlib.util.find_spec(program[-1])
+        return
+    text = perform(["python", *program, "--help"], {})
+    for word in words[len(program) :]:
+        if word.startswith("--"):
+            assert re.search(rf"{re.escape(word)}\b", text), f"{word} is no option of {program}"
+
+
+# --- the finder itself ---
+
+
+def test_blocks_are_found_with_their_way() -> None:
+    text = (
+        "text\n\n<!-- commands: run -->\n```bash\nthinwire init a  # why\nA=b make \\\n  c\n```\n\n"
+        "<!-- commands: check: needs a GPU -->\n\n    touch x && thinwire eval y\n    make z\n"
+        "\n    no command here\n\n```python\nimport thinwire\n```\n"
+    )
+    first, second = find_blocks("page.md", text)
+    assert (first.way, first.line, second.way, second.line) == ("run", 4, "check", 12)
+    assert first.commands() == [({}, ["thinwire", "init", "a"]), ({"A": "b"}, ["make", "c"])]
+    assert [words for _, words in second.commands()] == [
+        ["touch", "x"], ["thinwire", "eval", "y"], ["make", "z"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n    thinwire demo\n", "page.md:2: commands without a mark, 'thinwire demo'"),
+        ("```bash\nls\n```\n", "page.md:1: commands without a mark"),
+        ("- a\n\n      X=1 thinwire demo\n", "page.md:3: commands without a mark"),
+        ("<!-- commands: guess -->\n    make x\n", "page.md:1: unknown way 'guess'"),
+        ("<!-- commands: check -->\n    make x\n", "page.md:1: say why these are not run"),
+        ("<!-- commands: run -->\ntext\n\n    make x\n", "page.md:1: no commands follow this mark"),
+        ("<!-- commands: run -->\n", "page.md:1: no commands follow this mark"),
+    ],
+)
+def test_a_block_cannot_slip_by(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_blocks("page.md", text)
+
+
+def test_the_pages_have_commands() -> None:
+    assert {"README.md", "results.md", "codecs.md"} <= {block.page for block in BLOCKS}
+    assert {block.way for block in BLOCKS} == {"run", "short", "plan", "check"}
