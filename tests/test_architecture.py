@@ -22,13 +22,14 @@ FLOORS = [
     {"boundary", "optim"},
     {"model"},
     {"engine"},
-    {"summary", "plan", "train", "inference", "lab"},
+    {"timings", "summary", "plan", "train", "inference", "lab"},
     {"config", "cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms of one floor know nothing of each other, but for these.
 NEIGHBOURS = {
     "typed": {"errors"},
+    "summary": {"timings"},
     "train": {"summary"},
     "plan": {"summary"},
     "inference": {"summary", "train"},

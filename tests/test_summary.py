@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from thinwire.engine import Settings
+from thinwire.schedule import Costs, simulate
 from thinwire.summary import Ledger, bits_per_byte, network_of, next_free_name
 
 MakeSettings = Callable[..., Settings]
@@ -71,7 +72,8 @@ def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledg
 @pytest.fixture
 def make_ledger(make_settings: MakeSettings) -> Callable[..., Ledger]:
     def make(**changes: Any) -> Ledger:
-        values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000, **changes}
+        values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000}
+        values |= {"train__eval_every": 0, **changes}
         about = [{"layers": "0..1", "device": "cpu"}, {"layers": "2..3", "device": "cpu"}]
         return Ledger(make_settings(**values), about, first_step=0)
 
@@ -79,7 +81,7 @@ def make_ledger(make_settings: MakeSettings) -> Callable[..., Ledger]:
 
 
 def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
-    ledger = follow(make_ledger(), [9.0, 9.0, 1.0, 2.0, 6.0])
+    ledger = follow(make_ledger(train__eval_every=0), [9.0, 9.0, 1.0, 2.0, 6.0])
     summary = ledger.summary({"torch": "x"}, 30.0)
     tokens = ledger.settings.tokens_per_step
     assert summary["steps"] == 5 and summary["tokens"] == 5 * tokens
@@ -91,6 +93,7 @@ def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
     assert costs["update"] == pytest.approx([3 / 16] * 2)
     assert costs["forward_bytes"] == [FRAME * (4 * 5 + 5) // 20]
     first, second = summary["time_shares"]
+    assert first.pop("wait_for").keys() == {"neighbour", "link", "basis", "verdict"}
     assert first == pytest.approx(
         {"stage": 0, "compute": 1 / 2, "wait": 1 / 8, "update": 1 / 16, "other": 5 / 16}
     )
@@ -124,6 +127,83 @@ def test_the_final_loss_is_the_mean_of_ten_and_the_last_is_the_last(
     summary = follow(make_ledger(), [1.0] * 40, loss=losses).summary({}, 1.0)
     assert summary["final_train_loss"] == statistics.fmean(losses[-10:])
     assert summary["last_train_loss"] == 39.0
+
+
+def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_validation(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    """Step 5 follows a validation, and lasts on the first stage until the others have done it."""
+    ledger = follow(make_ledger(train__eval_every=4), [9.0, 9.0, 1.0, 2.0, 50.0, 3.0])
+    summary, tokens = ledger.summary({}, 100.0), ledger.settings.tokens_per_step
+    timed = summary["timed"]
+    assert timed == {"steps": 3, "tokens_per_step": tokens, "seconds": 6.0, "which": "steady"}
+    assert summary["tokens_per_s"] == timed["steps"] * tokens / timed["seconds"]
+    assert summary["step_seconds_median"] == 2.0
+    assert ledger.records[-1].tokens_per_s == tokens / 2.0, "what is on display too"
+
+
+def test_where_every_step_follows_a_validation_they_are_timed_and_named_so(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    summary = follow(make_ledger(train__eval_every=1), [9.0, 9.0, 1.0, 3.0]).summary({}, 100.0)
+    assert summary["timed"]["which"] == "behind validations"
+    assert (summary["timed"]["steps"], summary["timed"]["seconds"]) == (2, 4.0)
+
+
+def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None:
+    ledger = make_ledger()
+    ledger.add_evaluation(0, 5.0, None, 2.5)
+    follow(ledger, [4.0, 4.0, 2.0])
+    ledger.add_evaluation(3, 4.0, None, 0.5)
+    summary = ledger.summary({}, total_seconds=30.0, start_seconds=12.0)
+    parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "other": 5.0}
+    assert summary["seconds"] == parts
+    assert sum(parts.values()) == summary["total_seconds"]
+
+
+def test_a_resumed_run_tells_its_own_steps_from_those_before(
+    make_settings: MakeSettings, make_ledger: Callable[..., Ledger]
+) -> None:
+    about = [{"layers": "", "device": "cpu"}] * 2
+    ledger = Ledger(make_settings(train__steps=24), about, first_step=20)
+    for step in range(20, 24):
+        for stage in (0, 1):
+            ledger.add_step(stage, report(stage, step, 1.0))
+    summary = ledger.summary({}, 9.0)
+    assert (summary["steps"], summary["steps_run"]) == (24, 4)
+    assert summary["final_train_loss_steps"] == 4, "the mean is over these, not over ten"
+
+
+def test_waits_are_told_by_what_was_waited_for(make_ledger: Callable[..., Ledger]) -> None:
+    """Stage 1 waits 3 s for F0: 2 until stage 0 has computed it, 1 for the link."""
+    below = [("compute", "F0", 0.0, 2.0), ("wait", "B0", 2.0, 6.0), ("wait", "U", 6.0, 6.5)]
+    above = [("wait", "F0", 0.0, 3.0), ("compute", "B0", 3.0, 5.5), ("wait", "basis", 6.0, 6.25)]
+    ledger = make_ledger()
+    for stage, spans in ((1, above), (0, below)):
+        times = {"start": 0.0, "end": 10.0, "wait": 4.5 if stage == 0 else 3.25}
+        ledger.add_step(stage, report(stage, 0, 10.0, spans=spans, **times))
+    first, second = (row["wait_for"] for row in ledger.summary({}, 1.0)["time_shares"])
+    assert first == pytest.approx({"neighbour": 0.35, "link": 0.05, "basis": 0, "verdict": 0.05})
+    assert second == pytest.approx({"neighbour": 0.2, "link": 0.1, "basis": 0.025, "verdict": 0})
+
+
+def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings: MakeSettings) -> None:
+    """A run that goes exactly as simulated has the bubble that was simulated."""
+    settings = make_settings(pipeline__microbatches=4, train__eval_every=0)
+    costs = Costs([1.0, 1.0], [2.0, 2.0], [0.5, 0.5], [0], [0])
+    for cores in (None, 1):
+        step = simulate(settings.schedule(), costs, cores=cores)
+        ledger = Ledger(settings, [{"layers": "", "device": "cpu"}] * 2, first_step=0)
+        for stage in (1, 0):
+            ours = [s for s in step.spans if s.stage == stage and s.lane == "compute"]
+            took = {
+                kind: sum(s.end - s.start for s in ours if s.label[0] == kind) for kind in "FBU"
+            }
+            measured = {"forward": took["F"] / 4, "backward": took["B"] / 4, "update": took["U"]}
+            ledger.add_step(stage, report(stage, 0, step.step_seconds, costs=measured, spans=[]))
+        summary = ledger.summary({}, 1.0)
+        assert summary["bubble_fraction"] == pytest.approx(step.bubble_fraction)
+    assert summary["simulated_bubble_fraction"] is not None
 
 
 def size_of(value: object, seen: set[int]) -> int:

@@ -6,66 +6,22 @@ times from each, bytes from both ends of each boundary.
 
 import math
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from thinwire.engine import Settings
 from thinwire.report import LinkRecord, StageRecord, StepRecord, TraceSpan
-from thinwire.schedule import Costs, Network, simulate
+from thinwire.schedule import Costs, Network, Simulation, simulate
+from thinwire.timings import Report, StepTimes, Timings, step_seconds, timeline
 
 BF16_BYTES = 2
 FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
 _FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS")
 _BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS")
-_WARMUP_STEPS = 2  # first steps pay for allocations and caches; timings leave them out
 _LAST_RECORDS = 16  # more than the steps without a good gradient after which a run ends
 _LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
-_LAST_TRACES = 16  # steps of which one is drawn
 _LAST_SECONDS = 20  # steps over which the speed on display is taken
-
-Report = dict[str, Any]
-
-
-class _Timings:
-    """What steps add up to: of each only its duration is kept, so a run may be of any length.
-
-    Spans are kept of the last few alone.
-    """
-
-    def __init__(self, stages: int):
-        self.seconds: list[float] = []
-        self.sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
-        self.traces: deque[list[Report]] = deque(maxlen=_LAST_TRACES)
-
-    def add(self, reports: list[Report]) -> None:
-        """Count one step that all stages have reported."""
-        self.seconds.append(_step_seconds(reports))
-        self.traces.append(reports)
-        for sums, report in zip(self.sums, reports, strict=True):
-            for name, seconds in report["costs"].items():
-                sums[name] += seconds
-            sums["wait"] += report["wait"]
-            sent = (end - start for lane, _, start, end in report["spans"] if lane == "send")
-            sums["send"] += sum(sent)
-
-    @property
-    def total(self) -> float:
-        """Seconds of all these steps."""
-        return sum(self.seconds)
-
-    def mean(self, stage: int, cost: str) -> float:
-        """Mean cost per step; 0 when there was none."""
-        return self.sums[stage][cost] / len(self.seconds) if self.seconds else 0.0
-
-    def share(self, stage: int, what: str) -> float:
-        """Share of the steps' time that went into something."""
-        return self.sums[stage][what] / self.total if self.total else math.nan
-
-    def typical(self) -> list[Report]:
-        """Of the last few steps the one nearest to the median duration of all."""
-        median = statistics.median(self.seconds)
-        return min(self.traces, key=lambda reports: abs(_step_seconds(reports) - median))
 
 
 class Ledger:
@@ -82,8 +38,8 @@ class Ledger:
         self.accuracies: list[tuple[int, float]] = []
         self.records: list[StepRecord] = []  # the last few
         self._pending: dict[int, dict[int, Report]] = {}
-        self._warmup, self._steady = _Timings(self.stages), _Timings(self.stages)
-        self._recent: deque[float] = deque(maxlen=_LAST_SECONDS)
+        self._times = StepTimes(self.stages)
+        self._training_seconds = self._validation_seconds = 0.0
         self._refused_in_all = 0
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
@@ -98,9 +54,9 @@ class Ledger:
             return None
         complete = [reports[s] for s in range(self.stages)]
         del self._pending[report["step"]]
-        is_warm = len(self._warmup.seconds) >= _WARMUP_STEPS
-        (self._steady if is_warm else self._warmup).add(complete)
-        self._recent.append(_step_seconds(complete))
+        self._times.add(complete, self._is_behind_validation(report["step"]))
+        # On the last stage a step begins when the validation before it is over on all stages.
+        self._training_seconds += complete[-1]["end"] - complete[-1]["start"]
         self.done = report["step"] + 1
         self.refused = 0 if complete[0]["committed"] else self.refused + 1
         self._refused_in_all += not complete[0]["committed"]
@@ -109,9 +65,12 @@ class Ledger:
         self._follow_space(record)
         return record
 
-    def add_evaluation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """File a validation, from the stage that has it."""
+    def add_evaluation(
+        self, step: int, loss: float, accuracy: float | None = None, seconds: float = 0.0
+    ) -> None:
+        """File a validation, from the stage that has it; `seconds` are those it took there."""
         self.valid_losses.append((step, loss))
+        self._validation_seconds += seconds
         if accuracy is not None:
             self.accuracies.append((step, accuracy))
 
@@ -119,44 +78,30 @@ class Ledger:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
         self._meters[stage] = message["meters"]
 
-    def summary(self, versions: dict[str, str], total_seconds: float) -> dict[str, Any]:
+    def summary(
+        self, versions: dict[str, str], total_seconds: float, start_seconds: float = 0.0
+    ) -> dict[str, Any]:
         """Everything a reader of summary.json wants to know about the run.
 
-        Where `unit` is "image", what is told of tokens is of images.
+        Where `unit` is "image", what is told of tokens is of images. `start_seconds` of the total
+        passed before the stages began.
         """
         settings = self.settings
-        boundaries = self._boundaries()
-        simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
-        seconds = self._timings.seconds
-        faster = self._costs(FASTER)
-        fast_step = simulate(settings.schedule(), faster, network_of(settings)).step_seconds
-        losses = [record.loss for record in self.records]
         return {
             "name": settings.run.name,
-            "final_train_loss": statistics.fmean(losses[-_LAST_LOSSES:]) if losses else None,
-            "last_train_loss": losses[-1] if losses else None,
-            "final_valid_loss": self.valid_losses[-1][1] if self.valid_losses else None,
-            "valid_losses": self.valid_losses,
-            "final_accuracy": self.accuracies[-1][1] if self.accuracies else None,
-            "accuracies": self.accuracies,
+            **self._losses(),
             "steps": self.done,
+            "steps_run": self._times.steps,
             "unit": settings.unit,
             "tokens": self.done * settings.tokens_per_step,
-            "tokens_per_s": settings.tokens_per_step / statistics.fmean(seconds)
-            if seconds
-            else None,
-            "step_seconds_median": statistics.median(seconds) if seconds else None,
-            "simulated_step_seconds": simulated.step_seconds if seconds else None,
-            "simulated_faster_tokens_per_s": (
-                settings.tokens_per_step / fast_step if fast_step else None
-            ),
+            **self._speed(),
+            "seconds": self._seconds(total_seconds, start_seconds),
+            **self._simulated(),
             "measured_costs": vars(self._costs()),
             "bubble_fraction": self._bubble(),
-            "link_utilisation": self._busiest_uplink(),
-            "ratio_vs_bf16": _total_ratio(boundaries),
-            "boundaries": boundaries,
-            "bytes_sent": self._bytes_sent(),
             "time_shares": [self._time_shares(stage) for stage in range(self.stages)],
+            "link_utilisation": self._busiest_uplink(),
+            **self._bytes(),
             "space": self._space_measures(),
             "refused_updates": self._refused_in_all,
             "total_seconds": total_seconds,
@@ -165,17 +110,72 @@ class Ledger:
             "versions": versions,
         }
 
+    def _losses(self) -> dict[str, Any]:
+        losses = [record.loss for record in self.records][-_LAST_LOSSES:]
+        return {
+            "final_train_loss": statistics.fmean(losses) if losses else None,
+            "final_train_loss_steps": len(losses),  # of which that is the mean
+            "last_train_loss": losses[-1] if losses else None,
+            "final_valid_loss": self.valid_losses[-1][1] if self.valid_losses else None,
+            "valid_losses": self.valid_losses,
+            "final_accuracy": self.accuracies[-1][1] if self.accuracies else None,
+            "accuracies": self.accuracies,
+        }
+
+    def _speed(self) -> dict[str, Any]:
+        """Tokens per second of the steps that count, and which these are: they divide."""
+        seconds, per_step = self._timings.seconds, self.settings.tokens_per_step
+        return {
+            "tokens_per_s": per_step * len(seconds) / sum(seconds) if seconds else None,
+            "timed": {
+                "steps": len(seconds),
+                "tokens_per_step": per_step,
+                "seconds": sum(seconds),
+                "which": self._times.which,
+            },
+            "step_seconds_median": statistics.median(seconds) if seconds else None,
+        }
+
+    def _seconds(self, total: float, start: float) -> dict[str, float]:
+        """How the run's time divides; other is saving, the goodbyes of the stages, and the rest.
+
+        Training and validation are timed on the last stage, where they do not overlap.
+        """
+        training, validation = self._training_seconds, self._validation_seconds
+        other = max(0.0, total - start - training - validation)
+        return {"start": start, "training": training, "validation": validation, "other": other}
+
+    def _simulated(self) -> dict[str, Any]:
+        """The step as the simulator plays it with the measured costs, and with faster stages."""
+        measured, faster = self._simulation(), self._simulation(FASTER).step_seconds
+        was_run = self._times.steps > 0
+        return {
+            "simulated_step_seconds": measured.step_seconds if was_run else None,
+            "simulated_bubble_fraction": measured.bubble_fraction if was_run else None,
+            "simulated_faster_tokens_per_s": (
+                self.settings.tokens_per_step / faster if faster else None
+            ),
+        }
+
+    def _simulation(self, faster: int = 1) -> Simulation:
+        settings = self.settings
+        return simulate(settings.schedule(), self._costs(faster), network_of(settings))
+
+    def _bytes(self) -> dict[str, Any]:
+        boundaries = self._boundaries()
+        return {
+            "ratio_vs_bf16": _total_ratio(boundaries),
+            "boundaries": boundaries,
+            "bytes_sent": self._bytes_sent(),
+        }
+
     def median_trace(self) -> tuple[int, list[TraceSpan]]:
         """The spans of a typical step to draw, and its number."""
         chosen = self._timings.typical()
-        origin = chosen[0]["start"]
-        spans = [
-            TraceSpan(stage, lane, label, start - origin, end - origin)
-            for stage, report in enumerate(chosen)
-            for lane, label, start, end in report["spans"]
-            if label != "norm"
-        ]
-        return chosen[0]["step"], spans
+        return chosen[0]["step"], timeline(chosen)
+
+    def _is_behind_validation(self, step: int) -> bool:
+        return step == self.first_step or self.settings.is_evaluation_step(step)
 
     def _follow_space(self, record: StepRecord) -> None:
         """Keep what a step says of the subspace.
@@ -202,8 +202,8 @@ class Ledger:
 
     def _record(self, reports: list[Report]) -> StepRecord:
         settings = self.settings
-        seconds = _step_seconds(reports)
-        usual = statistics.fmean(self._recent)
+        seconds = step_seconds(reports)
+        usual = statistics.fmean(self._timings.seconds[-_LAST_SECONDS:])
         crossed = [self._crossed_bytes(b, reports) for b in range(self.stages - 1)]
         links = [
             LinkRecord(
@@ -242,14 +242,9 @@ class Ledger:
         )
 
     @property
-    def _timings(self) -> _Timings:
-        """The steps whose timings count: all but the first few, if there are more."""
-        return self._steady if self._steady.seconds else self._warmup
-
-    @property
-    def _steps(self) -> int:
-        """Steps that this run has done itself, without those before a resume."""
-        return len(self._warmup.seconds) + len(self._steady.seconds)
+    def _timings(self) -> Timings:
+        """The steps whose timings count."""
+        return self._times.timed
 
     def _crossed_bytes(self, boundary: int, reports: list[Report]) -> tuple[int, int]:
         """Bytes that have left both ends of a boundary so far, forward and backward."""
@@ -260,8 +255,8 @@ class Ledger:
         )
 
     def _boundaries(self) -> list[dict[str, Any]]:
-        tokens = self._steps * self.settings.tokens_per_step
-        seconds = self._warmup.total + self._steady.total
+        tokens = self._times.steps * self.settings.tokens_per_step
+        seconds = self._times.total
         rows = []
         for b, (forward, backward) in enumerate(self._crossed if tokens else []):
             dense = BF16_BYTES * self.settings.stream_width(b)
@@ -316,7 +311,7 @@ class Ledger:
     def _costs(self, faster: int = 1) -> Costs:
         """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
         stages, mean = range(self.stages), self._timings.mean
-        frames = max(1, self._steps * self.settings.pipeline.microbatches)
+        frames = max(1, self._times.steps * self.settings.pipeline.microbatches)
         return Costs(
             forward=[mean(s, "forward") / faster for s in stages],
             backward=[mean(s, "backward") / faster for s in stages],
@@ -326,19 +321,17 @@ class Ledger:
         )
 
     def _bubble(self) -> float | None:
-        """Share of the stages' time in which they did not compute."""
+        """Share of the stages' time within a step in which they do not compute.
+
+        The simulator's and the planner's `bubble_fraction` is the same.
+        """
         if not self._timings.total:
             return None
         shares = [self._time_shares(stage) for stage in range(self.stages)]
         return 1 - statistics.fmean(share["compute"] + share["update"] for share in shares)
 
     def _time_shares(self, stage: int) -> dict[str, Any]:
-        share = self._timings.share
-        passes = share(stage, "forward") + share(stage, "backward")
-        compute = passes * self.settings.pipeline.microbatches
-        update, wait = share(stage, "update"), share(stage, "wait")
-        other = max(0.0, 1 - compute - update - wait)
-        return {"stage": stage, "compute": compute, "wait": wait, "update": update, "other": other}
+        return self._timings.shares(stage, self.settings.pipeline.microbatches)
 
 
 def _merged_measures(reports: list[Report]) -> dict[str, float]:
@@ -370,11 +363,6 @@ def next_free_name(out: Path, name: str) -> str:
         number += 1
         candidate = f"{name}-{number}"
     return candidate
-
-
-def _step_seconds(reports: list[Report]) -> float:
-    """A step as the first stage sees it: from its first forward to the end of its update."""
-    return reports[0]["end"] - reports[0]["start"]
 
 
 def _compute_seconds(report: Report, settings: Settings) -> float:

@@ -93,11 +93,12 @@ def train(
         from_folder = checkpoint.folder if checkpoint else None
         with _scratch(folder), Host(settings, folder, data.folder, from_folder) as host:
             host.launch()
+            ready = time.monotonic()
             run = _Run(settings, folder, data, host, display, checkpoint)
             with _stopping(host, run):
                 run.open_record()
                 run.follow()
-                return run.finish(time.monotonic() - started)
+                return run.finish(time.monotonic() - started, ready - started)
 
 
 def describe(settings: Settings) -> list[str]:
@@ -245,14 +246,14 @@ class _Run:
             self.is_over = True
             self._record(MetricsWriter.close)
 
-    def finish(self, total_seconds: float) -> dict[str, Any]:
+    def finish(self, total_seconds: float, start_seconds: float = 0.0) -> dict[str, Any]:
         """Write the summary, then draw the plots; complain last about what was lost."""
         steps = self.settings.train.steps
         trouble = self._trouble()
         if trouble is None:
             self._write_proof(ended=self.ledger.done)
         summary = {
-            **self.ledger.summary(self.host.versions, total_seconds),
+            **self.ledger.summary(self.host.versions, total_seconds, start_seconds),
             "first_step": self.ledger.first_step,
             "steps_planned": steps,
             "interrupted": self._stop_asked and self.ledger.done < steps,
@@ -348,7 +349,7 @@ class _Run:
         if message["type"] == "step":
             self._on_step(stage, message)
         elif message["type"] == "evaluation":
-            self._on_evaluation(message["step"], message["loss"], message["accuracy"])
+            self._on_evaluation(message)
         elif message["type"] in ("shard", "shard_failed"):
             self._on_shard(stage, message)
         elif message["type"] == "finished":
@@ -372,8 +373,9 @@ class _Run:
                 f"step {record.step}: gradients are not finite, so no stage updated its weights"
             )
 
-    def _on_evaluation(self, step: int, loss: float, accuracy: float | None) -> None:
-        self.ledger.add_evaluation(step, loss, accuracy)
+    def _on_evaluation(self, message: dict[str, Any]) -> None:
+        step, loss, accuracy = message["step"], message["loss"], message["accuracy"]
+        self.ledger.add_evaluation(step, loss, accuracy, message["seconds"])
         record = EvaluationRecord(step, loss, text_ratio(self._feed, loss), accuracy)
         self._record(MetricsWriter.evaluation, record)
         self.display.evaluation(record)

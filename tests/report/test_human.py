@@ -8,8 +8,10 @@ from thinwire.report.human import (
     Curve,
     amount,
     duration,
+    elapsed,
     human_bytes,
     human_count,
+    loss_text,
     meter_bar,
     percent,
     sparkline,
@@ -63,6 +65,31 @@ def test_human_count_without_decimals_keeps_its_zeros():
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.000 s"),
+        (0.4123, "0.412 s"),
+        (0.9996, "1.00 s"),
+        (1.234, "1.23 s"),
+        (9.996, "10.0 s"),
+        (13.84, "13.8 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1m00s"),
+        (192, "3m12s"),
+        (None, "-"),
+        (math.nan, "-"),
+    ],
+)
+def test_elapsed_has_three_digits(seconds, text):
+    assert elapsed(seconds) == text
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    losses = (3.45678, math.nan, math.inf, -math.inf, None)
+    assert [loss_text(loss) for loss in losses] == ["3.4568", "NaN", "infinite", "infinite", "-"]
 
 
 def test_percent_and_amount():

@@ -1,19 +1,25 @@
 import math
+import re
 
 import pytest
 
 from thinwire.report import as_text, comparison_table, summary_table
+from thinwire.report.table import saving
 
 
 @pytest.fixture
 def summary():
     return {
         "final_train_loss": 3.31234,
+        "final_train_loss_steps": 10,
         "last_train_loss": 3.2,
         "final_valid_loss": 3.4567,
         "valid_losses": [[0, 10.8123], [100, 4.2], [200, 3.4567]],
         "tokens_per_s": 3412.3,
         "steps": 200,
+        "steps_run": 200,
+        "steps_planned": 200,
+        "timed": {"steps": 194, "tokens_per_step": 4096, "seconds": 232.9, "which": "steady"},
         "boundaries": [
             {
                 "boundary": b,
@@ -28,15 +34,24 @@ def summary():
         "ratio_vs_bf16": 15.47,
         "link_utilisation": 0.71,
         "bubble_fraction": 0.27,
+        "simulated_bubble_fraction": 0.21,
         "step_seconds_median": 1.2345,
         "simulated_step_seconds": 1.1,
         "time_shares": [
-            {"stage": 0, "compute": 0.61, "wait": 0.29, "update": 0.06, "other": 0.04},
-            {"stage": 1, "compute": 0.52, "wait": 0.38, "update": 0.07, "other": 0.03},
+            {
+                "stage": stage,
+                "compute": 0.61 - 0.1 * stage,
+                "update": 0.06,
+                "wait": 0.29,
+                "wait_for": {"neighbour": 0.2, "link": 0.05, "basis": 0.0, "verdict": 0.04},
+                "other": 0.04 + 0.1 * stage,
+            }
+            for stage in range(2)
         ],
         "config_hash": "a1b2c3d4",
         "seed": 17,
         "total_seconds": 252.3,
+        "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "other": 1.5},
     }
 
 
@@ -44,22 +59,113 @@ def line_with(text, start):
     return next(line for line in text.splitlines() if line.startswith(start))
 
 
+def fact(text, name):
+    """What stands behind a name among the facts, with its further lines."""
+    lines = text.splitlines()
+    first = next(k for k, line in enumerate(lines) if line.startswith(f"{name}  "))
+    found = [lines[first].removeprefix(name).strip()]
+    for line in lines[first + 1 :]:
+        if not line.startswith("   "):
+            break
+        found.append(line.strip())
+    return " ".join(found)
+
+
 def test_summary_has_the_numbers(summary):
     text = as_text(summary_table(summary))
-    assert "10.8123 -> 3.4567  (step 0 -> 200)" in line_with(text, "validation loss")
-    assert "3.3123 (mean of the last 10 steps), last 3.2" in line_with(text, "training loss")
-    assert "3,412 tokens/s, 200 steps in 4m12s" in line_with(text, "speed")
-    assert "1.234 s measured" in text and "1.100 s simulated (+12 %)" in text
-    assert "27 %" in line_with(text, "pipeline bubble")
-    assert "15.5x" in line_with(text, "bytes vs bf16")
-    assert "71 %" in line_with(text, "busiest uplink")
-    assert "a1b2c3d4, seed 17" in line_with(text, "config")
-    assert line_with(text, "0 -> 1").split()[3:] == [
-        "132.4", "264.8", "2,048.0", "10.3x", "83", "%",
+    for name, told in {
+        "validation loss": "10.8123 -> 3.4567 nats per token (step 0 -> 200)",
+        "training loss": "3.3123 (mean of the last 10 steps), 3.2000 in the last",
+        "steps": "200 of 200",
+        "speed": "3,412 tokens/s: 194 steps of 4,096 tokens in 3m53s; not counted: the first 2, "
+        "and those right after a validation",
+        "time": "4m12s: 9.50 s start, 3m58s training, 3.20 s validation, 1.50 s saving and ending",
+        "step time": "1.23 s measured (median), 12% above the 1.10 s simulated from the run's "
+        "compute times and bytes",
+        "bubble": "27 % of the stages' time in a step is not compute (simulated: 21 %)",
+        "bytes at the cuts": "15.5x fewer than dense bf16, headers included",
+        "busiest uplink": "sends 71 % of the time",
+        "settings": "hash a1b2c3d4, seed 17",
+    }.items():
+        assert fact(text, name) == told
+    assert line_with(text, "0     0, 1").split()[3:] == [
+        "132.4", "264.8", "2,048.0", "10.3x", "fewer", "83", "%",
     ]  # fmt: skip
-    assert line_with(text, "1 -> 2").split()[3:] == ["133.4", "263.8", "2,048.0", "11.3x", "-"]
-    assert line_with(text, "0  ").split() == ["0", "61", "%", "29", "%", "6", "%", "4", "%"]
-    assert line_with(text, "1  ").split() == ["1", "52", "%", "38", "%", "7", "%", "3", "%"]
+    assert line_with(text, "1     1, 2").split()[-4:] == ["2,048.0", "11.3x", "fewer", "-"]
+    assert line_with(text, "0      ").replace(" %", "").split() == [
+        "0", "61", "6", "20", "5", "4", "4",
+    ]  # fmt: skip
+    assert "basis" not in text, "no stage waited for one"
+
+
+def test_the_speed_that_is_told_divides(summary):
+    timed = {"steps": 41, "tokens_per_step": 1024, "seconds": 13.8, "which": "steady"}
+    speed = timed["steps"] * timed["tokens_per_step"] / timed["seconds"]
+    text = fact(as_text(summary_table(summary | {"timed": timed, "tokens_per_s": speed})), "speed")
+    told, steps, tokens, seconds = re.match(
+        r"([\d,]+) tokens/s: (\d+) steps of ([\d,]+) tokens in ([\d.]+) s", text
+    ).groups()
+    quotient = int(steps) * int(tokens.replace(",", "")) / float(seconds)
+    assert int(told.replace(",", "")) == pytest.approx(quotient, rel=0.005)
+
+
+def test_steps_that_had_to_do_for_the_speed_are_named(summary):
+    for which, told in {
+        "first": "3 steps of 64 tokens in 1.50 s, which include the warm-up",
+        "behind validations": "each right after a validation, whose end it includes",
+    }.items():
+        timed = {"steps": 3, "tokens_per_step": 64, "seconds": 1.5, "which": which}
+        text = as_text(summary_table(summary | {"timed": timed}))
+        assert told in fact(text, "speed")
+
+
+def test_a_resumed_run_counts_its_own_steps(summary):
+    short = summary | {
+        "steps": 24,
+        "steps_run": 4,
+        "steps_planned": 24,
+        "final_train_loss_steps": 4,
+    }
+    text = as_text(summary_table(short))
+    assert fact(text, "steps") == "24 of 24; 4 in this run, which resumed at step 20"
+    assert "(mean of the last 4 steps)" in fact(text, "training loss")
+    one = as_text(summary_table(summary | {"final_train_loss_steps": 1}))
+    assert fact(one, "training loss") == "3.2000 in the only step"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (12.34, "12.3x fewer"),
+        (123.4, "123x fewer"),
+        (99.96, "100x fewer"),
+        (1.2, "1.20x fewer"),
+        (1.004, "no saving"),
+        (0.999, "no saving"),
+        (0.5, "2.00x more"),
+        (None, "-"),
+        (math.nan, "-"),
+    ],
+)
+def test_a_comparison_of_bytes_has_a_direction(summary, ratio, told):
+    assert saving(ratio) == told
+    line = fact(as_text(summary_table(summary | {"ratio_vs_bf16": ratio})), "bytes at the cuts")
+    assert line.startswith(told)
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_reason(summary):
+    bad = {"final_train_loss": math.nan, "last_train_loss": 3.2, "final_valid_loss": math.nan}
+    text = as_text(summary_table(summary | bad))
+    assert "10.8123 -> NaN nats per token" in fact(text, "validation loss")
+    assert fact(text, "training loss") == (
+        "NaN (mean of the last 10 steps, of which one was not finite), 3.2000 in the last"
+    )
+    assert line_with(as_text(comparison_table({"bad": summary | bad})), "bad").split()[1] == "NaN"
+
+
+def test_a_wait_for_a_basis_is_shown_where_there_is_one(summary):
+    summary["time_shares"][1]["wait_for"]["basis"] = 0.02
+    assert "basis" in as_text(summary_table(summary))
 
 
 def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch):
@@ -75,9 +181,10 @@ def test_one_stage_has_no_boundaries_and_nothing_simulated(summary):
     summary |= {"boundaries": [], "simulated_step_seconds": None, "ratio_vs_bf16": None}
     summary |= {"link_utilisation": math.nan, "valid_losses": [[200, 3.4567]]}
     text = as_text(summary_table(summary))
-    assert "boundary" not in text
-    assert "- s simulated\n" in text
-    assert line_with(text, "validation loss").split() == ["validation", "loss", "3.4567"]
+    assert "at each cut" not in text
+    assert fact(text, "step time") == "1.23 s measured (median)"
+    assert fact(text, "bytes at the cuts") == "-"
+    assert fact(text, "validation loss") == "3.4567 nats per token"
     assert line_with(text, "busiest uplink").split()[-1] == "-"
 
 
@@ -91,11 +198,11 @@ def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     sent = {"by_kind": {"FORWARD": 3_000_000, "EVALUATE": 500_000, "BYE": 64}, "total": 3_500_064}
     text = as_text(summary_table(summary | {"bytes_sent": sent}))
     assert line_with(text, "bytes sent").endswith(
-        "3.5 MB over all links, 500.0 kB of it for validations"
+        "3.5 MB between stages, 500.0 kB of it for validations"
     )
     quiet = {"by_kind": {}, "total": 0}
     text = as_text(summary_table(summary | {"bytes_sent": quiet}))
-    assert "0 B over all links, 0 B of it" in line_with(text, "bytes sent")
+    assert "0 B between stages, 0 B of it" in line_with(text, "bytes sent")
 
 
 def test_the_subspace_has_its_lines_where_there_is_one(summary):
@@ -116,10 +223,10 @@ def test_comparison_has_a_row_per_run(summary):
     slow = summary | {"tokens_per_s": 100.0, "final_valid_loss": 3.3, "ratio_vs_bf16": 1.0}
     text = as_text(comparison_table({"thin": summary, "dense": slow, "unknown": {}}))
     assert line_with(text, "thin").split() == [
-        "thin", "3.4567", "3,412", "133.4", "264.8", "15.5x", "81.4",
+        "thin", "3.4567", "3,412", "133.4", "264.8", "15.5x", "fewer", "81.4",
     ]  # fmt: skip
     assert line_with(text, "dense").split() == [
-        "dense", "3.3000", "100", "133.4", "264.8", "1x", "2,777.8",
+        "dense", "3.3000", "100", "133.4", "264.8", "no", "saving", "2,777.8",
     ]  # fmt: skip
     assert line_with(text, "unknown").split() == ["unknown"] + ["-"] * 6
 
@@ -138,8 +245,8 @@ def test_a_run_on_images_has_its_accuracy_and_counts_images(summary):
     assert "accuracy" not in as_text(summary_table(summary)), "not said, so not shown"
     accuracies = [[0, 0.1], [100, 0.5], [200, 0.91234]]
     text = as_text(summary_table(summary | {"accuracies": accuracies, "unit": "image"}))
-    assert line_with(text, "accuracy").split()[1:] == ["10.00", "%", "->", "91.23", "%"]
+    assert fact(text, "validation accuracy") == "10.00 % -> 91.23 %"
     assert "3,412 images/s" in line_with(text, "speed")
-    assert "Bytes per image at each boundary" in text and "token" not in text
+    assert "Bytes per image at each cut" in text and "token" not in text
     once = as_text(summary_table(summary | {"accuracies": accuracies[:1]}))
-    assert line_with(once, "accuracy").split()[1:] == ["10.00", "%"]
+    assert fact(once, "validation accuracy") == "10.00 %"

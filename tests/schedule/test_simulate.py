@@ -143,8 +143,14 @@ def test_compute_and_links_do_not_wait_for_each_other():
 def test_one_core_makes_everything_serial():
     step = simulate(build("1f1b", 4, 8), costs(4), cores=1)
     assert step.step_seconds == pytest.approx(4 * (8 * 3.0 + 0.5))
-    assert step.bubble_fraction == pytest.approx(0.0)
     assert step.bound == "1 shared cores"
+
+
+def test_the_bubble_is_the_time_in_which_stages_do_not_compute():
+    """One microbatch: 1 + 2 s of passes on each stage in turn, then both updates at half speed."""
+    step = simulate(build("gpipe", 2, 1), costs(2), cores=1)
+    assert step.step_seconds == pytest.approx(1 + 1 + 2 + 2 + 1)
+    assert step.bubble_fraction == pytest.approx(1 - (1 + 2 + 1) / 7)
 
 
 def test_as_many_cores_as_stages_change_nothing():

@@ -183,10 +183,18 @@ class Worker:
         return checkpoint and commit, stop
 
     def _evaluate(self, runner: Runner, done: int, report: Report) -> None:
+        start = runner.now()
         score = runner.evaluate(done, self.feed.validation_count)
         if score is not None:
-            accuracy = score.accuracy if self.settings.model.sees_images else None
-            report({"type": "evaluation", "step": done, "loss": score.loss, "accuracy": accuracy})
+            report(
+                {
+                    "type": "evaluation",
+                    "step": done,
+                    "loss": score.loss,
+                    "accuracy": score.accuracy if self.settings.model.sees_images else None,
+                    "seconds": runner.now() - start,
+                }
+            )
 
     def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
         tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}

@@ -53,6 +53,27 @@ def duration(seconds: float) -> str:
     return f"{second}s"
 
 
+def elapsed(seconds: float | None) -> str:
+    """A measured time to three digits, "13.8 s", so that a rate told beside it can be checked.
+
+    From a minute on as `duration` has it.
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return ABSENT
+    if seconds >= 59.95:
+        return duration(seconds)
+    return f"{seconds:.{1 if seconds >= 9.995 else 2 if seconds >= 0.9995 else 3}f} s"
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss to four decimals; one that is not finite is named, one that is unknown is "-"."""
+    if loss is None:
+        return ABSENT
+    if math.isfinite(loss):
+        return f"{loss:.4f}"
+    return "NaN" if math.isnan(loss) else "infinite"
+
+
 def percent(fraction: float | None) -> str:
     """A fraction of one as whole per cent: 0.625 is "62 %"."""
     if fraction is None or not math.isfinite(fraction):

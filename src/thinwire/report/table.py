@@ -1,6 +1,7 @@
 """The end of a run, and several runs beside each other, as tables for a terminal.
 
-They read at 80 columns, without colour and in ASCII. A number that a summary lacks is "-".
+They read at 80 columns, without colour and in ASCII. A number that a summary lacks is "-", and
+one that is no number is NaN.
 """
 
 import io
@@ -13,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.report.human import ABSENT, duration, human_bytes, percent
+from thinwire.report.human import ABSENT, SHORT, elapsed, human_bytes, loss_text, percent
 
 Summary = Mapping[str, Any]
 
@@ -25,7 +26,7 @@ def summary_table(summary: Summary) -> RenderableType:
     """What one run reached, what crossed its links, and where its time went."""
     parts: list[RenderableType] = [_facts(summary)]
     if summary.get("boundaries"):
-        parts.append(_boundary_table(summary))
+        parts.append(_cut_table(summary))
     if summary.get("time_shares"):
         parts.append(_time_table(summary))
     return Group(*parts)
@@ -34,22 +35,25 @@ def summary_table(summary: Summary) -> RenderableType:
 def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
     """One row per run, so that any number of runs fits the width.
 
-    Bytes per token are those of each run's busiest boundary, the one that sets its pace.
+    Bytes are those of each run's busiest cut, the one that sets its pace.
     """
+    unit = next((_unit(summary) for summary in summaries.values()), "token")
     table = _table("Runs")
     table.add_column("run", overflow="fold")
-    for name in ("valid\nloss", "tok/s", "fwd\nB/token", "bwd\nB/token", "vs bf16"):
+    for name in (
+        "valid\nloss", f"{SHORT[unit]}/s", f"forward\nB/{unit}", f"back\nB/{unit}",
+        "bytes vs\ndense bf16", f"hours to\n1B {unit}s",
+    ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("hours to\n1B tokens", justify="right", no_wrap=True)
     for run, summary in summaries.items():
         speed = summary.get("tokens_per_s") or math.nan
         table.add_row(
             Text(run),
-            _number(summary.get("final_valid_loss"), ".4f"),
+            loss_text(summary.get("final_valid_loss")),
             _number(speed, ",.0f"),
             _number(_busiest(summary, "forward_bytes_per_token"), ",.1f"),
             _number(_busiest(summary, "backward_bytes_per_token"), ",.1f"),
-            _times(summary.get("ratio_vs_bf16")),
+            saving(summary.get("ratio_vs_bf16")),
             _number(1e9 / speed / 3600, ",.1f"),
         )
     return table
@@ -71,39 +75,37 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_column()
     grid.add_row("validation loss", Text(_validation(summary), style="bold"))
     if summary.get("accuracies"):
-        grid.add_row("accuracy", Text(_accuracy(summary["accuracies"]), style="bold"))
+        accuracy = _accuracy(summary["accuracies"])
+        grid.add_row("validation accuracy", Text(accuracy, style="bold"))
     grid.add_row("training loss", _training(summary))
-    grid.add_row(
-        "speed",
-        f"{_number(summary.get('tokens_per_s'), ',.0f')} {_unit(summary)}s/s, "
-        f"{_number(summary.get('steps'), ',')} steps in "
-        f"{duration(summary.get('total_seconds', math.nan))}",
-    )
-    grid.add_row(
-        "step time",
-        f"{_number(summary.get('step_seconds_median'), '.3f')} s measured (median), "
-        f"{_number(summary.get('simulated_step_seconds'), '.3f')} s simulated{_gap(summary)}",
-    )
-    grid.add_row("pipeline bubble", f"{percent(summary.get('bubble_fraction'))} of the step")
-    grid.add_row("bytes vs bf16", f"{_times(summary.get('ratio_vs_bf16'))} over all boundaries")
+    grid.add_row("steps", _steps(summary))
+    grid.add_row("speed", _speed(summary))
+    grid.add_row("time", _time(summary))
+    grid.add_row("step time", _step_time(summary))
+    grid.add_row("bubble", _bubble(summary))
+    grid.add_row("bytes at the cuts", _bytes_at_cuts(summary))
     if summary.get("bytes_sent"):
         grid.add_row("bytes sent", _bytes_sent(summary["bytes_sent"]))
-    grid.add_row("busiest uplink", percent(summary.get("link_utilisation")))
+    busy = percent(summary.get("link_utilisation"))
+    grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
     if summary.get("space"):
         _add_space(grid, summary["space"])
     grid.add_row(
-        "config", f"{summary.get('config_hash', ABSENT)}, seed {summary.get('seed', ABSENT)}"
+        "settings", f"hash {summary.get('config_hash', ABSENT)}, seed {summary.get('seed', ABSENT)}"
     )
     return grid
 
 
 def _validation(summary: Summary) -> str:
     losses = summary.get("valid_losses") or []
-    final = _number(summary.get("final_valid_loss"), ".4f")
-    if len(losses) < 2:
+    final = loss_text(summary.get("final_valid_loss"))
+    if final == ABSENT:
         return final
+    unit = f"nats per {_unit(summary)}"
+    if len(losses) < 2:
+        return f"{final} {unit}"
     (first_step, first), (last_step, _) = losses[0], losses[-1]
-    return f"{_number(first, '.4f')} -> {final}  (step {first_step:,} -> {last_step:,})"
+    return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,})"
 
 
 def _accuracy(accuracies: Sequence[tuple[int, float]]) -> str:
@@ -116,12 +118,86 @@ def _training(summary: Summary) -> str:
     mean, last = summary.get("final_train_loss"), summary.get("last_train_loss")
     if mean is None:
         return ABSENT
-    return f"{_number(mean, '.4f')} (mean of the last 10 steps), last {_number(last, '.4f')}"
+    count = summary.get("final_train_loss_steps", 1)
+    if count == 1:
+        return f"{loss_text(last)} in the only step"
+    why = "" if math.isfinite(mean) else ", of which one was not finite"
+    return f"{loss_text(mean)} (mean of the last {count} steps{why}), {loss_text(last)} in the last"
+
+
+def _steps(summary: Summary) -> str:
+    done, run = summary.get("steps"), summary.get("steps_run")
+    planned = summary.get("steps_planned", done)
+    if done is None:
+        return ABSENT
+    text = f"{done:,} of {planned:,}"
+    if run is None or run == done:
+        return text
+    return f"{text}; {run:,} in this run, which resumed at step {done - run:,}"
+
+
+def _speed(summary: Summary) -> str:
+    """Tokens per second, and what it is the quotient of."""
+    unit, timed = _unit(summary), summary.get("timed")
+    speed = f"{_number(summary.get('tokens_per_s'), ',.0f')} {unit}s/s"
+    if not timed or not timed["steps"]:
+        return speed
+    left_out = {
+        "steady": "; not counted: the first 2, and those right after a validation",
+        "behind validations": ", each right after a validation, whose end it includes",
+        "first": ", which include the warm-up",
+    }[timed["which"]]
+    steps = f"{timed['steps']:,} step{'s' if timed['steps'] > 1 else ''}"
+    return (
+        f"{speed}: {steps} of {timed['tokens_per_step']:,} {unit}s in "
+        f"{elapsed(timed['seconds'])}{left_out}"
+    )
+
+
+def _time(summary: Summary) -> str:
+    """How the seconds of the run divide: what they are listed with adds up to them."""
+    total, parts = summary.get("total_seconds"), summary.get("seconds")
+    if total is None or not parts:
+        return elapsed(total)
+    return (
+        f"{elapsed(total)}: {elapsed(parts['start'])} start, {elapsed(parts['training'])} "
+        f"training, {elapsed(parts['validation'])} validation, {elapsed(parts['other'])} saving "
+        "and ending"
+    )
+
+
+def _step_time(summary: Summary) -> str:
+    measured, simulated = summary.get("step_seconds_median"), summary.get("simulated_step_seconds")
+    text = f"{elapsed(measured)} measured (median)"
+    if not measured or not simulated or not math.isfinite(measured / simulated):
+        return text
+    more = measured / simulated - 1
+    side = f"{abs(more):.0%} {'above' if more >= 0 else 'below'}"
+    return (
+        f"{text}, {side} the {elapsed(simulated)} simulated from the run's compute times and bytes"
+    )
+
+
+def _bubble(summary: Summary) -> str:
+    measured, simulated = (
+        percent(summary.get(key)) for key in ("bubble_fraction", "simulated_bubble_fraction")
+    )
+    if measured == ABSENT:
+        return ABSENT
+    compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
+    return f"{measured} of the stages' time in a step is not compute{compared}"
+
+
+def _bytes_at_cuts(summary: Summary) -> str:
+    text = saving(summary.get("ratio_vs_bf16"))
+    if text == ABSENT:
+        return ABSENT
+    return f"{text} {'over' if 'no saving' in text else 'than'} dense bf16, headers included"
 
 
 def _bytes_sent(sent: Summary) -> str:
     validations = human_bytes(sent["by_kind"].get("EVALUATE", 0))
-    return f"{human_bytes(sent['total'])} over all links, {validations} of it for validations"
+    return f"{human_bytes(sent['total'])} between stages, {validations} of it for validations"
 
 
 def _add_space(grid: Table, space: Summary) -> None:
@@ -132,38 +208,43 @@ def _add_space(grid: Table, space: Summary) -> None:
         grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
 
 
-def _gap(summary: Summary) -> str:
-    measured, simulated = summary.get("step_seconds_median"), summary.get("simulated_step_seconds")
-    if not measured or not simulated or not math.isfinite(measured / simulated):
-        return ""
-    return f" ({100 * (measured / simulated - 1):+.0f} %)"
-
-
-def _boundary_table(summary: Summary) -> RenderableType:
-    table = _table(f"Bytes per {_unit(summary)} at each boundary")
-    for name in ("boundary", "forward", "backward", "bf16 one way", "vs bf16", "link busy"):
-        table.add_column(name, justify="left" if name == "boundary" else "right", no_wrap=True)
+def _cut_table(summary: Summary) -> RenderableType:
+    table = _table(f"Bytes per {_unit(summary)} at each cut")
+    for name in ("cut", "stages", "forward", "backward", "dense bf16\none way"):
+        table.add_column(name, justify="left" if name in ("cut", "stages") else "right")
+    for name in ("bytes vs\ndense bf16", "busier direction,\nshare of the link"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in summary["boundaries"]:
         table.add_row(
-            f"{row['boundary']} -> {row['boundary'] + 1}",
+            str(row["boundary"]),
+            f"{row['boundary']}, {row['boundary'] + 1}",
             _number(row.get("forward_bytes_per_token"), ",.1f"),
             _number(row.get("backward_bytes_per_token"), ",.1f"),
             _number(row.get("bf16_bytes_per_token"), ",.1f"),
-            _times(row.get("ratio_vs_bf16")),
+            saving(row.get("ratio_vs_bf16")),
             percent(row.get("link_utilisation")),
         )
     return table
 
 
 def _time_table(summary: Summary) -> RenderableType:
-    table = _table("Where the time went")
+    """A row per stage; reasons to wait that no stage had are left out."""
+    rows = summary["time_shares"]
+    waits = [why for why in rows[0].get("wait_for", {}) if _any_share(rows, why)]
+    table = _table("Where the time of a step went")
     table.add_column("stage", no_wrap=True)
-    kinds = ("compute", "wait", "update", "other")
-    for kind in kinds:
-        table.add_column(kind, justify="right", no_wrap=True)
-    for row in summary["time_shares"]:
-        table.add_row(str(row["stage"]), *(percent(row.get(kind)) for kind in kinds))
+    names = ["compute", "update", *(f"wait for\n{why}" for why in waits), "other"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        waited = [row["wait_for"][why] for why in waits]
+        shares = [row.get("compute"), row.get("update"), *waited, row.get("other")]
+        table.add_row(str(row["stage"]), *map(percent, shares))
     return table
+
+
+def _any_share(rows: Sequence[Summary], why: str) -> bool:
+    return any(row["wait_for"][why] >= 0.0005 for row in rows)
 
 
 def _unit(summary: Summary) -> str:
@@ -182,9 +263,15 @@ def _number(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def _times(ratio: float | None) -> str:
-    text = _number(ratio, ".3g" if ratio is not None and abs(ratio) < 100 else ",.0f")
-    return text if text == ABSENT else f"{text}x"
+def saving(ratio: float | None) -> str:
+    """How the bytes compare with those of dense bf16, with its direction: "12.3x fewer"."""
+    if ratio is None or not math.isfinite(ratio) or ratio <= 0:
+        return ABSENT
+    factor = max(ratio, 1 / ratio)
+    if factor < 1.005:
+        return "no saving"
+    number = f"{factor:,.0f}" if factor >= 99.95 else f"{factor:#.3g}"
+    return f"{number}x {'fewer' if ratio > 1 else 'more'}"
 
 
 def _table(title: str) -> Table:

@@ -92,9 +92,12 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the compute there is (a core per stage, or the shared cores) left idle."""
-        parallel = min(self.schedule.stages, self.cores or self.schedule.stages)
-        return 1.0 - _ratio(sum(self.compute_seconds), parallel * self.step_seconds)
+        """Share of the stages' time within the step in which they do not compute.
+
+        An action that shares its cores computes for as long as it takes.
+        """
+        busy = sum(span.end - span.start for span in self.spans if span.lane == "compute")
+        return 1.0 - _ratio(busy, self.schedule.stages * self.step_seconds)
 
     @property
     def bound(self) -> str:
@@ -119,7 +122,7 @@ class Simulation:
         lines = [
             f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches, "
             f"window {schedule.window}: {self.step_seconds:.3f} s per step, limit: {self.bound}",
-            f"idle compute (bubble): {self.bubble_fraction:.0%}",
+            f"bubble: {self.bubble_fraction:.0%} of the stages' time is not compute",
             "stage  compute s  uplink  downlink  in flight",
         ]
         for stage in range(schedule.stages):
