@@ -10,9 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine import Settings
+from thinwire.engine.build import StageBuilder, wire_shape
 from thinwire.engine.settings import machine_cores
 from thinwire.model import Stage, architecture
 from thinwire.plan import (
+    basis_bytes,
     estimate_costs,
     frame_bytes,
     make_plan,
@@ -35,6 +37,51 @@ def slow_link(make_settings: MakeSettings, **changes: object) -> Settings:
     link = {"link__emulate": True, "link__mbps_up": 20.0, "link__mbps_down": 30.0,
             "link__latency_ms": 5.0}  # fmt: skip
     return make_settings(**{**link, **changes})
+
+
+NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
+LEARNED = {**NARROW, "boundary__basis": "per-cut", "boundary__learn": True}
+
+
+@pytest.mark.parametrize(
+    "boundary", [{}, NARROW, LEARNED, {"boundary__mode": "subspace", "boundary__rank": 3}]
+)
+def test_what_crosses_is_known_from_the_settings_alone(
+    boundary: dict[str, object], make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan derives no basis: of a large model that takes minutes, and it is not needed."""
+    settings = slow_link(make_settings, pipeline__stages=4, **boundary)
+    builder = StageBuilder(settings, torch.device("cpu"))
+    ids = torch.zeros(settings.microbatch_size, settings.model.context, dtype=torch.long)
+    z = None
+    for cut in range(3):
+        z = builder.build(cut)(z, ids)
+        assert tuple(z.shape) == wire_shape(settings, cut)
+
+    def derived(*arguments: object) -> None:
+        raise AssertionError("a plan derived a basis")
+
+    monkeypatch.setattr("thinwire.engine.build.random_basis", derived)
+    monkeypatch.setattr("thinwire.engine.build.fixed_table", derived)
+    plan = make_plan(settings, RATE)
+    assert plan.parameters == [stage_parameters(settings, stage) for stage in range(4)]
+
+
+def test_the_frames_of_a_learned_basis_are_counted(make_settings: MakeSettings) -> None:
+    fixed = slow_link(make_settings, **{**LEARNED, "boundary__learn": False})
+    learned = slow_link(make_settings, **LEARNED)
+    size = 64 + 8 * 32 * 5  # a header, and a basis of 32 x 5 in float64
+    assert basis_bytes(learned) == size and basis_bytes(fixed) == 0
+    without, with_basis = make_plan(fixed, RATE), make_plan(learned, RATE)
+    sent = [s for s in with_basis.simulation.spans if s.lane == "send" and "basis" in s.label]
+    assert sorted((s.stage, s.label) for s in sent) == [(0, "basis>"), (1, "<basis gradient")]
+    assert all(s.end - s.start == pytest.approx(size * 8 / 20e6) for s in sent)
+    # Each takes its time on an uplink; the way up may overlap with the next step's first forward.
+    more = with_basis.simulation.step_seconds - without.simulation.step_seconds
+    assert 0.5 * size * 8 / 20e6 < more <= 2 * size * 8 / 20e6
+    assert plan_to_plain(with_basis)["boundaries"][0]["basis_bytes"] == size
+    assert "each way for its learned basis" in plan_text(with_basis)
+    assert "basis" not in plan_text(without)
 
 
 def test_a_plan_from_a_given_rate_repeats_exactly(make_settings: MakeSettings) -> None:

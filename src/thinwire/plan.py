@@ -13,7 +13,7 @@ import torch
 
 from thinwire.codec import Codec, build_codecs
 from thinwire.engine import Settings
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device, wire_shape
 from thinwire.engine.settings import PRECISIONS, machine_cores, threads_per_stage
 from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
@@ -76,7 +76,7 @@ def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    return Costs(forward, backward, update, out, back)
+    return Costs(forward, backward, update, out, back, [basis_bytes(settings)] * len(sizes))
 
 
 def size_notes(settings: Settings) -> list[str]:
@@ -94,9 +94,17 @@ def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
 
     Where sizes depend on the data (+zstd) they are the most that a frame can have.
     """
-    shape = StageBuilder(settings, torch.device("meta")).wire_spec(cut).shape
+    shape = wire_shape(settings, cut)
     out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
     return out, back
+
+
+def basis_bytes(settings: Settings) -> int:
+    """Bytes of the frame that carries a learned basis up, or its gradient down, once a step."""
+    if not settings.boundary.learn:
+        return 0
+    numbers = settings.model.dim * settings.boundary.rank
+    return numbers * PRECISIONS[settings.run.precision].itemsize + HEADER_BYTES
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:
@@ -224,6 +232,11 @@ def _boundary_lines(settings: Settings) -> list[str]:
             f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {ratio:.2f}x smaller than bf16 dense"
         )
+    if settings.boundary.learn:
+        lines.append(
+            f"each boundary, per step: {human_bytes(basis_bytes(settings))} each way for its "
+            "learned basis"
+        )
     return lines
 
 
@@ -257,7 +270,12 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "forward_bytes": out,
         "backward_bytes": back,
         "boundaries": [
-            {"boundary": cut, "forward_bytes": forward, "backward_bytes": backward}
+            {
+                "boundary": cut,
+                "forward_bytes": forward,
+                "backward_bytes": backward,
+                "basis_bytes": basis_bytes(plan.settings),
+            }
             for cut, (forward, backward) in enumerate(
                 zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)
             )

@@ -11,7 +11,7 @@ def test_what_is_encoded_decodes_to_itself() -> None:
     boundary = build_boundary(BoundaryConfig(), 6, 10, None, receives=True)
     x_BTD = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     z = boundary.encode(x_BTD, None)
-    assert tuple(z.shape) == boundary.wire_shape(2, 3)
+    assert z.shape == x_BTD.shape
     assert torch.equal(boundary.decode(z, None), x_BTD)
 
 
@@ -27,15 +27,6 @@ def test_it_has_no_parameters_and_reads_no_ids() -> None:
     boundary = DenseBoundary(6)
     assert list(boundary.parameters()) == []
     assert not boundary.needs_ids
-
-
-def test_the_wire_shape_follows_the_width() -> None:
-    assert DenseBoundary(6).wire_shape(4, 5) == (4, 5, 6)
-    assert build_boundary(BoundaryConfig(), 7, 10, None, receives=False).wire_shape(1, 1) == (
-        1,
-        1,
-        7,
-    )
 
 
 @pytest.mark.parametrize("rank", [0, 8])

@@ -28,7 +28,3 @@ class Boundary(nn.Module, ABC):
 
     def compile_ends(self, backend: str) -> None:
         """Have torch fuse what encode and decode do, where there is something to fuse."""
-
-    @abstractmethod
-    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
-        """The shape of z: part of the contract that both ends check on every frame."""

@@ -19,7 +19,3 @@ class DenseBoundary(Boundary):
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """The activation itself."""
         return z
-
-    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
-        """All channels cross."""
-        return (batch, context, self.dim)

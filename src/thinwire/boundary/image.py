@@ -49,7 +49,3 @@ class ImageBoundary(Boundary):
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """Pixels as planes."""
         return to_planes(z, self.side)
-
-    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
-        """All pixels with all their channels."""
-        return (batch, self.side * self.side, self.channels)

@@ -76,10 +76,6 @@ class SubspaceBoundary(Boundary):
     def _anchor_coordinates(self) -> Tensor:
         return self.space.anchor_coordinates()
 
-    def wire_shape(self, batch: int, context: int) -> tuple[int, ...]:
-        """Coordinates only."""
-        return (batch, context, self.basis_DK.shape[1])
-
 
 class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.

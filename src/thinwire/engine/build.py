@@ -12,7 +12,7 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.settings import PRECISIONS, Settings, threads_per_stage
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Narrow, Stage, architecture
-from thinwire.subspace import Constraint, Space, random_basis
+from thinwire.subspace import Constraint, Space, fixed_table, random_basis
 
 
 def choose_device(wanted: str, stage: int) -> torch.device:
@@ -76,6 +76,17 @@ def weights_rounded_once() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
+    """The shape of what crosses a cut, by the settings alone: nothing is made to find out."""
+    block = settings.split()[cut].stop
+    stream = architecture(settings.model).stream_shape(block, settings.microbatch_size)
+    if settings.model.sees_images:
+        batch, channels, side, _ = stream
+        return batch, side * side, channels
+    batch, context, dim = stream
+    return batch, context, dim if settings.boundary.mode == "dense" else settings.boundary.rank
+
+
 class StageBuilder:
     """Builds stages of one run on one device; they share one space, held once."""
 
@@ -123,20 +134,23 @@ class StageBuilder:
 
     def wire_spec(self, cut: int) -> TensorSpec:
         """The contract of a boundary: what a frame's tensor must be."""
-        settings = self.settings
-        boundary = self._boundary(settings.split()[cut].stop, False)
-        shape = boundary.wire_shape(settings.microbatch_size, settings.model.context)
-        return TensorSpec(shape, self.dtype, self.device)
+        return TensorSpec(wire_shape(self.settings, cut), self.dtype, self.device)
 
     def _space(self) -> Space | None:
         boundary, model = self.settings.boundary, self.settings.model
         if boundary.mode == "dense":
             return None
-        is_real = self.device.type != "meta"
-        vocab = model.vocab if boundary.anchor == "fixed" and is_real else 0
-        return Space.from_seed(
-            model.dim, boundary.rank, boundary.basis_seed, vocab, self.dtype, self.device
-        )
+        table_VD = None
+        if boundary.anchor == "fixed" and self.device.type != "meta":
+            table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed).to(self.device)
+        return Space(self._basis(boundary.basis_seed), table_VD)
+
+    def _basis(self, seed: int) -> torch.Tensor:
+        """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
+        dim, rank = self.settings.model.dim, self.settings.boundary.rank
+        if self.device.type == "meta":
+            return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
+        return random_basis(dim, rank, seed).to(self.device, self.dtype)
 
     def _boundary(self, block: int, receives: bool) -> Boundary:
         """One end of the cut before `block`."""
@@ -146,8 +160,7 @@ class StageBuilder:
             return ImageBoundary(channels, side)
         if space is not None and boundary.basis == "per-cut":
             seed = boundary.basis_seed * 1_000_003 + block
-            basis_DK = random_basis(model.dim, boundary.rank, seed)
-            space = Space(basis_DK.to(self.device, self.dtype), space.table_VD)
+            space = Space(self._basis(seed), space.table_VD)
         return build_boundary(boundary, model.dim, model.vocab, space, receives)
 
 

@@ -14,6 +14,7 @@ from thinwire.schedule.action import Action, Kind, Schedule
 from thinwire.schedule.build import FORWARD_ONLY, build, in_flight, validate
 
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
+BASIS_GRADIENT, NEW_BASIS = "basis gradient", "basis"  # messages of a learned basis
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
 MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
@@ -22,7 +23,8 @@ MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 class Costs:
     """Seconds per action of each stage, and bytes per microbatch over each boundary.
 
-    Boundary b lies between stage b and stage b + 1, so there is one fewer than stages.
+    Boundary b lies between stage b and stage b + 1, so there is one fewer than stages. A learned
+    basis also crosses once a step: its gradient down, and after the update the basis up.
     """
 
     forward: list[float]
@@ -30,12 +32,13 @@ class Costs:
     update: list[float]
     forward_bytes: list[int]
     backward_bytes: list[int]
+    basis_bytes: list[int] = field(default_factory=list)  # none = no cut learns its basis
 
     def check(self, stages: int) -> None:
         """Refuse lists of the wrong length and numbers that are no amount."""
         for name, values in vars(self).items():
             wanted = stages - 1 if name.endswith("bytes") else stages
-            if len(values) != wanted:
+            if len(values) != wanted and (values or name != "basis_bytes"):
                 raise ConfigError(
                     f"costs.{name} has {len(values)} numbers, {stages} stages need {wanted}"
                 )
@@ -46,6 +49,10 @@ class Costs:
         """Seconds that this action takes on a core of its own."""
         times = {Kind.F: self.forward, Kind.B: self.backward, Kind.U: self.update}
         return times[action.kind][action.stage]
+
+    def basis_below(self, stage: int) -> int:
+        """Bytes of the learned basis of the boundary below a stage; 0 where there is none."""
+        return self.basis_bytes[stage - 1] if self.basis_bytes and stage > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -303,6 +310,10 @@ class _Play:
         needed = self.message_for(action)
         if needed is not None and (host.step, needed) not in host.inbox:
             return
+        if host.position == 0 and host.step > 0 and self.costs.basis_below(stage):
+            new_basis = (host.step - 1, NEW_BASIS)
+            if new_basis not in host.inbox:
+                return
         if self.now > host.since:
             self.record(stage, "wait", action.label, host.since, self.now)
         host.running, host.since = action, self.now
@@ -329,10 +340,14 @@ class _Play:
             if stage > 0:
                 self.send(stage, stage - 1, action.label, self.costs.backward_bytes[stage - 1])
             host.backwards_left -= 1
+            if not host.backwards_left and (size := self.costs.basis_below(stage)):
+                self.send(stage, stage - 1, BASIS_GRADIENT, size)
             self.close(stage)
         elif action.kind is Kind.U:
             if stage == 0:
                 self.step_ends.append(self.now)
+            if stage < self.top and (size := self.costs.basis_below(stage + 1)):
+                self.send(stage, stage + 1, NEW_BASIS, size)
             host.step, host.position = host.step + 1, 0
             host.backwards_left = self.schedule.microbatches
         self.advance(stage)
@@ -340,8 +355,10 @@ class _Play:
     def close(self, stage: int) -> None:
         """After the last backward, with the tally from above: pass it on, or give the verdict."""
         host = self.hosts[stage]
-        tally_due = stage < self.top and (host.step, "tally") not in host.inbox
-        if host.backwards_left or tally_due:
+        due = {"tally"} if stage < self.top else set()
+        if stage < self.top and self.costs.basis_below(stage + 1):
+            due.add(BASIS_GRADIENT)
+        if host.backwards_left or any((host.step, label) not in host.inbox for label in due):
             return
         if stage > 0:
             self.send(stage, stage - 1, "tally", CONTROL_BYTES)
@@ -374,7 +391,7 @@ class _Play:
     def deliver(self, message: _Message) -> None:
         stage = message.target
         self.hosts[stage].inbox.add((message.step, message.label))
-        if message.label == "tally":
+        if message.label in ("tally", BASIS_GRADIENT):
             self.close(stage)
         elif message.label == "verdict" and stage < self.top:
             self.send(stage, stage + 1, "verdict", CONTROL_BYTES)

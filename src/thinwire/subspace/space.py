@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.subspace.random import fixed_table, random_basis
-
 TABLE_ROWS = 8192  # of the token table that are widened at a time
 
 
@@ -28,14 +26,6 @@ class Space:
         self.version = 0
         self._table_VK: Tensor | None = None
         self._table_made_at = -1
-
-    @classmethod
-    def from_seed(
-        cls, dim: int, rank: int, seed: int, vocab: int, dtype: torch.dtype, device: torch.device
-    ) -> "Space":
-        """The space of a seed: the same bits everywhere. `vocab` 0 leaves the table out."""
-        table_VD = fixed_table(vocab, dim, seed).to(device) if vocab else None
-        return cls(random_basis(dim, rank, seed).to(device, dtype), table_VD)
 
     def anchors(self, ids_BT: Tensor) -> Tensor:
         """T_fixed[ids], still in bfloat16: what every stage can add back by itself."""
