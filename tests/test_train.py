@@ -129,6 +129,24 @@ def test_a_split_anew_says_whether_it_is_exact(
     assert ("not bit for bit" in stream.getvalue()) == noted
 
 
+@pytest.mark.parametrize(("threads", "noted"), [(0, True), (1, False), (2, False)])
+def test_other_threads_on_resume_are_said(
+    threads: int,
+    noted: bool,
+    make_settings: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shared out over more stages, a machine's cores are fewer for each, and round otherwise."""
+    monkeypatch.setattr("thinwire.engine.settings.machine_cores", lambda: 4)
+    saved = save(tmp_path, make_settings(run__threads=threads))
+    stream = StringIO()
+    more = make_settings(run__threads=threads, pipeline__stages=4)
+    open_resume(saved, more, PlainDisplay(stream))
+    assert ("not bit for bit" in stream.getvalue()) == noted
+    assert ("run.threads = 2" in stream.getvalue()) == noted
+
+
 def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
     remembering = {"codec__forward": "int8+ef21"}
     saved = save(tmp_path, make_settings(**remembering))

@@ -19,7 +19,7 @@ import torch
 
 from thinwire.data import Corpus, ImageSet, prepare, prepare_images
 from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
-from thinwire.engine.build import check_devices
+from thinwire.engine.build import check_devices, choose_device
 from thinwire.engine.checkpoint import (
     Shard,
     commit,
@@ -32,6 +32,7 @@ from thinwire.engine.cut import check_memory
 from thinwire.engine.feed import Data, Feed
 from thinwire.engine.proof import Proof, begin_proof, choose_checkpoint, is_proven
 from thinwire.engine.remarks import remarks
+from thinwire.engine.settings import threads_per_stage
 from thinwire.engine.worker import check_agreement, divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.model import architecture
@@ -177,6 +178,13 @@ def open_resume(
         display.note(
             "the layers are split at other places than before, and what crosses a cut is rounded: "
             "the run goes on, but not bit for bit as it would have"
+        )
+    threads = threads_per_stage(saved), threads_per_stage(settings)
+    if threads[0] != threads[1] and choose_device(settings.run.device, 0).type == "cpu":
+        display.note(
+            f"each stage computes with {threads[1]} threads, before with {threads[0]}, and adds "
+            "sums up in another order: the run goes on, but not bit for bit as it would "
+            f"have. For that set run.threads = {threads[0]}"
         )
     for note in check_memory(settings, checkpoint):
         display.note(note)
