@@ -24,6 +24,7 @@ from thinwire.typed import to_toml
 
 FREE_KEYS = {
     ("run", "name"), ("run", "out"), ("link", "listen"), ("link", "port"), ("data", "path"),
+    ("data", "valid_path"), ("data", "text_key"),
     ("codec", "memory_mb"), ("train", "keep"), ("train", "checkpoint_every"),
 }  # fmt: skip
 KEYS = [

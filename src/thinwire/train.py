@@ -48,6 +48,7 @@ FIXED_ON_RESUME = {
     "data.source",
     "data.tokenizer",
     "data.valid_fraction",
+    "data.text_key",
     "data.augment",
     "run.seed",
     "run.precision",

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import subprocess
@@ -219,6 +220,73 @@ def test_single_document_is_cut_at_its_end(tmp_path, cache, text_of):
     assert corpus.valid_bytes == len(valid)
 
 
+def test_two_long_files_give_the_share_asked_for_and_it_is_said(tmp_path, cache, text_of):
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name, count in (("a.txt", 4000), ("b.txt", 8000)):
+        (folder / name).write_text(text_of(count, lines=count))
+    corpus = prepare(text_config(folder, valid_fraction=0.05), VOCAB, cache)
+    share = len(corpus.valid) / (len(corpus.train) + len(corpus.valid))
+    assert 0.045 < share < 0.055
+    assert f"({share:.2%} of all)" in corpus.summary()
+
+
+@pytest.fixture
+def valid_folder(tmp_path, text_of):
+    folder = tmp_path / "to validate"
+    folder.mkdir()
+    (folder / "one.txt").write_text(text_of(1000))
+    (folder / "copy.txt").write_text(text_of(7))  # a training document too
+    return folder
+
+
+def test_text_to_validate_on_may_lie_elsewhere(text_folder, valid_folder, cache, text_of):
+    config = text_config(text_folder, valid_path=str(valid_folder))
+    seen = Recorder()
+    corpus = prepare(config, VOCAB, cache, seen)
+    assert documents_of(corpus, "valid") == [text_of(7), text_of(1000)]
+    assert documents_of(corpus, "train") == [text_of(i) for i in range(40) if i != 7]
+    assert corpus.valid_bytes == len(text_of(7)) + len(text_of(1000))
+    done = [call[1] for call in seen.calls if call[0] == "reading"]
+    assert done == sorted(done) and done[-1] == seen.calls[0][2]
+    other = prepare(replace(config, valid_fraction=0.4), VOCAB, cache)
+    assert other.folder == corpus.folder, "the fraction is of no use then"
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_the_same_files_read_otherwise_are_another_corpus(
+    text_folder, valid_folder, cache, monkeypatch, old
+):
+    """Also where their content is only remembered, by path, size and times."""
+    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1 if old else 1 << 62)
+    both = valid_folder.parent / "both"
+    shutil.copytree(text_folder, both)
+    shutil.copytree(valid_folder, both / "to validate")
+    found = [
+        prepare(text_config(text_folder), VOCAB, cache),
+        prepare(text_config(both), VOCAB, cache),
+        prepare(text_config(text_folder, valid_path=str(valid_folder)), VOCAB, cache),
+        prepare(text_config(valid_folder, valid_path=str(text_folder)), VOCAB, cache),
+    ]
+    assert len({corpus.folder for corpus in found}) == 4
+    record = cache / "a.jsonl"
+    lines = [json.dumps({"text": f"eins {i}", "body": f"zwei {i}"}) for i in range(9)]
+    record.write_text("\n".join(lines))
+    for key, word in (("text", "eins"), ("body", "zwei"), ("text", "eins")):
+        corpus = prepare(text_config(record, text_key=key), VOCAB, cache)
+        assert all(text.startswith(word) for text in documents_of(corpus, "train"))
+
+
+def test_nothing_to_validate_on(text_folder, tmp_path, cache):
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(DataError, match=r"no text to validate on in .*blank\.txt"):
+        prepare(text_config(text_folder, valid_path=str(tmp_path / "blank.txt")), VOCAB, cache)
+    with pytest.raises(DataError, match=r"data\.valid_path = none does not exist"):
+        prepare(text_config(text_folder, valid_path="none"), VOCAB, cache)
+    with pytest.raises(DataError, match=r"all of it is in data\.valid_path as well"):
+        prepare(text_config(text_folder, valid_path=str(text_folder)), VOCAB, cache)
+
+
 def test_tokenizer_of_a_large_corpus_is_trained_on_a_sample(text_folder, cache, monkeypatch):
     everything = prepare(text_config(text_folder), VOCAB, cache)
     tokenizer = everything.tokenizer()
@@ -280,6 +348,43 @@ def test_token_shards_with_and_without_validation(tmp_path, cache):
     corpus = prepare(replace(config, path=str(tmp_path / "one.bin")), 100, cache)
     assert corpus.train.tolist() == list(range(90))
     assert corpus.valid.tolist() == list(range(90, 100))
+
+
+def test_token_shards_to_validate_on_may_lie_elsewhere(tmp_path, cache):
+    write_shard(tmp_path / "both" / "train.bin", [1, 2, 3])
+    write_shard(tmp_path / "both" / "val.bin", [4])
+    write_shard(tmp_path / "other.bin", [5, 6])
+    both, other = str(tmp_path / "both"), str(tmp_path / "other.bin")
+    for path, valid_path, train, valid in [
+        (both, other, [1, 2, 3], [5, 6]),
+        (other, both, [5, 6], [4]),
+    ]:
+        config = DataConfig(source="tokens", path=path, valid_path=valid_path)
+        corpus = prepare(config, 50, cache)
+        assert (corpus.train.tolist(), corpus.valid.tolist()) == (train, valid)
+    with pytest.raises(DataError, match=r"is in data\.path and in data\.valid_path"):
+        prepare(DataConfig(source="tokens", path=other, valid_path=other), 50, cache)
+
+
+@pytest.mark.parametrize("change", ["larger ids", "other ids", "shorter", "longer"])
+def test_token_shards_that_change_between_scan_and_copy(tmp_path, cache, change):
+    shard = tmp_path / "one.bin"
+    write_shard(shard, range(300))
+    ids = {
+        "larger ids": [60_000] * 300,
+        "other ids": range(300, 0, -1),
+        "shorter": range(5),
+        "longer": [7, *range(300)],
+    }
+
+    def meddle(phase: str, done: int, total: int) -> None:
+        if phase == "reading":
+            write_shard(shard, ids[change])
+
+    config = DataConfig(source="tokens", path=str(shard), valid_fraction=0.1)
+    with pytest.raises(DataError, match="changed while it was being read"):
+        prepare(config, 301, cache, meddle)
+    assert not [path for path in cache.iterdir() if path.name != "seen"]
 
 
 def test_token_shards_are_cut_at_the_tokenizers_end_of_text(tmp_path, cache):

@@ -2,6 +2,7 @@ import gzip
 import json
 import lzma
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from thinwire.data import sources
+from thinwire.data import sources, unpack
 from thinwire.data.files import text_files
 from thinwire.data.sources import read_documents
 from thinwire.errors import DataError
@@ -18,8 +19,8 @@ from thinwire.errors import DataError
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
-def texts(path: Path) -> list[str]:
-    return [document.text for document in read_documents(text_files(str(path)))]
+def texts(path: Path, key: str = "text") -> list[str]:
+    return [document.text for document in read_documents(text_files(str(path)), key)]
 
 
 def parquet_bytes(tmp_path: Path, values: dict) -> bytes:
@@ -154,9 +155,11 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     ("line", "complaint"),
     [
         (b"{not json", "not valid JSON"),
-        (b'{"txt": "a"}', 'key "text"'),
-        (b'{"text": 3}', 'key "text"'),
-        (b'["text"]', 'key "text"'),
+        (b'{"txt": "a", "id": 1}', r'key "text" .* keys "txt", "id"; set data\.text_key'),
+        (b"{}", 'key "text" .* has no keys'),
+        (b'{"text": 3}', 'key "text" .* holds a number'),
+        (b'{"text": null}', 'key "text" .* holds null'),
+        (b'["text"]', 'key "text" .* is a list'),
         (b'{"text": "\xff"}', "not valid JSON"),
         (b'{"text": "\\ud800"}', "not valid Unicode"),
     ],
@@ -166,6 +169,61 @@ def test_bad_json_line_is_named_with_its_number(tmp_path, line, complaint):
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{complaint}"):
         texts(path)
+
+
+def test_the_key_of_the_text_can_be_chosen(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no", "content": "yes"}))
+    (tmp_path / "b.parquet").write_bytes(
+        parquet_bytes(tmp_path, {"text": ["no"], "content": ["also"]})
+    )
+    assert texts(tmp_path, "content") == ["yes", "also"]
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
+def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing):
+    """Read in a process of its own, so that its largest size tells of nothing else."""
+    path = tmp_path / f"bomb.txt{packing}"
+    path.write_bytes(PACK[packing](bytes(400 << 20)))
+    code = (
+        "import resource, sys; from thinwire.data import sources, unpack, files\n"
+        "from thinwire.errors import DataError\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n"
+        "    for _ in sources.read_documents(files.text_files(sys.argv[1])): pass\n"
+        "except DataError as error: print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, path], check=True, capture_output=True, text=True
+    )
+    complaint, grown = told.stdout.splitlines()
+    assert "bomb.txt" in complaint and "500 times" in complaint and "unpack it first" in complaint
+    assert int(grown) < 200_000, "in kB; the file itself unpacks to twice that"
+
+
+def test_what_packs_well_is_read_as_long_as_it_is_not_large(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(zstandard.compress(b"again and again\n" * 100_000))
+    assert len(texts(path)[0]) == 1_600_000
+    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 1_500_000)
+    with pytest.raises(DataError, match=r"a\.txt\.zst .* unpacks to more than 1,500,000"):
+        texts(path)
+    monkeypatch.setattr(unpack, "LARGEST_RATIO", 1_000_000)
+    assert len(texts(path)[0]) == 1_600_000
+
+
+def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_BYTES", 1000)
+    path = tmp_path / "a.jsonl.gz"
+    lines = [json.dumps({"text": "x" * 900})] * 20
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert len(texts(path)) == 20
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n" + " " * 5000).encode()))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz, line 21: one document of more than"):
+        texts(path)
+    (tmp_path / "b.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "x" * 1001]}))
+    with pytest.raises(DataError, match=r"b\.parquet, row 2: one document of more than"):
+        texts(tmp_path / "b.parquet")
 
 
 def test_parquet_without_the_column_or_with_another_type(tmp_path):

@@ -1,18 +1,24 @@
+from collections.abc import Iterable, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.data.split import DocumentHash, Split, scan_documents
+from thinwire.data.split import DocumentHash, Scan, Split, scan_documents
 from thinwire.errors import DataError
 
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
 
 
-def sides(texts: list[str], fraction: float) -> dict[str, list[str]]:
-    split = Split.of(scan_documents(texts), fraction)
+def scanned(texts: Iterable[str], given: Iterable[str] = ()) -> Scan:
+    return scan_documents([(text, False) for text in texts] + [(text, True) for text in given])
+
+
+def sides(texts: list[str], fraction: float, given: Sequence[str] = ()) -> dict[str, list[str]]:
+    split = Split.of(scanned(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
-    for text in texts:
-        for side, part in split.parts(text, DocumentHash.of(text)):
+    for text, is_given in [(text, False) for text in texts] + [(text, True) for text in given]:
+        for side, part in split.parts(text, DocumentHash.of(text), is_given):
             result[side].append(part)
     return result
 
@@ -83,16 +89,70 @@ def test_copies_of_one_document_are_cut_alike():
     assert found == {"train": ["a\nb\nc\n"] * 3, "valid": ["d\n"] * 3}
 
 
+def lines(count: int, name: str) -> str:
+    return "".join(f"line {i} of {name}\n" for i in range(count))
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.1])
+def test_of_a_long_document_only_the_end_validates(fraction):
+    """A whole file of two was a third of the corpus."""
+    texts = [lines(20_000, "one"), lines(40_000, "two")]
+    found = sides(texts, fraction)
+    (valid,) = found["valid"]
+    assert sorted(found["train"])[0] + valid in texts or sorted(found["train"])[1] + valid in texts
+    assert valid.startswith("line ")
+    share = len(valid) / sum(map(len, texts))
+    assert fraction * 0.99 < share < fraction * 1.01
+
+
+def test_a_long_document_among_many_does_not_become_the_validation():
+    short = [lines(50, f"document {i}") for i in range(200)]
+    long = lines(40_000, "long")
+    found = sides([*short, long], 0.9)
+    assert long in found["valid"], "it is within what was asked for"
+    found = sides([*short, long], 0.05)
+    valid = sum(map(len, found["valid"])) / sum(map(len, [*short, long]))
+    assert valid < 0.1
+    assert "".join(sorted(found["train"] + found["valid"])).count("of long") == 40_000
+
+
+def test_a_small_document_is_not_cut():
+    texts = [lines(100, name) for name in "abc"]
+    found = sides(texts, 0.02)
+    assert sorted(found["train"] + found["valid"]) == texts
+
+
+def test_a_long_line_does_not_change_the_share():
+    found = sides(["a" * 50_000 + "\n" + "b" * 50_000], 0.02)
+    assert len(found["valid"][0]) == 2000
+
+
+def test_documents_given_for_validation_and_their_copies_do_not_train():
+    found = sides(["a", "b", "c", "b"], 0.5, given=["b", "d", "d"])
+    assert found == {"train": ["a", "c"], "valid": ["b", "d", "d"]}
+
+
+def test_what_was_given_for_validation_is_part_of_the_content():
+    contents = {
+        scanned(["a", "b"]).content,
+        scanned(["a"], ["b"]).content,
+        scanned(["a", "b"], ["b"]).content,
+        scanned(["a", "b"], ["a"]).content,
+    }
+    assert len(contents) == 4
+
+
 def test_scan_counts_and_depends_on_content_and_order():
-    scan = scan_documents(["é", "abc"])
+    scan = scanned(["é", "abc"])
     assert (scan.documents, scan.size) == (2, 5)
-    contents = {scan_documents(texts).content for texts in (["a", "b"], ["b", "a"], ["ab"])}
+    contents = {scanned(texts).content for texts in (["a", "b"], ["b", "a"], ["ab"])}
     assert len(contents) == 3
-    assert scan_documents(iter(["a", "b"])).content in contents
+    assert scanned(iter(["a", "b"])).content in contents
 
 
 def test_empty_corpus_and_single_character():
-    with pytest.raises(DataError, match="the corpus is empty"):
-        scan_documents([])
+    for others in ([], ["a"]):
+        with pytest.raises(DataError, match="the corpus is empty"):
+            scanned([], others)
     with pytest.raises(DataError, match="one character"):
         sides(["x"], 0.5)

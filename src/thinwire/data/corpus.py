@@ -84,10 +84,11 @@ class Corpus:
     def summary(self) -> str:
         """One line for the log."""
         documents = f"{self.documents:,} documents, " if self.documents else ""
+        share = len(self.valid) / (len(self.train) + len(self.valid))
         return (
             f"{self.source} corpus {self.fingerprint[:12]}: {documents}"
-            f"{len(self.train):,} training and {len(self.valid):,} validation tokens, "
-            f"vocabulary {self.vocab:,}"
+            f"{len(self.train):,} training and {len(self.valid):,} validation tokens "
+            f"({share:.2%} of all), vocabulary {self.vocab:,}"
         )
 
 
@@ -105,6 +106,11 @@ class CorpusWriter:
 
     def append(self, side: str, ids: np.ndarray, sizes: np.ndarray | None = None) -> None:
         """Add ids to the end of "train" or "valid", there with the bytes of text of each."""
+        if len(ids) and int(ids.max()) >= self._vocab:
+            raise DataError(
+                f"token id {ids.max()} was read where ids are below {self._vocab}: the source "
+                "changed while it was being read, or its tokenizer is damaged"
+            )
         raw = ids.astype(self._dtype).tobytes()
         self._streams[f"{side}.bin"].write(raw)
         self._hashes[side].update(raw)
@@ -118,7 +124,10 @@ class CorpusWriter:
         """Write everything to disk and the manifest last; a side without tokens is an error."""
         for side in SIDES:
             if self._streams[f"{side}.bin"].tell() == 0:
-                raise DataError(f"no tokens for {side}: the corpus is too small to be split")
+                raise DataError(
+                    f"no tokens for {side}: the corpus is too small to be split, or all of it is "
+                    "in data.valid_path as well"
+                )
         for stream in self._streams.values():
             close_to_disk(stream)
         names = list(self._streams)

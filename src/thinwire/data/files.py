@@ -54,12 +54,12 @@ def stdlib_files() -> list[SourceFile]:
     return [source_file(root / name, name) for name in names]
 
 
-def text_files(path: str) -> list[SourceFile]:
+def text_files(path: str, setting: str = "data.path") -> list[SourceFile]:
     """The supported files at `path`, a file or a folder read recursively.
 
     In a folder, other kinds of files and hidden names (".git") are left out.
     """
-    root = existing(path, "text")
+    root = existing(path, "text", setting)
     supported = ", ".join(TEXT_KINDS)
     if not root.is_dir():
         if kind_and_packing(root.name)[0] not in TEXT_KINDS:
@@ -77,14 +77,22 @@ def text_files(path: str) -> list[SourceFile]:
     return [source_file(root / name, name) for name in names]
 
 
-def existing(path: str, source: str) -> Path:
+def existing(path: str, source: str, setting: str = "data.path") -> Path:
     """The path of the config, or an error when it is not set or not there."""
     if not path:
-        raise DataError(f'data.source = "{source}" needs data.path: set it to a file or a folder')
-    root = Path(path).expanduser()
+        raise DataError(f'data.source = "{source}" needs {setting}: set it to a file or a folder')
+    root = expanded(path, setting)
     if not os.path.lexists(root):
-        raise DataError(f"data.path = {path} does not exist: correct it or create it")
+        raise DataError(f"{setting} = {path} does not exist: correct it or create it")
     return root
+
+
+def expanded(path: str | Path, setting: str) -> Path:
+    """A path of the config with "~" and "~name" put in full."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{setting} = {path} names a home that is not known: {error}") from error
 
 
 def source_file(path: Path, name: str) -> SourceFile:
@@ -92,7 +100,7 @@ def source_file(path: Path, name: str) -> SourceFile:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(_unreadable(path, error)) from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file: remove it or choose another data.path")
     return SourceFile(path, name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -114,7 +122,7 @@ def _walk(
         status = folder.stat()
         names = [name for name in os.listdir(folder) if belongs(name)]
     except OSError as error:
-        raise DataError(_unreadable(folder, error)) from error
+        raise unreadable(folder, error) from error
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
         raise DataError(
@@ -128,6 +136,9 @@ def _walk(
             yield prefix + name
 
 
-def _unreadable(path: Path, error: OSError) -> str:
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error for a file or folder that the system does not let us read."""
     reason = error.strerror or error
-    return f"cannot read {path}: {reason}; repair or remove it, or choose another data.path"
+    return DataError(
+        f"cannot read {path}: {reason}; repair or remove it, or choose another data.path"
+    )

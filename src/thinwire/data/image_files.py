@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from thinwire.data.files import SourceFile, existing, source_file, walk
+from thinwire.data.files import SourceFile, existing, source_file, unreadable, walk
 from thinwire.errors import DataError
 
 SIDES = ("train", "test")
@@ -63,6 +63,13 @@ class ImageFiles:
 def find_images(path: str) -> ImageFiles:
     """What is at `path`, by its names; DataError says what was expected."""
     root = existing(path, "images")
+    try:
+        return _found(root)
+    except PermissionError as error:
+        raise unreadable(root, error) from error
+
+
+def _found(root: Path) -> ImageFiles:
     if not root.is_dir():
         file = source_file(root, root.name)
         if root.name.lower().endswith(".npz"):
@@ -103,7 +110,7 @@ def _from_files(files: list[SourceFile]) -> Iterator[_Batch]:
         try:
             raw = file.path.read_bytes()
         except OSError as error:
-            raise _unreadable(file.path, error) from error
+            raise _damaged(file.path, error) from error
         consumed += file.size
         yield _Batch(file.name, file.path, raw, consumed)
 
@@ -122,7 +129,7 @@ def _from_archive(file: SourceFile) -> Iterator[_Batch]:
                 if is_batch and (stream := archive.extractfile(member)) is not None:
                     found[name] = stream.read()
     except _BROKEN as error:
-        raise _unreadable(file.path, error) from error
+        raise _damaged(file.path, error) from error
     if pickled:
         raise _pickled(file.path)
     _refuse_missing(file.path, names - found.keys())
@@ -166,7 +173,7 @@ def _read_npz(file: SourceFile) -> Iterator[Piece]:
             ]
             arrays = [(archive[images], archive[labels]) for images, labels in sides]
     except _BROKEN as error:
-        raise _unreadable(file.path, error) from error
+        raise _damaged(file.path, error) from error
     classes, shape = 0, ()
     for at, side in enumerate(SIDES):
         (images, labels), (images_name, labels_name) = arrays[at], sides[at]
@@ -295,7 +302,7 @@ def _read_picture(file: SourceFile, into_SSC: np.ndarray, model: SourceFile) -> 
         try:
             into_SSC[:] = np.asarray(picture.convert("RGB"))
         except (*_BROKEN, SyntaxError) as error:
-            raise _unreadable(file.path, error) from error
+            raise _damaged(file.path, error) from error
 
 
 def _picture(file: SourceFile) -> Image.Image:
@@ -303,7 +310,7 @@ def _picture(file: SourceFile) -> Image.Image:
     try:
         return Image.open(file.path)
     except (*_BROKEN, SyntaxError, Image.DecompressionBombError) as error:
-        raise _unreadable(file.path, error) from error
+        raise _damaged(file.path, error) from error
 
 
 def _class_of(file: SourceFile) -> str:
@@ -334,7 +341,7 @@ def _pickled(where: Path) -> DataError:
     )
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(
         f"cannot read {path}: {error}; it is truncated, damaged or of another kind: get it again"
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.data.cache import found_or_made
+from thinwire.data.cache import Reading, found_or_made
 from thinwire.data.image_files import SIDES, ImageFiles, Piece, find_images
 from thinwire.data.prepared import (
     close_to_disk,
@@ -122,7 +122,7 @@ def prepare_images(path: str, cache: str | Path, progress: Progress | None = Non
         def make(written: _Written, folder: Path) -> None:
             put_in_place(written.folder, folder)
 
-        return found_or_made(cache, found.files, [KIND], read, make, ImageSet.open)
+        return found_or_made(cache, Reading([found.files]), [KIND], read, make, ImageSet.open)
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from thinwire.data.cache import found_or_made
+from thinwire.data.cache import Reading, found_or_made
 from thinwire.data.corpus import Corpus, CorpusWriter, writing
 from thinwire.data.encode import Passage, encode_passages
 from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.shards import (
+    ShardContent,
     Shards,
     ShardScan,
+    changed,
     chunks,
     count_tokens,
     cut_for_validation,
@@ -20,7 +23,7 @@ from thinwire.data.shards import (
     scan_shards,
 )
 from thinwire.data.sources import Document, read_documents
-from thinwire.data.split import ContentHash, DocumentHash, Scan, Split, scan_documents
+from thinwire.data.split import Scan, Split, as_scanned, scan_documents
 from thinwire.data.tokenizer import Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.typed import option
@@ -43,6 +46,10 @@ class DataConfig:
     valid_fraction: float = option(
         0.02, "share of a text kept for validation; images bring their own"
     )
+    valid_path: str = option(
+        "", "text or tokens to validate on, in place of a share: a file or a folder"
+    )
+    text_key: str = option("text", "what holds the text in .jsonl (a key) and .parquet (a column)")
     augment: bool = option(
         True, "images: in training shift each by up to 4 pixels, and mirror half of them"
     )
@@ -80,31 +87,39 @@ def _text(
         check_trainable(vocab)  # before the corpus is read, which may take long
     from_stdlib = config.source == "stdlib"
     files = stdlib_files() if from_stdlib else text_files(config.path)
+    given = text_files(config.valid_path, "data.valid_path") if config.valid_path else []
+    total = sum(file.size for file in (*files, *given))
 
-    def texts(phase: str) -> Iterator[str]:
-        documents = read_documents(files, skip_undecodable=from_stdlib)
-        return _reported(documents, report, phase, sum(file.size for file in files))
+    def documents(phase: str) -> Iterator[tuple[str, bool]]:
+        """All documents, and whether each was given for validation."""
+        own = read_documents(files, config.text_key, skip_undecodable=from_stdlib)
+        others = read_documents(given, config.text_key)
+        return _reported(own, others, report, phase, total)
+
+    def read() -> Scan:
+        scan = scan_documents(documents("reading"))
+        if given and not scan.given:
+            raise DataError(f"there is no text to validate on in {config.valid_path}")
+        return scan
 
     def make(scan: Scan, folder: Path) -> None:
         split = Split.of(scan, config.valid_fraction)
         used = tokenizer
         if used is None:
-            sample = _tokenizer_sample(texts("training the tokenizer"), split, scan)
+            sample = _tokenizer_sample(documents("training the tokenizer"), split, scan)
             used = Tokenizer.train(sample, vocab)
         with writing(folder, config.source, used.vocab_size) as writer:
-            _tokenise(texts("tokenising"), used, split, scan, writer)
+            _tokenise(documents("tokenising"), used, split, scan, writer)
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
-    key = [config.source, encoding, config.valid_fraction]
-    return found_or_made(
-        cache, files, key, lambda: scan_documents(texts("reading")), make, Corpus.open
-    )
+    reading = Reading([files, given], config.text_key)
+    return found_or_made(cache, reading, _key(config, encoding), read, make, Corpus.open)
 
 
 def _token_shards(
     config: DataConfig, vocab: int, cache: Path, tokenizer: Tokenizer | None, report: Progress
 ) -> Corpus:
-    shards = find_shards(config.path)
+    shards = find_shards(config.path, config.valid_path)
 
     def read() -> ShardScan:
         scan = scan_shards(shards, lambda done: report("reading", done, shards.size))
@@ -114,28 +129,41 @@ def _token_shards(
     def make(scan: ShardScan, folder: Path) -> None:
         used = tokenizer.vocab_size if tokenizer else scan.largest + 1
         with writing(folder, config.source, used) as writer:
-            done = 0
+            content, done = ShardContent(shards), 0
             for side, ids in _sides_of(shards, config.valid_fraction, tokenizer):
                 writer.append(side, ids)
+                content.add(ids)
                 done += ids.nbytes
                 report("copying", done, shards.size)
+            if content.hexdigest() != scan.content:
+                raise changed(Path(config.path))
             writer.finish(tokenizer, documents=0)
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
-    key = [config.source, encoding, config.valid_fraction]
-    corpus = found_or_made(cache, shards.files, key, read, make, Corpus.open)
+    reading = Reading([[shard.file for shard in side] for side in (shards.train, shards.valid)])
+    corpus = found_or_made(cache, reading, _key(config, encoding), read, make, Corpus.open)
     _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
     return corpus
 
 
+def _key(config: DataConfig, encoding: str) -> list[Any]:
+    """What else than the content of the source decides which ids the corpus has."""
+    split = "valid_path" if config.valid_path else config.valid_fraction
+    return [config.source, encoding, split]
+
+
 def _tokenise(
-    texts: Iterable[str], tokenizer: Tokenizer, split: Split, scan: Scan, writer: CorpusWriter
+    documents: Iterable[tuple[str, bool]],
+    tokenizer: Tokenizer,
+    split: Split,
+    scan: Scan,
+    writer: CorpusWriter,
 ) -> None:
     """Write the ids of every document to its side, each followed by the end of text."""
     passages = (
         Passage(side, part)
-        for text, document in _as_scanned(texts, scan)
-        for side, part in split.parts(text, document)
+        for text, is_given, document in as_scanned(documents, scan)
+        for side, part in split.parts(text, document, is_given)
     )
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     end_ids, end_sizes = np.array(end, dtype=np.uint32), np.zeros(len(end), dtype=np.uint32)
@@ -146,23 +174,14 @@ def _tokenise(
     writer.finish(tokenizer, scan.documents)
 
 
-def _as_scanned(texts: Iterable[str], scan: Scan) -> Iterator[tuple[str, DocumentHash]]:
-    """The documents with their hashes; an error at the end if they are not those of the scan."""
-    content = ContentHash()
-    for text in texts:
-        document = DocumentHash.of(text)
-        content.add(document)
-        yield text, document
-    if content.hexdigest() != scan.content:
-        raise DataError("the corpus changed while it was being read: start again")
-
-
-def _tokenizer_sample(texts: Iterable[str], split: Split, scan: Scan) -> Iterator[str]:
+def _tokenizer_sample(
+    documents: Iterable[tuple[str, bool]], split: Split, scan: Scan
+) -> Iterator[str]:
     """Training text for the tokenizer: all of a small corpus, drawn documents of a large one."""
     share = TOKENIZER_SAMPLE_BYTES / scan.size
     taken = False
-    for text, document in _as_scanned(texts, scan):
-        for side, part in split.parts(text, document):
+    for text, is_given, document in as_scanned(documents, scan):
+        for side, part in split.parts(text, document, is_given):
             if side == "train" and (document.sample < share or not taken):
                 taken = True
                 yield part
@@ -196,13 +215,20 @@ def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int
 
 
 def _reported(
-    documents: Iterable[Document], report: Progress, phase: str, total: int
-) -> Iterator[str]:
-    """Pass the texts on and report, about two hundred times, how far the reading is."""
-    due = 0
-    for document in documents:
-        yield document.text
-        if document.consumed >= due:
-            report(phase, document.consumed, total)
-            due = document.consumed + max(1, total // 200)
+    own: Iterable[Document],
+    given: Iterable[Document],
+    report: Progress,
+    phase: str,
+    total: int,
+) -> Iterator[tuple[str, bool]]:
+    """Pass the documents on and report, about two hundred times, how far the reading is."""
+    due = before = consumed = 0
+    for documents, is_given in ((own, False), (given, True)):
+        before = consumed
+        for document in documents:
+            yield document.text, is_given
+            consumed = before + document.consumed
+            if consumed >= due:
+                report(phase, consumed, total)
+                due = consumed + max(1, total // 200)
     report(phase, total, total)

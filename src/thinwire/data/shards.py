@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thinwire.data.files import SourceFile, existing, source_file, walk
+from thinwire.data.files import SourceFile, existing, source_file, unreadable, walk
 from thinwire.errors import DataError
 
 HEADER_INTS = 256
@@ -45,12 +45,23 @@ class Shard:
     offset: int
     count: int
 
-    def tokens(self) -> np.ndarray:
-        """The ids, mapped into memory rather than read."""
-        if self.count == 0:
-            return np.empty(0, dtype=self.layout.dtype)
-        path, dtype = self.file.path, self.layout.dtype
-        return np.memmap(path, dtype=dtype, mode="r", offset=self.offset, shape=(self.count,))
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """The ids [start, stop), a few million at a time.
+
+        They are read, not mapped: a mapped file that becomes shorter kills the process.
+        """
+        dtype = np.dtype(self.layout.dtype)
+        try:
+            with self.file.path.open("rb") as stream:
+                stream.seek(self.offset + start * dtype.itemsize)
+                for at in range(start, stop, _CHUNK):
+                    count = min(_CHUNK, stop - at)
+                    raw = stream.read(count * dtype.itemsize)
+                    if len(raw) < count * dtype.itemsize:
+                        raise changed(self.file.path)
+                    yield np.frombuffer(raw, dtype=dtype)
+        except OSError as error:
+            raise unreadable(self.file.path, error) from error
 
 
 @dataclass(frozen=True)
@@ -81,28 +92,46 @@ class Shards:
         return sum(shard.count * np.dtype(shard.layout.dtype).itemsize for shard in shards)
 
 
-def find_shards(path: str) -> Shards:
+def find_shards(path: str, valid_path: str = "") -> Shards:
     """The shards at `path`: one file, or a folder of `*train*.bin` and `*val*.bin`.
 
-    A folder whose .bin files name neither is taken as training shards throughout.
+    A folder whose .bin files name neither is taken as training shards throughout. With
+    `valid_path` the validation shards are those found there, in the same way, and no others.
     """
-    root = existing(path, "tokens")
-    if not root.is_dir():
-        return Shards((open_shard(source_file(root, root.name)),), ())
-    shards = walk(root, lambda name: name.lower().endswith(".bin") and not name.startswith("."))
-    if not shards:
-        raise DataError(f"no .bin token shards in {root}: check data.path")
-    train = [name for name in shards if "train" in name.lower()]
-    valid = [name for name in shards if "val" in name.lower() and name not in train]
-    if not train and not valid:
-        train = shards
+    train, valid = _by_side(existing(path, "tokens"), "data.path")
     if not train:
-        raise DataError(f"no training shards (*train*.bin) in {root}, only {', '.join(valid[:4])}")
+        raise DataError(
+            f"no training shards (*train*.bin) in {path}, only "
+            f"{', '.join(file.name for file in valid[:4])}"
+        )
+    if valid_path:
+        others, named = _by_side(
+            existing(valid_path, "tokens", "data.valid_path"), "data.valid_path"
+        )
+        valid = named or others
+        both = {file.path.resolve() for file in train} & {file.path.resolve() for file in valid}
+        if both:
+            raise DataError(
+                f"{min(both)} is in data.path and in data.valid_path: what validates must not train"
+            )
+    return Shards(tuple(map(open_shard, train)), tuple(map(open_shard, valid)))
 
-    def opened(names: list[str]) -> tuple[Shard, ...]:
-        return tuple(open_shard(source_file(root / name, name)) for name in names)
 
-    return Shards(opened(train), opened(valid))
+def _by_side(root: Path, setting: str) -> tuple[list[SourceFile], list[SourceFile]]:
+    """The .bin files at `root` for training and for validation, by their names."""
+    if not root.is_dir():
+        return [source_file(root, root.name)], []
+    names = walk(root, lambda name: name.lower().endswith(".bin") and not name.startswith("."))
+    if not names:
+        raise DataError(f"no .bin token shards in {root}: check {setting}")
+    train = [name for name in names if "train" in name.lower()]
+    valid = [name for name in names if "val" in name.lower() and name not in train]
+    if not train and not valid:
+        train = names
+    return (
+        [source_file(root / name, name) for name in train],
+        [source_file(root / name, name) for name in valid],
+    )
 
 
 def open_shard(file: SourceFile) -> Shard:
@@ -111,9 +140,7 @@ def open_shard(file: SourceFile) -> Shard:
         with file.path.open("rb") as stream:
             start = stream.read(HEADER_BYTES)
     except OSError as error:
-        raise DataError(
-            f"cannot read {file.path}: {error.strerror}; repair or remove it"
-        ) from error
+        raise unreadable(file.path, error) from error
     header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4")
     magic = int(header[0]) if len(header) else 0
     if magic not in WITH_HEADER:
@@ -157,9 +184,8 @@ def chunks(shards: tuple[Shard, ...], start: int, stop: int) -> Iterator[np.ndar
     first = 0
     for shard in shards:
         low, high = max(start - first, 0), min(stop - first, shard.count)
-        tokens = shard.tokens()
-        for at in range(low, high, _CHUNK):
-            yield np.asarray(tokens[at : min(at + _CHUNK, high)])
+        if low < high:
+            yield from shard.read(low, high)
         first += shard.count
 
 
@@ -168,23 +194,44 @@ def count_tokens(shards: tuple[Shard, ...]) -> int:
     return sum(shard.count for shard in shards)
 
 
+class ShardContent:
+    """A hash of the ids of both sides in order, wherever they are stored."""
+
+    def __init__(self, shards: Shards) -> None:
+        counts = [count_tokens(side) for side in (shards.train, shards.valid)]
+        self._hash = hashlib.blake2b(f"{counts} tokens".encode(), digest_size=16)
+
+    def add(self, ids: np.ndarray) -> None:
+        """Take the next ids in."""
+        self._hash.update(ids.astype("<u4").tobytes())
+
+    def hexdigest(self) -> str:
+        """The hash of the ids so far."""
+        return self._hash.hexdigest()
+
+
 def scan_shards(shards: Shards, report: Callable[[int], None]) -> ShardScan:
     """Read everything once; `report` gets the number of bytes read as it grows."""
-    content = hashlib.blake2b(digest_size=16)
+    content = ShardContent(shards)
     largest, largest_in, done = -1, Path(), 0
-    for side in (shards.train, shards.valid):
-        content.update(f"{count_tokens(side)} tokens".encode())
-        for shard in side:
-            for ids in chunks((shard,), 0, shard.count):
-                content.update(ids.tobytes())
-                highest = int(ids.max())
-                if highest > largest:
-                    largest, largest_in = highest, shard.file.path
-                done += ids.nbytes
-                report(done)
+    for shard in (*shards.train, *shards.valid):
+        for ids in chunks((shard,), 0, shard.count):
+            content.add(ids)
+            highest = int(ids.max())
+            if highest > largest:
+                largest, largest_in = highest, shard.file.path
+            done += ids.nbytes
+            report(done)
     if largest < 0:
         raise DataError(f"the corpus is empty: no tokens in {shards.files[0].path.parent}")
     return ShardScan(content.hexdigest(), largest, largest_in)
+
+
+def changed(path: Path) -> DataError:
+    """The error for a source that is no longer what it was when it was first read."""
+    return DataError(
+        f"{path} changed while it was being read: wait until it is written, then retry"
+    )
 
 
 def cut_for_validation(train: tuple[Shard, ...], fraction: float, end_of_text: int | None) -> int:

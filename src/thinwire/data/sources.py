@@ -4,26 +4,22 @@ Everything streams: at most one document, or 16 million characters of a larger p
 is held at a time, so a corpus may be far larger than memory.
 """
 
-import gzip
 import io
 import json
-import lzma
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple, cast
-
-import zstandard
+from typing import IO, Any, NamedTuple
 
 from thinwire.data.files import SourceFile, kind_and_packing
+from thinwire.data.unpack import BROKEN, unpacked
 from thinwire.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 WHOLE_CHARACTERS = 16_000_000
 PIECE_CHARACTERS = 1_000_000
-
-_BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+LONGEST_BYTES = 64 << 20  # of a line of JSON, or of a text in a row of Parquet
+_ROWS = 64  # of Parquet, read at a time
 
 
 class Document(NamedTuple):
@@ -34,14 +30,17 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    files: Iterable[SourceFile], skip_undecodable: bool = False
+    files: Iterable[SourceFile], text_key: str = "text", skip_undecodable: bool = False
 ) -> Iterator[Document]:
-    """The documents of all files in order; those without anything but white space are left out."""
+    """The documents of all files in order; those without anything but white space are left out.
+
+    `text_key` names what holds the text in an object of JSON and in a row of Parquet.
+    """
     before = 0
     for file in files:
         try:
             with file.path.open("rb") as raw:
-                for text, position in _documents_of(file, raw):
+                for text, position in _documents_of(file, raw, text_key):
                     if text and not text.isspace():
                         yield Document(text, before + min(position, file.size))
         except UnicodeDecodeError as error:
@@ -49,63 +48,21 @@ def read_documents(
                 raise DataError(
                     f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
                 ) from error
-        except _BROKEN as error:
+        except BROKEN as error:
             raise DataError(f"cannot read {file.path}: {error}; repair or remove it") from error
         before += file.size
 
 
-def _documents_of(file: SourceFile, raw: IO[bytes]) -> Iterator[tuple[str, int]]:
+def _documents_of(file: SourceFile, raw: IO[bytes], key: str) -> Iterator[tuple[str, int]]:
     """Texts of one file, each with the position on disk that reading has reached."""
     kind, packing = kind_and_packing(file.path.name)
-    stream = _unpacked(raw, packing)
+    stream = unpacked(raw, file, packing)
     if kind == ".parquet":
-        yield from _parquet_texts(file, stream, packing)
+        yield from _parquet_texts(file, stream, packing, key)
         return
-    texts = _jsonl_texts(file, stream) if kind == ".jsonl" else _plain_texts(stream, kind)
+    texts = _jsonl_texts(file, stream, key) if kind == ".jsonl" else _plain_texts(stream, kind)
     for text in texts:
         yield text, raw.tell()
-
-
-def _unpacked(raw: IO[bytes], packing: str) -> IO[bytes]:
-    if packing == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if packing == ".xz":
-        return lzma.LZMAFile(raw)
-    if packing == ".zst":
-        return io.BufferedReader(_ZstdFrames(raw), 1 << 20)
-    return raw
-
-
-class _ZstdFrames(io.RawIOBase):
-    """Decompressed bytes of concatenated zstd frames; a frame cut short is an error.
-
-    The library's own stream reader ends quietly there, which would train on part of a file.
-    """
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self._frame: Any = None
-        self._waiting = memoryview(b"")  # decompressed, not yet asked for
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._waiting:
-            ended = self._frame is None or self._frame.eof
-            packed = self._frame.unused_data if self._frame and ended else b""
-            packed = packed or self._raw.read(1 << 16)
-            if not packed:
-                if not ended:
-                    raise EOFError("the compressed file ends in the middle of a frame")
-                return 0
-            if ended:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._waiting = memoryview(self._frame.decompress(packed))
-        count = min(len(buffer), len(self._waiting))
-        buffer[:count] = self._waiting[:count]
-        self._waiting = self._waiting[count:]
-        return count
 
 
 def _plain_texts(stream: IO[bytes], kind: str) -> Iterator[str]:
@@ -147,26 +104,48 @@ def _pieces(lines: Iterable[str], separated: bool) -> Iterator[tuple[str, bool]]
     yield "".join(held), True
 
 
-def _jsonl_texts(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
+def _jsonl_texts(file: SourceFile, stream: IO[bytes], key: str) -> Iterator[str]:
+    lines = iter(lambda: stream.readline(LONGEST_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
+        where = f"{file.path}, line {number}"
+        _refuse_longer(len(line), where)
         if not line.strip():
             continue
-        where = f"{file.path}, line {number}"
         try:
             record = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not valid JSON ({error}); repair or remove it") from error
-        text = record.get("text") if isinstance(record, dict) else None
+        text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise DataError(f'{where}: needs an object with the key "text" that holds a string')
+            raise DataError(
+                f'{where}: needs an object with the key "{key}" that holds a string, but it '
+                f"{_description(record, key)}; set data.text_key to the key of the text"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
-            raise DataError(f'{where}: "text" is not valid Unicode ({error.reason})') from error
+            raise DataError(f'{where}: "{key}" is not valid Unicode ({error.reason})') from error
         yield text
 
 
-def _parquet_texts(file: SourceFile, stream: IO[bytes], packing: str) -> Iterator[tuple[str, int]]:
+def _description(record: Any, key: str) -> str:
+    """What a line of JSON holds in place of a text."""
+    if not isinstance(record, dict):
+        return f"is {_json_kind(record)}"
+    if key in record:
+        return f"holds {_json_kind(record[key])}"
+    keys = ", ".join(f'"{name}"' for name in list(record)[:12])
+    return f"has the keys {keys}" if keys else "has no keys"
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a string" if isinstance(value, str) else "a number")
+
+
+def _parquet_texts(
+    file: SourceFile, stream: IO[bytes], packing: str, key: str
+) -> Iterator[tuple[str, int]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -174,22 +153,36 @@ def _parquet_texts(file: SourceFile, stream: IO[bytes], packing: str) -> Iterato
         raise DataError(
             f"{file.path} needs pyarrow, which is not installed: pip install 'thinwire[parquet]'"
         ) from error
-    with tempfile.TemporaryFile() as unpacked:
+    with tempfile.TemporaryFile() as on_disk:
         if packing:  # Parquet is read from its end, so it must be on disk unpacked
-            shutil.copyfileobj(stream, unpacked)
-            unpacked.seek(0)
-            stream = unpacked
+            shutil.copyfileobj(stream, on_disk)
+            on_disk.seek(0)
+            stream = on_disk
         try:
             table = pyarrow.parquet.ParquetFile(stream)
             columns = table.schema_arrow.names
-            if "text" not in columns:
-                raise DataError(f'{file.path} has no column "text"; its columns: {columns}')
+            if key not in columns:
+                raise DataError(
+                    f'{file.path} has no column "{key}"; its columns: {", ".join(columns)}; set '
+                    "data.text_key to the column of the text"
+                )
             rows = 0
-            for batch in table.iter_batches(batch_size=1024, columns=["text"]):
-                for text in batch.column(0).to_pylist():
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
+                for value in batch.column(0):  # one at a time: a short file can hold long texts
+                    text = value.as_py()
                     if text is not None and not isinstance(text, str):
-                        raise DataError(f'{file.path}: column "text" holds {type(text).__name__}')
+                        raise DataError(f'{file.path}: column "{key}" holds {type(text).__name__}')
                     rows += 1
+                    _refuse_longer(len(text or ""), f"{file.path}, row {rows}")
                     yield text or "", file.size * rows // table.metadata.num_rows
         except pyarrow.ArrowException as error:
             raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
+
+
+def _refuse_longer(size: int, where: str) -> None:
+    """One document is held in memory whole, so its size has a limit."""
+    if size > LONGEST_BYTES:
+        raise DataError(
+            f"{where}: one document of more than {LONGEST_BYTES >> 20} MiB, the most that is read "
+            "as one: it is damaged, or must be cut into several"
+        )

@@ -1,15 +1,19 @@
 """Which documents validate: decided by their content alone, so an exact copy of a
 validation document, anywhere in the corpus, never trains.
+
+Documents come with a flag that says whether they were given for validation (data.valid_path).
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from thinwire.errors import DataError
 
 _KEY = b"thinwire document"
 _RANGE = 1 << 64
+# Less text than this makes too few windows to validate with.
+SHORTEST_TAIL_BYTES = 16_384
 
 
 @dataclass(frozen=True)
@@ -53,42 +57,64 @@ class ContentHash:
 
 @dataclass(frozen=True)
 class Scan:
-    """What one reading of all documents tells, in constant memory."""
+    """What one reading of all documents tells, in constant memory but for `given`."""
 
-    content: str  # hash of all documents in order
+    content: str  # hash of all documents in order, and of which were given for validation
     documents: int
-    size: int  # in UTF-8 bytes
-    lowest: int  # smallest and largest place of any document
+    size: int  # in UTF-8 bytes, of the documents not given for validation
+    lowest: int  # smallest and largest place of any of these
     highest: int
+    given: frozenset[bytes]  # digests of the documents given for validation
 
 
-def scan_documents(texts: Iterable[str]) -> Scan:
+def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
     """Read every document once; an empty corpus is an error."""
-    content = ContentHash()
-    documents = size = highest = 0
+    content, given_content = ContentHash(), ContentHash()
+    count = size = highest = 0
     lowest = _RANGE
-    for text in texts:
+    given: set[bytes] = set()
+    for text, is_given in documents:
         document = DocumentHash.of(text)
+        count += 1
+        if is_given:
+            given_content.add(document)
+            given.add(document.digest)
+            continue
         content.add(document)
-        documents += 1
         size += document.size
         lowest = min(lowest, document.place)
         highest = max(highest, document.place)
-    if documents == 0:
+    if size == 0:
         raise DataError(
             "the corpus is empty: its files hold no document with anything but white space; "
             "check data.path"
         )
-    return Scan(content.hexdigest(), documents, size, lowest, highest)
+    told = _content(content, given_content)
+    return Scan(told, count, size, lowest, highest, frozenset(given))
+
+
+def as_scanned(
+    documents: Iterable[tuple[str, bool]], scan: Scan
+) -> Iterator[tuple[str, bool, DocumentHash]]:
+    """The documents once more, hashed; an error at the end if they are not those of the scan."""
+    content, given_content = ContentHash(), ContentHash()
+    for text, is_given in documents:
+        document = DocumentHash.of(text)
+        (given_content if is_given else content).add(document)
+        yield text, is_given, document
+    if _content(content, given_content) != scan.content:
+        raise DataError("the corpus changed while it was being read: start again")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sends each document to "train" or "valid"; a corpus of one document is cut in two."""
+    """Sends each document to "train" or "valid", or the end of a long one to "valid"."""
 
     fraction: float
     threshold: int
+    longest: float  # bytes that one document should give to validation
     one_document: bool
+    given: frozenset[bytes]
 
     @classmethod
     def of(cls, scan: Scan, fraction: float) -> "Split":
@@ -102,22 +128,42 @@ class Split:
             threshold = scan.lowest + 1
         elif scan.highest < threshold:
             threshold = scan.highest
-        return cls(fraction, threshold, scan.lowest == scan.highest)
+        longest = max(fraction * scan.size, SHORTEST_TAIL_BYTES)
+        return cls(fraction, threshold, longest, scan.lowest == scan.highest, scan.given)
 
-    def parts(self, text: str, document: DocumentHash) -> list[tuple[str, str]]:
-        """The (side, text) pairs that a document contributes: one, or two if it is alone."""
+    def parts(
+        self, text: str, document: DocumentHash, is_given: bool = False
+    ) -> list[tuple[str, str]]:
+        """The (side, text) pairs that a document contributes.
+
+        One, but two for a document of which only the end validates: one so long that it alone
+        would be twice the share wanted, or the only one. None for a training document that was
+        given for validation as well.
+        """
+        if self.given:
+            if is_given:
+                return [("valid", text)]
+            return [] if document.digest in self.given else [("train", text)]
         if self.one_document:
-            cut = _cut_near_end(text, self.fraction)
-            return [("train", text[:cut]), ("valid", text[cut:])]
-        return [("valid" if document.place < self.threshold else "train", text)]
+            return _cut_near_end(text, self.fraction)
+        if document.place >= self.threshold:
+            return [("train", text)]
+        if document.size <= 2 * self.longest:
+            return [("valid", text)]
+        return _cut_near_end(text, self.longest / document.size)
 
 
-def _cut_near_end(text: str, fraction: float) -> int:
-    """Where the last `fraction` of a text begins, at the start of a line where it has lines."""
+def _content(split: ContentHash, given: ContentHash) -> str:
+    """One hash of both kinds of documents: which of them were given is part of what they are."""
+    return f"{split.hexdigest()} {given.hexdigest()}"
+
+
+def _cut_near_end(text: str, fraction: float) -> list[tuple[str, str]]:
+    """The last `fraction` of a text validates, from the start of a line where it has lines."""
     if len(text) < 2:
         raise DataError("the corpus is one document of one character: nothing to train on")
     wanted = min(max(1, round(len(text) * (1 - fraction))), len(text) - 1)
-    after = text.find("\n", wanted - 1) + 1
-    if 0 < after < len(text):
-        return after
-    return text.rfind("\n", 0, wanted) + 1 or wanted
+    reach = (len(text) - wanted) // 2  # not to a line that would change the share much
+    after = text.find("\n", wanted - 1, wanted + reach) + 1
+    cut = after or text.rfind("\n", max(0, wanted - reach), wanted) + 1 or wanted
+    return [("train", text[:cut]), ("valid", text[cut:])]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from thinwire.data.files import expanded
 from thinwire.data.pieces import pieces_of
 from thinwire.errors import DataError
 
@@ -41,8 +42,8 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, the format of the `tokenizers` and `transformers` libraries."""
         try:
-            text = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = expanded(path, "data.tokenizer").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"cannot read the tokenizer {path}: {error}; "
                 "data.tokenizer must be the path of a tokenizer.json, or empty to train one"

@@ -35,6 +35,8 @@ _NOT_HASHED = (
     ("link", "listen"),
     ("link", "port"),
     ("data", "path"),
+    ("data", "valid_path"),
+    ("data", "text_key"),
     ("codec", "memory_mb"),
     ("train", "keep"),
     ("train", "checkpoint_every"),
@@ -301,10 +303,10 @@ def _check_images(settings: Settings) -> None:
             f'optim.name = "muon" cannot work with model.preset = "{preset}": it is for matrices, '
             "not convolutions; use sgd or adamw"
         )
-    if data.tokenizer or data.valid_fraction != DataConfig().valid_fraction:
+    if data.tokenizer or data.valid_path or data.valid_fraction != DataConfig().valid_fraction:
         raise ConfigError(
-            'data.tokenizer and data.valid_fraction are of no use with data.source = "images": a '
-            "set of images brings its own test images"
+            "data.tokenizer, data.valid_path and data.valid_fraction are of no use with "
+            'data.source = "images": a set of images brings its own test images'
         )
 
 

@@ -40,6 +40,7 @@ _COMMA = re.compile(r",(?![^(]*\))")  # not within a codec's parentheses
 _GROUND = ("model", "data", "boundary", "codec", "optim", "train", "pipeline")
 _NO_GROUND = {
     *("data.source", "data.path", "data.tokenizer", "data.valid_fraction"),
+    *("data.valid_path", "data.text_key"),
     *("train.steps", "train.eval_every", "train.checkpoint_every", "train.keep"),
     *("pipeline.schedule", "pipeline.window"),
 }

@@ -262,6 +262,7 @@ def tuning_base(base: Values, corpus: Corpus, text: str | None, quick: bool) -> 
         "source": "text",
         "path": text or pydoc_data.topics.__file__,
         "tokenizer": str(tokenizer),
+        "valid_path": "",
         "valid_fraction": 0.9 if quick and not text else 0.1,  # quick: little is trained on
     }
     rate = Settings.from_plain(base).optim.lr * TUNING_RATE
