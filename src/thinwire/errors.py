@@ -5,6 +5,21 @@ these into a few plain lines and the exit code of its class; anything else is a
 defect of ours and keeps its traceback.
 """
 
+import unicodedata
+
+_LONGEST_QUOTE = 4000
+
+
+def printable(text: str, longest: int = _LONGEST_QUOTE) -> str:
+    """Text of another process, fit for a screen or a log: no control characters, not endless.
+
+    A terminal obeys escape sequences whoever sends them: they could hide lines, retitle the window
+    or write over what stood there. Line breaks and tabs stay.
+    """
+    if len(text) > longest:
+        text = f"{text[:longest]} ... ({len(text) - longest} more characters)"
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c)[0] != "C")
+
 
 class ThinwireError(Exception):
     """Base of all errors that are meant for the user."""
@@ -34,6 +49,10 @@ class WireError(ThinwireError):
     """A frame or a link broke its contract, or the other end is gone."""
 
     exit_code = 5
+
+
+class BreachError(WireError):
+    """The other end of a link sent what the contract does not allow: the fault is its own."""
 
 
 class StageError(ThinwireError):

@@ -16,10 +16,16 @@ from thinwire.errors import WireError
 from thinwire.wire import memory_pair
 
 
-def failed(error: str, kind: str = "WireError", accuses: tuple[int, ...] = ()) -> Message:
+def failed(
+    error: str,
+    kind: str = "WireError",
+    accuses: tuple[int, ...] = (),
+    convicts: tuple[int, ...] = (),
+) -> Message:
     """What a peer sends before it leaves."""
     known = kind.endswith("Error") and kind != "ValueError"
-    return {"type": "failed", "kind": kind, "known": known, "error": error, "accuses": [*accuses]}
+    blames = {"accuses": [*accuses], "convicts": [*convicts]}
+    return {"type": "failed", "kind": kind, "known": known, "error": error, **blames}
 
 
 def exit_with(code: int) -> Message:
@@ -49,6 +55,10 @@ STEP = {"type": "step", "step": 3}
         ([(0, failed("b-0", accuses=(1,))), (1, failed("x", "ValueError"))], 1),
         # a frame outside the contract breaks the link at the end that objects
         ([(0, failed("b-0", accuses=(1,))), (1, failed("b-0: unexpected frame"))], 1),
+        # ... and says who sent it, whatever the sender complains of
+        ([(0, failed("b-0", accuses=(1,))), (1, failed("b", "BreachError", convicts=(0,)))], 0),
+        ([(1, failed("b", "BreachError", convicts=(0,))), (1, exit_with(1))], 0),
+        ([(1, {"type": "breach", "error": "a 'step' message lacks"}), (1, exit_with(1))], 1),
         ([(0, STEP), (1, exit_with(0))], 0),
     ],
 )

@@ -1,6 +1,9 @@
-"""Received frames are held against the contract; late and repeated ones are dropped."""
+"""Received frames are held against the contract and bounded; repeated ones are dropped."""
 
+import math
+import struct
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,12 +11,15 @@ import torch
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import Port, Versions
-from thinwire.errors import WireError
-from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
+from thinwire.engine.port import EVALUATION_WINDOW, Due, Port, Versions
+from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
+from thinwire.errors import BreachError, WireError
+from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
 
 SHAPE = (2, 4, 8)
 MICROBATCHES = 3
+VALIDATION_BATCHES = 40
+BASIS_BYTES = 24
 MADE_WITH = Versions(weights=7, basis=1)
 
 
@@ -21,25 +27,31 @@ class Pair:
     """A sending port, a receiving port, and the raw link beneath the sender."""
 
     def __init__(
-        self, sender_codec: str = "bf16", receiver_codec: str = "bf16", limit: int = 1 << 16
+        self,
+        sender_codec: str = "bf16",
+        receiver_codec: str = "bf16",
+        limit: int = 1 << 16,
+        first_step: int = 0,
+        nic: Callable[[], Nic | None] = lambda: None,
     ):
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=5)
-        self.raw = Link(ours, Meter(), None, "boundary-0", limit)
-        self.sender = self.port(self.raw, Mailbox(), sender_codec, {FrameKind.BACKWARD})
-        other = Link(theirs, Meter(), None, "boundary-0", limit)
-        receives = {FrameKind.FORWARD, FrameKind.EVALUATE}
-        self.receiver = self.port(other, self.mailbox, receiver_codec, receives)
+        self.raw = Link(ours, Meter(), nic(), "boundary-0", limit)
+        from_above = Due.from_above(first_step, {BASIS_BYTES})
+        self.sender = self.port(self.raw, Mailbox(timeout=5), sender_codec, from_above)
+        self.other = Link(theirs, Meter(), nic(), "boundary-0", limit)
+        from_below = Due.from_below(first_step, VALIDATION_BATCHES, {BASIS_BYTES})
+        self.receiver = self.port(self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
-    def port(link: Link, mailbox: Mailbox, codec: str, receives: set[FrameKind]) -> Port:
+    def port(link: Link, mailbox: Mailbox, codec: str, due: Due) -> Port:
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
-        return Port(link, 0, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, receives)
+        return Port(link, 0, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
 
 
 def test_a_tensor_crosses() -> None:
-    pair = Pair()
+    pair = Pair(first_step=3)
     tensor = torch.randn(SHAPE)
     pair.sender.send_tensor(FrameKind.FORWARD, tensor, 3, 1, MADE_WITH)
     received = pair.receiver.take_tensor(FrameKind.FORWARD, 3, 1, MADE_WITH)
@@ -100,9 +112,10 @@ MEMORY = "int4+ef21"
 class Remembering(Pair):
     """Both ends remember; frames are made by hand, so that they can be wrong."""
 
-    def __init__(self) -> None:
-        super().__init__(MEMORY, MEMORY)
+    def __init__(self, first_step: int = 0) -> None:
+        super().__init__(MEMORY, MEMORY, first_step=first_step)
         self.codec = parse_codec(MEMORY)
+        self.last_sent = (-1, 0)
 
     def frame(self, step: int, microbatch: int, kind: FrameKind = FrameKind.FORWARD) -> Frame:
         place = Place(Leg.FORWARD, step, microbatch, training=kind is FrameKind.FORWARD)
@@ -115,8 +128,11 @@ class Remembering(Pair):
     def send(self, frame: Frame) -> None:
         """Send a frame, and let everything before it arrive."""
         self.raw.send(frame)
-        self.raw.send(self.frame(10**9, 0, FrameKind.EVALUATE))
-        self.mailbox.take((FrameKind.EVALUATE, 10**9, 0))
+        step, (before, number) = self.receiver._open_step + 1, self.last_sent
+        number = number + 1 if step == before else 0
+        self.last_sent = step, number
+        self.raw.send(self.frame(step, number, FrameKind.EVALUATE))
+        self.mailbox.take((FrameKind.EVALUATE, step, number))
 
     def arrived(self, step: int, microbatch: int) -> bool:
         return (FrameKind.FORWARD, step, microbatch) in self.mailbox._items
@@ -126,7 +142,7 @@ class Remembering(Pair):
 
 
 def test_a_step_waits_until_it_is_opened_and_the_one_after_it_goes_on_waiting() -> None:
-    pair = Remembering()
+    pair = Remembering(first_step=4)
     pair.send(pair.frame(4, 0))
     assert not pair.arrived(4, 0) and pair.remembered() == ""
     pair.receiver.open_step(4)
@@ -143,7 +159,7 @@ def test_a_step_waits_until_it_is_opened_and_the_one_after_it_goes_on_waiting() 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_tensor_is_remembered_once(is_held: bool) -> None:
     """The mailbox would drop it, but the codec would have moved on by then."""
-    pair = Remembering()
+    pair = Remembering(first_step=4)
     frame = pair.frame(4, 0)
     if not is_held:
         pair.receiver.open_step(4)
@@ -157,7 +173,7 @@ def test_a_tensor_is_remembered_once(is_held: bool) -> None:
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_step_that_is_not_due_is_refused(step: int) -> None:
-    pair = Remembering()
+    pair = Remembering(first_step=4)
     pair.receiver.open_step(4)
     pair.send(pair.frame(4, 0))
     before = pair.remembered()
@@ -168,7 +184,7 @@ def test_a_step_that_is_not_due_is_refused(step: int) -> None:
 
 
 def test_a_step_that_is_over_is_refused_also_where_it_was_held() -> None:
-    pair = Remembering()
+    pair = Remembering(first_step=3)
     pair.send(pair.frame(3, 0))
     with pytest.raises(WireError, match="step 3, microbatch 0 is neither"):
         pair.receiver.open_step(4)
@@ -176,11 +192,11 @@ def test_a_step_that_is_over_is_refused_also_where_it_was_held() -> None:
 
 
 def test_no_more_is_held_than_a_step_has() -> None:
-    pair = Remembering()
-    for step in range(MICROBATCHES):
-        pair.send(pair.frame(step, 0))
-    pair.raw.send(pair.frame(MICROBATCHES, 0))
-    with pytest.raises(WireError, match="nor of the next"):
+    pair = Remembering(first_step=7)
+    for microbatch in range(MICROBATCHES):
+        pair.send(pair.frame(7, microbatch))
+    pair.raw.send(pair.frame(7, MICROBATCHES - 1))
+    with pytest.raises(WireError, match="has come before"):
         pair.mailbox.take(("never",))
     assert len(pair.receiver._held) == MICROBATCHES
 
@@ -188,9 +204,10 @@ def test_no_more_is_held_than_a_step_has() -> None:
 @pytest.mark.parametrize("codec", ["bf16", MEMORY])
 def test_a_microbatch_that_does_not_exist_is_refused(codec: str) -> None:
     pair = Pair(codec, codec)
+    for number in range(MICROBATCHES + 1):  # of which a validation may have more
+        pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
+        pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
     pair.receiver.open_step(0)
-    pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, 9, MADE_WITH)
-    pair.receiver.take_tensor(FrameKind.EVALUATE, 0, 9, MADE_WITH)
     pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, MICROBATCHES, MADE_WITH)
     with pytest.raises(WireError, match="microbatch 3 does not exist: a step has 3 of them"):
         pair.mailbox.take(("never",))
@@ -204,6 +221,154 @@ def test_only_the_step_at_hand_and_the_next_are_kept_in_mind() -> None:
             pair.send(pair.frame(step, microbatch))
     assert len(pair.receiver._seen) == MICROBATCHES
     assert pair.remembered() == pair.codec.agreement()
+
+
+# --- bounds: a frame that is not due is the sender's error ---
+
+
+def tensor_frame(kind: FrameKind, step: int, microbatch: int = 0) -> Frame:
+    codec = parse_codec("bf16")
+    payload = bytes(codec.pack(torch.randn(SHAPE), Place(Leg.FORWARD, step, microbatch)))
+    return Frame(
+        kind, step=step, microbatch=microbatch, codec=codec.tag, shape=SHAPE, payload=payload
+    )
+
+
+def verdict_frame(step: int, microbatch: int = 0) -> Frame:
+    payload = Verdict(1.0, True, False, False).to_bytes()
+    return Frame(FrameKind.VERDICT, step=step, microbatch=microbatch, payload=payload)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        tensor_frame(FrameKind.FORWARD, 4),
+        tensor_frame(FrameKind.FORWARD, 7),
+        tensor_frame(FrameKind.FORWARD, 1 << 40),
+        tensor_frame(FrameKind.EVALUATE, 5),
+        tensor_frame(FrameKind.EVALUATE, 7),
+        tensor_frame(FrameKind.EVALUATE, 6, 1),
+        tensor_frame(FrameKind.EVALUATE, 6, VALIDATION_BATCHES),
+        verdict_frame(4),
+        verdict_frame(7),
+        verdict_frame(5, microbatch=1),
+        Frame(FrameKind.BASIS, step=5, microbatch=2, payload=bytes(BASIS_BYTES)),
+    ],
+    ids=lambda frame: f"{frame.kind.name} {frame.step} {frame.microbatch}",
+)
+def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
+    pair = Pair(first_step=5)
+    pair.receiver.open_step(5)
+    pair.raw.send(frame)
+    with pytest.raises(BreachError, match=f"{frame.kind.name} of step {frame.step}"):
+        pair.mailbox.take(("never",))
+    assert pair.other.other_end_at_fault and not pair.other.other_end_lost
+    assert pair.mailbox._items == {}
+
+
+def test_the_stage_above_cannot_be_a_step_ahead() -> None:
+    pair = Pair()
+    pair.sender.open_step(0)
+    pair.other.send(Frame(FrameKind.TALLY, step=1, payload=bytes(8)))
+    with pytest.raises(BreachError, match="TALLY of step 1"):
+        pair.sender.take_message(FrameKind.TALLY, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "words"),
+    [
+        (FrameKind.TALLY, bytes(13), "a tally has 8 bytes for each parameter, 13 arrived"),
+        (FrameKind.TALLY, pack_tally([1.0, -1.0]), "below zero"),
+        (FrameKind.BASIS, bytes(BASIS_BYTES + 4), "a basis of 28 bytes arrived, agreed were 24"),
+    ],
+)
+def test_a_malformed_message_from_above_convicts_its_sender(
+    kind: FrameKind, payload: bytes, words: str
+) -> None:
+    """It was a struct.error, or a StageError, of the stage that received it."""
+    pair = Pair()
+    pair.sender.open_step(0)
+    pair.other.send(Frame(kind, payload=payload))
+    with pytest.raises(BreachError, match=words):
+        pair.sender.take_message(kind, 0)
+    assert pair.raw.other_end_at_fault
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [bytes(10), bytes(12), bytes(8) + bytes([2, 0, 0]), struct.pack("<dBBB", math.inf, 1, 0, 0),
+     struct.pack("<dBBB", -1.0, 0, 0, 0)],
+)  # fmt: skip
+def test_a_malformed_verdict_convicts_its_sender(payload: bytes) -> None:
+    pair = Pair()
+    pair.receiver.open_step(0)
+    pair.raw.send(Frame(FrameKind.VERDICT, payload=payload))
+    with pytest.raises(BreachError, match="verdict"):
+        pair.receiver.take_message(FrameKind.VERDICT, 0)
+
+
+def test_tallies_cross_and_may_be_infinite() -> None:
+    assert unpack_tally(pack_tally([0.0, math.inf, 2.5])) == [0.0, math.inf, 2.5]
+    assert unpack_tally(b"") == []
+    assert global_norm([9.0, 16.0]) == 5.0
+    assert global_norm([1.0, math.nan]) == global_norm([1e308, 1e308]) == math.inf
+
+
+def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage() -> None:
+    """Neither end piles them up: the sender waits, and goes on as soon as there is room."""
+    pair = Pair(nic=lambda: Nic(mbps_up=0.1, mbps_down=0, latency_ms=0))  # 15 ms a frame
+    sent: list[int] = []
+
+    def send_all() -> None:
+        for number in range(VALIDATION_BATCHES):
+            pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
+            sent.append(number)
+
+    thread = threading.Thread(target=send_all, daemon=True)
+    thread.start()
+    most_unsent = most_waiting = 0
+    for number in range(VALIDATION_BATCHES):
+        pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
+        most_unsent = max(most_unsent, len(sent) - number)
+        most_waiting = max(most_waiting, len(pair.mailbox._items))
+    thread.join(30)
+    assert len(sent) == VALIDATION_BATCHES
+    assert most_unsent <= EVALUATION_WINDOW + 2
+    assert most_waiting <= EVALUATION_WINDOW
+
+
+@pytest.mark.parametrize(
+    "nic", [lambda: None, lambda: Nic(0, 0, latency_ms=1)], ids=["direct", "emulated"]
+)
+def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
+    nic: Callable[[], Nic | None],
+) -> None:
+    pair = Pair(nic=nic)
+    pair.raw._pipe._outgoing._limit = 2  # type: ignore[attr-defined]  # as little as gRPC holds
+    sent: list[int] = []
+
+    def send_all() -> None:
+        for number in range(VALIDATION_BATCHES):
+            pair.sender.send_tensor(FrameKind.EVALUATE, torch.randn(SHAPE), 0, number, MADE_WITH)
+            sent.append(number)
+
+    thread = threading.Thread(target=send_all, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    assert len(pair.mailbox._items) == EVALUATION_WINDOW
+    assert len(sent) < VALIDATION_BATCHES - 5
+    for number in range(VALIDATION_BATCHES):
+        pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_failure_frees_a_link_that_waits_for_room() -> None:
+    mailbox = Mailbox()
+    mailbox.put(("E", 0, 0), 0, "item")
+    threading.Timer(0.05, mailbox.fail, (WireError("the link broke"),)).start()
+    mailbox.wait_for_room("E", 1)
+    mailbox.wait_for_room("E", 2)
 
 
 def test_late_and_repeated_frames_are_dropped() -> None:

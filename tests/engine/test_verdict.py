@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.engine.runner import Verdict, _not_finite
+from thinwire.engine.runner import _not_finite
+from thinwire.engine.verdict import Verdict
 from thinwire.engine.worker import PATIENCE, divergence
-from thinwire.errors import StageError
+from thinwire.errors import StageError, WireError
 
 
 def poison(stage: int, calls: set[int]) -> Callable:
@@ -148,5 +149,5 @@ def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Cal
 def test_verdict_bytes() -> None:
     verdict = Verdict(1.5, True, False, True)
     assert Verdict.from_bytes(verdict.to_bytes()) == verdict
-    with pytest.raises(StageError, match="11 bytes"):
+    with pytest.raises(WireError, match="11 bytes"):
         Verdict.from_bytes(verdict.to_bytes()[:-1])

@@ -31,22 +31,22 @@ def test_latency_delays_without_occupying():
     nic = Nic(mbps_up=8, mbps_down=8, latency_ms=1000)
     first = nic.reserve_up(MEGABIT, now=0.0)
     second = nic.reserve_up(MEGABIT, now=0.0)
-    assert first.handed_over == pytest.approx(1.125)
-    assert second.handed_over == pytest.approx(1.250)
+    assert first.arrival == pytest.approx(1.125)
+    assert second.arrival == pytest.approx(1.250)
 
 
 def test_equal_rates_up_and_down_do_not_count_twice():
     sender = Nic(mbps_up=8, mbps_down=8, latency_ms=25)
     receiver = Nic(mbps_up=8, mbps_down=8, latency_ms=25)
     for _ in range(5):
-        arrived = sender.reserve_up(MEGABIT, now=0.0).handed_over
+        arrived = sender.reserve_up(MEGABIT, now=0.0).arrival
         assert receiver.reserve_down(MEGABIT, arrived) == pytest.approx(arrived)
 
 
 def test_two_senders_into_one_host_share_its_downlink():
     receiver = Nic(mbps_up=8, mbps_down=8, latency_ms=0)
     senders = [Nic(mbps_up=8, mbps_down=8, latency_ms=0) for _ in range(2)]
-    arrivals = [nic.reserve_up(MEGABIT, now=0.0).handed_over for nic in senders]
+    arrivals = [nic.reserve_up(MEGABIT, now=0.0).arrival for nic in senders]
     delivered = [receiver.reserve_down(MEGABIT, arrived) for arrived in arrivals]
     assert delivered == [pytest.approx(0.125), pytest.approx(0.25)]
 
@@ -81,16 +81,16 @@ def test_jitter_is_bounded_repeatable_and_never_reorders(sizes, jitter_ms, seed)
         nic = Nic(80, 80, latency_ms=10, jitter_ms=jitter_ms, seed=seed)
         runs.append([nic.reserve_up(size, now=0.0) for size in sizes])
     assert runs[0] == runs[1]
-    handed_over = [passage.handed_over for passage in runs[0]]
-    assert handed_over == sorted(handed_over)
+    arrival = [passage.arrival for passage in runs[0]]
+    assert arrival == sorted(arrival)
     for passage in runs[0]:
-        assert passage.end + 0.01 <= passage.handed_over + 1e-9
-        assert passage.handed_over <= passage.end + 0.01 + jitter_ms / 1e3 + 1e-9
+        assert passage.end + 0.01 <= passage.arrival + 1e-9
+        assert passage.arrival <= passage.end + 0.01 + jitter_ms / 1e3 + 1e-9
 
 
 def test_jitter_depends_on_the_seed():
     def first(seed: int) -> float:
-        return Nic(80, 80, 10, jitter_ms=100, seed=seed).reserve_up(64, 0.0).handed_over
+        return Nic(80, 80, 10, jitter_ms=100, seed=seed).reserve_up(64, 0.0).arrival
 
     assert len({first(seed) for seed in range(8)}) == 8
 
@@ -116,7 +116,7 @@ def test_impossible_rates_are_refused_by_the_name_of_their_setting(bad):
 def test_config_makes_the_nic_or_none():
     nic = LinkConfig(mbps_up=8, latency_ms=1000).nic()
     assert nic is not None
-    assert nic.reserve_up(MEGABIT, 0.0).handed_over == pytest.approx(1.125)
+    assert nic.reserve_up(MEGABIT, 0.0).arrival == pytest.approx(1.125)
     assert LinkConfig(emulate=False).nic() is None
 
 
@@ -150,3 +150,36 @@ def test_a_stopped_delay_line_forgets_what_waits():
     threads[0].join(PATIENCE)
     assert not threads[0].is_alive()
     assert delivered == []
+
+
+@pytest.mark.parametrize(("latency", "jitter"), [(1e13, 0), (0, 1e13), (3.6e6, 1)])
+def test_a_delay_of_more_than_an_hour_is_refused(latency, jitter):
+    with pytest.raises(ConfigError, match=r"link\.latency_ms \+ link\.jitter_ms"):
+        Nic(80, 80, latency, jitter)
+
+
+def test_whoever_puts_waits_while_what_is_due_is_not_taken():
+    gate, delivered = threading.Event(), []
+
+    def deliver(item: int) -> None:
+        assert gate.wait(PATIENCE)
+        delivered.append(item)
+
+    line = DelayLine(deliver, "held", most=2)
+    put: list[int] = []
+
+    def fill() -> None:
+        for number in range(10):
+            line.put(time.monotonic(), number)
+            put.append(number)
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
+    filling.join(0.3)
+    assert len(put) <= 4
+    gate.set()
+    filling.join(PATIENCE)
+    while len(delivered) < 10:
+        time.sleep(0.01)
+    assert delivered == list(range(10))
+    line.stop()

@@ -6,18 +6,28 @@ from collections.abc import Iterator
 import pytest
 from wiring import MAX_PAYLOAD, PATIENCE, Recorder
 
-from thinwire.errors import WireError
+from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
 from thinwire.wire import link as link_module
+from thinwire.wire.emulate import STAMP_BYTES, stamp
+
+
+def free() -> Nic:
+    return Nic(0, 0, latency_ms=0)
+
 
 NICS = {"direct": lambda: None, "emulated": lambda: Nic(800, 800, latency_ms=2, jitter_ms=1)}
 
 
 class CountingPipe(Pipe):
-    """Counts what passes, apart from the meter, and can be made to fail or to stand still."""
+    """Counts what passes, apart from the meter, and can be made to fail or to stand still.
 
-    def __init__(self, inner: Pipe) -> None:
+    `stamp` is what the emulation adds to each message for itself.
+    """
+
+    def __init__(self, inner: Pipe, stamp: int) -> None:
         self._inner = inner
+        self._stamp = stamp
         self.written = self.read_in = 0
         self.open_gate = threading.Event()
         self.open_gate.set()
@@ -25,11 +35,11 @@ class CountingPipe(Pipe):
     def write(self, message: bytes) -> None:
         assert self.open_gate.wait(PATIENCE)
         self._inner.write(message)
-        self.written += len(message)
+        self.written += len(message) - self._stamp
 
     def read(self) -> bytes | None:
         message = self._inner.read()
-        self.read_in += len(message or b"")
+        self.read_in += len(message) - self._stamp if message else 0
         return message
 
     def close(self, grace: float | None = None) -> None:
@@ -40,7 +50,7 @@ class End:
     """A started link with its meter, its counting pipe and what it reported."""
 
     def __init__(self, name: str, pipe: Pipe, nic: Nic | None) -> None:
-        self.pipe = CountingPipe(pipe)
+        self.pipe = CountingPipe(pipe, STAMP_BYTES if nic else 0)
         self.meter = Meter()
         self.heard = Recorder()
         self.link = Link(self.pipe, self.meter, nic, name, MAX_PAYLOAD)
@@ -97,7 +107,8 @@ def test_close_sends_what_is_queued_first(ends):
 
 def slow_pair(mbps: float, latency_ms: float = 0) -> tuple[End, End]:
     here, there = memory_pair()
-    return End("0-1", here, Nic(mbps, 0, latency_ms)), End("1-0", there, None)
+    nics = [Nic(mbps, 0, latency_ms) for _ in range(2)]
+    return End("0-1", here, nics[0]), End("1-0", there, nics[1])
 
 
 @pytest.mark.parametrize(("timeout", "whole"), [(None, True), (0.05, False)])
@@ -112,8 +123,8 @@ def test_closing_without_a_limit_drops_nothing_on_a_slow_link(timeout, whole):
 
 
 def test_closing_without_a_limit_ends_with_the_link():
-    here, there = slow_pair(mbps=0, latency_ms=3_600_000)
-    here.link.send(forward(1))
+    here, there = slow_pair(mbps=1)
+    here.link.send(forward(1, 10_000_000))  # 80 s
     closing = threading.Thread(target=here.link.close, args=(None,), daemon=True)
     closing.start()
     there.pipe.close()
@@ -340,7 +351,7 @@ def test_a_goodbye_that_is_read_only_after_a_failed_write_still_counts():
 def test_spans_show_the_emulated_uplink_one_frame_after_the_other():
     here, there = memory_pair()
     end = End("0-1", here, Nic(mbps_up=80, mbps_down=80, latency_ms=1))
-    other = End("1-0", there, None)
+    other = End("1-0", there, free())
     for number in range(4):
         end.link.send(Frame(FrameKind.FORWARD, step=9, microbatch=number, payload=bytes(936)))
     other.heard.wait(lambda: len(other.heard.frames) == 4)
@@ -377,7 +388,7 @@ def test_links_of_one_host_share_its_uplink():
     ends = []
     for name in ("left", "right"):
         here, there = memory_pair()
-        ends.append((End(name, here, nic), End(f"from {name}", there, None)))
+        ends.append((End(name, here, nic), End(f"from {name}", there, free())))
     for near, _ in ends:
         for number in range(3):
             near.link.send(forward(number, size=936))
@@ -398,3 +409,89 @@ def test_an_unstarted_link_closes_and_a_started_one_starts_once(direct_ends):
     here, there = memory_pair()
     Link(here, Meter(), None, "idle", 100).close()
     assert there.read() is None
+
+
+class SlowPipe(Pipe):
+    """A real transport that takes its time over each message."""
+
+    def __init__(self, inner: Pipe, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+
+    def write(self, message: bytes) -> None:
+        time.sleep(self._seconds)
+        self._inner.write(message)
+
+    def read(self) -> bytes | None:
+        return self._inner.read()
+
+    def close(self, grace: float | None = None) -> None:
+        self._inner.close()
+
+
+def test_the_transport_s_own_time_passes_within_the_modelled_one():
+    """A frame of 200 ms on the uplink whose transport takes 150 ms came after 350 ms."""
+    here, there = memory_pair()
+    sender = End("0-1", SlowPipe(here, 0.15), Nic(1, 0, latency_ms=0))
+    arrived: list[float] = []
+    receiver = Link(there, Meter(), Nic(1, 0, latency_ms=0), "1-0", MAX_PAYLOAD)
+    done = threading.Event()
+    receiver.start(lambda frame: (arrived.append(time.monotonic()), done.set()), print)
+    sender.link.send(forward(1, 25_000 - 64))
+    assert done.wait(PATIENCE)
+    (_, _, _, start, end), *_ = sender.link.take_spans()
+    assert end - start == pytest.approx(0.2)
+    assert 0 <= arrived[0] - end < 0.1
+    sender.link.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [(b"short", "bears no stamp"), (stamp(encode(forward(1)), float("nan")), "arrives at nan")],
+)
+def test_a_message_without_a_sensible_stamp_breaks_an_emulated_link(message, reason):
+    here, there = memory_pair()
+    end = End("1-0", there, free())
+    here.write(message)
+    end.heard.wait(lambda: end.heard.errors)
+    assert reason in str(end.heard.errors[0])
+    assert end.link.other_end_at_fault
+
+
+def test_a_stamp_cannot_hold_a_message_back_for_longer_than_its_passage_takes():
+    here, there = memory_pair()
+    end = End("1-0", there, Nic(80, 80, latency_ms=1))
+    here.write(stamp(encode(forward(1)), time.monotonic() + 1e6))
+    end.heard.wait(lambda: end.heard.frames)
+    end.link.close()
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_room_is_waited_for_until_frames_have_left_the_uplink(frames):
+    here, there = slow_pair(mbps=1)
+    for number in range(4):
+        here.link.send(forward(number, 5000 - 64))  # 40 ms each
+    here.link.wait_for_room(frames)
+    now = time.monotonic()
+    spans = here.link.take_spans()
+    assert len(spans) == 4
+    assert sum(end > now for *_, end in spans) < frames
+    there.pipe.close()
+    here.link.wait_for_room(1)  # ends with the link, too
+    here.link.close()
+
+
+def test_a_frame_that_its_receiver_refuses_is_the_sender_s_fault():
+    near, far = memory_pair()
+    heard = Recorder()
+
+    def refuse(frame: Frame) -> None:
+        raise WireError("no such microbatch")
+
+    link = Link(far, Meter(), None, "1-0", MAX_PAYLOAD)
+    link.start(refuse, heard.on_broken)
+    near.write(encode(forward(1)))
+    heard.wait(lambda: heard.errors)
+    assert isinstance(heard.errors[0], BreachError)
+    assert str(heard.errors[0]) == "link 1-0 is broken: no such microbatch"
+    assert link.other_end_at_fault and not link.other_end_lost

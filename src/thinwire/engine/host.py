@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 
 from thinwire.engine.control import MAX_MESSAGE, Channel, Message
+from thinwire.engine.messages import PeerConduct
 from thinwire.engine.settings import Settings
-from thinwire.errors import StageError, WireError
+from thinwire.errors import BreachError, StageError, ThinwireError, WireError, printable
 from thinwire.wire import Authority, Listener
 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
@@ -93,7 +94,7 @@ class Host:
         finished: set[int] = set()
         while len(finished) < self.stages:
             stage, message = self._said.get()
-            if message["type"] in ("failed", "exit", "lost"):
+            if message["type"] in ("failed", "exit", "lost", "breach"):
                 if message["type"] != "failed" and stage in finished:
                     continue
                 raise self._explain(stage, message)
@@ -162,7 +163,8 @@ class Host:
             pipe,
             f"control of stage {stage}",
             on_message=lambda message: self._said.put((stage, message)),
-            on_lost=lambda error: self._said.put((stage, {"type": "lost", "error": str(error)})),
+            on_lost=lambda error: self._said.put((stage, _lost_by(error))),
+            check=PeerConduct(stage, self.stages).check,
         )
 
     def _gather(self, wanted: str) -> list[Message]:
@@ -204,6 +206,8 @@ class Host:
             reason = f"died {where}: killed by {signal.Signals(-evidence['code']).name}"
         elif evidence["type"] == "exit":
             reason = f"died {where}: exit code {evidence['code']}"
+        elif evidence["type"] == "breach":
+            reason = f"broke the contract {where}: {evidence['error']}"
         else:
             reason = f"was lost {where}: {evidence.get('error', evidence['type'])}"
         # An error that was foreseen says all there is to say; any other needs its traceback.
@@ -217,7 +221,8 @@ class Host:
         lines = log.read_text(errors="replace").splitlines()[-count:] if log.is_file() else []
         if not lines:
             return f"\n  its log {log} is empty"
-        return f"\n  last lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines)
+        shown = [f"  | {printable(line)}" for line in lines]
+        return f"\n  last lines of {log}:\n" + "\n".join(shown)
 
     def _wait_for_exits(self) -> None:
         deadline = time.monotonic() + 10.0
@@ -228,11 +233,18 @@ class Host:
                 process.kill()
 
 
+def _lost_by(error: ThinwireError) -> Message:
+    """What became of a stage whose control stream is broken."""
+    kind = "breach" if isinstance(error, BreachError) else "lost"
+    return {"type": kind, "error": str(error), "known": kind == "breach"}
+
+
 def blame(heard: list[tuple[int, Message]]) -> tuple[int, Message]:
     """The stage that failed first in truth, and the message that shows it.
 
     A stage whose link broke accuses the neighbour at its other end. Who was accused and has said
-    nothing is lost; who has complained too was a victim, and its exit is no news.
+    nothing is lost; who has complained too was a victim, and its exit is no news. A stage that sent
+    what the contract forbids is convicted by its neighbour, whatever it says itself.
     """
     spoke = {stage for stage, message in heard if message["type"] == "failed"}
     suspects = [item for item in heard if item[1]["type"] != "exit" or item[0] not in spoke]
@@ -240,14 +252,19 @@ def blame(heard: list[tuple[int, Message]]) -> tuple[int, Message]:
         for accused in set(message.get("accuses", ())) - spoke:
             error = f"stage {stage} says: {message['error']}"
             suspects.append((accused, {"type": "lost", "error": error}))
+        for convicted in message.get("convicts", ()):
+            error = f"stage {stage} says: {message['error']}"
+            suspects.append((convicted, {"type": "breach", "error": error, "known": True}))
     return min(suspects, key=lambda suspect: _doubt(suspect[1]))
 
 
 def _doubt(message: Message) -> int:
     """How unsure a message leaves us that its stage is the cause."""
+    if message["type"] == "breach":
+        return -1
     if message["type"] == "exit" and message["code"] != 0:
         return 0
-    if message["type"] == "failed" and message["kind"] != "WireError":
+    if message["type"] == "failed" and message["kind"] not in ("WireError", "BreachError"):
         return 1
     if message["type"] == "lost":
         return 2

@@ -152,6 +152,11 @@ class Keeper:
         end = self._stage.incoming
         return end.basis if isinstance(end, ProjectedBoundary) else None
 
+    def basis_bytes(self) -> set[int]:
+        """Sizes of the bases, or gradients of them, that may cross a boundary."""
+        bases = (self.space.basis_DK, self.learned_outgoing(), self.learned_incoming())
+        return {b.numel() * b.element_size() for b in bases if b is not None}
+
     def measures(self, step: int) -> dict[str, float]:
         """Drift now and then; energy, angle and orthonormality when the basis has moved."""
         found: dict[str, float] = {}

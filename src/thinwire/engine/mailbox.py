@@ -11,6 +11,9 @@ Key = tuple[Any, ...]
 class Mailbox:
     """Items by key, put by link threads as they arrive and taken once by the runner.
 
+    What may be put is bounded by ports, which know what is due; a flow that has no such bound is
+    held back by `wait_for_room`.
+
     A failure of any link is put here too, so that a stage which waits for a frame that can no
     longer come stops at once instead of for ever. A link may be as slow as it likes: unless a
     `timeout` is given, waiting ends with the item or with a failure only.
@@ -33,12 +36,24 @@ class Mailbox:
             self._items[key] = item
             self._changed.notify_all()
 
+    def wait_for_room(self, kind: Any, most: int) -> None:
+        """On a link thread: wait until fewer than `most` items wait whose key begins with `kind`.
+
+        Meanwhile the link reads nothing, so that its sender is held back too. A failure ends it.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or sum(key[0] == kind for key in self._items) < most
+            )
+
     def take(self, key: Key) -> Any:
         """The item of this key, waiting for it if need be."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._items or self._failure, self._timeout)
             if key in self._items:
-                return self._items.pop(key)
+                item = self._items.pop(key)
+                self._changed.notify_all()
+                return item
             raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
 
     def close_step(self, step: int) -> None:

@@ -84,6 +84,7 @@ class Peer:
             "known": known,
             "error": str(error) if known else f"{type(error).__name__}: {error}",
             "accuses": lost if is_wire else [],
+            "convicts": [s for s, link in self._links.items() if link.other_end_at_fault],
         }
         try:
             self.control.send(message)

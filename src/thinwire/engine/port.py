@@ -1,6 +1,8 @@
 """A stage's end of one boundary: codec, contract and link, on the way out and on the way in."""
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from thinwire.codec import Codec, Leg
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
+from thinwire.engine.verdict import Verdict, unpack_tally
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind, Link
 
@@ -17,6 +20,41 @@ _LEGS = {
     FrameKind.EVALUATE: Leg.FORWARD,
     FrameKind.BACKWARD: Leg.BACKWARD,
 }
+_MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
+    FrameKind.TALLY: unpack_tally,
+    FrameKind.VERDICT: Verdict.from_bytes,
+}
+# Validations send no gradients back, so nothing but this window keeps a fast stage from piling up
+# its activations on a slow uplink, or before a slow stage. Training is bounded by its schedule.
+EVALUATION_WINDOW = 4
+_BASIS_WAYS = 2  # a basis may come from above and from below within a step
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a neighbour may send: kinds, how many steps ahead, and how much of each.
+
+    A stage below may be a step ahead, while this one still saves the step before; the stage above
+    cannot be, for it needs this stage's activations.
+    """
+
+    kinds: frozenset[FrameKind]
+    steps_ahead: int
+    first_step: int = 0
+    validation_batches: int = 0
+    basis_bytes: frozenset[int] = frozenset()
+
+    @classmethod
+    def from_below(cls, first_step: int, validation_batches: int, basis_bytes: set[int]) -> "Due":
+        """What the stage below sends: activations, of validations too, and verdicts."""
+        kinds = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT, FrameKind.BASIS}
+        return cls(frozenset(kinds), 1, first_step, validation_batches, frozenset(basis_bytes))
+
+    @classmethod
+    def from_above(cls, first_step: int, basis_bytes: set[int]) -> "Due":
+        """What the stage above sends: gradients and tallies."""
+        kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
+        return cls(frozenset(kinds), 0, first_step, basis_bytes=frozenset(basis_bytes))
 
 
 class Versions(NamedTuple):
@@ -34,7 +72,8 @@ class Port:
 
     Packing runs on the link's sending thread and unpacking on its receiving one, so neither
     costs the compute thread anything. Every received frame is held against the contract
-    (kind, shape, codec, size) before memory is allocated for it.
+    (kind, step, shape, codec, size) before memory is allocated for it, so that what waits in the
+    mailbox is bounded; a frame beyond is the sender's error.
 
     A neighbour may be a step ahead while this stage still saves the step before. A codec that
     remembers must not have seen that step yet, so its frames are held until `open_step`. Nor may it
@@ -47,15 +86,16 @@ class Port:
         stage: int,
         end: CutEnd,
         mailbox: Mailbox,
-        receives: set[FrameKind],
+        due: Due,
     ):
         self.link = link
         self._stage = stage
         self._end = end
         self._mailbox = mailbox
-        self._receives = receives
+        self._due = due
         self._gate = threading.Lock()
-        self._open_step: int | None = None  # which step comes first, a port is not told
+        self._open_step = due.first_step - 1  # a validation may come before the first step
+        self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
         self._seen: set[tuple[int, int]] = set()  # (step, microbatch), of the open step and later
         self._held: list[Frame] = []
         link.start(self._on_frame, mailbox.fail, self._on_end)
@@ -63,8 +103,13 @@ class Port:
     def send_tensor(
         self, kind: FrameKind, tensor: Tensor, step: int, microbatch: int, made_with: Versions
     ) -> None:
-        """Hand a tensor over; returns at once. The tensor must not be changed afterwards."""
+        """Hand a tensor over; it must not be changed afterwards.
+
+        Returns at once in training; in a validation it waits while enough frames wait to be sent.
+        """
         codec = self._end.codecs[_LEGS[kind]]
+        if kind is FrameKind.EVALUATE:
+            self.link.wait_for_room(EVALUATION_WINDOW)
 
         def packed() -> Frame:
             training = kind is not FrameKind.EVALUATE
@@ -115,17 +160,66 @@ class Port:
                 self._admit(frame)
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame.kind not in self._receives:
+        if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
+        if frame.kind is FrameKind.EVALUATE:
+            self._on_evaluation(frame)
+            return
         if frame.kind not in _LEGS:
-            key = (frame.kind, frame.step, frame.microbatch)
-            self._mailbox.put(key, frame.step, bytes(frame.payload))
-            return
-        codec = self._end.codecs[_LEGS[frame.kind]]
-        self._check_contract(frame, codec)
-        if not codec.remembers or frame.kind is FrameKind.EVALUATE:
+            self._check_step(frame)
+            self._on_message(frame)
+        elif self._check_contract(frame).remembers:
+            self._on_remembered(frame)
+        else:
+            self._check_step(frame)
             self._receive(frame)
-            return
+
+    def _check_step(self, frame: Frame) -> None:
+        ahead = frame.step - self._open_step
+        if not 0 <= ahead <= self._due.steps_ahead:
+            raise WireError(
+                f"{self._described(frame)} is neither of the step under way, {self._open_step}, "
+                "nor of the next"
+            )
+
+    def _on_message(self, frame: Frame) -> None:
+        payload, most = bytes(frame.payload), _BASIS_WAYS if frame.kind is FrameKind.BASIS else 1
+        if frame.microbatch >= most:
+            raise WireError(f"{self._described(frame)} does not exist")
+        try:
+            if frame.kind is FrameKind.BASIS:
+                self._check_basis(payload)
+            else:
+                _MESSAGE_CHECKS[frame.kind](payload)
+        except WireError as error:
+            raise WireError(f"{self._described(frame)}: {error}") from None
+        self._mailbox.put((frame.kind, frame.step, frame.microbatch), frame.step, payload)
+
+    def _check_basis(self, payload: bytes) -> None:
+        if len(payload) not in self._due.basis_bytes:
+            agreed = " or ".join(map(str, sorted(self._due.basis_bytes))) or "none"
+            raise WireError(f"a basis of {len(payload)} bytes arrived, agreed were {agreed}")
+
+    def _on_evaluation(self, frame: Frame) -> None:
+        """Take in the next frame of a validation: in order, so that waiting for room cannot block."""
+        self._check_contract(frame)
+        step, number = self._evaluated
+        expected = number + 1 if frame.step == step else 0
+        if frame.step != self._open_step + 1 or frame.microbatch != expected:
+            raise WireError(
+                f"{self._described(frame)} is not the frame of a validation that is due"
+            )
+        if frame.microbatch >= self._due.validation_batches:
+            raise WireError(
+                f"{self._described(frame)} does not exist: a validation has "
+                f"{self._due.validation_batches} of them"
+            )
+        self._evaluated = frame.step, frame.microbatch
+        self._mailbox.wait_for_room(FrameKind.EVALUATE, EVALUATION_WINDOW)
+        self._receive(frame)
+
+    def _on_remembered(self, frame: Frame) -> None:
+        """Take in a tensor that its codec remembers, or hold it until its step is opened."""
         with self._gate:
             place = frame.step, frame.microbatch
             if place in self._seen:
@@ -135,15 +229,11 @@ class Port:
 
     def _admit(self, frame: Frame) -> None:
         """Receive a frame of the open step, and hold one of the next; there are no others."""
+        self._check_step(frame)
         if frame.step == self._open_step:
             self._receive(frame)
-            return
-        is_next = self._open_step is None or frame.step == self._open_step + 1
-        if not is_next or len(self._held) == self._end.microbatches:
-            raise WireError(
-                f"{self._described(frame)} is neither of the step under way nor of the next"
-            )
-        self._held.append(frame)
+        else:
+            self._held.append(frame)
 
     def _receive(self, frame: Frame) -> None:
         """Unpack a tensor and put it where the compute thread looks for it."""
@@ -160,8 +250,8 @@ class Port:
         work = f"step {frame.step}, microbatch {frame.microbatch}"
         return f"{self.link.name}: {frame.kind.name} of {work}"
 
-    def _check_contract(self, frame: Frame, codec: Codec) -> None:
-        what = self._described(frame)
+    def _check_contract(self, frame: Frame) -> Codec:
+        what, codec = self._described(frame), self._end.codecs[_LEGS[frame.kind]]
         is_training = frame.kind is not FrameKind.EVALUATE
         if is_training and frame.microbatch >= self._end.microbatches:
             raise WireError(f"{what} does not exist: a step has {self._end.microbatches} of them")
@@ -172,6 +262,7 @@ class Port:
         limit = codec.payload_limit(frame.shape)
         if len(frame.payload) > limit:
             raise WireError(f"{what} has {len(frame.payload)} bytes, agreed were at most {limit}")
+        return codec
 
     def _on_end(self) -> None:
         # What it sent before is already in the mailbox; only a wait for more is in vain.

@@ -11,7 +11,6 @@ step's first activation. Nobody waits an extra round trip for it.
 """
 
 import math
-import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +24,7 @@ from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
 from thinwire.engine.trace import StepTrace
+from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.errors import StageError
 from thinwire.model import Score, Stage
 from thinwire.optim import StageOptimizer
@@ -32,28 +32,6 @@ from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
 
 FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step
-_VERDICT = struct.Struct("<d???")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the first stage decides for all at the end of a step."""
-
-    grad_norm: float
-    commit: bool
-    checkpoint: bool
-    stop: bool
-
-    def to_bytes(self) -> bytes:
-        """Eleven bytes: the norm and three flags."""
-        return _VERDICT.pack(self.grad_norm, self.commit, self.checkpoint, self.stop)
-
-    @classmethod
-    def from_bytes(cls, payload: bytes) -> "Verdict":
-        """The inverse of `to_bytes`; StageError when the payload is not a verdict."""
-        if len(payload) != _VERDICT.size:
-            raise StageError(f"a verdict has {_VERDICT.size} bytes, {len(payload)} arrived")
-        return cls(*_VERDICT.unpack(payload))
 
 
 Decide = Callable[[int, bool], tuple[bool, bool]]
@@ -262,17 +240,14 @@ class Runner:
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
         if self._above is not None:
-            payload = self._above.take_message(FrameKind.TALLY, step)
-            tally += struct.unpack(f"<{len(payload) // 8}d", payload)
+            tally += unpack_tally(self._above.take_message(FrameKind.TALLY, step))
         if self._below is not None:
-            self._below.send_message(FrameKind.TALLY, step, struct.pack(f"<{len(tally)}d", *tally))
+            self._below.send_message(FrameKind.TALLY, step, pack_tally(tally))
             payload = self._below.take_message(FrameKind.VERDICT, step)
             verdict = Verdict.from_bytes(payload)
         else:
-            # One number per parameter and an exactly rounded sum: the norm, and with it every
-            # weight, is the same bit for bit however the layers are split into stages.
-            finite = all(math.isfinite(value) for value in tally)
-            norm = math.sqrt(math.fsum(tally)) if finite else math.inf
+            norm = global_norm(tally)
+            finite = math.isfinite(norm)
             verdict = Verdict(norm, finite, *decide(step, finite))
         if self._above is not None:
             self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())

@@ -22,12 +22,13 @@ from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import Port
-from thinwire.engine.runner import Runner, Verdict
+from thinwire.engine.port import Due, Port
+from thinwire.engine.runner import Runner
 from thinwire.engine.settings import Settings
+from thinwire.engine.verdict import Verdict
 from thinwire.errors import CheckpointError, StageError
 from thinwire.optim import StageOptimizer, learning_rate
-from thinwire.wire import FrameKind, Link, Span
+from thinwire.wire import Link, Span
 
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
@@ -234,8 +235,9 @@ class Worker:
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         settings = self.settings
-        from_below = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT, FrameKind.BASIS}
-        from_above = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
+        sizes = self.keeper.basis_bytes() if self.keeper else set()
+        from_below = Due.from_below(self.first_step, self.feed.validation_count, sizes)
+        from_above = Due.from_above(self.first_step, sizes)
         below_port = self._port(below, self.below, from_below)
         above_port = self._port(above, self.above, from_above)
         runner = Runner(
@@ -253,10 +255,10 @@ class Worker:
         runner.version = self.version
         return runner
 
-    def _port(self, link: Link | None, end: CutEnd | None, receives: set[FrameKind]) -> Port | None:
+    def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
         if link is None or end is None:
             return None
-        port = Port(link, self.index, end, self.mailbox, receives)
+        port = Port(link, self.index, end, self.mailbox, due)
         self._ports.append(port)
         return port
 

@@ -24,7 +24,6 @@ from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
     Ground,
     Session,
-    TrainingArm,
     Values,
     differences,
     fingerprint,
@@ -89,7 +88,7 @@ class Codecs:
 
 
 @dataclass(frozen=True)
-class Arm(TrainingArm):
+class Arm:
     """One training run."""
 
     ground: str
@@ -104,8 +103,8 @@ class Arm(TrainingArm):
         """The arm in a line of progress."""
         return f"{self.ground}/{self.name}  seed {self.seed}"
 
-    def changes(self) -> Values:
-        """What this arm has of its own."""
+    def settings(self, base: Values) -> Settings:
+        """The settings of this arm on a base model, data set and batch."""
         changes: Values = {
             "codec": {
                 "forward": self.forward,
@@ -117,7 +116,7 @@ class Arm(TrainingArm):
         }
         if self.ground != "cifar":
             changes["optim"] = {"warmup": max(1, self.steps // 10)}
-        return changes
+        return Settings.from_plain(merged(base, changes))
 
 
 def grid(ground: str) -> list[Codecs]:

@@ -4,8 +4,14 @@ The model has three parts (docs/wire.md gives the formulas). A host's uplink and
 each carry one message after the other, at their rate; all links of the host share them.
 Latency is pure delay and occupies nothing. The emulation needs no privileges and no kernel
 support, and it bills exactly the bytes that the meter counts.
+
+A message enters the real transport as soon as it gets the uplink, stamped with the time at which
+its last byte would arrive, and the other end holds it until then. So the real transport's own time
+passes within the modelled one and is not added to it. The stamp is a time of the machine's clock:
+both ends must be on one machine.
 """
 
+import math
 import queue
 import struct
 import threading
@@ -15,18 +21,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, WireError
 
 T = TypeVar("T")
+
+LONGEST_DELAY_MS = 3_600_000.0  # an hour: nothing that is called a link is slower
+STAMP_BYTES = 8  # below the frame, so the meter does not see them
+_STAMP = struct.Struct("<d")
+_LONGEST_SLEEP_S = 60.0
 
 
 @dataclass(frozen=True)
 class Passage:
-    """When one message occupies the uplink, and when it is handed to the transport."""
+    """When one message occupies the uplink, and when its last byte reaches the other host."""
 
     start: float
     end: float
-    handed_over: float
+    arrival: float
 
 
 class Nic:
@@ -52,13 +63,18 @@ class Nic:
         }.items():
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"link.{name} = {value} must be a number not below 0")
+        if latency_ms + jitter_ms > LONGEST_DELAY_MS:
+            raise ConfigError(
+                f"link.latency_ms + link.jitter_ms = {latency_ms + jitter_ms:g} is more than an "
+                f"hour ({LONGEST_DELAY_MS:g} ms)"
+            )
         self._up_s_per_byte = 8e-6 / mbps_up if mbps_up else 0.0
         self._down_s_per_byte = 8e-6 / mbps_down if mbps_down else 0.0
         self._latency_s = latency_ms / 1e3
         self._jitter_s = jitter_ms / 1e3
         self._seed = seed % 2**64
         self._sent = 0
-        self._up_free = self._down_free = self._last_handed_over = float("-inf")
+        self._up_free = self._down_free = self._last_arrival = float("-inf")
         self._lock = threading.Lock()
 
     def reserve_up(self, size: int, now: float) -> Passage:
@@ -68,8 +84,17 @@ class Nic:
             end = self._up_free = start + size * self._up_s_per_byte
             arrival = end + self._latency_s + self._jitter()
             # Jitter delays, it never reorders: TCP would not let it be seen either.
-            self._last_handed_over = max(arrival, self._last_handed_over)
-            return Passage(start, end, self._last_handed_over)
+            self._last_arrival = max(arrival, self._last_arrival)
+            return Passage(start, end, self._last_arrival)
+
+    def believed(self, stamp: float, size: int, now: float) -> float:
+        """The arrival that a message of this size says it has, read at time `now`.
+
+        It was handed over when its first byte went on the uplink, so that it cannot arrive later
+        than its passage takes: a stamp beyond is cut down to that.
+        """
+        passage = size * self._up_s_per_byte + self._latency_s + self._jitter_s
+        return min(stamp, now + passage)
 
     def reserve_down(self, size: int, arrived: float) -> float:
         """When a message whose last byte came at `arrived` has passed the downlink.
@@ -91,33 +116,67 @@ class Nic:
         return self._jitter_s * digest / 2**32
 
 
+def stamp(message: bytes, arrival: float) -> bytes:
+    """A message as it travels on an emulated link: when it arrives, then the message."""
+    return b"".join((_STAMP.pack(arrival), message))
+
+
+def unstamp(stamped: bytes) -> tuple[float, memoryview]:
+    """When a message arrives, and the message; WireError if it bears no stamp."""
+    if len(stamped) < STAMP_BYTES:
+        raise WireError(f"a message of {len(stamped)} bytes on an emulated link bears no stamp")
+    (arrival,) = _STAMP.unpack_from(stamped)
+    if not math.isfinite(arrival):
+        raise WireError(f"a message on an emulated link arrives at {arrival}")
+    return arrival, memoryview(stamped)[STAMP_BYTES:]
+
+
 class DelayLine(Generic[T]):
     """Delivers items in the order they came, each not before its time, on its own thread.
 
     Waiting here instead of in the sender keeps latency from serialising: many messages can
-    be under way at once.
+    be under way at once. With `most`, whoever puts waits while so many items stand behind one that
+    is due and not taken: what the receiver does not want now must not pile up here.
     """
 
-    def __init__(self, deliver: Callable[[T], None], name: str) -> None:
+    def __init__(self, deliver: Callable[[T], None], name: str, most: int | None = None) -> None:
         self._deliver = deliver
+        self._most = most
         self._items: queue.SimpleQueue[tuple[float, T] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._is_early = False  # the first in line waits for its time
+        self._moved = threading.Condition()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, due: float, item: T) -> None:
         """Deliver `item` at time `due`, or right after its predecessor if that is later."""
+        if self._most is not None:
+            with self._moved:
+                self._moved.wait_for(self._has_room)
         self._items.put((due, item))
 
     def stop(self) -> None:
         """Forget what is still waiting and end the thread."""
         self._stopped.set()
         self._items.put(None)
+        self._note(is_early=False)
+
+    def _has_room(self) -> bool:
+        enough = self._most is not None and self._items.qsize() >= self._most
+        return not enough or self._is_early or self._stopped.is_set()
+
+    def _note(self, is_early: bool) -> None:
+        with self._moved:
+            self._is_early = is_early
+            self._moved.notify_all()
 
     def _run(self) -> None:
         while (entry := self._items.get()) is not None:
             due, item = entry
+            self._note(is_early=due > time.monotonic())
             while (wait := due - time.monotonic()) > 0 and not self._stopped.is_set():
-                self._stopped.wait(wait)
+                self._stopped.wait(min(wait, _LONGEST_SLEEP_S))
             if self._stopped.is_set():
                 return
+            self._note(is_early=False)
             self._deliver(item)

@@ -5,7 +5,7 @@ import queue
 import threading
 from typing import Any
 
-from thinwire.errors import WireError
+from thinwire.errors import WireError, printable
 from thinwire.wire.frame import Frame, FrameKind, decode, encode
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe
@@ -52,7 +52,9 @@ def _read_hello(pipe: Pipe, timeout: float) -> tuple[dict[str, Any], int]:
     try:
         theirs = json.loads(bytes(frame.payload))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"handshake: the other end's HELLO is not JSON: {error}") from None
+        raise WireError(
+            f"handshake: the other end's HELLO is not JSON: {printable(str(error), 200)}"
+        ) from None
     if not isinstance(theirs, dict):
         raise WireError("handshake: the other end's HELLO is not a JSON object")
     return theirs, memoryview(frame.payload).nbytes
@@ -87,6 +89,7 @@ def _compare(theirs: dict[str, Any], expect: dict[str, Any]) -> None:
         if key not in theirs:
             differences.append(f"{key}: this stage has {wanted}, the other end does not say")
         elif theirs[key] != wanted:
-            differences.append(f"{key}: this stage has {wanted}, the other end has {theirs[key]}")
+            said = printable(str(theirs[key]), 200)
+            differences.append(f"{key}: this stage has {wanted}, the other end has {said}")
     if differences:
         raise WireError("handshake: the two ends do not fit: " + "; ".join(differences))

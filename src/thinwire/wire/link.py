@@ -2,30 +2,35 @@
 
 `send` only queues. Packing, checksumming and writing happen on the link's own threads:
 
-    send() -> queue -> packing thread -> [delay line] -> pipe   (delay lines only when
-    pipe -> reading thread -> [delay line] -> on_frame           emulating a slow network)
+    send() -> queue -> packing thread -> [waits for the uplink] -> pipe   (in brackets: only when
+    pipe -> reading thread -> [waits for its arrival] -> on_frame          emulating a slow network)
 
 A link ends in one of two ways. In good order: one end sends BYE after everything it had
 queued. Broken: anything else, reported once to `on_broken` with the reason.
 """
 
 import collections
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.errors import WireError
+from thinwire.errors import BreachError, WireError
 from thinwire.typed import option
-from thinwire.wire.emulate import DelayLine, Nic
-from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
+from thinwire.wire.emulate import DelayLine, Nic, stamp, unstamp
+from thinwire.wire.frame import HEADER_BYTES, BytesLike, Frame, FrameKind, decode, encode
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 Span = tuple[str, int, int, float, float]
 
+Arrival = Frame | WireError | None
+"""What came: a frame, the reason why no more can come, or the end of the stream."""
+
 MAX_SPANS = 65536
+_MOST_UNTAKEN = 8  # frames that are due, and read while the receiver is not done with one
 # After a failed write, how long the reading thread may take to learn whether the other end
 # had said goodbye before.
 _LAST_WORD_S = 2.0
@@ -63,20 +68,23 @@ class Link:
         self.name = name
         self.meter = meter
         self.other_end_lost = False  # broken, and not by a fault in this process
+        self.other_end_at_fault = False  # broken, for it sent what the contract forbids
         self._pipe = pipe
         self._nic = nic
         self._max_payload = max_payload
         self._spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
         self._outgoing: queue.SimpleQueue[Frame | Callable[[], Frame] | None] = queue.SimpleQueue()
         self._state = threading.Condition()
-        self._unsent = 0
+        self._unsent = 0  # handed to `send`, and not yet to the transport
+        self._unpacked = 0  # ... and without a place on the uplink
+        self._leaving: collections.deque[float] = collections.deque()  # when they leave the uplink
         self._started = False
         self._closing = False
         self._said_bye = False  # the other end did
         self._failure: WireError | None = None
         self._reading_ended = threading.Event()
         self._out_line: DelayLine[bytes] | None = None
-        self._in_line: DelayLine[Frame | WireError | None] | None = None
+        self._in_line: DelayLine[Arrival] | None = None
 
     def start(
         self,
@@ -86,7 +94,8 @@ class Link:
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 
-        `on_frame` gets every frame except BYE, in order; if it raises, the link is broken.
+        `on_frame` gets every frame except BYE, in order; if it raises, the link is broken. A
+        WireError says that the frame is not what was agreed: then `on_broken` gets a BreachError.
         `on_end`, if given, is called when the other end said goodbye.
         """
         if self._started:
@@ -95,7 +104,7 @@ class Link:
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         if self._nic is not None:
             self._out_line = DelayLine(self._write, f"{self.name} uplink")
-            self._in_line = DelayLine(self._deliver, f"{self.name} downlink")
+            self._in_line = DelayLine(self._deliver, f"{self.name} downlink", _MOST_UNTAKEN)
         for loop, work in ((self._send_loop, "packing"), (self._read_loop, "reading")):
             threading.Thread(target=loop, name=f"{self.name} {work}", daemon=True).start()
 
@@ -108,18 +117,24 @@ class Link:
             if reason := self._why_stopped():
                 raise WireError(f"link {self.name} takes no more frames: {reason}")
             self._unsent += 1
+            self._unpacked += 1
             self._outgoing.put(item)
 
+    def wait_for_room(self, frames: int) -> None:
+        """Wait until fewer than `frames` frames are still to leave, or the link is lost.
+
+        For whoever would send without end: a flow that nothing else bounds.
+        """
+        self._wait_for_fewer(frames, None)
+
     def flush(self, timeout: float | None) -> None:
-        """Wait until every frame handed to `send` has reached the transport.
+        """Wait until every frame handed to `send` has left: the uplink too, where one is emulated.
 
         None waits for as long as the link holds.
         """
-        with self._state:
-            self._state.wait_for(lambda: not self._unsent or self._lost(), timeout)
-            if self._unsent:
-                reason = self._why_stopped() or f"not done after {timeout} s"
-                raise WireError(f"link {self.name}: {self._unsent} frames unsent: {reason}")
+        if unsent := self._wait_for_fewer(1, timeout):
+            reason = self._why_stopped() or f"not done after {timeout} s"
+            raise WireError(f"link {self.name}: {unsent} frames unsent: {reason}")
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Send what is queued and a BYE, then close the pipe; never raises.
@@ -132,6 +147,7 @@ class Link:
                 return
             if self._started and not self._lost():
                 self._unsent += 1
+                self._unpacked += 1
                 self._outgoing.put(Frame(FrameKind.BYE))
             self._closing = True
             self._state.wait_for(
@@ -164,11 +180,34 @@ class Link:
             if self._nic is not None and self._out_line is not None:
                 passage = self._nic.reserve_up(len(message), start)
                 start, end = passage.start, passage.end
-                self._out_line.put(passage.handed_over, message)
+                self._out_line.put(start, stamp(message, passage.arrival))
             else:
                 self._write(message)
                 end = time.monotonic()
             self._spans.append((frame.kind.name, frame.step, frame.microbatch, start, end))
+            with self._state:
+                self._unpacked -= 1
+                self._forget_left(time.monotonic())
+                self._leaving.append(end)
+                self._state.notify_all()
+
+    def _wait_for_fewer(self, frames: int, timeout: float | None) -> int:
+        """Wait until fewer than `frames` are still to leave, or the link is lost; how many are."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        with self._state:
+            while True:
+                now = time.monotonic()
+                self._forget_left(now)
+                # A frame has left once the transport has it and its time on the uplink is over.
+                waiting = max(self._unsent, self._unpacked + len(self._leaving))
+                if waiting < frames or now >= deadline or self._lost():
+                    return waiting
+                next_look = min(deadline, self._leaving[0] if self._leaving else math.inf)
+                self._state.wait(None if next_look == math.inf else next_look - now)
+
+    def _forget_left(self, now: float) -> None:
+        while self._leaving and self._leaving[0] <= now:
+            self._leaving.popleft()
 
     def _write(self, message: bytes) -> None:
         try:
@@ -183,28 +222,35 @@ class Link:
             self._state.notify_all()
 
     def _read_loop(self) -> None:
-        arrival: Frame | WireError | None = None
         while not self._reading_ended.is_set():
-            size = 0
-            try:
-                message = self._pipe.read()
-                arrived = time.monotonic()
-                if message is None:
-                    arrival = None
-                else:
-                    size = len(message)
-                    arrival = decode(message, self._max_payload)
-            except WireError as error:
-                arrival, arrived = error, time.monotonic()
+            arrival, size, due = self._next_arrival()
             if isinstance(arrival, Frame):
                 self.meter.count_received(arrival.kind, size - HEADER_BYTES)
                 self._note_bye(arrival)
             else:
                 self._reading_ended.set()
             if self._nic is not None and self._in_line is not None:
-                self._in_line.put(self._nic.reserve_down(size, arrived), arrival)
+                self._in_line.put(self._nic.reserve_down(size, due), arrival)
             else:
                 self._deliver(arrival)
+
+    def _next_arrival(self) -> tuple[Arrival, int, float]:
+        """What the transport brings next, its size, and when its last byte arrived."""
+        try:
+            message = self._pipe.read()
+        except WireError as error:
+            return error, 0, time.monotonic()
+        due = time.monotonic()
+        if message is None:
+            return None, 0, due
+        frame: BytesLike = message
+        try:
+            if self._nic is not None:
+                stamped, frame = unstamp(message)
+                due = self._nic.believed(stamped, len(frame), due)
+            return decode(frame, self._max_payload), len(frame), due
+        except WireError as error:
+            return BreachError(str(error)), 0, due
 
     def _note_bye(self, frame: Frame) -> None:
         if frame.kind == FrameKind.BYE:
@@ -212,7 +258,7 @@ class Link:
                 self._said_bye = True
                 self._state.notify_all()
 
-    def _deliver(self, arrival: Frame | WireError | None) -> None:
+    def _deliver(self, arrival: Arrival) -> None:
         if isinstance(arrival, WireError):
             self._break(str(arrival), arrival)
         elif arrival is None:
@@ -223,22 +269,27 @@ class Link:
                     self._on_frame(arrival)
                 elif self._on_end is not None:
                     self._on_end()
+            except WireError as error:  # the frame is not what was agreed
+                self._break(str(error), BreachError(str(error)))
             except Exception as error:  # the receiver's failure must not die with this thread
                 self._break(f"handling a frame failed: {error!r}", error, here=True)
         if not isinstance(arrival, Frame):
             self._stop_threads()
 
     def _break(self, reason: str, cause: BaseException | None, here: bool = False) -> None:
-        """End the link for a fault `here` in this process, or because the other end is gone."""
+        """End the link for a fault `here` in this process, or of the other end, or its loss."""
+        breach = isinstance(cause, BreachError)
         with self._state:
             if self._failure or (self._said_bye and not here):
                 return
-            self._failure = WireError(f"link {self.name} is broken: {reason}")
+            kind = BreachError if breach else WireError
+            self._failure = kind(f"link {self.name} is broken: {reason}")
             self._failure.__cause__ = cause
             self._state.notify_all()
             if self._closing:  # close() need not wait any longer, and does the rest
                 return
-            self.other_end_lost = not here
+            self.other_end_at_fault = breach
+            self.other_end_lost = not here and not breach
         try:
             self._on_broken(self._failure)
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import WireError
+from thinwire.errors import WireError, printable
 from thinwire.wire.pipe import CLOSE_GRACE_S, Handover, Pipe
 
 _LAST = b""
@@ -120,6 +120,6 @@ def common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, in
 def why_it_ended(error: Any) -> str:
     """What gRPC says of a call or an exception that ended."""
     try:
-        return f"{error.code().name}: {error.details()}"
+        return printable(f"{error.code().name}: {error.details()}")
     except AttributeError:  # the server side of gRPC says no more than that it ended
         return "the connection was lost"

@@ -1,0 +1,198 @@
+"""Control messages are checked on arrival: what is wrong with one is its sender's error."""
+
+import json
+import math
+import random
+import time
+from typing import Any
+
+import pytest
+
+from thinwire.engine.control import Channel
+from thinwire.engine.messages import Message, PeerConduct, pack, unpack
+from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
+
+METER = Meter()
+METER.count_sent(FrameKind.FORWARD, 100)
+METERS = {"boundary-0": METER.snapshot()}
+BOTH_METERS = {"boundary-0": METER.snapshot(), "boundary-1": METER.snapshot()}
+STEP = {
+    "type": "step",
+    "step": 3,
+    "loss": 2.5,
+    "lr": 0.1,
+    "grad_norm": 1.25,
+    "committed": True,
+    "start": 10.0,
+    "end": 11.5,
+    "wait": 0.5,
+    "costs": {"forward": 0.1, "backward": 0.2, "update": 0.3},
+    "spans": [("compute", "F0", 10.0, 10.25), ("send", "F0>", 10.25, 10.5)],
+    "measures": {"drift": 1e-9},
+    "meters": METERS,
+    "dropped": 0,
+}
+SHARD = {
+    "type": "shard",
+    "step": 4,
+    "versions": {"weight_version": 4, "basis_version": 0},
+    "shard": {"file": "stage-1.safetensors", "sha256": "ab", "bytes": 10, "tensors": ["a/b"]},
+    "agreements": {"0": {"forward": "ab", "backward": ""}},
+}
+FAILED = {
+    "type": "failed",
+    "kind": "WireError",
+    "known": True,
+    "error": "link boundary-0 is broken",
+    "accuses": [0],
+    "convicts": [],
+}
+MESSAGES: list[Message] = [
+    {"type": "hello", "stage": 1, "versions": {"torch": "2.6"}},
+    {"type": "assign", "settings": {"run": {}}, "corpus": "/c", "run_folder": "/r", "resume": ""},
+    {"type": "ready", "address": "127.0.0.1:1", "layers": "0..1", "device": "cpu"},
+    {"type": "connect", "below": "127.0.0.1:1"},
+    {"type": "linked"},
+    {"type": "start"},
+    {"type": "stop"},
+    STEP,
+    {"type": "evaluation", "step": 3, "loss": 2.0, "accuracy": None, "seconds": 1.5},
+    SHARD,
+    {"type": "shard_failed", "step": 4, "error": "disk full"},
+    {"type": "finished", "meters": METERS},
+    FAILED,
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m["type"])
+def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
+    assert unpack(pack(message)) == message
+
+
+def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
+    sent = {**STEP, "loss": 0.1 + 0.2, "grad_norm": math.inf}
+    assert unpack(pack(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": -1}, "'step' message has step = -1, which must be a whole number, 0 or more"),
+        ({"step": True}, "step = True"),
+        ({"step": 10**30}, "must be a whole number"),
+        ({"loss": "low"}, "loss = 'low', which must be a number"),
+        ({"grad_norm": None}, "grad_norm = None"),
+        ({"start": math.inf}, "start = inf, which must be a finite number"),
+        ({"end": 10**400}, "end = "),
+        ({"committed": 1}, "committed = 1, which must be true or false"),
+        ({"costs": {"forward": 1.0}}, "which must be an object of forward, backward, update"),
+        ({"costs": []}, "must be an object"),
+        ({"spans": [["compute", "F0", 1.0]]}, "must be spans of lane"),
+        ({"spans": "all"}, "must be a list"),
+        ({"measures": {"drift": "much"}}, "must be a number"),
+        ({"meters": {"boundary-0": {"sent": {}}}}, "must be an object of sent, received"),
+        ({"extra": 1}, "a field too many: 'extra'"),
+        ({"loss": None, "type": "nonsense"}, "of no known type: 'nonsense'"),
+        ({"type": "exit"}, "of no known type: 'exit'"),
+        ({"type": 7}, "an object with a type"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        unpack(json.dumps({**STEP, **change}).encode())
+
+
+@pytest.mark.parametrize("name", sorted(STEP.keys() - {"type"}))
+def test_a_missing_field_is_named(name: str) -> None:
+    rest = {key: value for key, value in STEP.items() if key != name}
+    with pytest.raises(WireError, match=f"'step' message lacks its field '{name}'"):
+        unpack(json.dumps(rest).encode())
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"no", b"\xff", b"[1]", b"[" * 100_000, b"1" * 5000, b'{"type": "step"']
+)
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError, match="control message"):
+        unpack(payload)
+
+
+def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
+    rng = random.Random(1)
+    for _ in range(20_000):
+        payload = bytearray(pack(rng.choice(MESSAGES)))
+        for _ in range(rng.randint(1, 4)):
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+        try:
+            unpack(bytes(payload))
+        except WireError as error:
+            assert printable(str(error)) == str(error)
+
+
+def test_control_characters_of_a_peer_reach_nobody() -> None:
+    sent = {**FAILED, "error": "\x1b]0;title\x07line\nnext \x9b2J\u202eend", "kind": "\x1b[31m"}
+    received = unpack(json.dumps(sent).encode())
+    assert received["error"] == "]0;titleline\nnext 2Jend"
+    assert received["kind"] == "[31m"
+    with pytest.raises(WireError) as refused:
+        unpack(json.dumps({"type": "\x1b[2J"}).encode())
+    assert "\x1b" not in str(refused.value)
+    long = unpack(json.dumps({**FAILED, "error": "x" * 60_000}).encode())["error"]
+    assert len(long) < 5000 and long.endswith("(56000 more characters)")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"type": "hello", "stage": 2, "versions": {}}, "as stage 2"),
+        ({"type": "stop"}, "which only a coordinator sends"),
+        ({**STEP, "meters": {}}, "with meters of no link"),
+        ({**STEP, "meters": BOTH_METERS}, "with a loss"),
+        ({"type": "evaluation", "step": 1, "loss": 1.0, "accuracy": None}, "only the last stage"),
+        ({"type": "finished", "meters": METERS}, "with meters of boundary-0"),
+        ({**FAILED, "accuses": [3]}, "blames a stage which is not there"),
+        ({**FAILED, "convicts": [1]}, "blames a stage which is not there"),
+        ({**SHARD, "shard": {**SHARD["shard"], "file": "../x"}}, "of the file '../x'"),
+    ],
+)
+def test_a_stage_can_speak_for_itself_alone(message: Message, words: str) -> None:
+    conduct = PeerConduct(1, 3)
+    conduct.check({**STEP, "step": 2, "meters": BOTH_METERS, "loss": None})
+    with pytest.raises(WireError, match=words):
+        conduct.check(message)
+
+
+def test_steps_are_reported_one_after_the_other() -> None:
+    conduct = PeerConduct(1, 2)
+    conduct.check(STEP)
+    conduct.check({**STEP, "step": 4})
+    for wrong in (4, 6):
+        with pytest.raises(WireError, match=f"'step' message {wrong} after step 4"):
+            conduct.check({**STEP, "step": wrong})
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(FrameKind.CONTROL, payload=b"{}"),
+        Frame(FrameKind.CONTROL, payload=pack({"type": "stop"})),
+        Frame(FrameKind.FORWARD),
+    ],
+)
+def test_a_channel_convicts_who_sent_it_nonsense(frame: Frame) -> None:
+    ours, theirs = memory_pair()
+    lost: list[ThinwireError] = []
+    heard: list[Message] = []
+    check = PeerConduct(0, 1).check
+    channel = Channel(ours, "control of stage 0", heard.append, lost.append, check)
+    raw = Link(theirs, Meter(), None, "raw", 1 << 20)
+    raw.start(lambda frame: None, lambda error: None)
+    raw.send(frame)
+    raw.close()
+    while not lost:
+        time.sleep(0.01)
+    assert isinstance(lost[0], BreachError)
+    assert "link control of stage 0 is broken" in str(lost[0])
+    assert heard == []
+    channel.close()
