@@ -233,7 +233,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A stage cannot go on; it accuses neighbours it lost, and convicts those that broke a contract."""
+    """A stage cannot go on; it accuses neighbours it lost, and convicts who broke a contract."""
 
     type: ClassVar = "failed"
     kind: Annotated[str, _text]

@@ -201,7 +201,7 @@ class Port:
             raise WireError(f"a basis of {len(payload)} bytes arrived, agreed were {agreed}")
 
     def _on_evaluation(self, frame: Frame) -> None:
-        """Take in the next frame of a validation: in order, so that waiting for room cannot block."""
+        """Take in the next frame of a validation: in order, so waiting cannot block."""
         self._check_contract(frame)
         step, number = self._evaluated
         expected = number + 1 if frame.step == step else 0
