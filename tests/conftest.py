@@ -2,16 +2,18 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from programs import Program
 from settings_values import with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Settings, Worker
+from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
 
 TINY_MODEL = {
@@ -152,3 +154,44 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
         return Outcome(workers, reports)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared-cache")
+
+
+@pytest.fixture
+def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[..., Path]:
+    """Write a run.toml for a small run in processes."""
+
+    def write(**changes: object) -> Path:
+        defaults: dict[str, object] = {
+            "run__precision": "fp32",
+            "codec__forward": "bf16",
+            "codec__backward": "bf16",
+            "link__emulate": True,
+            "link__latency_ms": 2.0,
+            "train__checkpoint_every": 2,
+        }
+        settings = make_settings(**{**defaults, **changes})
+        path = tmp_path / "run.toml"
+        path.write_text(to_toml(settings))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def thinwire(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    started: list[Program] = []
+
+    def start(*arguments: object, into: int | None = None) -> Program:
+        started.append(Program([str(a) for a in arguments], cache, tmp_path, into))
+        return started[-1]
+
+    yield start
+    for program in started:
+        if program.process.poll() is None:
+            program.process.kill()
+            program.process.wait()

@@ -7,15 +7,15 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from programs import Program, gone, long_run
 from thinwire.cli import main
 from thinwire.engine import Checkpoint, Settings, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder
@@ -30,101 +30,6 @@ SUMMARY_KEYS = {
     "ratio_vs_bf16", "link_utilisation", "bubble_fraction", "step_seconds_median",
     "simulated_step_seconds", "config_hash", "seed", "versions",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shared-cache")
-
-
-@pytest.fixture
-def config(make_settings: Callable[..., Settings], tmp_path: Path) -> Callable[..., Path]:
-    """Write a run.toml for a small run in processes."""
-
-    def write(**changes: object) -> Path:
-        defaults: dict[str, object] = {
-            "run__precision": "fp32",
-            "codec__forward": "bf16",
-            "codec__backward": "bf16",
-            "link__emulate": True,
-            "link__latency_ms": 2.0,
-            "train__checkpoint_every": 2,
-        }
-        settings = make_settings(**{**defaults, **changes})
-        path = tmp_path / "run.toml"
-        path.write_text(to_toml(settings))
-        return path
-
-    return write
-
-
-class Program:
-    """A running `thinwire` command, with what it has printed so far."""
-
-    def __init__(self, arguments: list[str], cache: Path, cwd: Path):
-        self.log = cwd / f"output-{time.monotonic_ns()}.txt"
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "thinwire.cli", *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=cwd,
-                env={**os.environ, "THINWIRE_CACHE": str(cache), "COLUMNS": "100"},
-            )
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def wait(self, timeout: float = 120) -> int:
-        return self.process.wait(timeout)
-
-    def wait_for(self, pattern: str, timeout: float = 60) -> None:
-        deadline = time.monotonic() + timeout
-        while not re.search(pattern, self.text()):
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
-
-    def stages(self) -> list[int]:
-        """Process ids of the stages, in the order they were started."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.read_text().split()]
-
-
-@pytest.fixture
-def thinwire(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    started: list[Program] = []
-
-    def start(*arguments: object) -> Program:
-        started.append(Program([str(a) for a in arguments], cache, tmp_path))
-        return started[-1]
-
-    yield start
-    for program in started:
-        if program.process.poll() is None:
-            program.process.kill()
-            program.process.wait()
-
-
-def gone(pids: list[int], timeout: float = 20) -> bool:
-    """Whether all these processes end (a zombie waits only for its parent to look)."""
-
-    def alive(pid: int) -> bool:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            return state != "Z"
-        return False
-
-    deadline = time.monotonic() + timeout
-    while any(map(alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def long_run(config: Callable[..., Path], **changes: object) -> Path:
-    return config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=0, **changes)
 
 
 def test_a_run_from_start_to_finish(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # commands import what they need when they run: --help stays 
 Command = Callable[[argparse.Namespace], None]
 
 INTERRUPTED = 130
+STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 LAB_NAMES = (
     "lossless",
@@ -67,19 +68,31 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 done, 2..7 by kind of error, 130 interrupted. A reader that goes away, as
     `head` does, changes none of them.
     """
-    with (
-        contextlib.redirect_stdout(_safe(sys.stdout)),
-        contextlib.redirect_stderr(_safe(sys.stderr)),
-    ):
+    out = _safe(sys.stdout)
+    error = _safe(sys.stderr, after=out)
+    patience = None  # for a reader who comes back to what a command has said
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
             _run(make_parser().parse_args(arguments))
+        except SystemExit as end:
+            if end.code == INTERRUPTED:
+                patience = STALLED_SECONDS
+            raise
         finally:
-            sys.stdout.flush()  # what breaks only now must not change the exit code
+            with contextlib.suppress(KeyboardInterrupt):
+                out.finish(patience)  # what breaks only now must not change the exit code
+                error.finish(patience)
 
 
-def _safe(stream: TextIO | None) -> Any:
+def _safe(stream: TextIO | None, after: Any = None) -> Any:
     """The stream as one whose writes cannot fail, even if it was closed from the start."""
-    return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"))
+    return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"), after)
+
+
+def _wait_for_no_reader() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, SafeStream):
+            stream.never_wait()
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -91,6 +104,7 @@ def _run(options: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         with contextlib.suppress(ValueError):  # which is raised outside the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
+        _wait_for_no_reader()
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception:
@@ -443,6 +457,7 @@ def _train(settings: "Settings", resume: Path | None) -> dict[str, Any]:
     from thinwire.report import open_display, summary_table
     from thinwire.train import train
 
+    _wait_for_no_reader()  # one that stops must not stop the run, nor its end
     with open_display(sys.stdout, settings.run.name) as display:
         summary = train(settings, display, resume)
     Console(highlight=False).print(summary_table(summary))

@@ -1,8 +1,8 @@
 """What a person sees while a run is under way: the interface, and the plain-text form of it.
 
 Plain lines serve log files, pipes and dumb terminals; `live.py` holds the panel that a real
-terminal gets. All methods are called from one thread. None fails because the reader is gone:
-the display falls silent then, and the run goes on.
+terminal gets. All methods are called from one thread. None fails because the reader is gone (the
+display falls silent then), and none waits for one who has stopped reading: the run goes on.
 """
 
 import abc
@@ -14,7 +14,7 @@ from typing import Self, TextIO
 
 from thinwire.report.human import SHORT, amount, duration, percent
 from thinwire.report.records import EvaluationRecord, StepRecord
-from thinwire.report.stream import SafeStream
+from thinwire.report.stream import safe_stream
 
 _TAG_WIDTH = 8  # "[train] ": texts of the usual tags start in the same column
 
@@ -89,7 +89,7 @@ class PlainDisplay(Display):
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = SafeStream(stream)
+        self._stream = safe_stream(stream)
         self._interval = interval
         self._clock = clock
         self._step_due = -float("inf")
@@ -131,6 +131,7 @@ class PlainDisplay(Display):
         """Print the last step if it was thinned out, so a stopped run still ends with a loss."""
         if self._unshown is not None:
             self._print_step(self._unshown)
+        self._stream.finish()
 
     def _print_step(self, record: StepRecord) -> None:
         self._step_due = self._clock() + self._interval

@@ -26,7 +26,7 @@ from thinwire.report.human import (
     sparkline,
 )
 from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
-from thinwire.report.stream import SafeStream
+from thinwire.report.stream import safe_stream
 
 _SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
 _SPARKLINE_WIDTH = 24
@@ -44,7 +44,8 @@ class LiveDisplay(Display):
     def __init__(
         self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        console.file = cast(IO[str], SafeStream(cast(TextIO, console.file)))
+        self._stream = safe_stream(cast(TextIO, console.file))
+        console.file = cast(IO[str], self._stream)
         self._console = console
         self._run = run
         self._clock = clock
@@ -97,13 +98,14 @@ class LiveDisplay(Display):
     def close(self) -> None:
         """Leave the last state on the screen, show the cursor, release stdout and stderr."""
         atexit.unregister(self.close)
-        if self._live is None:
-            return
         try:
-            self._draw(at_once=True)
+            if self._live is not None:
+                self._draw(at_once=True)
         finally:
-            self._live.stop()
-            self._live = None
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            self._stream.finish()
 
     def _say(self, tag: str, text: str, style: str) -> None:
         # Text, not markup: a path such as "[a].txt" must come out as it is

@@ -1,0 +1,65 @@
+"""Real `thinwire` processes, for tests that start them, signal them and look for what is left."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Program:
+    """A running `thinwire` command, with what it has printed so far."""
+
+    def __init__(self, arguments: list[str], cache: Path, cwd: Path, into: int | None = None):
+        """`into`: a descriptor that gets the output instead of a file."""
+        self.log = cwd / f"output-{time.monotonic_ns()}.txt"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "thinwire.cli", *arguments],
+                stdout=output if into is None else into,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env={**os.environ, "THINWIRE_CACHE": str(cache), "COLUMNS": "100"},
+            )
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while not re.search(pattern, self.text()):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def stages(self) -> list[int]:
+        """Process ids of the stages, in the order they were started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+
+def gone(pids: list[int], timeout: float = 20) -> bool:
+    """Whether all these processes end (a zombie waits only for its parent to look)."""
+
+    def alive(pid: int) -> bool:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return state != "Z"
+        return False
+
+    deadline = time.monotonic() + timeout
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def long_run(config: Callable[..., Path], **changes: object) -> Path:
+    return config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=0, **changes)

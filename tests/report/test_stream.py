@@ -1,0 +1,101 @@
+"""Output that cannot fail, and that waits for no reader once a run is shown."""
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import TextIO
+
+import pytest
+
+from thinwire.report import stream as stream_module
+from thinwire.report.stream import SafeStream, safe_stream
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w", encoding="utf-8")
+    yield reading, stream
+    os.close(reading)
+    stream.close()
+
+
+def arrived(
+    safe: SafeStream, reading: int, stream: TextIO, writer: threading.Thread | None = None
+) -> str:
+    """All that a reader gets who begins to read now, to the end of the stream."""
+    got: list[bytes] = []
+
+    def read() -> None:
+        while part := os.read(reading, 65536):
+            got.append(part)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    if writer is not None:
+        writer.join(30)
+    safe.finish(None)
+    stream.close()
+    reader.join(30)
+    return b"".join(got).decode()
+
+
+def test_everything_arrives_in_order_at_a_slow_reader(pipe: tuple[int, TextIO]) -> None:
+    safe = safe_stream(pipe[1])
+    assert safe_stream(safe) is safe
+    lines = [f"line {number} {'x' * 200}\n" for number in range(2000)]
+    for line in lines:
+        safe.write(line)  # far more than the pipe holds, and nobody reads yet
+    assert arrived(safe, *pipe) == "".join(lines)
+
+
+def test_the_oldest_gives_way_and_the_newest_stays(
+    pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_HELD_BYTES", 10_000)
+    safe = safe_stream(pipe[1])
+    for number in range(5000):
+        safe.write(f"line {number:06d} {'x' * 100}\n")
+    safe.finish(0.1)  # nobody reads: it gives up
+    text = arrived(safe, *pipe)
+    assert "earlier pieces of output were not read in time\n" in text
+    assert len(text) < 110_000
+    assert text.splitlines()[-1].startswith("line 004999")
+
+
+def test_without_a_run_nothing_is_dropped(
+    pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_HELD_BYTES", 10_000)
+    safe = SafeStream(pipe[1])
+    lines = [f"line {number:06d} {'x' * 100}\n" for number in range(5000)]
+    writer = threading.Thread(target=lambda: [safe.write(line) for line in lines])
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive(), "it waits for a reader"
+    assert arrived(safe, *pipe, writer) == "".join(lines)
+
+
+def test_errors_come_after_what_was_said_before(pipe: tuple[int, TextIO]) -> None:
+    """Both streams of a program often end in one terminal."""
+    reading, stream = pipe
+    with os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8") as other:
+        out = safe_stream(stream)
+        error = SafeStream(other, after=out)
+        error.never_wait()
+        for _ in range(200):
+            out.write("said\n")
+        error.write("error\n")
+        error.finish(None)
+        assert os.read(reading, 65536).decode() == "said\n" * 200 + "error\n"
+
+
+def test_a_reader_that_leaves_silences_it(pipe: tuple[int, TextIO]) -> None:
+    reading, stream = pipe
+    safe = safe_stream(stream)
+    nobody = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nobody, reading)  # the last reading end is gone
+    os.close(nobody)
+    for _ in range(3):
+        safe.write("text\n")
+        safe.finish(None)

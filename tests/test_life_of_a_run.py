@@ -1,0 +1,61 @@
+"""What may happen to a run under way: readers that stop, suspended processes, stages that stall."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from programs import gone
+from thinwire.engine import Checkpoint, list_checkpoints
+from thinwire.engine.checkpoint import checkpoints_folder, step_of
+
+fcntl = pytest.importorskip("fcntl")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
+)
+
+
+def until(condition: Callable[[], object], program: object, timeout: float = 90) -> None:
+    """Wait for something that a running program brings about."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert program.process.poll() is None, "it ended"
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """The writing end of a full pipe: someone holds the other end and does not read."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writing, False)
+    try:
+        while os.write(writing, b"." * 512):
+            pass
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+    yield writing
+    os.close(writing)
+    os.close(reading)
+
+
+def test_a_reader_that_stops_reading_stops_nothing(
+    thinwire: Callable, config: Callable, unread: int, tmp_path: Path
+) -> None:
+    """As Ctrl-S, `| less` or a stalled connection do: checkpoints go on, and Ctrl-C ends it."""
+    path = config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=2)
+    run = thinwire("train", path, into=unread)
+    folder = tmp_path / "test"
+    until(lambda: [p for p in list_checkpoints(folder) if step_of(p) >= 8], run)
+    stages = run.stages()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    assert gone(stages)
+    assert not list(checkpoints_folder(folder).glob(".partial*"))
+    Checkpoint.open(folder).verify()
+    assert (folder / "summary.json").is_file()
