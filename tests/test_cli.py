@@ -39,29 +39,29 @@ def exit_code(*arguments: object) -> int:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["eval", "x", "--batches", "-5"], "--batches: '-5' must be a whole number of at least 0"),
-        (["eval", "x", "--batches", "many"], "--batches: 'many' must be a whole number"),
-        (["generate", "x", "--tokens", "0"], "--tokens: '0' must be a whole number of at least 1"),
+        (["eval", "x", "--batches", "-5"], "--batches: '-5' must be an integer of at least 0"),
+        (["eval", "x", "--batches", "many"], "--batches: 'many' must be an integer"),
+        (["generate", "x", "--tokens", "0"], "--tokens: '0' must be an integer of at least 1"),
         (["generate", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
         (["generate", "x", "--temperature", "inf"], "'inf' is too large"),
         (["generate", "x", "--temperature", "-1"], "'-1' must be a number of at least 0"),
-        (["generate", "x", "--top-k", "-1"], "--top-k: '-1' must be a whole number of at least 0"),
+        (["generate", "x", "--top-k", "-1"], "--top-k: '-1' must be an integer of at least 0"),
         (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
-        (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be a whole number"),
+        (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be an integer"),
         (["eval", "x", "--compression", "maybe"], "--compression: invalid choice: 'maybe'"),
         (["generate", "x", "--compression", "no"], "--compression: invalid choice: 'no'"),
         (["plan", "x", "--tflops", "nan"], "--tflops: 'nan' must be a number above 0"),
         (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
         (["lab", "convergence", "--parallel", "0"], "--parallel: '0' must be"),
         (["lab", "convergence", "--steps", "-1"], "--steps: '-1' must be"),
-        (["lab", "lossless", "--ranks", "abc"], "--ranks: 'abc' must be a whole number"),
-        (["lab", "bandwidth", "--ranks", "8,0"], "--ranks: '0' must be a whole number of at least"),
-        (["lab", "bandwidth", "--ranks", "8,,16"], "--ranks: '' must be a whole number"),
+        (["lab", "convergence", "--ranks", "abc"], "--ranks: 'abc' must be an integer"),
+        (["lab", "bandwidth", "--ranks", "8,0"], "--ranks: '0' must be an integer of at least"),
+        (["lab", "bandwidth", "--ranks", "8,,16"], "--ranks: '' must be an integer"),
         (["lab", "bandwidth", "--mbps", "80,nan"], "--mbps: 'nan' must be a number above 0"),
         (["lab", "bandwidth", "--dense-microbatches", "-1"], "'-1' must be"),
         (["lab", "convergence", "--stages", "0"], "--stages: '0' must be"),
         (["lab", "convergence", "--lrs", "-0.1"], "--lrs: '-0.1' must be a number above 0"),
-        (["lab", "convergence", "--seeds", "1,x"], "--seeds: 'x' must be a whole number"),
+        (["lab", "convergence", "--seeds", "1,x"], "--seeds: 'x' must be an integer"),
         (["lab", "convergence", "--tflops", "0"], "--tflops: '0' must be"),
     ],
 )
@@ -79,7 +79,7 @@ def test_values_in_range_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     main(["lab", "convergence", "--ranks", "8,16", "--lrs", "1e-3,0.5", "--seeds", "0,-1",
           "--steps", "0", "--parallel", "2", "--tflops", "0.5"])  # fmt: skip
     (options,) = seen
-    assert (options.ranks, options.lrs, options.seeds) == ("8,16", "1e-3,0.5", "0,-1")
+    assert (options.ranks, options.lrs, options.seeds) == ([8, 16], [1e-3, 0.5], [0, -1])
     assert (options.steps, options.parallel, options.tflops) == (0, 2, 0.5)
 
 

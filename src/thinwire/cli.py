@@ -5,7 +5,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 import thinwire
+from thinwire.arguments import number
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.lab.options import add_experiments
 from thinwire.report.stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
@@ -28,16 +29,6 @@ Command = Callable[[argparse.Namespace], None]
 INTERRUPTED = 130
 STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
-LAB_NAMES = (
-    "lossless",
-    "optimizer",
-    "rank-collapse",
-    "subspace",
-    "bandwidth",
-    "convergence",
-    "codecs",
-    "frontier",
-)
 INIT_HEADER = """\
 # A run of thinwire: every key with its value and what it means. Delete what you do not change.
 # See what it will cost: thinwire plan run.toml      Start it: thinwire train run.toml
@@ -157,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_config(sub, required=True)
     sub.add_argument(
         "--tflops",
-        type=_number(float, above=0),
+        type=number(float, above=0),
         help="rate of each stage's machine, instead of measuring",
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
@@ -165,7 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub = add("eval", eval_command, "measure a checkpoint on its run's validation data")
     sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
     sub.add_argument(
-        "--batches", type=_number(int, 0), default=0, help="microbatches; 0 = as in training"
+        "--batches", type=number(int, 0), default=0, help="microbatches; 0 = as in training"
     )
     _add_compression(sub)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
@@ -174,147 +165,22 @@ def make_parser() -> argparse.ArgumentParser:
     sub = add("generate", generate_command, "continue a prompt with a checkpoint")
     sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
     sub.add_argument("--prompt", default="def ", help="text to continue")
-    sub.add_argument("--tokens", type=_number(int, 1), default=64)
+    sub.add_argument("--tokens", type=number(int, 1), default=64)
     sub.add_argument(
-        "--temperature", type=_number(float, 0), default=0.8, help="0 = always the likeliest"
+        "--temperature", type=number(float, 0), default=0.8, help="0 = always the likeliest"
     )
     sub.add_argument(
-        "--top-k", type=_number(int, 0), default=40, help="choose among so many; 0 = all"
+        "--top-k", type=number(int, 0), default=40, help="choose among so many; 0 = all"
     )
-    sub.add_argument("--seed", type=_number(int), default=0)
+    sub.add_argument("--seed", type=number(int), default=0)
     _add_compression(sub)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
-    sub = add("lab", lab_command, "run an experiment and write its report")
-    sub.add_argument("name", choices=LAB_NAMES, help="which experiment")
-    sub.add_argument("--quick", action="store_true", help="a small version, for a first look")
-    sub.add_argument("--seed", type=_number(int), default=0)
-    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    sub.add_argument("--out", type=Path, default=Path("lab"), help="folder for the reports")
-    sub.add_argument("--json", action="store_true", help="print JSON")
-    sub.add_argument(
-        "--steps", type=_number(int, 0), default=0, help="training steps; 0 = the experiment's"
-    )
-    sub.add_argument("--modes", help="bandwidth, convergence: boundary modes, by commas")
-    sub.add_argument(
-        "--ranks", type=_numbers(int, 1), help="bandwidth, convergence: ranks, by commas"
-    )
-    sub.add_argument(
-        "--mbps", type=_numbers(float, above=0), help="bandwidth: rates to measure, by commas"
-    )
-    sub.add_argument(
-        "--curves",
-        type=Path,
-        help="bandwidth: a convergence.jsonl of the same model, for hours to a loss",
-    )
-    sub.add_argument(
-        "--dense-microbatches",
-        type=_number(int, 0),
-        default=0,
-        help="bandwidth: shorten dense steps to these",
-    )
-    sub.add_argument(
-        "--task", choices=("cifar", "lm"), help="codecs: images (the default) or language"
-    )
-    sub.add_argument(
-        "--arms", help='codecs, frontier: patterns of arms to train, by commas, as "topk*,dense*"'
-    )
-    sub.add_argument(
-        "--epochs",
-        type=_number(int, 0),
-        default=0,
-        help="codecs: epochs over the images, or of fine-tuning; 0 = the experiment's",
-    )
-    sub.add_argument(
-        "--base-steps",
-        type=_number(int, 0),
-        default=0,
-        help="codecs: steps of the language model that is fine-tuned; 0 = those of --steps",
-    )
-    sub.add_argument("--tune-on", help="codecs: text to fine-tune on, a file or a folder")
-    sub.add_argument(
-        "--stages", type=_numbers(int, 1), help="convergence: numbers of stages, by commas"
-    )
-    sub.add_argument(
-        "--lrs",
-        type=_numbers(float, above=0),
-        help="convergence, frontier: learning rates, by commas; each arm's best counts",
-    )
-    sub.add_argument(
-        "--sweep-steps",
-        type=_number(int, 0),
-        default=0,
-        help="convergence: choose each method's learning rate by runs of so many steps",
-    )
-    sub.add_argument(
-        "--seeds",
-        type=_numbers(int),
-        help="seeds, by commas; codecs, frontier: dense is trained with all, which shows the noise",
-    )
-    sub.add_argument(
-        "--parallel",
-        type=_number(int, 1),
-        default=1,
-        help="convergence, codecs, frontier: arms at a time",
-    )
-    sub.add_argument(
-        "--minutes",
-        type=_number(float, 0),
-        default=0,
-        help="convergence, codecs, frontier: start no arm after these; 0 = no limit",
-    )
-    sub.add_argument(
-        "--from-log",
-        action="store_true",
-        help="convergence, codecs, frontier: train nothing, report what the log holds",
-    )
-    sub.add_argument(
-        "--tflops",
-        type=_number(float, above=0),
-        default=50.0,
-        help="convergence: rate of a stage, for its time axis",
-    )
-    _add_set(sub)
+    add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
     sub = add("bench", bench_command, "measure the runtime and the links on this machine")
     sub.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
-
-
-def _number(
-    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
-) -> Callable[[str], Any]:
-    """Reads an option's number; what is none, or out of range, is refused with what is wanted."""
-    wanted = "a whole number" if kind is int else "a number"
-    wanted += f" of at least {least}" if least > -math.inf else ""
-    wanted += f" above {above}" if above > -math.inf else ""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (value >= least and value > above):  # NaN is in no range
-            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
-        if abs(value) >= 2**63:
-            raise argparse.ArgumentTypeError(f"{text!r} is too large: it must fit into 64 bits")
-        return value
-
-    return read
-
-
-def _numbers(
-    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
-) -> Callable[[str], str]:
-    """Checks numbers separated by commas; they stay text, for a report repeats its command."""
-    read = _number(kind, least, above)
-
-    def check(text: str) -> str:
-        for part in text.split(","):
-            read(part)
-        return text
-
-    return check
 
 
 def _add_set(sub: argparse.ArgumentParser) -> None:

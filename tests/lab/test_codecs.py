@@ -21,7 +21,18 @@ from thinwire.lab import codec_report, codecs
 from thinwire.lab.arms import Ground, Session
 from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Row
-from thinwire.lab.findings import FAILS, FINDINGS, HOLDS, OPEN, PARTLY, WORST, Harms, judge
+from thinwire.lab.findings import (
+    FAILS,
+    FINDINGS,
+    HOLDS,
+    OPEN,
+    PARTLY,
+    SMALL,
+    WORST,
+    Harms,
+    judge,
+    too_small,
+)
 from thinwire.lab.measure import Errors, load_weights, save_weights
 
 ALL_GROUNDS = ("cifar", "scratch", "tune")
@@ -118,16 +129,36 @@ def test_a_verdict_follows_from_figures(number: int, given: Given, wanted: str) 
 def test_noise_leaves_open_what_it_could_have_made() -> None:
     given: Given = {**MILD, "topk10-own": 0.05}
     assert verdict(7, given, noise=0.001) == HOLDS  # worse by 0.04
-    assert verdict(7, given, noise=0.03) == OPEN
-    assert verdict(7, {**MILD, "topk10-own": 0.01}, noise=0.03) == OPEN
+    assert verdict(7, given, noise=0.03) == SMALL
+    assert verdict(7, {**MILD, "topk10-own": 0.01}, noise=0.03) == SMALL
     assert verdict(7, {**MILD, "topk10-own": 0.5}, noise=0.03) == HOLDS
     # One model, tested twice: seeds have no part in that.
     assert verdict(3, {"topk10": (0.0, 0.02)}, noise=0.03) == HOLDS
 
 
 def test_without_a_second_seed_nothing_is_decided() -> None:
-    rows = judge("tune", None)
-    assert {row["verdict"] for row in rows} == {OPEN} and len(rows) == 6
+    rows = judge("tune", None, too_small(None, 400))
+    assert {row["verdict"] for row in rows} == {SMALL} and len(rows) == 6
+    assert {row["our figure"] for row in rows} == {"dense has one seed, so the noise is unknown"}
+
+
+@pytest.mark.parametrize(
+    ("noise", "steps", "reason"),
+    [
+        (0.08, 160, "two seeds of dense differ by 8.0%, and may differ by 2%"),
+        (0.001, 16, "16 steps, where at least 100 are needed"),
+        (float("nan"), 400, "two seeds of dense differ by nan%"),
+        (0.0044, 176, ""),
+    ],
+)
+def test_runs_that_are_too_small_decide_nothing(noise: float, steps: int, reason: str) -> None:
+    found = too_small(noise, steps)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+    given = {"topk10": (0.0, 0.9), "topk20": (0.0, 0.9), "topk10-own": (0.9, 0.9)}
+    rows = judge("tune", Harms(given, noise, is_accuracy=False), found)
+    verdicts = {row["finding"]: row["verdict"] for row in rows}
+    assert verdicts[3] == verdicts[7] == (SMALL if reason else HOLDS)
+    assert verdicts[1] == OPEN, "its arms are missing, whatever the size"
 
 
 def row(name: str, seed: int, loss: float | None, off: float | None = None) -> Row:
@@ -151,7 +182,7 @@ def test_arms_are_compared_with_dense_of_their_seed() -> None:
     assert harms.on("topk5") == WORST and harms.show(WORST) == "diverged"
     table = {line["arm"]: line for line in report.arms()}
     assert table["topk5"]["loss"] is None and table["dense"]["harm"] == 0
-    found = codec_report.outcome("lm", [report], "thinwire lab codecs", [])
+    found = codec_report.outcome("lm", [report], [])
     json.dumps(found.to_plain(), allow_nan=False)
     alone = codec_report.GroundReport("scratch", [row("dense", 0, 4.0), row("topk10", 0, 4.4)])
     assert alone.harms() is None and alone.score("topk10") == 4.4
@@ -292,8 +323,13 @@ def test_a_study_of_language(
         *((n, "scratch") for n in (1, 3, 4, 7)),
         *((n, "tune") for n in (1, 3, 4, 5, 6, 7)),
     ]
-    decided = {(r["finding"], r["ground"]) for r in plain["rows"] if r["verdict"] != OPEN}
-    assert decided == {(3, "scratch"), (3, "tune")}  # all that these arms can decide
+    tested = {(r["finding"], r["ground"]): r["verdict"] for r in plain["rows"]}
+    assert {place for place, verdict in tested.items() if verdict != OPEN} == {
+        (3, "scratch"),
+        (3, "tune"),
+    }
+    assert tested[3, "scratch"] == SMALL, "after two steps"
+    assert plain["holds"] is None and "scratch: 2 steps, where at least" in plain["too_small"]
     arms = {(r["ground"], r["arm"]): r for r in plain["figures"]}
     # AQ-SGD pays for the whole of every first visit, which is half of them here.
     assert arms["tune", "topk10+aqsgd"]["ratio"] < arms["tune", "topk10"]["ratio"] / 2

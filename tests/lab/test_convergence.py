@@ -10,7 +10,7 @@ import pytest
 from thinwire.data import Corpus
 from thinwire.engine import Settings
 from thinwire.lab import convergence as lab
-from thinwire.lab.arms import Session, Values
+from thinwire.lab.arms import Session, Values, gap_to_dense, noise_of
 from thinwire.lab.experiment import write_outcome
 
 BEFORE: Values = {
@@ -49,10 +49,11 @@ def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: 
     rows = lab.train_grid(arms, base, corpus, Session(tmp_path / "log.jsonl", 2, print))
     assert {row["mode"] for row in rows} == {"dense", "projected"}
     assert all(len(row["curve"]) == 4 and row["loss"] == row["curve"][-1][1] for row in rows)
-    found = lab.outcome(rows, base, 1e12, "thinwire lab convergence")
+    found = lab.outcome(rows, base, 1e12)
     dense, narrow = found.rows
     assert dense["gap"] == 0 and narrow["ratio"] > dense["ratio"]
     assert "projected k=4" in found.verdict
+    assert found.holds is None and found.too_small == "3 steps, where at least 200 are needed"
     assert write_outcome(found, tmp_path).joinpath("report.md").exists()
 
 
@@ -70,3 +71,41 @@ def test_the_best_rate_over_seeds_counts_and_what_diverged_does_not() -> None:
     ((place, found),) = lab.best_by_method(rows).items()
     assert place == (4, 400, "projected k=24")
     assert (found["lr"], found["loss"], found["seeds"]) == (2e-3, 5.2, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "dense", "narrow", "holds", "reason"),
+    [
+        (400, [4.0, 4.004], 4.02, True, ""),
+        (400, [4.0, 4.004], 4.4, False, ""),
+        (400, [4.0, 4.1], 4.06, None, "the largest gap is 1.5%, and two seeds of dense differ by"),
+        (400, [4.0], 4.4, None, "dense has one seed"),
+        (20, [4.0, 4.004], 4.4, None, "20 steps, where at least 200 are needed"),
+        (400, [4.0, 4.004], None, None, "no narrow arm"),
+    ],
+)
+def test_a_verdict_needs_steps_and_more_than_noise(
+    base: Values,
+    steps: int,
+    dense: list[float],
+    narrow: float | None,
+    holds: bool | None,
+    reason: str,
+) -> None:
+    usual = {"mode": "dense", "rank": 0, "stages": 2, "steps": steps}
+    rows = [row(**usual, loss=loss, seed=seed) for seed, loss in enumerate(dense)]
+    if narrow is not None:
+        rows.append(row(mode="projected", rank=4, stages=2, steps=steps, loss=narrow, seed=0))
+    found = lab.outcome(rows, base, 1e12)
+    assert found.holds is holds and found.too_small.startswith(reason)
+    assert found.conclusion.startswith(
+        {True: "Holds. ", False: "Does not hold. ", None: "Too small to decide: "}[holds]
+    )
+    assert any("wire's cast moved a loss after 400 steps by 0.8%" in note for note in found.notes)
+
+
+def test_gaps_are_against_dense_of_the_same_seed() -> None:
+    dense = [{"seed": 0, "loss": 4.0}, {"seed": 1, "loss": 5.0}]
+    assert gap_to_dense([{"seed": 1, "loss": 5.5}], dense) == pytest.approx(0.1)
+    assert gap_to_dense([{"seed": 7, "loss": 5.4}], dense) == pytest.approx(0.2)
+    assert noise_of(dense) == pytest.approx(1 / 4.5) and noise_of(dense[:1]) is None

@@ -45,7 +45,7 @@ def test_arms_are_chosen_by_pattern_or_spelled_out() -> None:
     own = "subspace 12 int4(group=4)/int8"
     assert lab.specs(own, False) == [lab.DENSE, own]
     assert lab.make_arms([own], 96, [1e-3], [0], 5)[0].rank == 12
-    with pytest.raises(ConfigError, match="fits none of the arms"):
+    with pytest.raises(ConfigError, match=r"matches no arm .*MODE \[RANK\] FORWARD/BACKWARD"):
         lab.specs("projekted*", False)
 
 
@@ -84,17 +84,18 @@ def test_the_map_compares_with_dense_of_the_same_seed() -> None:
 
 
 def test_the_report_names_the_best_for_each_ratio() -> None:
-    found = lab.outcome(ROWS, "thinwire lab frontier")
+    found = lab.outcome(ROWS)
+    tied = "reparam d/32 int4/int8 (77x, +2.5%, within the noise of"
     assert found.verdict == (
-        "least loss at 10x or more: reparam d/32 int4/int8 (77x, +2.5%); "
-        "at 30x or more: reparam d/32 int4/int8 (77x, +2.5%); "
-        "at 60x or more: reparam d/32 int4/int8 (77x, +2.5%)"
+        f"Least loss at 10x or more: {tied} 3 others); at 30x or more: {tied} 3 others); "
+        "at 60x or more: reparam d/32 int4/int8 (77x, +2.5%)."
     )
+    assert found.conclusion.startswith("Too small to decide: 100 steps, where at least 200")
     assert (
         "at about 100 bytes per token: projected d/8 int4/int8 +5.0%, "
         "projected d/32 bf16/bf16 +7.5%, projected d/16 int8/int8 +10.0%" in found.notes
     )
-    assert "noise: the dense seeds differ by 9.52%" in found.notes
+    assert any(note.startswith("noise: the dense seeds differ by 9.52%") for note in found.notes)
     json.dumps(found.to_plain(), allow_nan=False)
 
 

@@ -100,8 +100,7 @@ def test_the_report_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The whole experiment with one way to cut, from the run to its files."""
     monkeypatch.setattr(lossless, "WAYS", [("subspace", 1, 2), ("reparam", 1, 2)])
     outcome = lossless.run(quick=True, seed=1)
-    assert outcome.holds and outcome.verdict.startswith("holds")
-    assert outcome.command == "thinwire lab lossless --seed 1 --quick"
+    assert outcome.holds and outcome.conclusion.startswith("Holds. With 2, 4 and 8 stages")
     assert {row["dtype"] for row in outcome.rows} == {"float64", "float32", "bfloat16"}
     assert len([row for row in outcome.rows if row["broken"] != "-"]) == 9
     place = write_outcome(outcome, tmp_path)

@@ -54,7 +54,8 @@ def test_without_projected_gradients_the_subspace_optimizer_leaves_it() -> None:
 
 def test_the_report_is_written(tmp_path: Path) -> None:
     outcome = lab.run(quick=True)
-    assert outcome.holds and outcome.verdict.startswith("holds")
+    assert outcome.holds is None, "so few steps cannot show that drift stays small"
+    assert outcome.conclusion.startswith("Too small to decide: 60 steps, where at least 500 are")
     assert outcome.command == "thinwire lab optimizer --seed 0 --quick"
     bare, engine, *leaving = outcome.rows
     assert engine["last drift"] < bare["last drift"] < STAYS

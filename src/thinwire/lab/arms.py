@@ -27,6 +27,7 @@ from types import FrameType
 from typing import IO, Any, ClassVar, Protocol
 
 from thinwire.engine import Settings
+from thinwire.errors import ConfigError
 from thinwire.lab.experiment import Row
 from thinwire.report.metrics import without_nan
 from thinwire.train import heeding
@@ -44,6 +45,19 @@ _NO_GROUND = {
     *("train.steps", "train.eval_every", "train.checkpoint_every", "train.keep"),
     *("pipeline.schedule", "pipeline.window"),
 }
+_OPTIONS = {
+    "optim.lr": "--lrs",
+    "train.steps": "--steps",
+    "run.seed": "--seed or --seeds",
+    "pipeline.stages": "--stages",
+    "boundary.mode": "--modes or --arms",
+    "boundary.rank": "--ranks or --arms",
+    "codec.forward": "--arms",
+    "codec.backward": "--arms",
+    "link.mbps_up": "--mbps",
+    "link.mbps_down": "--mbps",
+}
+"""What to use where an experiment chooses a setting itself."""
 
 
 class Arm(Protocol):
@@ -54,6 +68,23 @@ class Arm(Protocol):
     @property
     def label(self) -> str:
         """The arm in a few words, for a line of progress."""
+
+
+class TrainingArm:
+    """An arm that changes some settings of a base model, data set and batch."""
+
+    @property
+    def label(self) -> str:
+        """The arm in a line of progress."""
+        raise NotImplementedError
+
+    def changes(self) -> Values:
+        """The settings that this arm has and the base has not."""
+        raise NotImplementedError
+
+    def settings(self, base: Values) -> Settings:
+        """The settings of this arm on a base."""
+        return Settings.from_plain(merged(base, self.changes()))
 
 
 @dataclass(frozen=True)
@@ -204,10 +235,44 @@ def merged(base: Values, changes: Values) -> Values:
     return values
 
 
+def check_arms(arms: Sequence[TrainingArm], base: Values, overrides: Sequence[str]) -> None:
+    """Refuse an arm that cannot work, or that overrides what was set, before any one trains."""
+    for arm in arms:
+        refuse_overridden(arm.changes(), base, overrides, arm.label)
+        arm.settings(base)
+
+
+def refuse_overridden(changes: Values, base: Values, overrides: Sequence[str], arm: str) -> None:
+    """Refuse a `section.key=value` that an arm would override without a word."""
+    for override in overrides:
+        place = override.partition("=")[0].strip()
+        section, _, key = place.partition(".")
+        chosen = changes.get(section, {})
+        if key in chosen and chosen[key] != base[section][key]:
+            option = f": use {_OPTIONS[place]}" if place in _OPTIONS else ""
+            raise ConfigError(
+                f"--set {override}: the experiment chooses {place} itself{option} "
+                f"({chosen[key]!r} for {arm})"
+            )
+
+
 def mean(values: Iterable[float]) -> float:
     """The mean of at least one number."""
     numbers = list(values)
     return sum(numbers) / len(numbers)
+
+
+def gap_to_dense(rows: Sequence[Row], dense: Sequence[Row]) -> float:
+    """The loss above dense, relative to it: dense of the same seed, or its mean for other seeds."""
+    by_seed = {row["seed"]: row["loss"] for row in dense}
+    usual = mean(by_seed.values())
+    return mean(row["loss"] / by_seed.get(row["seed"], usual) - 1 for row in rows)
+
+
+def noise_of(dense: Sequence[Row]) -> float | None:
+    """What the seeds of dense differ by, relative to their mean; None with one seed."""
+    losses = [row["loss"] for row in dense]
+    return (max(losses) - min(losses)) / mean(losses) if len(losses) > 1 else None
 
 
 class _Process:

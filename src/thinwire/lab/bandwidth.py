@@ -2,14 +2,14 @@
 narrow cut stops paying.
 
 Real pipelines of processes run over emulated links at a few rates; the compute times that the
-unlimited run measured then feed the simulator, which gives every rate. Where both exist they stand
-side by side, so the simulation can be judged.
+unlimited run measured then feed the simulator, which gives every rate. What is measured and what
+is simulated stand side by side, so the simulation can be judged, and are never mixed.
 """
 
 import io
 import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from thinwire.engine import Settings
 from thinwire.errors import ConfigError
+from thinwire.lab.arms import Values, merged, refuse_overridden
 from thinwire.lab.convergence import best_by_method
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.plan import frame_bytes, size_notes
@@ -24,66 +25,121 @@ from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.train import train
 
+DENSE = "dense"
+UNLIMITED = 0.0
 RATES = [10.0, 30.0, 80.0, 200.0, 500.0, 1e3, 3e3, 1e4, 3e4, 1e5]
 PAYS = 1.05  # a narrow cut pays while it trains at least so much faster
 
 
-def run_bandwidth(
-    base: dict[str, dict[str, Any]],
-    arms: dict[str, dict[str, Any]],
-    measured_rates: list[float],
-    scratch: Path,
-    command: str,
-    say: Callable[[str], None],
-    dense_microbatches: int = 0,
-    curves: list[Row] | None = None,
-) -> Outcome:
-    """Measure each arm without limit and at each rate, and simulate the rest.
-
-    `curves` are rows of a convergence log: with them the hours are to a loss that every arm
-    reaches, without them to a billion tokens.
+@dataclass(frozen=True)
+class Study:
+    """What is measured: each boundary without a limit and at each rate.
 
     A dense step over a slow link can take minutes; `dense_microbatches` shortens those steps (two
     of them are timed), which costs dense the filling of the pipeline: compare it with its
     simulated rate, which has all microbatches.
     """
-    goal, tokens = "1B tokens", dict.fromkeys(arms, 1e9)
+
+    base: Values
+    arms: Values  # boundaries by name; dense is among them
+    rates: list[float]
+    steps: int
+    scratch: Path
+    dense_microbatches: int = 0
+
+    def changes(self, arm: str, rate: float) -> Values:
+        """The settings of one measurement that the base has not."""
+        own = self.arms[arm]
+        name = f"{own['mode']}-{own['rank']}-{rate:g}"
+        limit = {"emulate": True, "mbps_up": rate, "mbps_down": rate}
+        return {
+            "boundary": own,
+            "run": {"name": name, "out": str(self.scratch)},
+            "link": limit if rate else {"emulate": False},
+            "train": {"steps": self.steps},
+        }
+
+    def settings(self, arm: str, rate: float) -> Settings:
+        """The settings of one measurement."""
+        found = Settings.from_plain(merged(self.base, self.changes(arm, rate)))
+        if arm == DENSE and rate and self.dense_microbatches:
+            return _shortened(found, self.dense_microbatches)
+        return found
+
+    def check(self, overrides: Sequence[str]) -> None:
+        """Refuse what cannot work, and settings that measurements override, before any one runs."""
+        for arm, rate in itertools.product(self.arms, [UNLIMITED, *self.rates]):
+            refuse_overridden(self.changes(arm, rate), self.base, overrides, arm)
+            self.settings(arm, rate)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second of one arm by the rate of its links; UNLIMITED is among the rates."""
+
+    measured: dict[float, float] = field(default_factory=dict)
+    simulated: dict[float, float] = field(default_factory=dict)
+
+
+def boundaries(modes: list[str], ranks: list[int]) -> Values:
+    """Dense, and each mode at each rank."""
+    return {DENSE: {"mode": DENSE, "rank": 0}} | {
+        (mode if len(ranks) == 1 else f"{mode} k={rank}"): {"mode": mode, "rank": rank}
+        for mode in modes
+        for rank in ranks
+        if mode != DENSE
+    }
+
+
+def run_bandwidth(
+    study: Study, say: Callable[[str], None], curves: list[Row] | None = None
+) -> Outcome:
+    """Measure each arm without limit and at each rate, and simulate the rest.
+
+    `curves` are rows of a convergence log: with them the hours are to a loss that every arm
+    reaches, without them to a billion tokens.
+    """
+    goal, tokens = "1B tokens", dict.fromkeys(study.arms, 1e9)
     if curves is not None:
-        loss, tokens = tokens_to_loss(curves, arms)
+        loss, tokens = tokens_to_loss(curves, study.arms)
         goal = f"loss {loss:.3f}"
-    rows: list[Row] = []
-    unlimited: dict[str, float] = {}
-    for arm, boundary in arms.items():
-        whole = _settings(base, boundary, 0.0, f"{arm}-unlimited", scratch)
-        summary = train(whole, PlainDisplay(io.StringIO()))
-        costs = Costs(**summary["measured_costs"])
-        unlimited[arm] = summary["tokens_per_s"]
-        say(f"{arm:<12} {'unlimited':>10}  {unlimited[arm]:>12,.1f} tokens/s")
-        speeds = {0.0: unlimited[arm]}
-        for rate in measured_rates:
-            settings = _settings(base, boundary, rate, f"{arm}-{rate:g}", scratch)
-            if arm == "dense" and dense_microbatches:
-                settings = _shortened(settings, dense_microbatches)
-            speeds[rate] = train(settings, PlainDisplay(io.StringIO()))["tokens_per_s"]
-            say(f"{arm:<12} {_rate(rate):>10}  {speeds[rate]:>12,.1f} tokens/s")
-        rows += _arm_rows(arm, whole, costs, speeds, goal, tokens[arm])
+    speeds = {arm: measure(study, arm, say) for arm in study.arms}
+    rows = table(study, speeds, goal, tokens)
+    short = study.dense_microbatches
     return Outcome(
         name="bandwidth",
         question="How fast does each mode train over links of which rate, and where does a "
         "narrow cut stop paying?",
-        verdict=_verdict(rows, unlimited),
+        verdict=verdict(speeds),
         holds=None,
         rows=rows,
-        figure=_figure(rows, goal),
-        command=command,
+        figure=figure(speeds, goal, tokens),
         notes=[
-            "measured: processes over emulated links; simulated: the schedule's simulator with "
-            "the compute times of the unlimited run",
-            f"hours: to {goal}, at the measured rate where there is one",
+            "measured: processes over emulated links, one run per rate; simulated: the schedule's "
+            "simulator with the compute times of the unlimited run, without the cost of transport",
+            f"hours: to {goal}",
             *(f"{arm} takes {count / 1e6:,.2f}M tokens to {goal}" for arm, count in tokens.items()),
-            *size_notes(whole),
+            *([f"dense is measured with {short} microbatches and two steps"] if short else []),
+            *size_notes(study.settings(DENSE, UNLIMITED)),
         ],
     )
+
+
+def measure(study: Study, arm: str, say: Callable[[str], None]) -> Speeds:
+    """Run an arm's pipeline at each rate, and simulate it at all rates."""
+    found = Speeds()
+    whole = study.settings(arm, UNLIMITED)
+    for rate in (UNLIMITED, *study.rates):
+        summary = train(study.settings(arm, rate), PlainDisplay(io.StringIO()))
+        found.measured[rate] = summary["tokens_per_s"]
+        say(f"{arm:<12} {_rate(rate):>10}  {found.measured[rate]:>12,.1f} tokens/s")
+        if rate == UNLIMITED:
+            costs = Costs(**summary["measured_costs"])
+    for rate in [*sorted({*RATES, *study.rates}), UNLIMITED]:
+        network = Network(rate, rate, whole.link.latency_ms / 1e3 if rate else 0.0)
+        step = simulate(whole.schedule(), costs, network).step_seconds
+        found.simulated[rate] = whole.tokens_per_step / step
+    return found
 
 
 def tokens_to_loss(
@@ -115,94 +171,87 @@ def _crossing(curve: list[tuple[float, float]], loss: float) -> float:
     return curve[-1][0]
 
 
-def _arm_rows(
-    arm: str,
-    settings: Settings,
-    costs: Costs,
-    speeds: dict[float, float],
-    goal: str,
-    goal_tokens: float,
+def table(
+    study: Study, speeds: dict[str, Speeds], goal: str, tokens: dict[str, float]
 ) -> list[Row]:
-    rows = []
-    out, back = frame_bytes(settings)
-    tokens = settings.microbatch_size * settings.model.context
-    for rate in [*RATES, 0.0]:
-        link = settings.link
-        network = Network(rate, rate, link.latency_ms / 1e3 if rate else 0.0)
-        step = simulate(settings.schedule(), costs, network).step_seconds
-        simulated = settings.tokens_per_step / step
-        measured = speeds.get(rate)
-        rows.append(
-            {
-                "mode": arm,
-                "mbps": rate or math.inf,
-                "bytes per token": (out + back) / tokens,
-                "measured tokens/s": measured,
-                "simulated tokens/s": simulated,
-                f"hours to {goal}": goal_tokens / (measured or simulated) / 3600,
-            }
-        )
+    """A row for each arm and rate, measured and simulated apart."""
+    rows: list[Row] = []
+    for arm, own in speeds.items():
+        settings = study.settings(arm, UNLIMITED)
+        per_token = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
+        for rate in own.simulated:
+            row: Row = {"mode": arm, "link": _rate(rate), "bytes per token": per_token}
+            for kind in ("measured", "simulated"):
+                speed = getattr(own, kind).get(rate)
+                hours = tokens[arm] / speed / 3600 if speed else None
+                row |= {
+                    f"{kind} tokens/s": speed,
+                    f"{kind}, x dense": ratio(speeds, kind, arm, rate),
+                    f"{kind}, hours to {goal}": hours,
+                }
+            rows.append(row)
     return rows
 
 
-def _verdict(rows: list[Row], unlimited: dict[str, float]) -> str:
-    dense = {r["mbps"]: r for r in rows if r["mode"] == "dense"}
-    parts = []
-    for arm in unlimited:
-        if arm == "dense":
+def ratio(speeds: dict[str, Speeds], kind: str, arm: str, rate: float) -> float | None:
+    """How many times as fast as dense an arm is, "measured" or "simulated"."""
+    own, dense = (getattr(speeds[name], kind).get(rate) for name in (arm, DENSE))
+    return own / dense if own and dense else None
+
+
+def verdict(speeds: dict[str, Speeds]) -> str:
+    """What was measured, what the simulation adds, and where the two disagree."""
+    measured, simulated, apart = [], [], []
+    for arm in speeds:
+        if arm == DENSE:
             continue
-        own = [r for r in rows if r["mode"] == arm]
-        paying = [
-            r["mbps"]
-            for r in own
-            if r["simulated tokens/s"] >= PAYS * dense[r["mbps"]]["simulated tokens/s"]
-        ]
-        shown = [r for r in own if r["measured tokens/s"] and math.isfinite(r["mbps"])]
-        for row in shown:
-            base = dense[row["mbps"]]["measured tokens/s"]
-            if base:
-                parts.append(
-                    f"{arm} at {_rate(row['mbps'])}: {row['measured tokens/s'] / base:.1f}x dense, "
-                    f"{row['measured tokens/s'] / unlimited[arm]:.2f} of its unlimited rate"
+        own = speeds[arm]
+        paying = [rate for rate in own.simulated if _pays(ratio(speeds, "simulated", arm, rate))]
+        limit = "at every rate" if UNLIMITED in paying else "at no rate"
+        if paying and UNLIMITED not in paying:
+            limit = f"up to {_rate(max(paying))}"
+        simulated.append(f"{arm} is at least {PAYS}x dense {limit}")
+        for rate in own.measured:
+            if rate == UNLIMITED:
+                continue
+            seen, foretold = (ratio(speeds, kind, arm, rate) for kind in ("measured", "simulated"))
+            assert seen and foretold, "dense is measured wherever an arm is"
+            share = own.measured[rate] / own.measured[UNLIMITED]
+            measured.append(
+                f"{arm} is {seen:.2f}x dense at {_rate(rate)} ({share:.2f} of its unlimited rate)"
+            )
+            if _pays(seen) != _pays(foretold):
+                apart.append(
+                    f"{arm} at {_rate(rate)}: {seen:.2f}x measured, {foretold:.2f}x simulated"
                 )
-        limit = f"pays up to {_rate(max(paying))}" if paying else "never pays here"
-        parts.append(f"{arm} {limit}")
-    return "; ".join(parts)
+    doubt = f" The two disagree, so trust the measurement: {'; '.join(apart)}." if apart else ""
+    return f"Measured: {'; '.join(measured)}. Simulated: {'; '.join(simulated)}.{doubt}"
 
 
-def _figure(rows: list[Row], goal: str) -> Figure:
-    plot = Figure(figsize=(13, 5), layout="constrained")
-    speed, hours = plot.subplots(1, 2)
-    for arm in dict.fromkeys(r["mode"] for r in rows):
-        own = [r for r in rows if r["mode"] == arm and math.isfinite(r["mbps"])]
-        rates = [r["mbps"] for r in own]
-        (line,) = speed.plot(rates, [r["simulated tokens/s"] for r in own], label=arm)
-        seen = [r for r in own if r["measured tokens/s"]]
-        style = {"color": line.get_color(), "label": f"{arm}, measured"}
-        found = [r["mbps"] for r in seen]
-        speed.plot(found, [r["measured tokens/s"] for r in seen], "o", **style)
-        hours.plot(rates, [r[f"hours to {goal}"] for r in own], color=line.get_color(), label=arm)
-    speed.set(ylabel="tokens/s", title="speed")
-    hours.set(ylabel="hours", title=f"hours to {goal}")
-    for axes in (speed, hours):
+def _pays(times: float | None) -> bool:
+    return times is not None and times >= PAYS
+
+
+def figure(speeds: dict[str, Speeds], goal: str, tokens: dict[str, float]) -> Figure:
+    """Speed and hours over the rate: simulated as lines, measured as dots."""
+    plot = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = plot.subplots(1, 2)
+    for number, (arm, own) in enumerate(speeds.items()):
+        for kind, style in (("simulated", "-"), ("measured", "o")):
+            found = {rate: s for rate, s in getattr(own, kind).items() if rate != UNLIMITED}
+            shown: dict[str, Any] = {"color": f"C{number}", "label": f"{arm}, {kind}"}
+            left.plot(list(found), list(found.values()), style, **shown)
+            hours = [tokens[arm] / speed / 3600 for speed in found.values()]
+            right.plot(list(found), hours, style, **shown)
+    left.set(ylabel="tokens/s", title="speed")
+    right.set(ylabel="hours", title=f"hours to {goal}")
+    for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlabel="Mbit/s per host")
         axes.grid(alpha=0.3, which="both")
-        axes.legend()
+    plot.suptitle("Training speed over the rate of the links")
+    handles, labels = left.get_legend_handles_labels()
+    plot.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return plot
-
-
-def _settings(
-    base: dict[str, dict[str, Any]], boundary: dict[str, Any], rate: float, name: str, out: Path
-) -> Settings:
-    values = {section: dict(keys) for section, keys in base.items()}
-    values.setdefault("boundary", {}).update(boundary)
-    values.setdefault("run", {}).update({"name": name, "out": str(out)})
-    link = values.setdefault("link", {})
-    if rate:
-        link.update({"emulate": True, "mbps_up": rate, "mbps_down": rate})
-    else:
-        link.update({"emulate": False})
-    return Settings.from_plain(values)
 
 
 def _shortened(settings: Settings, microbatches: int) -> Settings:
@@ -215,6 +264,6 @@ def _shortened(settings: Settings, microbatches: int) -> Settings:
 
 
 def _rate(mbps: float) -> str:
-    if not mbps or math.isinf(mbps):
+    if mbps == UNLIMITED:
         return "unlimited"
     return f"{mbps / 1e3:g} Gbps" if mbps >= 1e3 else f"{mbps:g} Mbps"

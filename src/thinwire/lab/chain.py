@@ -81,6 +81,8 @@ class Chain:
             for index in range(len(self.stages) - 1)
         ]
         self.done = 0
+        self.move_jumps: list[float] | None = None
+        """Set to a list to have the change of validation loss by each move of the basis."""
         self._autocast = autocast_for(settings.run.precision, self.device)
         self._loss = self.stages[-1].loss
 
@@ -156,11 +158,14 @@ class Chain:
     def _switch(self, basis_DK: Tensor) -> None:
         """All stages share one space here: it moves once, and every stage's weights follow."""
         assert self.builder.space is not None
+        before = None if self.move_jumps is None else self.evaluate()
         old_DK, version = self.builder.space.basis_DK.clone(), self.builder.space.version
         for keeper in self.keepers:
             self.builder.space.basis_DK.copy_(old_DK)
             keeper.switch(basis_DK)
         self.builder.space.version = version + 1
+        if self.move_jumps is not None and before is not None:
+            self.move_jumps.append(self.evaluate() - before)
 
     def evaluate(self, compressed: bool = True) -> float:
         """Mean validation loss, with what codecs do to activations or without it."""

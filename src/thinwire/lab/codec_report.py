@@ -7,7 +7,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from thinwire.lab.arms import mean
 from thinwire.lab.codecs import grid
 from thinwire.lab.experiment import Outcome, Row
-from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE, Harms, judge
+from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE, Harms, judge, too_small
 from thinwire.lab.labels import Point, name_points
 
 TITLES = {
@@ -18,7 +18,7 @@ TITLES = {
 FAMILIES = {  # what is in the names, the first that fits; marker
     "AQ-SGD": ("+aqsgd", "^"),
     "with feedback": ("+ef", "D"),
-    "whole numbers": ("fw", "s"),
+    "integers": ("fw", "s"),
     "TopK": ("topk", "o"),
     "dense": ("dense", "*"),
 }
@@ -56,6 +56,11 @@ class GroundReport:
         if len(scores) < 2:
             return None
         return (max(scores) - min(scores)) / (1.0 if self.is_accuracy else mean(scores))
+
+    @property
+    def too_small(self) -> str:
+        """Why these runs decide nothing, if so."""
+        return too_small(self.noise, self.steps)
 
     def score(self, name: str, compressed: bool = True) -> float:
         """Accuracy or loss of an arm, mean over its seeds; nan if a run of it diverged.
@@ -125,15 +130,15 @@ def _finite(value: float) -> float | None:
     return value if value == value else None
 
 
-def outcome(task: str, reports: list[GroundReport], command: str, notes: list[str]) -> Outcome:
+def outcome(task: str, reports: list[GroundReport], notes: list[str]) -> Outcome:
     """Findings with their verdicts, and the figures behind them."""
-    rows = [row for report in reports for row in judge(report.ground, report.harms())]
-    verdicts = [f"({row['finding']}) {row['ground']}: {row['verdict']}" for row in rows]
+    rows = [r for report in reports for r in judge(report.ground, report.harms(), report.too_small)]
+    reasons = [f"{report.ground}: {report.too_small}" for report in reports if report.too_small]
     told = []
     for report in reports:
         harms = report.harms()
         if harms is None or report.noise is None:
-            told.append(f"{report.ground}: dense needs two seeds for a tolerance")
+            told.append(f"{report.ground}: {report.steps} steps; {report.too_small}")
             continue
         told.append(
             f"{report.ground}: {report.steps} steps; two seeds of dense differ by "
@@ -143,14 +148,14 @@ def outcome(task: str, reports: list[GroundReport], command: str, notes: list[st
     return Outcome(
         name=f"codecs-{task}",
         question=(
-            "Which findings of arXiv 2401.07788 on lossy codecs hold here? Every figure is of the "
-            "trained model on data it was not trained on."
+            "Which findings of arXiv 2401.07788 on lossy codecs hold here? Every figure is of a "
+            "trained model on data that it was not trained on."
         ),
-        verdict="; ".join(verdicts),
+        verdict=_verdict(rows),
         holds=None,
+        too_small="; ".join(reasons) if len(reasons) == len(reports) else "",
         rows=rows,
         figure=figure(reports),
-        command=command,
         notes=[
             "harm: accuracy lost against dense of the same seed as a share, or loss above it, "
             "relative; with compression at test time, and off: without it",
@@ -163,6 +168,19 @@ def outcome(task: str, reports: list[GroundReport], command: str, notes: list[st
         ],
         figures=[row for report in reports for row in report.arms()],
     )
+
+
+def _verdict(rows: list[Row]) -> str:
+    """Each finding's verdicts, as "finding 1: does not hold (scratch, tune)"."""
+    parts = []
+    for number in dict.fromkeys(row["finding"] for row in rows):
+        grounds: dict[str, list[str]] = {}
+        for row in rows:
+            if row["finding"] == number:
+                grounds.setdefault(row["verdict"], []).append(row["ground"])
+        told = ", ".join(f"{verdict} ({', '.join(g)})" for verdict, g in grounds.items())
+        parts.append(f"finding {number}: {told}")
+    return "; ".join(parts) + "."
 
 
 def figure(reports: list[GroundReport]) -> Figure:
@@ -212,7 +230,7 @@ def _draw_bits(axis: Axes, report: GroundReport) -> None:
     axis.set_xticks(range(len(BITS)), [str(bits) for bits in BITS])
     axis.set_yticks(range(len(BITS)), [str(bits) for bits in BITS])
     axis.set(xlabel="bits forward", ylabel="bits backward")
-    axis.set_title(f"{report.metric}, whole numbers; darker is worse")
+    axis.set_title(f"{report.metric}, integers; darker is worse")
 
 
 def _draw_shares(axis: Axes, report: GroundReport) -> None:

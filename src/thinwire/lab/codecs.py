@@ -24,6 +24,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
     Ground,
     Session,
+    TrainingArm,
     Values,
     differences,
     fingerprint,
@@ -88,7 +89,7 @@ class Codecs:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arm(TrainingArm):
     """One training run."""
 
     ground: str
@@ -103,8 +104,8 @@ class Arm:
         """The arm in a line of progress."""
         return f"{self.ground}/{self.name}  seed {self.seed}"
 
-    def settings(self, base: Values) -> Settings:
-        """The settings of this arm on a base model, data set and batch."""
+    def changes(self) -> Values:
+        """What this arm has of its own."""
         changes: Values = {
             "codec": {
                 "forward": self.forward,
@@ -116,7 +117,7 @@ class Arm:
         }
         if self.ground != "cifar":
             changes["optim"] = {"warmup": max(1, self.steps // 10)}
-        return Settings.from_plain(merged(base, changes))
+        return changes
 
 
 def grid(ground: str) -> list[Codecs]:

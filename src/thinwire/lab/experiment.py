@@ -5,9 +5,12 @@ lab/NAME/table.csv    every figure
 lab/NAME/figures.csv  where rows are conclusions: the figures behind them
 lab/NAME/plot.png     the picture
 lab/NAME/result.json  the same for programs
+
+A report is overwritten only by the command that made it; another command's stands in NAME-2.
 """
 
 import csv
+import itertools
 import json
 import platform
 from dataclasses import dataclass, field
@@ -32,9 +35,21 @@ class Outcome:
     holds: bool | None  # whether the claim under test holds; None where there is no yes or no
     rows: list[Row]
     figure: Figure
-    command: str
+    command: str = ""  # that makes the same figures again
     notes: list[str] = field(default_factory=list)
     figures: list[Row] = field(default_factory=list)  # behind the rows, where these conclude
+    too_small: str = ""  # why the runs cannot decide; the verdict then tells what was seen
+
+    def __post_init__(self) -> None:
+        if self.too_small:
+            self.holds = None
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict as people read it, with its yes or no."""
+        if self.too_small:
+            return f"Too small to decide: {self.too_small}. {self.verdict}"
+        return {True: "Holds. ", False: "Does not hold. ", None: ""}[self.holds] + self.verdict
 
     def to_plain(self) -> dict[str, Any]:
         """The outcome for a program."""
@@ -43,6 +58,7 @@ class Outcome:
             "question": self.question,
             "verdict": self.verdict,
             "holds": self.holds,
+            "too_small": self.too_small,
             "rows": self.rows,
             "notes": self.notes,
             "figures": self.figures,
@@ -58,8 +74,8 @@ def machine() -> str:
 
 
 def write_outcome(outcome: Outcome, folder: Path) -> Path:
-    """Write report, table, picture and JSON; returns the experiment's folder."""
-    place = folder / outcome.name
+    """Write report, table, picture and JSON; returns their folder."""
+    place = _place(outcome, folder)
     place.mkdir(parents=True, exist_ok=True)
     _write_table(outcome.rows, place / "table.csv")
     if outcome.figures:
@@ -71,7 +87,7 @@ def write_outcome(outcome: Outcome, folder: Path) -> Path:
         "",
         outcome.question,
         "",
-        f"**Verdict:** {outcome.verdict}",
+        f"**Verdict:** {outcome.conclusion}",
         "",
         markdown_table(outcome.rows),
         "",
@@ -85,6 +101,26 @@ def write_outcome(outcome: Outcome, folder: Path) -> Path:
     ]
     (place / "report.md").write_text("\n".join(lines))
     return place
+
+
+def _place(outcome: Outcome, folder: Path) -> Path:
+    """The first of NAME, NAME-2, ... that no other command's report stands in."""
+    places = (
+        folder / (outcome.name if number == 1 else f"{outcome.name}-{number}")
+        for number in itertools.count(1)
+    )
+    return next(place for place in places if _made_by(place) in (None, outcome.command))
+
+
+def _made_by(place: Path) -> str | None:
+    """The command whose report stands in a folder; None if there is no report."""
+    result = place / "result.json"
+    if not result.exists():
+        return None
+    try:
+        return str(json.loads(result.read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # a report that cannot be read is somebody's all the same
 
 
 def _write_table(rows: list[Row], path: Path) -> None:

@@ -3,17 +3,22 @@
 All rules speak of harm: how much worse than dense of the same seed an arm is. For images that is
 accuracy lost, as a share; for language it is the loss above that of dense, relative to it. A
 difference counts from a stated floor on, and between models only if it is also more than twice what
-two seeds of dense differ by: that is the tolerance. Where this noise leaves a question open, or
-arms are missing, nothing is decided.
+two seeds of dense differ by: that is the tolerance. Nothing is decided where arms are missing,
+where the noise could have made the difference, or where the runs as a whole are too small: a few
+steps, one seed of dense, or seeds of dense that are far apart.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from thinwire.lab.decide import one_seed, too_short
 from thinwire.lab.experiment import Row
 
-HOLDS, PARTLY, FAILS, OPEN = "holds", "in part", "does not hold", "not decided"
+HOLDS, PARTLY, FAILS = "holds", "in part", "does not hold"
+OPEN, SMALL = "not tested", "too small to decide"  # arms are missing; the runs are too small
+LEAST_STEPS = 100  # of any arm; the shortest that has decided something had 176
+MOST_NOISE = 0.02  # by which two seeds of dense may differ: accuracy as a share, or relative loss
 ACCURACY_FLOOR = 0.005  # 50 of the 10,000 test images
 LOSS_FLOOR = 0.005
 SEVERE = 0.02
@@ -93,13 +98,22 @@ class Finding:
     decide: Callable[[Harms], Decision]
 
 
-def judge(ground: str, harms: Harms | None) -> list[Row]:
-    """A row for each finding that can be tested on this ground."""
+def too_small(noise: float | None, steps: int) -> str:
+    """Why runs decide nothing, whatever their figures; empty if they may."""
+    if noise is not None and not noise <= MOST_NOISE:  # NaN: dense diverged
+        return f"two seeds of dense differ by {noise:.1%}, and may differ by {MOST_NOISE:.0%}"
+    return too_short(steps, LEAST_STEPS) or one_seed(noise)
+
+
+def judge(ground: str, harms: Harms | None, reason: str = "") -> list[Row]:
+    """A row for each finding that can be tested on this ground; `reason`: it is too small."""
     rows = []
     for finding in FINDINGS:
         if ground not in finding.grounds:
             continue
-        found = Decision(OPEN, "dense needs two seeds") if harms is None else finding.decide(harms)
+        found = finding.decide(harms) if harms is not None else Decision(SMALL, reason)
+        if reason and found.verdict != OPEN:
+            found = Decision(SMALL, found.figure)
         rows.append(
             {
                 "finding": finding.number,
@@ -219,7 +233,7 @@ def _shared_mask(harms: Harms) -> Decision:
 def _verdict(parts: list[bool | None]) -> str:
     """Of a claim whose parts are true, false, or hidden by noise."""
     if None in parts:
-        return OPEN
+        return SMALL
     return HOLDS if all(parts) else PARTLY if any(parts) else FAILS
 
 

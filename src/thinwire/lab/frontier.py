@@ -17,22 +17,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
     Ground,
     Session,
+    TrainingArm,
     Values,
     differences,
     fingerprint,
+    gap_to_dense,
     mean,
-    merged,
     split_patterns,
     train_arms,
 )
 from thinwire.lab.chain import Chain
+from thinwire.lab.decide import noise_note, one_seed, too_short
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.labels import Point, name_points
 from thinwire.lab.measure import train_measured
@@ -78,13 +79,14 @@ QUICK = (
     "projected d/32 bf16/bf16",
     "reparam d/8 int4/int8",
 )
+LEAST_STEPS = 200  # shorter runs do not tell arms apart
 RATIOS = (10, 30, 60, 100)
 EQUAL_BYTES = 0.1  # two arms cost the same if their bytes differ by no more than this share
 _SPEC = re.compile(r"(dense|subspace|reparam|projected)(?: (d/)?(\d+))? ([^/]+)/(.+)")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arm(TrainingArm):
     """One training run."""
 
     spec: str
@@ -101,8 +103,8 @@ class Arm:
         """The arm in a line of progress."""
         return f"{self.spec}  lr {self.lr:g}  seed {self.seed}"
 
-    def settings(self, base: Values) -> Settings:
-        """The settings of this arm on a base model, data set and batch."""
+    def changes(self) -> Values:
+        """What this arm has of its own."""
         changes: Values = {
             "boundary": {"mode": self.mode, "rank": self.rank},
             "codec": {"forward": self.forward, "backward": self.backward},
@@ -110,7 +112,7 @@ class Arm:
             "run": {"seed": self.seed},
             "train": {"steps": self.steps},
         }
-        return Settings.from_plain(merged(base, changes))
+        return changes
 
 
 def specs(patterns: str | None, quick: bool) -> list[str]:
@@ -122,7 +124,8 @@ def specs(patterns: str | None, quick: bool) -> list[str]:
         if not fitting and not _SPEC.fullmatch(pattern):
             known = "; ".join(grid)
             raise ConfigError(
-                f'--arms "{pattern}" fits none of the arms ({known}) and does not look like one'
+                f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
+                f'"MODE [RANK] FORWARD/BACKWARD", as "projected d/8 int8/int4". The grid: {known}'
             )
         found += fitting or [pattern]
     return list(dict.fromkeys(found))
@@ -173,7 +176,7 @@ def table(rows: list[Row]) -> list[Row]:
     for row in rows:
         groups.setdefault(row["spec"], {}).setdefault(row["lr"], []).append(row)
     best = {spec: _best(by_lr) for spec, by_lr in groups.items()}
-    dense = {row["seed"]: row["loss"] for row in best.get(DENSE, []) if row["loss"] is not None}
+    dense = [row for row in best.get(DENSE, []) if row["loss"] is not None]
     if not dense:
         raise ConfigError(f"{DENSE} could not be trained: there is nothing to compare with")
     lines = [_line(spec, members, dense) for spec, members in best.items()]
@@ -191,11 +194,10 @@ def _best(by_lr: dict[float, list[Row]]) -> list[Row]:
     return min(by_lr.values(), key=loss)
 
 
-def _line(spec: str, rows: list[Row], dense: dict[int, float]) -> Row:
+def _line(spec: str, rows: list[Row], dense: list[Row]) -> Row:
     """What is told of a line; its gap is against dense of the same seed."""
     losses = [row["loss"] for row in rows]
     settled = None not in losses
-    usual = mean(dense.values())
     first = rows[0]
     return {
         "arm": spec,
@@ -206,9 +208,7 @@ def _line(spec: str, rows: list[Row], dense: dict[int, float]) -> Row:
         "seeds": len(rows),
         "valid loss": mean(losses) if settled else None,
         "spread": max(losses) - min(losses) if settled and len(losses) > 1 else None,
-        "gap": mean(row["loss"] / dense.get(row["seed"], usual) - 1 for row in rows)
-        if settled
-        else None,
+        "gap": gap_to_dense(rows, dense) if settled else None,
     }
 
 
@@ -247,7 +247,7 @@ def _mode(line: Row) -> str:
     return str(line["arm"]).split()[0]
 
 
-def figure(lines: list[Row], noise: float) -> Figure:
+def figure(lines: list[Row], noise: float | None) -> Figure:
     """Gap over bytes; the edge is drawn through, and named in black."""
     plot = Figure(figsize=(12, 7), layout="constrained")
     axis: Axes = plot.subplots()
@@ -282,7 +282,8 @@ def figure(lines: list[Row], noise: float) -> Figure:
         drawstyle="steps-post",
         label="edge: nothing is better in both",
     )
-    axis.axhspan(0, 100 * noise, color="0.92", label="what two seeds of dense differ by")
+    if noise is not None:
+        axis.axhspan(0, 100 * noise, color="0.92", label="what two seeds of dense differ by")
     axis.set(
         xscale="log",
         xlabel="bytes per token at one cut, both ways, headers included",
@@ -302,41 +303,51 @@ def figure(lines: list[Row], noise: float) -> Figure:
         shown.set_major_formatter("{x:g}")
         shown.set_minor_locator(NullLocator())
     axis.grid(alpha=0.3)
-    axis.legend(loc="upper left", fontsize=8)
+    plot.suptitle("Loss against bytes at a cut")
+    plot.legend(loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    plot.canvas.draw()  # the layout must be final before names are placed
     name_points(axis, names)
     return plot
 
 
-def outcome(rows: list[Row], command: str) -> Outcome:
+def outcome(rows: list[Row]) -> Outcome:
     """The map as a report, with the choices that its figures give."""
     lines = table(rows)
     dense = next(line for line in lines if line["arm"] == DENSE)
-    noise = (dense["spread"] or 0.0) / dense["valid loss"]
-    choices = []
-    for ratio in RATIOS:
-        best = best_at(lines, ratio)
-        if best is not None:
-            choices.append(
-                f"at {ratio}x or more: {best['arm']} ({best['ratio']:.0f}x, {best['gap']:+.1%})"
-            )
+    noise = dense["spread"] / dense["valid loss"] if dense["spread"] is not None else None
+    steps = rows[0]["steps"]
+    choices = [choice for ratio in RATIOS if (choice := _choice(lines, ratio, noise or 0.0))]
     return Outcome(
         name="frontier",
         question=(
             "What does each byte saved at the cut cost in loss, by boundary mode, rank and codec?"
         ),
-        verdict="least loss " + "; ".join(choices),
+        verdict=f"Least loss {'; '.join(choices)}." if choices else "No arm saves enough bytes.",
         holds=None,
+        too_small=too_short(steps, LEAST_STEPS) or one_seed(noise),
         rows=lines,
         figure=figure(lines, noise),
-        command=command,
         notes=[
             "gap: validation loss relative to dense bf16 of the same seed at equal tokens, "
             "compression on; edge: no other arm is better in both bytes and loss",
-            f"noise: the dense seeds differ by {noise:.2%}"
-            if dense["seeds"] > 1
-            else "noise: not known, dense has one seed",
-            f"{rows[0]['steps']} steps; arms other than dense have one seed, and the learning rate "
+            noise_note(noise),
+            f"{steps} steps; arms other than dense have one seed, and the learning rate "
             "that the table names",
             *equal_bytes(lines),
         ],
     )
+
+
+def _choice(lines: list[Row], ratio: float, noise: float) -> str:
+    """The best arm that is so much smaller than bf16, and how many the noise hides it among."""
+    best = best_at(lines, ratio)
+    if best is None:
+        return ""
+    equals = [
+        line
+        for line in lines
+        if line["ratio"] >= ratio and line["gap"] is not None and line["gap"] - best["gap"] <= noise
+    ]
+    others = len(equals) - 1
+    tie = f", within the noise of {others} other{'s' if others > 1 else ''}" if others else ""
+    return f"at {ratio}x or more: {best['arm']} ({best['ratio']:.0f}x, {best['gap']:+.1%}{tie})"

@@ -25,6 +25,7 @@ from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Settings
 from thinwire.engine.build import choose_device, prepare_torch
 from thinwire.engine.feed import Feed
+from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.vision import CHARACTERS, character_batch, classifier
 from thinwire.model import Stage, llama_layers
@@ -32,7 +33,7 @@ from thinwire.model.llama import WRITERS
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.paths import cache_folder
 
-STEPS, QUICK_STEPS = 500, 16
+LEAST_STEPS = 200  # in fewer, models have hardly learned and ranks have not settled
 DIM, DEPTH, HIDDEN, VOCAB, CONTEXT = 64, 4, 128, 1024, 64
 SEQUENCES, IMAGES = 24, 48  # per step: about 1,600 tokens or patches each
 PROBE = 4  # batches that gradients are measured on: never trained on, the same at every step
@@ -219,18 +220,18 @@ def judge(trails: dict[str, Trail]) -> tuple[bool, str]:
     """Whether the transformers' writers collapse and the others' do not, in words."""
     collapsed = [name for name, trail in trails.items() if fallen(trail, "weight") < FALLEN]
     holds = set(collapsed) == set(TRANSFORMERS)
-    if holds:
-        answer = "The collapse of weights is the transformers' own here"
-    elif collapsed:
-        answer = "The collapse of weights is not the transformers' own here"
+    fell = f"The stable rank of writers' weights fell below {FALLEN:.0%} of its start in "
+    if not collapsed:
+        fell += "no model."
+    elif len(collapsed) == len(trails):
+        fell += "every model, so the effect is not the transformer's own."
     else:
-        answer = "No model's weights collapsed"
+        own = "the transformers and no other" if holds else ", ".join(collapsed)
+        fell += f"{own}."
     learned = [f"{n} {trail.rows[-1]['accuracy']:.0%}" for n, trail in trails.items() if trail.rows]
     return holds, (
-        f"{answer}. Stable rank of writers' weights as a share of the full rank, first to last: "
-        f"{_ways(trails, 'weight')}; it ended below {FALLEN:.0%} of its start in "
-        f"{', '.join(collapsed) or 'none'}. Of their gradients: {_ways(trails, 'gradient')}. "
-        f"Right answers at the end: {', '.join(learned)}."
+        f"{fell} Weights, share of full rank, first to last: {_ways(trails, 'weight')}. "
+        f"Gradients: {_ways(trails, 'gradient')}. Final accuracy: {', '.join(learned)}."
     )
 
 
@@ -240,7 +241,7 @@ def _ways(trails: dict[str, Trail], what: str) -> str:
         shares = {step: look.stable_share for step, look in trail.looks[what].items()}
         first, *_, last = shares.values()
         low = min(shares, key=lambda step: shares[step])
-        parts.append(f"{name} {first:.1%} -> {last:.1%} (lowest {shares[low]:.1%} at step {low})")
+        parts.append(f"{name} {first:.0%} to {last:.0%} (lowest {shares[low]:.0%} at step {low})")
     return ", ".join(parts)
 
 
@@ -264,7 +265,9 @@ def figure(trails: dict[str, Trail]) -> Figure:
         spectra.set_yscale("log")
     axes[0][0].set_ylabel("stable rank, share of full rank")
     axes[1][0].set_ylabel("singular value over the largest\ndotted: before, solid: after")
-    axes[0][0].legend(frameon=False)
+    plot.suptitle("Stable rank and spectra of the matrices that write to the stream")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    plot.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     for axis in axes.flat:
         _plain(axis)
     return plot
@@ -299,11 +302,10 @@ def compare(corpus: Corpus, settings: Settings) -> dict[str, Trail]:
     return trails
 
 
-def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0) -> Outcome:
+def run(steps: int, seed: int = 0, device: str = "cpu") -> Outcome:
     """Follow the writers of four kinds of model through training."""
-    count = steps or (QUICK_STEPS if quick else STEPS)
     shape = {"layers": DEPTH, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": HIDDEN}
-    settings = lab_settings(count, seed, device, {**shape, "vocab": VOCAB, "context": CONTEXT})
+    settings = lab_settings(steps, seed, device, {**shape, "vocab": VOCAB, "context": CONTEXT})
     corpus = prepare(DataConfig(), VOCAB, cache_folder())
     trails = compare(corpus, settings)
     holds, verdict = judge(trails)
@@ -315,9 +317,9 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0)
         ),
         verdict=verdict,
         holds=holds,
+        too_small=too_short(steps, LEAST_STEPS),
         rows=[row for trail in trails.values() for row in trail.rows],
         figure=figure(trails),
-        command=lab_command("rank-collapse", quick, seed, device, steps),
         notes=[
             "stable rank: ||W||_F^2 / ||W||_2^2, mean over the model's writers; a random matrix "
             "has 25 % of full rank if square and more if not, so step 0 is the baseline for "
@@ -333,17 +335,6 @@ def run(quick: bool = False, seed: int = 0, device: str = "cpu", steps: int = 0)
             f"collapsed: the share of full rank fell below {FALLEN:.0%} of where it started; one "
             "seed, small models, short training",
         ],
-    )
-
-
-def lab_command(name: str, quick: bool, seed: int, device: str, steps: int) -> str:
-    """The command that makes the same figures again."""
-    return (
-        f"thinwire lab {name}"
-        + (f" --seed {seed}" if seed else "")
-        + (f" --steps {steps}" if steps else "")
-        + (f" --device {device}" if device != "auto" else "")
-        + (" --quick" if quick else "")
     )
 
 

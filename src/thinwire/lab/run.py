@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,25 +20,15 @@ from thinwire.engine import Settings, apply_override
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab import codec_report, codecs, frontier
-from thinwire.lab.arms import Say, Session, Values, read_log
-from thinwire.lab.bandwidth import run_bandwidth, tokens_to_loss
+from thinwire.lab.arms import Say, Session, Values, check_arms, merged, read_log
+from thinwire.lab.bandwidth import Study, boundaries, run_bandwidth
 from thinwire.lab.codecs import Codecs
 from thinwire.lab.convergence import Arm, best_by_method, grid, outcome, train_grid
 from thinwire.lab.experiment import Outcome, Row, write_outcome
+from thinwire.lab.options import EXPERIMENTS, NOT_IN_COMMAND
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
 from thinwire.train import prepare_corpus
-
-EXPERIMENTS = {
-    "lossless": "with and without the boundary: loss, activations and every gradient",
-    "optimizer": "which optimizers keep weights in the subspace",
-    "rank-collapse": "stable rank of writers' weights and gradients over training",
-    "subspace": "how a moving basis behaves over a long run",
-    "bandwidth": "tokens/s from 10 Mbps to 100 Gbps, measured and simulated",
-    "convergence": "what narrow cuts cost in loss, at equal tokens",
-    "codecs": "what lossy codecs cost: the findings of arXiv 2401.07788, held against our figures",
-    "frontier": "loss against bytes for boundary mode, rank and codec",
-}
 
 SMALL: Values = {
     "model": {"preset": "tiny", "layers": 8, "dim": 96, "heads": 4, "kv_heads": 2, "ffn": 256},
@@ -54,7 +44,7 @@ QUICK: Values = {
     "pipeline": WHOLE["pipeline"],
     "train": SMALL["train"],
 }  # fmt: skip
-Study = tuple[dict[str, list[Row]], list[str]]  # rows by ground, and what is to be said of them
+Found = tuple[dict[str, list[Row]], list[str]]  # rows by ground, and what is to be said of them
 
 
 def run_lab(options: argparse.Namespace) -> None:
@@ -63,7 +53,9 @@ def run_lab(options: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    say(f"{options.name}: {EXPERIMENTS[options.name]}")
+    experiment = EXPERIMENTS[options.name]
+    command = command_line(options)
+    say(f"{options.name}: {experiment.does}")
     runners: dict[str, Callable[[argparse.Namespace, Say], Outcome]] = {
         "bandwidth": _bandwidth,
         "convergence": _convergence,
@@ -71,42 +63,29 @@ def run_lab(options: argparse.Namespace) -> None:
         "frontier": _frontier,
     }
     found = runners.get(options.name, _simple)(options, say)
+    found.command = command
     place = write_outcome(found, options.out)
     if options.json:
         print(json.dumps(found.to_plain(), indent=1))
         return
-    held = {True: "holds: ", False: "does not hold: ", None: ""}[found.holds]
-    verdict = held + found.verdict.removeprefix(held)
-    print(f"\nVerdict: {verdict}\n\n{place / 'report.md'}\n{place / 'plot.png'}")
+    print(f"\nVerdict: {found.conclusion}\n\n{place / 'report.md'}\n{place / 'plot.png'}")
 
 
 def command_line(options: argparse.Namespace) -> str:
     """The command that makes the same figures again."""
     parts = ["thinwire lab", options.name]
-    for key in (
-        "task",
-        "arms",
-        "seed",
-        "steps",
-        "epochs",
-        "base_steps",
-        "tune_on",
-        "stages",
-        "modes",
-        "ranks",
-        "lrs",
-        "seeds",
-        "mbps",
-        "device",
-        "sweep_steps",
-        "dense_microbatches",
-        "curves",
-    ):
+    for key, default in EXPERIMENTS[options.name].defaults.items():
         value = getattr(options, key)
-        if value not in (None, 0, "auto"):
-            parts.append(f"--{key.replace('_', '-')} {shlex.quote(str(value))}")
-    parts += ["--quick"] if options.quick else []
-    parts += [f"--set {shlex.quote(override)}" for override in options.set]
+        if key in NOT_IN_COMMAND or not value or value == default:
+            continue
+        flag = f"--{key.replace('_', '-')}"
+        if key == "set":
+            parts += [f"--set {shlex.quote(override)}" for override in value]
+        elif value is True:
+            parts.append(flag)
+        else:
+            text = ",".join(f"{n:g}" for n in value) if isinstance(value, list) else str(value)
+            parts.append(f"{flag} {shlex.quote(text)}")
     return " ".join(parts)
 
 
@@ -118,71 +97,104 @@ def _session(options: argparse.Namespace, say: Say) -> Session:
 
 
 def _simple(options: argparse.Namespace, say: Say) -> Outcome:
-    modules = {"rank-collapse": "rank_collapse", "subspace": "stability"}
-    name = modules.get(options.name, options.name)
-    arguments = {"quick": options.quick, "seed": options.seed, "device": options.device}
-    if options.steps and name in ("rank_collapse", "stability"):
-        arguments["steps"] = options.steps
-    module = importlib.import_module(f"thinwire.lab.{name}")
+    """Experiments whose options are the parameters of their `run`."""
+    experiment = EXPERIMENTS[options.name]
+    module = importlib.import_module(f"thinwire.lab.{experiment.module}")
+    names = [name for name in experiment.defaults if name not in NOT_IN_COMMAND]
+    arguments = {name: getattr(options, name) for name in names}
+    if experiment.steps is not None:  # then all that --quick decides is how many
+        arguments["steps"] = _steps(options)
+        del arguments["quick"]
     return module.run(**arguments)
 
 
+def _steps(options: argparse.Namespace) -> int:
+    steps = EXPERIMENTS[options.name].steps
+    assert steps is not None, f"{options.name} has no --steps"
+    return options.steps or steps[options.quick]
+
+
 def _base(options: argparse.Namespace, small: Values = SMALL) -> Values:
+    """The settings that all arms share. What the experiment does not use is refused."""
     values = {section: dict(keys) for section, keys in small.items()}
     if any(override.startswith("model.preset=") for override in options.set):
         values["model"] = {}  # a preset is a whole shape, not a patch on the small one
-    values["run"] = {"device": options.device, "seed": options.seed}
+    values["run"] = {"device": options.device}
     for override in options.set:
         apply_override(values, override)
+        place = override.partition("=")[0].strip()
+        if any(fnmatchcase(place, unused) for unused in EXPERIMENTS[options.name].unused):
+            raise ConfigError(
+                f"--set {override}: lab {options.name} does not use {place}; leave it out"
+            )
     return values
+
+
+def _width(base: Values) -> int:
+    return Settings.from_plain({"model": base["model"], "pipeline": {"stages": 1}}).model.dim
 
 
 def _convergence(options: argparse.Namespace, say: Say) -> Outcome:
     base = _base(options)
-    dim = Settings.from_plain(base).model.dim
-    steps = options.steps or (20 if options.quick else 300)
+    dim = _width(base)
     modes = (options.modes or "subspace,reparam,projected").split(",")
-    ranks = _numbers(options.ranks, int) or sorted({max(1, dim // n) for n in (8, 32, 100)})
-    lrs = _numbers(options.lrs, float) or ([3e-3] if options.quick else [1.5e-3, 3e-3, 6e-3])
-    seeds = _numbers(options.seeds, int) or [options.seed]
-    if options.quick:
-        ranks = ranks[-1:]
-    all_stages = _numbers(options.stages, int) or [4]
+    ranks = sorted({max(1, dim // n) for n in ((8,) if options.quick else (8, 32, 100))})
+    lrs = options.lrs or ([3e-3] if options.quick else [1.5e-3, 3e-3, 6e-3])
+    seeds, sweep = options.seeds, options.sweep_steps
 
-    def arms_of(rates: list[float], chosen: list[int], length: int) -> list[Arm]:
-        return grid(modes, ranks, rates, all_stages, chosen, length)
+    def arms_of(rates: list[float], chosen: list[int], dense: list[int], steps: int) -> list[Arm]:
+        ranks_ = options.ranks or ranks
+        return grid(modes, ranks_, rates, options.stages, chosen, steps, dense)
 
-    arms = arms_of(lrs, seeds[:1] if options.sweep_steps else seeds, options.sweep_steps or steps)
-    for arm in arms:
-        arm.settings(base)  # an arm that cannot work is refused before the first one trains
-    corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
+    two = seeds if len(seeds) > 1 else [seeds[0], seeds[0] + 1]  # dense shows the noise
+    full = arms_of(lrs, seeds, two, _steps(options))
+    check_arms(full, base, options.set)
+    corpus = prepare_corpus(full[0].settings(base), PlainDisplay(sys.stderr))
     session = _session(options, say)
-    rows = train_grid(arms, base, corpus, session)
-    if options.sweep_steps:
-        best = best_by_method(row for row in rows if row["steps"] == options.sweep_steps)
+    if sweep:
+        swept = train_grid(arms_of(lrs, seeds[:1], seeds[:1], sweep), base, corpus, session)
+        best = best_by_method(row for row in swept if row["steps"] == sweep)
         rates = {(n, method): found["lr"] for (n, _, method), found in best.items()}
-        full = [a for a in arms_of(lrs, seeds, steps) if rates.get((a.stages, a.method)) == a.lr]
-        rows = train_grid(full, base, corpus, session)
+        full = [arm for arm in full if rates.get((arm.stages, arm.method)) == arm.lr]
+    rows = train_grid(full, base, corpus, session)
     if not rows:
         raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
-    return outcome(rows, base, options.tflops * 1e12, command_line(options))
+    return outcome(rows, base, options.tflops * 1e12)
 
 
 def _codecs(options: argparse.Namespace, say: Say) -> Outcome:
-    task = options.task or "cifar"
+    task = options.task
     wanted = codecs.choose(task, options.arms, options.quick)
     session = _session(options, say)
+    _refuse_unused(options, wanted)
     study = _on_images if task == "cifar" else _on_text
     found, notes = study(options, wanted, session)
     reports = [codec_report.GroundReport(ground, rows) for ground, rows in found.items() if rows]
     if not reports:
         raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
-    return codec_report.outcome(task, reports, command_line(options), notes)
+    return codec_report.outcome(task, reports, notes)
+
+
+def _refuse_unused(options: argparse.Namespace, wanted: dict[str, list[Codecs]]) -> None:
+    """Refuse options that none of the chosen arms uses."""
+    tunes = bool(wanted.get("tune"))
+    used = {
+        "steps": options.task == "lm",
+        "epochs": options.task == "cifar" or tunes,
+        "base_steps": tunes,
+        "tune_on": tunes,
+    }
+    for name, is_used in used.items():
+        if getattr(options, name) and not is_used:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag}: no chosen arm of --task {options.task} uses it; leave it out"
+            )
 
 
 def _on_images(
     options: argparse.Namespace, wanted: dict[str, list[Codecs]], session: Session
-) -> Study:
+) -> Found:
     has_images = any(override.startswith("data.path=") for override in options.set)
     if not has_images and not options.quick:
         raise ConfigError(
@@ -197,35 +209,37 @@ def _on_images(
     session.say(images.summary())
     epochs = options.epochs or (5 if options.quick else 30)
     steps = codecs.steps_of(epochs, len(images.train), batch)
-    arms = codecs.make_arms("cifar", wanted["cifar"], _seeds(options), steps)
+    arms = codecs.make_arms("cifar", wanted["cifar"], options.seeds, steps)
+    check_arms(arms, base, options.set)
     rows = codecs.train_ground(arms, base, images, session)
     return {"cifar": rows}, [f"cifar: {epochs} epochs; {images.summary()}"]
 
 
 def _on_text(
     options: argparse.Namespace, wanted: dict[str, list[Codecs]], session: Session
-) -> Study:
+) -> Found:
     base, display = _base(options, QUICK if options.quick else WHOLE), PlainDisplay(sys.stderr)
-    steps = options.steps or (50 if options.quick else 300)
+    steps, seeds = _steps(options), options.seeds
     neutral = Codecs("dense", "bf16", "bf16")
-    first = codecs.make_arms("scratch", [neutral], [options.seed], steps)[0]
+    first = codecs.make_arms("scratch", [neutral], seeds, steps)[0]
+    check_arms([first], base, options.set)  # all of them change the same settings
     corpus = prepare_corpus(first.settings(base), display)
     found, notes = {}, [f"scratch: {corpus.summary()}"]
     if wanted["tune"]:  # a text that cannot be read is refused before the first arm trains
         tuning = codecs.tuning_base(base, corpus, options.tune_on, options.quick)
         text = prepare_corpus(first.settings(tuning), display)
     if wanted["scratch"]:
-        arms = codecs.make_arms("scratch", wanted["scratch"], _seeds(options), steps)
+        arms = codecs.make_arms("scratch", wanted["scratch"], seeds, steps)
         found["scratch"] = codecs.train_ground(arms, base, corpus, session)
     if wanted["tune"]:
         length = options.base_steps or steps
-        weights = codecs.base_model(base, corpus, options.seed, length, session)
+        weights = codecs.base_model(base, corpus, seeds[0], length, session)
         if not weights.exists():  # then nothing can be trained from it
             session = dataclasses.replace(session, parallel=0)
         settings, epochs = first.settings(tuning), options.epochs or 3
         examples = Feed(text, settings, torch.device("cpu")).example_count
         steps = codecs.steps_of(epochs, examples, settings.train.batch)
-        arms = codecs.make_arms("tune", wanted["tune"], _seeds(options), steps)
+        arms = codecs.make_arms("tune", wanted["tune"], seeds, steps)
         found["tune"] = codecs.train_ground(arms, tuning, text, session, weights)
         notes.append(
             f"tune: {epochs} epochs from a dense model of {length} steps on the text of scratch, "
@@ -234,55 +248,33 @@ def _on_text(
     return found, notes
 
 
-def _seeds(options: argparse.Namespace) -> list[int]:
-    return _numbers(options.seeds, int) or [options.seed, options.seed + 1]
-
-
 def _frontier(options: argparse.Namespace, say: Say) -> Outcome:
     base = _base(options, QUICK if options.quick else WHOLE)
     arms = frontier.make_arms(
         frontier.specs(options.arms, options.quick),
-        Settings.from_plain(base).model.dim,
-        _numbers(options.lrs, float) or [3e-3],
-        _seeds(options),
-        options.steps or (50 if options.quick else 300),
+        _width(base),
+        options.lrs or [3e-3],
+        options.seeds,
+        _steps(options),
     )
-    for arm in arms:
-        arm.settings(base)  # an arm that cannot work is refused before the first one trains
+    check_arms(arms, base, options.set)
     corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
-    rows = frontier.train_grid(arms, base, corpus, _session(options, say))
-    return frontier.outcome(rows, command_line(options))
+    return frontier.outcome(frontier.train_grid(arms, base, corpus, _session(options, say)))
 
 
 def _bandwidth(options: argparse.Namespace, say: Say) -> Outcome:
-    base = _base(options)
-    dim = Settings.from_plain(base).model.dim
-    base["train"].setdefault("steps", options.steps or (4 if options.quick else 12))
+    base = merged(_base(options), {"run": {"seed": options.seed}})
+    dim = _width(base)
     base.setdefault("optim", {}).setdefault("warmup", 2)
-    rank = (_numbers(options.ranks, int) or [max(1, dim // 16)])[0]
-    modes = (options.modes or "subspace").split(",")
-    arms: Values = {mode: {"mode": mode, "rank": rank} for mode in modes}
-    arms = {"dense": {"mode": "dense", "rank": 0}, **arms}
-    rates = _numbers(options.mbps, float) or ([80.0] if options.quick else [10.0, 80.0, 500.0])
-    curves = None
-    if options.curves is not None:
-        curves = read_log(options.curves)
-        tokens_to_loss(curves, arms)  # an arm without a curve is refused before any is measured
+    curves = None if options.curves is None else read_log(options.curves)
     with tempfile.TemporaryDirectory(prefix="thinwire-lab-") as scratch:
-        return run_bandwidth(
+        study = Study(
             base,
-            arms,
-            rates,
+            boundaries((options.modes or "subspace").split(","), options.ranks or [dim // 16 or 1]),
+            options.mbps or ([80.0] if options.quick else [10.0, 80.0, 500.0]),
+            _steps(options),
             Path(scratch),
-            command_line(options),
-            say,
             options.dense_microbatches,
-            curves,
         )
-
-
-def _numbers(text: str | None, kind: type) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError(f"{text!r} must be numbers separated by commas") from None
+        study.check(options.set)
+        return run_bandwidth(study, say, curves)

@@ -1,0 +1,55 @@
+"""Values and parsers of the command line, for every command alike. Floor 0."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class StrictParser(argparse.ArgumentParser):
+    """A subcommand's parser that refuses unknown options itself, beside its own usage.
+
+    argparse would leave them to the outermost parser, which knows nothing of the subcommand.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)  # --seed must not pass for --seeds
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse what is left over."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)} (see {self.prog} --help)")
+        return found, []
+
+
+def number(
+    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
+) -> Callable[[str], Any]:
+    """Reads an option's number; refuses others, and what is out of range, with what is wanted."""
+    wanted = "an integer" if kind is int else "a number"
+    wanted += f" of at least {least}" if least > -math.inf else ""
+    wanted += f" above {above}" if above > -math.inf else ""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (value >= least and value > above):  # NaN is in no range
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
+        if abs(value) >= 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} is too large: it must fit into 64 bits")
+        return value
+
+    return read
+
+
+def numbers(
+    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
+) -> Callable[[str], list[Any]]:
+    """Reads comma-separated numbers."""
+    read = number(kind, least, above)
+    return lambda text: [read(part) for part in text.split(",")]
