@@ -1,6 +1,8 @@
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -197,6 +199,73 @@ def test_a_killed_run_leaves_nothing_that_is_taken_for_complete(text_folder, cac
     assert left and all(".partial-" in name for name in left)
     corpus = prepare(text_config(text_folder), VOCAB, cache)
     assert len(corpus.train) > 0
+    assert list(cache.iterdir()) == [corpus.folder], "and what it left is removed"
+
+
+def test_what_another_process_is_writing_is_left_alone(text_folder, cache):
+    code = (
+        "import sys; from thinwire.data import DataConfig, prepare\n"
+        "def wait(phase, done, total):\n"
+        "    if phase == 'tokenising': print('writing', flush=True); sys.stdin.readline()\n"
+        "config = DataConfig(source='text', path=sys.argv[1], valid_fraction=0.2)\n"
+        "prepare(config, 299, sys.argv[2], wait)\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, text_folder, cache],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout.readline() == "writing\n"
+        mine = prepare(text_config(text_folder), VOCAB, cache)
+        assert len([path for path in cache.iterdir() if ".partial-" in path.name]) == 1
+        other.communicate("\n" * 1000)
+    assert other.returncode == 0
+    names = {path.name for path in cache.iterdir()}
+    assert len(names) == 2 and mine.folder.name in names
+
+
+def test_an_interrupt_is_heard_while_the_library_computes(tmp_path, cache):
+    """It takes 16 s of a processor to find the merges of this text, and is deaf to signals."""
+    rng = random.Random(0)
+    (tmp_path / "a.txt").write_text(" ".join(str(rng.random()) for _ in range(300_000)))
+    code = (
+        "import signal, sys, time; from thinwire.data import DataConfig, prepare\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def say(phase, done, total):\n"
+        "    print(phase if done == total else '-', time.process_time(), sep=':', flush=True)\n"
+        "try: prepare(DataConfig(source='text', path=sys.argv[1]), 30_000, sys.argv[2], say)\n"
+        "except KeyboardInterrupt: print('interrupted', time.process_time(), sep=':')\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "a.txt", cache], stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        lines = (line.split(":") for line in other.stdout)
+        fed = next(float(spent) for phase, spent in lines if phase == "training the tokenizer")
+        other.send_signal(signal.SIGINT)
+        *_, (last, spent) = lines
+    assert last == "interrupted"
+    assert float(spent) - fed < 6
+    assert not list(cache.glob("*.partial-*"))
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(text_folder, cache, monkeypatch):
+    synced: list[int] = []
+    synced_before: list[set[int]] = []
+    rename = Path.rename
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd))[1])
+    monkeypatch.setattr(
+        Path, "rename", lambda *names: (synced_before.append(set(synced)), rename(*names))[1]
+    )
+    corpus = prepare(text_config(text_folder), VOCAB, cache)
+    (before,) = synced_before
+    paths = [corpus.folder, *corpus.folder.iterdir()]
+    assert len(paths) == 6
+    assert {path.stat().st_ino for path in paths} <= before
+    assert synced[-1] == cache.stat().st_ino
 
 
 @pytest.mark.parametrize("when", ["reading", "training the tokenizer"])

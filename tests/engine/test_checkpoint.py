@@ -252,3 +252,20 @@ def test_all_that_is_renamed_is_on_the_disk_before(
     assert files == {"manifest.json", "stage-0.safetensors", "tokenizer.json"}
     assert {path.stat().st_ino for path in (folder, *folder.iterdir())} <= seen
     assert folder.parent.stat().st_ino in flushed, "the new name, after the rename"
+
+
+def test_other_users_may_read_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch(0o644)
+    folder = save(tmp_path, 1)
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="permissions do not bind this user"
+)
+def test_a_part_without_permission_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "stage-0.safetensors").chmod(0)
+    with pytest.raises(CheckpointError, match=r"cannot read .*stage-0\.safetensors: Permission"):
+        Checkpoint.open(folder).verify()

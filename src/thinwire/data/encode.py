@@ -1,10 +1,12 @@
 """Documents to token ids, in batches on all cores and in bounded memory."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from thinwire.data.interrupt import interruptible
 from thinwire.data.pieces import pieces_of
 from thinwire.data.tokenizer import Tokenizer
 
@@ -33,17 +35,23 @@ def encode_passages(tokenizer: Tokenizer, passages: Iterable[Passage]) -> Iterat
     One over 128,000 characters comes in pieces that meet at line ends.
     """
     for batch in _batches(passages):
-        train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
-        valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
-        for piece in batch:
-            ids, sizes = (next(train), None) if piece.side == "train" else next(valid)
-            yield Encoded(piece.side, ids, sizes, piece.last)
+        yield from interruptible(functools.partial(_encoded, tokenizer, batch))
 
 
 class _Piece(NamedTuple):
     side: str
     text: str
     last: bool
+
+
+def _encoded(tokenizer: Tokenizer, batch: list[_Piece]) -> list[Encoded]:
+    train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
+    valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
+    encoded = []
+    for piece in batch:
+        ids, sizes = (next(train), None) if piece.side == "train" else next(valid)
+        encoded.append(Encoded(piece.side, ids, sizes, piece.last))
+    return encoded
 
 
 def _batches(passages: Iterable[Passage]) -> Iterator[list[_Piece]]:

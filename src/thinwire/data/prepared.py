@@ -9,41 +9,102 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from thinwire.errors import DataError
 
+try:
+    import fcntl
+except ImportError:  # not everywhere; without it nothing left behind is removed
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT = 2
 MANIFEST = "manifest.json"
+_PARTIAL = ".partial-"
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 
 
 @contextmanager
 def partial_folder(cache: Path, name: str) -> Iterator[Path]:
-    """A folder under `cache` to write in; what is not put in its place is gone afterwards."""
+    """A folder under `cache` to write in; what is not put in its place is gone afterwards.
+
+    What earlier processes left when they were killed is removed as well.
+    """
     partial: Path | None = None
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{name}.partial-", dir=cache))
+    with ExitStack() as held:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _sweep(cache)
+            partial = _new_folder(cache, name, held)
+            yield partial
+        except OSError as error:
+            raise DataError(f"cannot write the prepared data to {cache}: {error}") from error
+        finally:
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _new_folder(cache: Path, name: str, held: ExitStack) -> Path:
+    """A folder that is locked for as long as it is held: nobody sweeps it away."""
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=f"{name}{_PARTIAL}", dir=cache))
         partial.chmod(0o755)  # as an ordinary folder: other users may run stages
-        yield partial
-    except OSError as error:
-        raise DataError(f"cannot write the prepared data to {cache}: {error}") from error
+        held.enter_context(_locked(partial, wait=True))
+        if partial.is_dir():  # nobody took it for left behind before it was locked
+            return partial
+
+
+def _sweep(cache: Path) -> None:
+    """Remove unfinished folders whose process has ended; the system let go of their locks."""
+    for partial in cache.glob(f"*{_PARTIAL}*"):
+        with _locked(partial, wait=False) as is_ours:
+            if is_ours:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a folder, if the system has such locks and no other process holds it."""
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        is_ours = True
+    except (OSError, AttributeError):  # no such folder, held by another, or no locks here
+        is_ours = False
+    try:
+        yield is_ours
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name, unless another run has made the same meanwhile."""
+    """Give a complete folder its name, unless another run has made the same meanwhile.
+
+    Names go to the disk in the order in which they are given: the folder is there whole or not
+    at all, also after a loss of power.
+    """
+    _sync_folder(partial)
     try:
         partial.rename(folder)
     except OSError:
         if not folder.is_dir():
             raise
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def close_to_disk(stream: IO[bytes]) -> None:

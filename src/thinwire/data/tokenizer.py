@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from thinwire.data.files import expanded
+from thinwire.data.interrupt import Fuse, interruptible
 from thinwire.data.pieces import pieces_of
 from thinwire.errors import DataError
 
@@ -70,7 +71,9 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator((piece for piece, _ in pieces_of(texts)), trainer)
+        fuse = Fuse()
+        pieces = fuse.guarded(piece for piece, _ in pieces_of(texts))
+        interruptible(lambda: backend.train_from_iterator(pieces, trainer), fuse)
         return cls(backend)
 
     @property
@@ -79,8 +82,11 @@ class Tokenizer:
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write a tokenizer.json."""
-        Path(path).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        """Write a tokenizer.json, all of it to the disk."""
+        with Path(path).open("wb") as stream:
+            stream.write(self._backend.to_str(pretty=True).encode())
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text, without any begin or end token."""

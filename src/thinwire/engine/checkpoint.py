@@ -80,6 +80,7 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+        path.chmod(0o644)  # the library writes 0600: another user could not even verify it
         _flush(path)
         return Shard(path.name, _sha256(path), path.stat().st_size, sorted(tensors))
     except (OSError, safetensors.SafetensorError) as error:
@@ -409,6 +410,10 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return "missing"
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}; give this user the right to read it"
+        ) from error
 
 
 def _flush(path: Path) -> None:

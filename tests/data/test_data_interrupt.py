@@ -1,0 +1,39 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from thinwire.data.interrupt import Abandoned, Fuse, interruptible
+
+
+def test_results_and_errors_come_back():
+    assert interruptible(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda: 1 // 0)
+
+
+def test_work_is_not_in_the_thread_that_hears_signals():
+    assert interruptible(threading.get_ident) != threading.get_ident()
+
+
+def test_what_never_ends_can_be_left():
+    code = (
+        "import os, signal, threading; from thinwire.data.interrupt import interruptible\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def work():\n"
+        "    os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()\n"
+        "try: interruptible(work)\n"
+        "except KeyboardInterrupt: print('left')\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (told.stdout, told.returncode) == ("left\n", 0)
+
+
+def test_a_blown_fuse_ends_the_input():
+    fuse = Fuse()
+    items = fuse.guarded(range(10))
+    assert next(items) == 0
+    fuse.blow()
+    with pytest.raises(Abandoned):
+        next(items)
