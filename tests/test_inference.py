@@ -102,6 +102,103 @@ def test_a_narrow_boundary_stays_with_compression_off(trained: Callable) -> None
     assert measured(folder, True) == measured(folder, False) == pytest.approx(loss, abs=1e-12)
 
 
+CACHED = [
+    {"codec__forward": "fp64"},
+    {"codec__forward": "int8(group=8)+ef21", "boundary__mode": "subspace", "boundary__rank": 12},
+    {"codec__forward": "fp8+zstd", "boundary__mode": "reparam", "boundary__rank": 12},
+    {
+        "codec__forward": "bf16",
+        "boundary__mode": "projected",
+        "boundary__rank": 12,
+        "boundary__basis": "per-cut",
+        "boundary__learn": True,
+        "boundary__anchor": "trainable",
+    },
+]
+
+
+@pytest.mark.parametrize("changes", CACHED)
+def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained: Callable) -> None:
+    """Also when the window is full, twice: the context is 16, and 40 tokens are chosen."""
+    folder, _ = trained(**changes)
+    model = Model(folder, "cpu")
+    assert model.crosses_by_token
+    ids = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
+    with torch.no_grad():
+        whole = model(ids)
+        pasts = [stage.new_past() for stage in model.stages]
+        parts = [model(ids[:, :5], 0, pasts)]
+        parts += [model(ids[:, at : at + 1], 0, pasts) for at in range(5, 16)]
+    # Codecs round to few bits: a last bit before them may become a step behind them.
+    tolerance = 1e-10 if changes["codec__forward"] == "fp64" else 1e-2
+    assert (torch.cat(parts, 1) - whole).abs().max().item() < tolerance
+    for temperature in (0.0, 0.9):
+        texts = [
+            "".join(model.stream("stage link ", 40, temperature, 0, 3, cache=cache))
+            for cache in (True, False)
+        ]
+        assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
+
+
+def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable) -> None:
+    folder, _ = trained(codec__forward="fp64", codec__cuts=["1: forward=int4(tensor)"])
+    model = Model(folder, "cpu")
+    assert not model.crosses_by_token and "whole window anew" in model.notes()[0]
+    assert Model(folder, "cpu", compression=False).crosses_by_token
+    texts = ["".join(model.stream("frame ", 9, 0.0, 0, 0, cache=cache)) for cache in (True, False)]
+    assert texts[0] == texts[1], "what is cached follows the codec, not the wish"
+
+
+def test_the_window_drops_its_older_half_when_it_is_full(
+    save: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(save(1.0), "cpu")
+    seen: list[int] = []
+
+    def counted(self: Model, inputs: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(inputs.shape[1])
+        return call(self, inputs, *others)
+
+    call = Model.__call__
+    monkeypatch.setattr(Model, "__call__", counted)
+    prompt = model.tokenizer().decode(range(5, 19))  # 14 tokens and more; the context is 16
+    count = min(16, len(model.tokenizer().encode(prompt)))
+    list(model.stream(prompt, 18, 1.0, 0, 0, cache=False))
+    assert seen == [*range(count, 17), *range(8, 17), *range(8, 17)][:18]
+    seen.clear()
+    list(model.stream(prompt, 18, 1.0, 0, 0))
+    one_by_one = [count, *[1] * (16 - count), 8, *[1] * 8, 8, *[1] * 8]
+    assert seen == one_by_one[:18]
+
+
+def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is made to say these bytes; a character of three bytes is three tokens of it."""
+    model = Model(save(1.0), "cpu")
+    tokenizer = model.tokenizer()
+    said = tokenizer.encode("né €\U0001f600!")
+    assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
+    left = iter([*said, tokenizer.encode("€")[0]])  # and one that is never completed
+    monkeypatch.setattr("thinwire.inference._Choice.__call__", lambda self, logits: next(left))
+    pieces = list(model.stream("ab", len(said) + 1, 0.0, 0, 0))
+    assert pieces[0] == "ab" and pieces[-1] == "\ufffd"
+    assert "".join(pieces[1:-1]) == "né €\U0001f600!"
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+    assert sum(bool(piece) for piece in pieces[1:-1]) > 4, "it comes piece by piece"
+
+
+def test_an_empty_prompt_begins_a_text_and_prints_no_mark(save: Callable) -> None:
+    model = Model(save(1.0), "cpu")
+    first, *others = model.stream("", 6, 0.0, 0, 0)
+    assert first == "" and "endoftext" not in "".join(others)
+    assert model.generate("", 6, 0.0, 0, 0) == "".join(others) != ""
+
+
+def test_an_evaluation_shows_how_far_it_is(save: Callable) -> None:
+    stream = StringIO()
+    Model(save(1.0), "cpu").evaluate(PlainDisplay(stream))
+    assert "[eval]" in stream.getvalue() and "2 / 2 microbatches" in stream.getvalue()
+
+
 def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(save: Callable) -> None:
     found = Model(save(1e5), "cpu").evaluate(PlainDisplay(StringIO()))
     assert 710 < found["valid_loss"] < math.inf

@@ -297,11 +297,13 @@ def generate_command(options: argparse.Namespace) -> None:
     from thinwire.inference import Model
 
     model = Model(options.checkpoint, options.device, options.compression == "on")
-    print(
-        model.generate(
-            options.prompt, options.tokens, options.temperature, options.top_k, options.seed
-        )
-    )
+    for note in model.notes():
+        print(f"note: {note}", file=sys.stderr)
+    for piece in model.stream(
+        options.prompt, options.tokens, options.temperature, options.top_k, options.seed
+    ):
+        print(piece, end="", flush=True)
+    print()
 
 
 def lab_command(options: argparse.Namespace) -> None:

@@ -1,19 +1,21 @@
 """A trained model in one process: how well it does, and text, from a checkpoint of any split."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, load_weights
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import Score
+from thinwire.model import Past, Score
 from thinwire.report import Display
 from thinwire.train import prepare_data, text_ratio
 
@@ -48,8 +50,16 @@ class Model:
         ]
         self._autocast = autocast_for(self.settings.run.precision, self.device)
 
-    def __call__(self, inputs: Tensor, number: int = 0) -> Tensor:
-        """Logits of every position or image; `number` tells a microbatch or token from the next."""
+    @property
+    def crosses_by_token(self) -> bool:
+        """Whether every codec of this model lets each token cross by itself."""
+        return all(cut.lower.codecs[Leg.FORWARD].by_token for cut in self._cuts)
+
+    def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
+        """Logits of every position or image; `number` tells a microbatch or token from the next.
+
+        With the past of each stage, of the positions that follow those in it.
+        """
         x = None
         for index, stage in enumerate(self.stages):
             if x is not None and self.compression:
@@ -57,9 +67,17 @@ class Model:
                 cut.at, cut.training = (self.checkpoint.step, number), False
                 x = cut.forward(x)
             with self._autocast():
-                x = stage(x, inputs)
+                x = stage(x, inputs) if pasts is None else stage.extend(x, inputs, pasts[index])
         assert x is not None
         return x
+
+    def notes(self) -> list[str]:
+        """What whoever generates text with this model should know."""
+        slow = (
+            "a codec of this run looks at more than one token, so each token computes its whole "
+            "window anew; compression off is faster"
+        )
+        return self.checkpoint.weaknesses() + ([] if self.crosses_by_token else [slow])
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
@@ -74,6 +92,8 @@ class Model:
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
         """Loss on the run's own validation data, over as many microbatches as training used."""
         settings = self.settings
+        for weakness in self.checkpoint.weaknesses():
+            display.note(weakness)
         data = prepare_data(settings, display)
         if data.fingerprint != self.checkpoint.manifest["corpus"]:
             raise DataError(
@@ -87,6 +107,7 @@ class Model:
             with self._autocast():
                 loss = self.stages[-1].loss(logits, batch.targets)
             score.add(loss, logits, batch.targets)
+            display.progress("eval", microbatch + 1, feed.validation_count, "microbatches")
         found = {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
@@ -99,9 +120,25 @@ class Model:
         text = {"perplexity": _perplexity(score.loss), "bits_per_byte": ratio}
         return {**found, **text, "tokens": score.count}
 
-    @torch.no_grad()
     def generate(self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
-        """Continue the prompt. The same seed gives the same text on the same machine."""
+        """The prompt and its continuation. The same seed gives the same text on a machine."""
+        return "".join(self.stream(prompt, tokens, temperature, top_k, seed))
+
+    def stream(
+        self,
+        prompt: str,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        seed: int,
+        cache: bool = True,
+    ) -> Iterator[str]:
+        """The prompt, then its continuation in pieces of whole characters, as they are chosen.
+
+        A model sees its context at most: of a longer prompt the last part. When the window is full
+        its older half is dropped, and the rest is computed anew. `cache` keeps what attention has
+        computed of a window, where codecs let each token cross by itself; it changes no token.
+        """
         if self.settings.model.sees_images:
             raise ConfigError(
                 f"{self.checkpoint.folder} holds a model that tells images apart: it has no text "
@@ -110,17 +147,115 @@ class Model:
         if tokens < 1 or temperature < 0 or top_k < 0:
             raise ConfigError("tokens must be at least 1, temperature and top-k not negative")
         tokenizer = self.tokenizer()
-        start = tokenizer.end_of_text if tokenizer.end_of_text is not None else 0
-        ids = tokenizer.encode(prompt) or [start]
-        generator = torch.Generator().manual_seed(seed)
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            ids = [self._start_of_text(tokenizer)]
+        return self._continued(
+            prompt, ids, tokenizer, _Choice(temperature, top_k, seed), tokens, cache
+        )
+
+    def _start_of_text(self, tokenizer: Tokenizer) -> int:
+        """What a text begins behind: the end of the one before."""
+        if tokenizer.end_of_text is None:
+            raise ConfigError(
+                "an empty prompt begins a new text, but the tokenizer of "
+                f"{self.checkpoint.folder} has no token between texts: give a prompt"
+            )
+        return tokenizer.end_of_text
+
+    def _continued(
+        self,
+        prompt: str,
+        ids: list[int],
+        tokenizer: Tokenizer,
+        choice: "_Choice",
+        tokens: int,
+        cache: bool,
+    ) -> Iterator[str]:
+        yield prompt
+        text = _TextOf(tokenizer, ids)
+        window = _Window(self, ids, cache and self.crosses_by_token)
         for number in range(tokens):
-            window_BT = torch.tensor([ids[-self.settings.model.context :]], device=self.device)
-            logits_V = self(window_BT, number)[0, -1]
-            chosen = _choose(logits_V.float().cpu(), temperature, top_k, generator)
+            with torch.no_grad():
+                chosen = choice(window.next_logits(number).float().cpu())
             if chosen == tokenizer.end_of_text:
                 break
             ids.append(chosen)
-        return tokenizer.decode(ids)
+            yield text.whole_characters()
+        yield text.rest()
+
+
+class _Window:
+    """The part of a growing text that the model sees, and what is kept of it between tokens."""
+
+    def __init__(self, model: Model, ids: list[int], cached: bool):
+        self._model = model
+        self._ids = ids
+        self._context = model.settings.model.context
+        self._first = max(0, len(ids) - self._context)
+        self._cached = cached
+        self._seen = 0  # how many ids the pasts have taken in
+        self._pasts: list[Past] | None = None
+        self._begin()
+
+    def next_logits(self, number: int) -> Tensor:
+        """What the model says of the token that follows."""
+        if len(self._ids) - self._first > self._context:
+            self._first = len(self._ids) - max(1, self._context // 2)
+            self._begin()
+        start = self._seen if self._cached else self._first
+        ids_BT = torch.tensor([self._ids[start:]], device=self._model.device)
+        self._seen = len(self._ids)
+        return self._model(ids_BT, number, self._pasts)[0, -1]
+
+    def _begin(self) -> None:
+        self._seen = self._first
+        if self._cached:
+            self._pasts = [stage.new_past() for stage in self._model.stages]
+
+
+class _TextOf:
+    """The text of ids as they come: a character may be spread over several of them.
+
+    Each piece is read together with the one before, since some tokenizers write a token otherwise
+    where it stands first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: list[int]):
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._before, self._told = max(0, len(ids) - 1), len(ids)
+
+    def whole_characters(self) -> str:
+        """What has been added, or nothing while its last character is not complete."""
+        return "" if self._untold().endswith("\ufffd") else self.rest()
+
+    def rest(self) -> str:
+        """What has been added, complete or not."""
+        untold = self._untold()
+        self._before, self._told = self._told, len(self._ids)
+        return untold
+
+    def _untold(self) -> str:
+        known = self._tokenizer.decode(self._ids[self._before : self._told])
+        return self._tokenizer.decode(self._ids[self._before :])[len(known) :]
+
+
+class _Choice:
+    """Chooses tokens by their logits, the same ones for the same seed."""
+
+    def __init__(self, temperature: float, top_k: int, seed: int):
+        self._temperature, self._top_k = temperature, top_k
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        if self._temperature == 0:
+            return int(logits_V.argmax())
+        if self._top_k:
+            worst = torch.topk(logits_V, min(self._top_k, len(logits_V))).values[-1]
+            logits_V = logits_V.masked_fill(logits_V < worst, -math.inf)
+        shares_V = torch.softmax(logits_V / self._temperature, -1)
+        return int(torch.multinomial(shares_V, 1, generator=self._generator))
 
 
 def _perplexity(loss: float) -> float:
@@ -129,14 +264,3 @@ def _perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def _choose(
-    logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
-) -> int:
-    if temperature == 0:
-        return int(logits_V.argmax())
-    if top_k:
-        worst = torch.topk(logits_V, min(top_k, len(logits_V))).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < worst, -math.inf)
-    return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))

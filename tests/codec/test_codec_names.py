@@ -22,6 +22,7 @@ from thinwire.codec import (
     parse_codec,
     register_codec,
 )
+from thinwire.codec.cast import FORMATS
 from thinwire.codec.parse import _CODECS
 from thinwire.errors import ConfigError
 
@@ -41,6 +42,21 @@ def test_a_name_reads_back_to_the_same_codec(name: str) -> None:
     assert codec.name == name
     again = parse_codec(codec.name)
     assert type(again) is type(codec) and again.tag == codec.tag and again is not codec
+
+
+@pytest.mark.parametrize("name", [n for n in CANONICAL if n != "topk(shared)"])
+def test_what_crosses_by_token_is_the_same_alone_and_among_others(name: str) -> None:
+    """Text is generated token by token where a codec says so: it must not look beside itself."""
+    base = name.partition("(")[0].partition("+")[0]
+    codec = parse_codec(name)
+    by_token = base in FORMATS or (base.startswith(("int", "fp8")) and "tensor" not in name)
+    assert codec.by_token == by_token
+    spread = torch.linspace(0.1, 3.0, 6)[:, None]
+    x_BTD = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(0)) * spread
+    place = Place(Leg.FORWARD, 3, 1, training=False)
+    whole = cross(parse_codec(name), parse_codec(name), x_BTD, place)
+    parts = [cross(parse_codec(name), parse_codec(name), x, place) for x in x_BTD.split(1, dim=1)]
+    assert torch.equal(torch.cat(parts, 1), whole) == by_token
 
 
 @pytest.mark.parametrize("name", [n for n in CANONICAL if n != "topk(shared)"])

@@ -184,6 +184,14 @@ class Codec(ABC):
         return False
 
     @property
+    def by_token(self) -> bool:
+        """Whether, in evaluation, each token crosses by itself: others beside it change nothing.
+
+        Then text can be generated token by token; otherwise the whole window must cross each time.
+        """
+        return False
+
+    @property
     def size_varies(self) -> bool:
         """Whether payloads of one shape differ in size: `payload_limit` is then only a bound."""
         return self.content_decides_size

@@ -40,6 +40,11 @@ class Cast(Codec):
         """The format's name."""
         return self._name
 
+    @property
+    def by_token(self) -> bool:
+        """Elements are rounded one by one."""
+        return True
+
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         """Refuse a device that has no such format."""
         if self._format == torch.float64 and spec.device.type == "mps":

@@ -35,6 +35,11 @@ class Zstd(Wrapper):
         suffix = "zstd" if self._level == DEFAULT_LEVEL else f"zstd({self._level})"
         return f"{self.inner.name}+{suffix}"
 
+    @property
+    def by_token(self) -> bool:
+        """The inner codec's: bytes change nothing of what arrives."""
+        return self.inner.by_token
+
     def to_bytes(self, parts: Parts) -> Payload:
         """The inner codec's bytes in one frame."""
         return self._compressor.compress(self.inner.to_bytes(parts))

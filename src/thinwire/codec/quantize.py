@@ -55,6 +55,11 @@ class Integer(Codec):
         arguments += ["hadamard"] if self._hadamard else []
         return f"int{self._bits}" + (f"({','.join(arguments)})" if arguments else "")
 
+    @property
+    def by_token(self) -> bool:
+        """Each has scales of its own."""
+        return True
+
     def layout(self, shape: Shape, place: Place) -> Layout:
         """The scales row by row, then the codes."""
         count = elements(shape)
@@ -155,6 +160,11 @@ class Float8(Codec):
     def name(self) -> str:
         """Its one form."""
         return "fp8"
+
+    @property
+    def by_token(self) -> bool:
+        """Each has a scale of its own."""
+        return True
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         """The scales row by row, then the elements."""

@@ -132,6 +132,11 @@ class Feedback(Wrapper):
         return f"{self.inner.name}+{self.suffix}"
 
     @property
+    def by_token(self) -> bool:
+        """The inner codec's, which is all that there is in evaluation."""
+        return self.inner.by_token
+
+    @property
     def remembers(self) -> bool:
         """That is what it is for."""
         return True

@@ -6,7 +6,7 @@ from thinwire.model.config import PRESETS, ModelConfig
 from thinwire.model.llama import llama_layers
 from thinwire.model.loss import Score, token_loss
 from thinwire.model.narrow import Narrow
-from thinwire.model.stage import Stage
+from thinwire.model.stage import Past, Stage
 
 __all__ = [
     "PRESETS",
@@ -14,6 +14,7 @@ __all__ = [
     "LayerPlan",
     "ModelConfig",
     "Narrow",
+    "Past",
     "Score",
     "Stage",
     "architecture",

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.config import ModelConfig
 from thinwire.model.narrow import Narrow, ReparamEmbedding, ReparamLinear, SplitEmbedding
+from thinwire.model.past import KeyValues
 
 EMBEDDING = "model.embed_tokens"
 BLOCKS = "model.layers."
@@ -67,17 +68,24 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = writer(config.dim, config.dim, narrow)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """What attention adds to the stream."""
+    def forward(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, past: KeyValues | None = None
+    ) -> Tensor:
+        """What attention adds to the stream; with a past, at the positions that follow it."""
         batch, context, _ = x_BTD.shape
         q_BHTE = self.q_proj(x_BTD).view(batch, context, self.heads, -1).transpose(1, 2)
         k_BKTE = self.k_proj(x_BTD).view(batch, context, self.kv_heads, -1).transpose(1, 2)
         v_BKTE = self.v_proj(x_BTD).view(batch, context, self.kv_heads, -1).transpose(1, 2)
         q_BHTE, k_BKTE = rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BKTE, cos_TE, sin_TE)
+        is_causal = True
+        if past is not None:
+            assert context == 1 or not past.length, "a past grows by one position at a time"
+            is_causal = not past.length  # a single new position sees all there are
+            k_BKTE, v_BKTE = past.extend(k_BKTE, v_BKTE)
         group = self.heads // self.kv_heads
         k_BHTE = k_BKTE.repeat_interleave(group, dim=1) if group > 1 else k_BKTE
         v_BHTE = v_BKTE.repeat_interleave(group, dim=1) if group > 1 else v_BKTE
-        mixed_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        mixed_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=is_causal)
         return self.o_proj(mixed_BHTE.transpose(1, 2).reshape(batch, context, -1))
 
 
@@ -111,12 +119,17 @@ class Block(nn.Module):
         self.register_buffer("cos_TE", cos_TE, persistent=False)
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, past: KeyValues | None = None) -> Tensor:
         """The stream after this block. Sequences may be shorter than the context."""
-        context = x_BTD.shape[1]
-        cos_TE, sin_TE = self.cos_TE[:context], self.sin_TE[:context]
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TE, sin_TE)
+        start = past.length if past is not None else 0
+        end = start + x_BTD.shape[1]
+        cos_TE, sin_TE = self.cos_TE[start:end], self.sin_TE[start:end]
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TE, sin_TE, past)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+    def new_past(self) -> KeyValues:
+        """The past of this block before the first position."""
+        return KeyValues(len(self.cos_TE))
 
 
 def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[LayerPlan]:

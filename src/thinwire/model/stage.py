@@ -11,13 +11,17 @@ from thinwire.boundary import Boundary
 from thinwire.model.architecture import architecture
 from thinwire.model.base import LayerPlan
 from thinwire.model.config import ModelConfig
-from thinwire.model.llama import EMBEDDING, WRITERS
+from thinwire.model.llama import EMBEDDING, WRITERS, Block
 from thinwire.model.loss import token_loss
 from thinwire.model.narrow import Reparametrised
+from thinwire.model.past import KeyValues
 from thinwire.subspace import Held
 
 GRAPHS = 64
 """Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
+
+Past = list[KeyValues | None]
+"""What the layers of a stage keep of the positions so far; None of those that look at one only."""
 
 
 class Stage(nn.Module):
@@ -55,12 +59,7 @@ class Stage(nn.Module):
 
     def forward(self, received: Tensor | None, inputs: Tensor | None) -> Tensor:
         """From what was received (or the inputs, on the first stage) to what is sent on."""
-        if self.incoming is None:
-            assert inputs is not None, "the first stage starts from the model's inputs"
-            x = inputs
-        else:
-            assert received is not None, "a later stage starts from what crossed the boundary"
-            x = self.incoming.decode(received, inputs)
+        x = self._start(received, inputs)
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index and x.requires_grad:
                 x.register_hook(self._watched[1])
@@ -68,6 +67,28 @@ class Stage(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
                 x = layer(x)
+        return x if self.outgoing is None else self.outgoing.encode(x, inputs)
+
+    def _start(self, received: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """What the first layer reads."""
+        if self.incoming is None:
+            assert inputs is not None, "the first stage starts from the model's inputs"
+            return inputs
+        assert received is not None, "a later stage starts from what crossed the boundary"
+        return self.incoming.decode(received, inputs)
+
+    def new_past(self) -> Past:
+        """The past of each block before the first position, for `extend`."""
+        return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
+
+    def extend(self, received: Tensor | None, inputs: Tensor | None, past: Past) -> Tensor:
+        """As `forward`, of the positions that follow those in the past, which takes them in.
+
+        Layers are not compiled here: every position would be another shape to them.
+        """
+        x = self._start(received, inputs)
+        for layer, own in zip(self.layers, past, strict=True):
+            x = layer.forward(x) if own is None else layer.forward(x, own)
         return x if self.outgoing is None else self.outgoing.encode(x, inputs)
 
     def compile_layers(self, backend: str = "inductor") -> None:
