@@ -322,7 +322,7 @@ def test_a_run_on_images_from_start_to_finish(thinwire: Callable, tmp_path: Path
         "3 steps of 8 images",
         "24 training and 10 test images of 1 x 8 x 8, 3 classes",
         "img/s",
-        "Bytes per image at each boundary",
+        "Bytes per image at each cut",
     ):
         assert wanted in text
     assert len(re.findall(r"^\[valid\] .* accuracy \d+\.\d\d %$", text, re.MULTILINE)) == 2

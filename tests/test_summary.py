@@ -231,7 +231,10 @@ def test_a_long_run_holds_no_more_than_a_short_one(make_ledger: Callable[..., Le
 def test_the_step_to_draw_is_a_typical_one(make_ledger: Callable[..., Ledger]) -> None:
     draw = random.Random(3)
     durations = [draw.uniform(1.0, 3.0) for _ in range(200)]
-    number, spans = follow(make_ledger(), durations).median_trace()
+    drawn = follow(make_ledger(), durations).typical_step()
+    number, spans = drawn.step - 1, drawn.spans
+    assert drawn.seconds == pytest.approx(durations[number])
+    assert [record.layers for record in drawn.stages] == ["0..1", "2..3"]
     kept, median = durations[-16:], statistics.median(durations[2:])
     assert durations[number] == min(kept, key=lambda seconds: abs(seconds - median))
     assert spans[0].start == 0.0 and spans[0].end == pytest.approx(durations[number] / 2)
@@ -242,8 +245,8 @@ def test_the_step_to_draw_is_a_typical_one(make_ledger: Callable[..., Ledger]) -
 def test_a_first_step_is_drawn_only_if_there_is_no_other(
     make_ledger: Callable[..., Ledger],
 ) -> None:
-    assert follow(make_ledger(), [3.0, 1.0]).median_trace()[0] in (0, 1)
-    assert follow(make_ledger(), [1.0, 1.0, 9.0]).median_trace()[0] == 2
+    assert follow(make_ledger(), [3.0, 1.0]).typical_step().step in (1, 2)
+    assert follow(make_ledger(), [1.0, 1.0, 9.0]).typical_step().step == 3
 
 
 def test_the_last_records_are_at_hand(make_ledger: Callable[..., Ledger]) -> None:

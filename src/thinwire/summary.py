@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.engine import Settings
-from thinwire.report import LinkRecord, StageRecord, StepRecord, TraceSpan
+from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline
 from thinwire.schedule import Costs, Network, Simulation, simulate
-from thinwire.timings import Report, StepTimes, Timings, step_seconds, timeline
+from thinwire.timings import Report, StepTimes, Timings, spans_of, step_seconds
 
 BF16_BYTES = 2
 FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
@@ -169,10 +169,16 @@ class Ledger:
             "bytes_sent": self._bytes_sent(),
         }
 
-    def median_trace(self) -> tuple[int, list[TraceSpan]]:
-        """The spans of a typical step to draw, and its number."""
+    def typical_step(self) -> Timeline:
+        """The timeline of a typical step, to draw; there must have been a step."""
         chosen = self._timings.typical()
-        return chosen[0]["step"], timeline(chosen)
+        return Timeline(
+            run=self.settings.run.name,
+            step=chosen[0]["step"] + 1,
+            seconds=step_seconds(chosen),
+            stages=self._stage_records(chosen),
+            spans=spans_of(chosen),
+        )
 
     def _is_behind_validation(self, step: int) -> bool:
         return step == self.first_step or self.settings.is_evaluation_step(step)
@@ -225,21 +231,24 @@ class Ledger:
             tokens_per_s=settings.tokens_per_step / usual,
             step_seconds=seconds,
             eta_seconds=usual * (settings.train.steps - self.done),
-            stages=[
-                StageRecord(
-                    stage,
-                    self.descriptions[stage]["layers"],
-                    _compute_seconds(report, settings),
-                    report["wait"],
-                    report["costs"]["update"],
-                    self.descriptions[stage]["device"],
-                )
-                for stage, report in enumerate(reports)
-            ],
+            stages=self._stage_records(reports),
             links=links,
             measures=_merged_measures(reports),
             unit=settings.unit,
         )
+
+    def _stage_records(self, reports: list[Report]) -> list[StageRecord]:
+        return [
+            StageRecord(
+                stage,
+                self.descriptions[stage]["layers"],
+                _compute_seconds(report, self.settings),
+                report["wait"],
+                report["costs"]["update"],
+                self.descriptions[stage]["device"],
+            )
+            for stage, report in enumerate(reports)
+        ]
 
     @property
     def _timings(self) -> Timings:

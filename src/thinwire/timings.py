@@ -149,7 +149,7 @@ def step_seconds(reports: Sequence[Report]) -> float:
     return float(reports[0]["end"] - reports[0]["start"])
 
 
-def timeline(reports: Sequence[Report]) -> list[TraceSpan]:
+def spans_of(reports: Sequence[Report]) -> list[TraceSpan]:
     """The spans of a step for a chart, in seconds since it began on the first stage."""
     origin = reports[0]["start"]
     return [

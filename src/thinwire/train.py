@@ -37,7 +37,7 @@ from thinwire.engine.worker import check_agreement, divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.model import architecture
 from thinwire.paths import cache_folder
-from thinwire.report import Display, EvaluationRecord, MetricsWriter, read_metrics
+from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
 from thinwire.summary import Ledger, bits_per_byte
 from thinwire.typed import to_toml
@@ -288,15 +288,16 @@ class _Run:
         return summary
 
     def _draw(self) -> None:
+        from thinwire.report.losses import Losses
         from thinwire.report.plots import plot_loss, plot_step  # slow to import
 
-        plots = self.folder / "plots"
+        plots, name = self.folder / "plots", self.settings.run.name
         plots.mkdir(exist_ok=True)
-        plot_loss(*read_metrics(self.folder), plots / "loss.png")
+        plot_loss(Losses.read(self.folder), plots / "loss.png", f"{name}: loss")
         if self.ledger.records:
-            number, spans = self.ledger.median_trace()
-            title = f"{self.settings.run.name}: step {number + 1}"
-            plot_step(spans, self.ledger.records[-1].stages, plots / "step.png", title)
+            timeline = self.ledger.typical_step()
+            write_timeline(timeline, plots / "step.json")
+            plot_step(timeline, plots / "step.png")
 
     def _trouble(self) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""

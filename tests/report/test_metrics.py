@@ -1,11 +1,14 @@
 import json
 import math
 import sys
+import tracemalloc
 
 import pytest
 
 from thinwire.errors import ThinwireError
 from thinwire.report import EvaluationRecord, MetricsWriter, read_metrics
+from thinwire.report.losses import Losses
+from thinwire.report.metrics import metrics_of
 
 
 def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
@@ -174,3 +177,65 @@ def test_records_of_earlier_versions_are_read(tmp_path, make_record, without_ten
     path.write_text(json.dumps({k: v for k, v in old[0].items() if k != "loss"}) + "\n")
     with pytest.raises(ThinwireError, match="a field is missing"):
         read_metrics(tmp_path)
+
+
+def long_record(folder, make_record, rows):
+    """A metrics.jsonl of so many steps, written as lines alike but for their number."""
+    with MetricsWriter(folder) as writer:
+        writer.step(make_record(1))
+    path = folder / "metrics.jsonl"
+    line = path.read_text()
+    numbered = (line.replace('"step": 1,', f'"step": {k},') for k in range(2, rows + 1))
+    with path.open("a") as file:
+        file.writelines(numbered)
+    return path
+
+
+def peak_of(work):
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_record_is_not_held_in_memory(tmp_path, make_record, without_tensorboard):
+    path = long_record(tmp_path, make_record, rows=4000)
+    size = path.stat().st_size
+    assert size > 2_000_000
+    assert peak_of(lambda: read_metrics(tmp_path)) > size / 2, "a count that sees what is held"
+    assert peak_of(lambda: Losses(metrics_of(tmp_path), most=256)) < size / 10
+    resume = peak_of(lambda: MetricsWriter(tmp_path, resume_step=3990).close())
+    assert resume < 1_000_000
+    assert json.loads(path.read_text().splitlines()[-1])["step"] == 3990
+
+
+def test_a_resume_reads_only_the_end_of_a_long_record(tmp_path, make_record, without_tensorboard):
+    """Damage far before what is dropped is not even looked at."""
+    path = long_record(tmp_path, make_record, rows=400)
+    content = path.read_bytes()
+    path.write_bytes(b"#" + content[1:])
+    MetricsWriter(tmp_path, resume_step=390).close()
+    assert path.read_bytes() == b"#" + content[1 : content.index(b'{"kind": "step", "step": 391,')]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 20])
+def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
+    tmp_path, make_record, without_tensorboard, cut
+):
+    write_run(tmp_path, make_record, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    write_run(tmp_path, make_record, 5, first_step=4, resume_step=3)
+    steps, _ = read_metrics(tmp_path)
+    kept = [1, 2, 3] if cut < 2 else [1, 2]  # without its newline a line is whole
+    assert [record.step for record in steps] == [*kept, 4, 5]
+
+
+def test_a_resume_from_before_the_first_line_empties_the_record(
+    tmp_path, make_record, without_tensorboard
+):
+    write_run(tmp_path, make_record, 3)
+    MetricsWriter(tmp_path, resume_step=0).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""

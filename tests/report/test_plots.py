@@ -5,8 +5,26 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from thinwire.report import EvaluationRecord, StageRecord, TraceSpan
-from thinwire.report.plots import DPI, loss_figure, plot_loss, plot_step, running_mean, step_figure
+from thinwire.errors import ThinwireError
+from thinwire.report import (
+    EvaluationRecord,
+    StageRecord,
+    Timeline,
+    TraceSpan,
+    read_timeline,
+    write_timeline,
+)
+from thinwire.report.losses import Losses
+from thinwire.report.plots import (
+    DPI,
+    comparison_figure,
+    loss_figure,
+    plot_loss,
+    plot_step,
+    plot_steps_side_by_side,
+    running_mean,
+    step_figure,
+)
 
 
 def png_size(path):
@@ -32,6 +50,10 @@ def spans(microbatches=3):
     return found
 
 
+def timeline(found=None, count=2, run="demo", seconds=10.0):
+    return Timeline(run, 7, seconds, stages(count), spans() if found is None else found)
+
+
 def bars_of(figure):
     (axes,) = figure.axes
     return {
@@ -42,28 +64,52 @@ def bars_of(figure):
 
 def test_loss_png_has_its_size(tmp_path, make_record):
     path = tmp_path / "new folder" / "loss.png"
-    plot_loss([make_record(k) for k in range(1, 20)], [EvaluationRecord(10, 5.0)], path)
+    records = [*(make_record(k) for k in range(1, 20)), EvaluationRecord(10, 5.0)]
+    plot_loss(Losses(records), path, "demo: loss")
     assert png_size(path) == (9 * DPI, 5 * DPI)
 
 
 def test_loss_figure_has_the_curves_over_tokens(make_record):
     steps = [make_record(k, loss=10.0 - k) for k in (1, 2, 4)]
     evaluations = [EvaluationRecord(0, 11.0), EvaluationRecord(2, 8.5), EvaluationRecord(3, 7.5)]
-    (axes,) = loss_figure(steps, evaluations).axes
-    train, smooth, valid = axes.lines
+    (axes,) = loss_figure(Losses(steps + evaluations), "demo: loss").axes
+    train, valid = axes.lines
     assert list(train.get_xdata()) == [4096, 8192, 16384]
     assert list(train.get_ydata()) == [9.0, 8.0, 6.0]
-    assert len(smooth.get_xdata()) == 3
     assert list(valid.get_xdata()) == [0, 8192, 12288]  # step 3 lies between 2 and 4
     assert list(valid.get_ydata()) == [11.0, 8.5, 7.5]
     assert "tokens" in axes.get_xlabel()
-    assert len(axes.get_legend().get_texts()) == 3
+    assert axes.get_title(loc="left") == "demo: loss"
+    assert len(axes.get_legend().get_texts()) == 2, "so short a curve is its own running mean"
+
+
+def test_a_long_curve_has_a_running_mean_and_no_legend_over_its_points(make_record):
+    records = [make_record(k, loss=5.0) for k in range(1, 101)]
+    figure = loss_figure(Losses([*records, EvaluationRecord(100, 5.0)]), "demo: loss")
+    (axes,) = figure.axes
+    train, smooth, _ = axes.lines
+    assert len(train.get_xdata()) == len(smooth.get_xdata()) == 100
+    figure.draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    assert legend.y0 >= axes.get_window_extent().y1
+    assert legend.x1 <= figure.bbox.x1
+
+
+def test_a_very_long_curve_is_thinned(make_record):
+    losses = Losses((make_record(k, loss=float(k % 2)) for k in range(1, 1001)), most=64)
+    assert losses.steps_per_point == 16 and len(losses.train) == 63
+    assert set(losses.train) == {0.5}, "a point is the mean of its steps"
+    assert losses.tokens[-1] == 1000 * 4096, "the curve reaches to the last step"
+    (axes,) = loss_figure(losses, "demo: loss").axes
+    assert axes.lines[0].get_label() == "training, mean of 16 steps"
+    many = Losses((EvaluationRecord(k, 1.0) for k in range(1000)), most=64)
+    assert len(many.valid) == len(many.tokens_at_validations()) == 63
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path, make_record):
-    plot_loss([], [], tmp_path / "none.png")
-    plot_loss([], [EvaluationRecord(0, 9.0)], tmp_path / "only_valid.png")
-    plot_loss([make_record(1, loss=math.nan)], [], tmp_path / "nan.png")
+    plot_loss(Losses(), tmp_path / "none.png", "")
+    plot_loss(Losses([EvaluationRecord(0, 9.0)]), tmp_path / "only_valid.png", "")
+    plot_loss(Losses([make_record(1, loss=math.nan)]), tmp_path / "nan.png", "")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
 
@@ -81,14 +127,14 @@ def test_running_mean_smooths_skips_gaps_and_keeps_lines_straight():
 @pytest.mark.parametrize("count", [1, 4])
 def test_step_png_grows_with_the_stages(tmp_path, count):
     path = tmp_path / "step.png"
-    plot_step([TraceSpan(0, "compute", "F0", 0, 1)], stages(count), path, "step 1")
+    plot_step(timeline([TraceSpan(0, "compute", "F0", 0, 1)], count), path)
     width, height = png_size(path)
     assert width == 13 * DPI
     assert height == pytest.approx((1.9 + 0.8 * count) * DPI, abs=1)
 
 
 def test_every_span_is_a_bar_at_its_place():
-    bars = bars_of(step_figure(spans(), stages(2), "step 7"))
+    bars = bars_of(step_figure(timeline()))
     assert {name: len(group) for name, group in bars.items()} == {
         "wait": 3,
         "forward": 3,
@@ -107,7 +153,7 @@ def test_every_span_is_a_bar_at_its_place():
 
 
 def test_kinds_differ_in_colour_and_waits_are_hatched():
-    (axes,) = step_figure(spans(), stages(2), "step 7").axes
+    (axes,) = step_figure(timeline()).axes
     groups = {group.get_label(): group[0] for group in axes.containers}
     names = ("forward", "backward", "update", "wait")
     assert len({to_hex(groups[name].get_facecolor()) for name in names}) == 4
@@ -116,39 +162,87 @@ def test_kinds_differ_in_colour_and_waits_are_hatched():
 
 
 def test_numbers_stand_in_wide_bars_only():
-    (axes,) = step_figure(spans(), stages(2), "step 7").axes
+    (axes,) = step_figure(timeline()).axes
     assert sorted(text.get_text() for text in axes.texts) == ["0", "0", "1", "1", "2", "2"]
     narrow = [TraceSpan(0, "compute", f"F{m}", m, m + 1) for m in range(500)]
-    (axes,) = step_figure(narrow, stages(1), "step 8").axes
+    (axes,) = step_figure(timeline(narrow, 1)).axes
     assert len(axes.containers[0]) == 500
     assert not axes.texts
 
 
+def texts_of(figure):
+    return [text.get_text() for text in figure.texts]
+
+
 def test_labels_title_and_legend():
-    (axes,) = step_figure(spans(), stages(2), "step 7: GPipe").axes
-    assert axes.get_title(loc="left") == "step 7: GPipe"
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0\n0", "stage 1\n1"]
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    figure = step_figure(timeline())
+    (axes,) = figure.axes
+    assert texts_of(figure) == ["demo: step 7, 10 s"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "stage 0\nlayers 0", "stage 1\nlayers 1",
+    ]  # fmt: skip
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend[-2:] == ["send forward", "send backward"]
     assert "seconds" in axes.get_xlabel()
     low, high = axes.get_xlim()
     assert (low, high) == (0, 10)
 
 
+def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
+    quick = timeline([TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
+    figure = comparison_figure([timeline(run="dense"), quick], "One step of each run")
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim() == (0, 10)
+    assert first.get_position().x0 == second.get_position().x0
+    assert first.get_position().width == second.get_position().width
+    assert first.get_title(loc="left") == "dense: step 7, 10 s"
+    assert second.get_title(loc="left") == "thin: step 7, 1.5 s"
+    assert "seconds" in second.get_xlabel()
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(set(names)) == len(names) == 6
+    plot_steps_side_by_side([timeline(), quick], tmp_path / "new" / "compare.png")
+    assert png_size(tmp_path / "new" / "compare.png")[0] == 13 * DPI
+
+
+def test_nothing_in_a_comparison_covers_anything_else():
+    figure = comparison_figure([timeline(run="dense"), timeline(run="thin")], "One step")
+    figure.draw_without_rendering()
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    boxes += [text.get_window_extent() for text in figure.texts]
+    boxes.append(figure.legends[0].get_window_extent())
+    for number, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+
+
+def test_a_timeline_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "plots" / "step.json"
+    write_timeline(timeline(), path)
+    assert read_timeline(path) == timeline()
+    for text in ("{", "[]", '{"run": "x"}', '{"stages": [{}], "spans": []}'):
+        path.write_text(text)
+        with pytest.raises(ThinwireError, match="not the timeline of a step"):
+            read_timeline(path)
+    with pytest.raises(ThinwireError, match="not the timeline of a step"):
+        read_timeline(tmp_path / "nowhere.json")
+
+
 def test_an_unknown_action_is_drawn_as_other_and_nothing_is_an_empty_chart(tmp_path):
-    bars = bars_of(step_figure([TraceSpan(0, "compute", "R0", 0, 1)], stages(1), "t"))
+    bars = bars_of(step_figure(timeline([TraceSpan(0, "compute", "R0", 0, 1)], 1)))
     assert list(bars) == ["other"]
-    plot_step([], stages(2), tmp_path / "empty.png", "nothing traced")
+    plot_step(timeline([]), tmp_path / "empty.png")
     assert (tmp_path / "empty.png").stat().st_size > 0
 
 
 def test_a_span_of_an_unknown_stage_is_refused():
     with pytest.raises(KeyError):
-        step_figure([TraceSpan(5, "compute", "F0", 0, 1)], stages(2), "t")
+        step_figure(timeline([TraceSpan(5, "compute", "F0", 0, 1)]))
 
 
 def test_the_loss_of_images_is_told_per_image(make_record):
     for unit in ("token", "image"):
-        (axes,) = loss_figure([make_record(1, unit=unit)], []).axes
+        (axes,) = loss_figure(Losses([make_record(1, unit=unit)]), "").axes
         assert axes.get_xlabel() == f"{unit}s seen"
         assert axes.get_ylabel() == f"loss (nats per {unit})"

@@ -14,6 +14,7 @@ from thinwire.report.records import (
     TraceSpan,
 )
 from thinwire.report.table import as_text, comparison_table, summary_table
+from thinwire.report.timeline import Timeline, read_timeline, write_timeline
 
 __all__ = [
     "Display",
@@ -23,10 +24,13 @@ __all__ = [
     "PlainDisplay",
     "StageRecord",
     "StepRecord",
+    "Timeline",
     "TraceSpan",
     "as_text",
     "comparison_table",
     "open_display",
     "read_metrics",
+    "read_timeline",
     "summary_table",
+    "write_timeline",
 ]

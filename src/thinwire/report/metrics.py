@@ -8,15 +8,18 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from thinwire.errors import ThinwireError
 from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+_BLOCK = 1 << 16  # bytes read at a time from the end of a file
+_NO_RECORD = "it is not the record of a step"
 
 T = TypeVar("T")
 
@@ -101,16 +104,25 @@ def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationR
     """The steps and evaluations in a run's folder, by step; a cut-off last line is left out."""
     steps: dict[int, StepRecord] = {}
     evaluations: dict[int, EvaluationRecord] = {}
+    for record in metrics_of(folder):
+        if isinstance(record, StepRecord):
+            steps[record.step] = record
+        else:
+            evaluations[record.step] = record
+    return [steps[k] for k in sorted(steps)], [evaluations[k] for k in sorted(evaluations)]
+
+
+def metrics_of(folder: str | Path) -> Iterator[StepRecord | EvaluationRecord]:
+    """The same one by one, as they were written: a long run need not fit into memory."""
     path = Path(folder) / FILE_NAME
-    for number, (_, values) in enumerate(_complete_lines(path), start=1):
+    for number, values in _complete_lines(path):
         try:
             if values["kind"] == "step":
-                steps[values["step"]] = _step_record(values)
+                yield _step_record(values)
             elif values["kind"] == "evaluation":
-                evaluations[values["step"]] = _revived(EvaluationRecord, values)
+                yield _revived(EvaluationRecord, values)
         except (KeyError, TypeError) as error:
             raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
-    return [steps[k] for k in sorted(steps)], [evaluations[k] for k in sorted(evaluations)]
 
 
 def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
@@ -159,44 +171,97 @@ def _has_default(field: "dataclasses.Field[Any]") -> bool:
     return field.default is not missing or field.default_factory is not missing
 
 
-def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each line with its object. Only the last may be unreadable: a crash cuts it off there."""
+def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each line's number and object. Only the last may be unreadable: a crash cuts it off there."""
     if not path.exists():
-        return []
-    lines = [line for line in path.read_bytes().split(b"\n") if line]
-    complete = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            if number < len(lines):
-                raise _damaged(path, number, "it is not JSON") from None
-            break
-        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-            raise _damaged(path, number, "it is not the record of a step")
-        complete.append((line, values))
-    return complete
+        return
+    unreadable = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if unreadable:
+                raise _damaged(path, unreadable, "it is not JSON")
+            try:
+                values = json.loads(line)
+            except ValueError:
+                unreadable = number
+                continue
+            if not _is_record(values):
+                raise _damaged(path, number, _NO_RECORD)
+            yield number, values
+
+
+def _is_record(values: Any) -> bool:
+    return isinstance(values, dict) and isinstance(values.get("step"), int)
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
-    """Rewrite the file without lines after `last_step` and without a cut-off line.
+    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off.
 
-    The new content replaces the old in one move, so a crash in between loses nothing.
+    It is read from its end, where what is dropped stands: the rest may be long.
     """
-    kept = [
-        line + b"\n"
-        for line, values in _complete_lines(path)
-        if last_step is None or values["step"] <= last_step
-    ]
-    content = b"".join(kept)
-    if not path.exists() or path.read_bytes() == content:
+    if not path.exists():
         return
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with path.open("r+b") as file:
+        end, is_last = 0, True
+        for start, line in _lines_from_end(file):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError:
+                if not is_last:
+                    raise _damaged(path, _line_number(file, start), "it is not JSON") from None
+                is_last = False
+                continue
+            is_last = False
+            if not _is_record(values):
+                raise _damaged(path, _line_number(file, start), _NO_RECORD)
+            if last_step is None or values["step"] <= last_step:
+                end = start + len(line)
+                break
+        _end_at(file, end)
+
+
+def _end_at(file: BinaryIO, end: int) -> None:
+    """Let the file end with the line that ends there, or be empty."""
+    file.seek(end)
+    if file.read(2) == b"\n" or (end == 0 and not file.seek(0, os.SEEK_END)):
+        return
+    file.truncate(end)
+    if end:
+        file.seek(end)
+        file.write(b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, the last one first, each with where it starts."""
+    position, rest = file.seek(0, os.SEEK_END), b""
+    while position > 0:
+        size = min(_BLOCK, position)
+        position -= size
+        file.seek(position)
+        first, *others = (file.read(size) + rest).split(b"\n")
+        start, lines = position + len(first) + 1, []
+        for line in others:
+            lines.append((start, line))
+            start += len(line) + 1
+        yield from reversed(lines)
+        rest = first  # it may begin before this block
+    yield 0, rest
+
+
+def _line_number(file: BinaryIO, start: int) -> int:
+    """The number of the line that starts there."""
+    file.seek(0)
+    number, left = 1, start
+    while left > 0 and (block := file.read(min(_BLOCK, left))):
+        number += block.count(b"\n")
+        left -= len(block)
+    return number
 
 
 def _damaged(path: Path, line: int, why: str) -> ThinwireError:

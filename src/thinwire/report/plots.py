@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss over tokens, and the timeline of one step.
+"""Pictures of a run: the loss over tokens, the timeline of one step, and those of several runs.
 
 Figures are built with matplotlib's objects alone, so nothing global changes and no window
 system is needed. Building is apart from saving: tests look at the artists.
@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from thinwire.report.human import human_count
-from thinwire.report.records import EvaluationRecord, StageRecord, StepRecord, TraceSpan
+from thinwire.report.losses import Losses
+from thinwire.report.records import StageRecord, TraceSpan
+from thinwire.report.timeline import Timeline
 
 DPI = 150
 
@@ -28,47 +31,60 @@ _KINDS = {
     "other": ("other", _OTHER),
 }
 _COMPUTE_HEIGHT, _SEND_HEIGHT = 0.5, 0.16
+_LEFT = 0.13  # share of the width beside the charts: "layers embed+10..15" fits
 _LEAST_TYPE = 6.5  # points; smaller numbers would be dust
 _SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the compute lane
 
 
-def plot_loss(
-    steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord], path: str | Path
-) -> None:
+def plot_loss(losses: Losses, path: str | Path, title: str) -> None:
     """Save the training and validation loss over the tokens or images seen, as PNG."""
-    _save(loss_figure(steps, evaluations), path)
+    _save(loss_figure(losses, title), path)
 
 
-def plot_step(
-    spans: Sequence[TraceSpan], stages: Sequence[StageRecord], path: str | Path, title: str
-) -> None:
+def plot_step(timeline: Timeline, path: str | Path) -> None:
     """Save the timeline of one step, as PNG; a row per stage, the first on top."""
-    _save(step_figure(spans, stages, title), path)
+    _save(step_figure(timeline), path)
 
 
-def loss_figure(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Figure:
-    """Training loss thin, its running mean strong, validation losses as points."""
+def plot_steps_side_by_side(
+    timelines: Sequence[Timeline], path: str | Path, title: str = "One step of each run"
+) -> None:
+    """Save one step of each run, as PNG: one below the other, on one scale of time."""
+    _save(comparison_figure(timelines, title), path)
+
+
+def loss_figure(losses: Losses, title: str) -> Figure:
+    """Training loss thin, its running mean strong, validation losses as points.
+
+    The legend stands above the axes, where it can cover nothing.
+    """
     figure = Figure(figsize=(9, 5), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    tokens = np.array([record.tokens for record in steps], dtype=float)
-    losses = np.array([record.loss for record in steps], dtype=float)
-    axes.plot(tokens, losses, color=_TRAIN, alpha=0.35, linewidth=0.8, label="train, each step")
-    axes.plot(tokens, running_mean(losses), color=_TRAIN, linewidth=2, label="train, running mean")
-    if evaluations:
+    tokens, values = np.array(losses.tokens, dtype=float), np.array(losses.train, dtype=float)
+    each = "each step" if losses.steps_per_point == 1 else f"mean of {losses.steps_per_point} steps"
+    has_mean = _reach(len(values)) > 0
+    thin = {"alpha": 0.35, "linewidth": 0.8} if has_mean else {"linewidth": 2}
+    axes.plot(tokens, values, color=_TRAIN, label=f"training, {each}", **thin)
+    if has_mean:
+        smooth = running_mean(values)
+        axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="training, running mean")
+    if losses.valid:
         axes.plot(
-            _tokens_at([record.step for record in evaluations], steps),
-            [record.loss for record in evaluations],
+            losses.tokens_at_validations(), losses.valid,
             color=_VALID, marker="o", markersize=7, linestyle="none", label="validation",
         )  # fmt: skip
-    unit = steps[0].unit if steps else "token"
-    axes.set_xlabel(f"{unit}s seen", fontsize=13)
-    axes.set_ylabel(f"loss (nats per {unit})", fontsize=13)
+    axes.set_xlabel(f"{losses.unit}s seen", fontsize=13)
+    axes.set_ylabel(f"loss (nats per {losses.unit})", fontsize=13)
+    axes.set_title(title, fontsize=14, loc="left", pad=32)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value, 2)))
     axes.tick_params(labelsize=11)
     axes.grid(color="#E0E0E0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=11, frameon=False)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.2, ncols=3, fontsize=11,
+        frameon=False,
+    )  # fmt: skip
     return figure
 
 
@@ -82,32 +98,59 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     index = np.arange(count)
-    reach = np.minimum(np.minimum(index, count - 1 - index), count // 40)
+    reach = np.minimum(np.minimum(index, count - 1 - index), _reach(count))
     low, high = index - reach, index + reach + 1
     known = counts[high] - counts[low]
     means = (sums[high] - sums[low]) / np.maximum(known, 1)
     return np.where(known > 0, means, np.nan)
 
 
-def _tokens_at(at: Sequence[int], steps: Sequence[StepRecord]) -> np.ndarray:
-    """Tokens seen after each step of `at`; an evaluation before the first step has seen none."""
-    known = [0] + [record.step for record in steps]
-    tokens = [0] + [record.tokens for record in steps]
-    return np.interp(at, known, tokens)
+def _reach(count: int) -> int:
+    """Points on either side of one that its running mean takes in."""
+    return count // 40
 
 
-def step_figure(spans: Sequence[TraceSpan], stages: Sequence[StageRecord], title: str) -> Figure:
+def step_figure(timeline: Timeline) -> Figure:
     """Per stage a lane of computing and waiting, and under it a thin lane of sending."""
-    height = 1.9 + 0.8 * len(stages)
-    figure = Figure(figsize=(13, height), dpi=DPI)
+    return _timelines_figure([timeline], timeline.title(), [""])
+
+
+def comparison_figure(timelines: Sequence[Timeline], title: str) -> Figure:
+    """The step of each run in axes of its own; all have the scale of the longest."""
+    return _timelines_figure(timelines, title, [timeline.title() for timeline in timelines])
+
+
+def _timelines_figure(timelines: Sequence[Timeline], title: str, names: Sequence[str]) -> Figure:
+    """Charts one below the other, under one title and one legend."""
     # Fixed margins instead of a layout engine: the width of a bar must be known while drawing.
-    figure.subplots_adjust(left=0.1, right=0.985, top=1 - 0.85 / height, bottom=0.7 / height)
-    axes = figure.add_subplot()
+    heights = [0.8 * max(1, len(timeline.stages)) for timeline in timelines]
+    gap = 0.45 if any(names) else 0.0
+    total = 1.9 + sum(heights) + gap * len(timelines)
+    figure = Figure(figsize=(13, total), dpi=DPI)
+    spans = [span for timeline in timelines for span in timeline.spans]
+    first = min((span.start for span in spans), default=0.0)
+    last = max((span.end for span in spans), default=1.0)
+    top = total - 1.0
+    for timeline, height, name in zip(timelines, heights, names, strict=True):
+        top -= gap
+        box = (_LEFT, (top - height) / total, 0.985 - _LEFT, height / total)
+        axes = figure.add_axes(box)
+        axes.set_xlim(first, last)
+        _draw_timeline(axes, timeline)
+        if name:
+            axes.set_title(name, fontsize=12, loc="left", pad=4)
+        if timeline is not timelines[-1]:
+            axes.tick_params(labelbottom=False)
+        top -= height
+    axes.set_xlabel("seconds since the step began on stage 0", fontsize=13)
+    figure.text(_LEFT, 1 - 0.35 / total, title, fontsize=14, va="center")
+    _legend(figure, 1 - 0.75 / total)
+    return figure
+
+
+def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
+    spans, stages = timeline.spans, timeline.stages
     rows = {record.stage: row for row, record in enumerate(stages)}
-    axes.set_xlim(
-        min((span.start for span in spans), default=0.0),
-        max((span.end for span in spans), default=1.0),
-    )
     axes.set_ylim(len(stages) - 0.4, -0.4)
     _draw_waits(axes, [span for span in spans if span.lane == "wait"], rows)
     for kind, (name, colour) in _KINDS.items():
@@ -115,14 +158,14 @@ def step_figure(spans: Sequence[TraceSpan], stages: Sequence[StageRecord], title
         _draw_bars(axes, [s for s in alike if s.lane == "compute"], rows, name, colour)
         _draw_bars(axes, [s for s in alike if s.lane == "send"], rows, f"send {name}", colour)
     axes.set_yticks(range(len(stages)))
-    axes.set_yticklabels([f"stage {record.stage}\n{record.layers}" for record in stages])
+    axes.set_yticklabels([_stage_label(record) for record in stages])
     axes.tick_params(labelsize=12)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("seconds since the step began", fontsize=13)
-    axes.set_title(title, fontsize=14, loc="left", pad=30)
+    axes.tick_params(axis="y", length=0, labelsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _legend(axes)
-    return figure
+
+
+def _stage_label(record: StageRecord) -> str:
+    return f"stage {record.stage}\nlayers {record.layers}"
 
 
 def _kind(span: TraceSpan) -> str:
@@ -185,16 +228,19 @@ def _largest_type(room: float, digits: int) -> float:
     return (room - 2) / (0.65 * max(1, digits))
 
 
-def _legend(axes: Axes) -> None:
-    """The lanes' colours in one line above the chart."""
-    handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: (labels[i].startswith("send"), i))
-    axes.legend(
-        [handles[i] for i in order],
-        [labels[i] for i in order],
-        loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.2, ncols=len(order),
-        fontsize=11, frameon=False, handlelength=1.4, columnspacing=1.4,
-    )  # fmt: skip
+def _legend(figure: Figure, y: float) -> None:
+    """The colours of all charts in one line under the title."""
+    named: dict[str, Artist] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        named |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
+    order = sorted(named, key=lambda label: label.startswith("send"))
+    if order:
+        figure.legend(
+            [named[label] for label in order], order,
+            loc="center left", bbox_to_anchor=(_LEFT - 0.008, y), borderaxespad=0, ncols=len(order),
+            fontsize=11, frameon=False, handlelength=1.4, columnspacing=1.4,
+        )  # fmt: skip
 
 
 def _save(figure: Figure, path: str | Path) -> None:
