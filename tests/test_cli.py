@@ -1,6 +1,7 @@
 """The command line itself: what it refuses, how it ends, and whom it does not need to listen."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import thinwire.train
 from thinwire.cli import main
 from thinwire.engine import Settings
+from thinwire.errors import StageError
 from thinwire.typed import to_toml
 
 
@@ -91,7 +93,9 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, P
     """Instead of training: who was asked to, in `calls`; every run says it was interrupted."""
     calls: list[tuple[Settings, Path | None]] = []
 
-    def interrupted(settings: Settings, display: object, resume: Path | None) -> dict[str, Any]:
+    def interrupted(
+        settings: Settings, display: object, resume: Path | None, allow_plugins: bool
+    ) -> dict[str, Any]:
         calls.append((settings, resume))
         return {"steps": 3, "interrupted": True, "paths": {"folder": "f", "checkpoint": None}}
 
@@ -117,7 +121,82 @@ def test_resume_alone_means_this_run(training: list[Any], config: Path, tmp_path
     assert training[0][1] == tmp_path / "test"
 
 
+def test_a_config_that_resume_swallows_is_the_config(training: list[Any], config: Path) -> None:
+    exit_code("train", "--resume", config)
+    settings, resume = training[0]
+    assert settings.run.name == "test" and resume == config.parent / "test"
+
+
+@pytest.fixture
+def run_folder(config: Path, tmp_path: Path) -> Path:
+    """The folder of a run that wrote one checkpoint, as far as its names tell."""
+    folder = tmp_path / "elsewhere" / "a run"
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (folder / "config.toml").write_text(config.read_text())
+    return folder
+
+
+def test_the_folder_of_a_run_is_enough_to_go_on(training: list[Any], run_folder: Path) -> None:
+    checkpoint = run_folder / "checkpoints" / "step-00000002"
+    exit_code("train", run_folder, "--resume")
+    exit_code("train", "--resume", run_folder)
+    exit_code("train", "--resume", checkpoint)
+    assert [resume for _, resume in training] == [run_folder, run_folder, checkpoint]
+    folders = {Path(settings.run.out) / settings.run.name for settings, _ in training}
+    assert folders == {run_folder}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume"]])
+def test_train_needs_something_to_train(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("train", *arguments) == 2
+    assert "train needs a run.toml or the folder of a run" in capsys.readouterr().err
+
+
+def test_a_folder_does_not_run_the_plugins_that_it_names(
+    training: list[Any], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "strange_plugin.py").write_text("")
+    text = (run_folder / "config.toml").read_text()
+    (run_folder / "config.toml").write_text(
+        text.replace("plugins = []", 'plugins = ["strange_plugin"]')
+    )
+    for command in ("train", "plan"):
+        assert exit_code(command, run_folder) == 2
+        assert "--allow-plugins" in capsys.readouterr().err
+    assert "strange_plugin" not in sys.modules and training == []
+    assert exit_code("train", run_folder, "--resume", "--allow-plugins") == 130
+    assert "strange_plugin" in sys.modules and len(training) == 1
+    assert capsys.readouterr().err.endswith("--resume --allow-plugins\n")
+
+
 # --- how it ends ---
+
+
+def test_an_interrupted_run_names_the_command_that_goes_on(
+    training: list[Any], run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("train", run_folder, "--resume") == 130
+    shown = capsys.readouterr().err
+    assert shown == f"interrupted\nto continue: thinwire train '{run_folder}' --resume\n"
+    assert exit_code(*shlex.split(shown.splitlines()[1])[3:]) == 130, "and it is a command"
+
+
+def test_a_dead_stage_leaves_the_command_that_goes_on(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dies(*_: object) -> None:
+        raise StageError("stage 1 died")
+
+    monkeypatch.setattr(thinwire.train, "train", dies)
+    assert exit_code("train", run_folder, "--resume") == 6
+    shown = capsys.readouterr().err
+    assert shown == f"error: stage 1 died\nto continue: thinwire train '{run_folder}' --resume\n"
 
 
 def test_an_interrupted_run_shows_its_summary_and_says_so(

@@ -147,6 +147,16 @@ def test_other_threads_on_resume_are_said(
     assert ("run.threads = 2" in stream.getvalue()) == noted
 
 
+def test_another_rate_is_told_on_resume(make_settings: Callable, tmp_path: Path) -> None:
+    saved = save(tmp_path, make_settings())
+    noted = []
+    for rate in (make_settings().optim.lr, 1e-4):
+        stream = StringIO()
+        open_resume(saved, make_settings(optim__lr=rate), PlainDisplay(stream))
+        noted.append("the learning rate was" in stream.getvalue())
+    assert noted == [False, True]
+
+
 def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
     remembering = {"codec__forward": "int8+ef21"}
     saved = save(tmp_path, make_settings(**remembering))

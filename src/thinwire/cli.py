@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -17,12 +18,13 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import number
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ConfigError, StageError, ThinwireError, WireError
 from thinwire.lab.options import add_experiments
 from thinwire.report.stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.engine import Settings
+    from thinwire.inference import Model
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -90,18 +92,23 @@ def _run(options: argparse.Namespace) -> None:
     try:
         options.command(options)
     except ThinwireError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say("error: ", error, str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         with contextlib.suppress(ValueError):  # which is raised outside the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
         _wait_for_no_reader()
-        print("interrupted", file=sys.stderr)
+        _say("", error, "interrupted")
         sys.exit(INTERRUPTED)
     except Exception:
         traceback.print_exc()
-        print("error: this is a defect of thinwire; please report the lines above", file=sys.stderr)
+        print("error: internal error; please report the lines above", file=sys.stderr)
         sys.exit(1)
+
+
+def _say(start: str, error: BaseException, text: str) -> None:
+    """An error as its own lines, with the notes that it gathered on its way."""
+    print("\n".join([start + text, *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,8 +128,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add_config(sub: argparse.ArgumentParser, required: bool) -> None:
         nargs = None if required else "?"
-        sub.add_argument("config", type=Path, nargs=nargs, help="run.toml of the run")
+        sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run's folder")
         _add_set(sub)
+        _add_plugins(sub)
 
     _add_set(
         add("demo", demo, "train a small model in four processes over slow links, and show it")
@@ -134,14 +142,14 @@ def make_parser() -> argparse.ArgumentParser:
     _add_set(sub)
 
     sub = add("train", train_command, "train the model of a run.toml")
-    add_config(sub, required=True)
+    add_config(sub, required=False)  # --resume may have it instead
     sub.add_argument(
         "--resume",
         type=Path,
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
-        help="go on from a checkpoint; without a value, from this run's newest",
+        help="continue from this checkpoint or run folder; without a value, from this run's newest",
     )
 
     sub = add("plan", plan_command, "say what a run will cost before anyone waits")
@@ -159,6 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--batches", type=number(int, 0), default=0, help="microbatches; 0 = as in training"
     )
     _add_compression(sub)
+    _add_plugins(sub)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     sub.add_argument("--json", action="store_true", help="print JSON")
 
@@ -174,6 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--seed", type=number(int), default=0)
     _add_compression(sub)
+    _add_plugins(sub)
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
@@ -186,6 +196,14 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_set(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", help="override one key"
+    )
+
+
+def _add_plugins(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--allow-plugins",
+        action="store_true",
+        help="import the codec plugins that a checkpoint or a run's folder names: they are code",
     )
 
 
@@ -250,11 +268,28 @@ def train_command(options: argparse.Namespace) -> None:
     """Train, or go on from a checkpoint."""
     from thinwire.config import load_settings
 
-    settings = load_settings(options.config, options.set)
-    resume = options.resume
+    config, resume = _config_and_resume(options)
+    settings = load_settings(config, options.set, options.allow_plugins)
     if resume is NEWEST:
-        resume = Path(settings.run.out) / settings.run.name
-    _train(settings, resume)
+        resume = config if config.is_dir() else Path(settings.run.out) / settings.run.name
+    _train(settings, resume, options.allow_plugins)
+
+
+def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
+    """Which run, and from where: `train --resume X` names one thing for both."""
+    config, resume = options.config, options.resume
+    if config is not None:
+        return config, resume
+    if resume is None or resume is NEWEST:
+        raise ConfigError(
+            "train needs a run.toml or the folder of a run: `thinwire init` writes one"
+        )
+    if resume.is_dir():
+        run = next(
+            (p for p in (resume, *resume.parents[:2]) if (p / "config.toml").is_file()), None
+        )
+        return run or resume, resume
+    return resume, NEWEST  # argparse took the config for the value of --resume
 
 
 def plan_command(options: argparse.Namespace) -> None:
@@ -263,7 +298,7 @@ def plan_command(options: argparse.Namespace) -> None:
     from thinwire.engine.remarks import remarks
     from thinwire.plan import make_plan, plan_text, plan_to_plain
 
-    settings = load_settings(options.config, options.set)
+    settings = load_settings(options.config, options.set, options.allow_plugins)
     for remark in remarks(settings):
         print(f"note: {remark}", file=sys.stderr)
     plan = make_plan(settings, options.tflops * 1e12 if options.tflops else None)
@@ -272,11 +307,10 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def eval_command(options: argparse.Namespace) -> None:
     """Print a checkpoint's validation loss."""
-    from thinwire.inference import Model
     from thinwire.report import open_display
 
     with open_display(sys.stderr) as display:
-        model = Model(options.checkpoint, options.device, options.compression == "on")
+        model = _open_model(options)
         result = model.evaluate(display, options.batches)
     if options.json:
         print(json.dumps(result, indent=1))
@@ -294,9 +328,7 @@ def eval_command(options: argparse.Namespace) -> None:
 
 def generate_command(options: argparse.Namespace) -> None:
     """Print a continuation of the prompt."""
-    from thinwire.inference import Model
-
-    model = Model(options.checkpoint, options.device, options.compression == "on")
+    model = _open_model(options)
     for note in model.notes():
         print(f"note: {note}", file=sys.stderr)
     for piece in model.stream(
@@ -320,21 +352,49 @@ def bench_command(options: argparse.Namespace) -> None:
     run_bench(options.json)
 
 
-def _train(settings: "Settings", resume: Path | None) -> dict[str, Any]:
-    """Train with a display around it, then print the summary, also of an interrupted run."""
+def _open_model(options: argparse.Namespace) -> "Model":
+    from thinwire.inference import Model
+
+    is_on = options.compression == "on"
+    return Model(options.checkpoint, options.device, is_on, allow_plugins=options.allow_plugins)
+
+
+def _train(
+    settings: "Settings", resume: Path | None, allow_plugins: bool = False
+) -> dict[str, Any]:
+    """Train with a display around it, then print the summary, also of an interrupted run.
+
+    What ends a run early carries the command that continues it.
+    """
     from thinwire.report import open_display, summary_table
     from thinwire.train import train
 
     _wait_for_no_reader()  # one that stops must not stop the run, nor its end
-    with open_display(sys.stdout, settings.run.name) as display:
-        summary = train(settings, display, resume)
+    try:
+        with open_display(sys.stdout, settings.run.name) as display:
+            summary = train(settings, display, resume, allow_plugins)
+    except (StageError, WireError, KeyboardInterrupt) as error:
+        _add_way_on(error, settings)
+        raise
     Console(highlight=False).print(summary_table(summary))
     for what, path in summary["paths"].items():
         if path:
             print(f"{what + ':':<12}{path}")
     if summary.get("interrupted"):
-        raise KeyboardInterrupt
+        interrupted = KeyboardInterrupt()
+        _add_way_on(interrupted, settings)
+        raise interrupted
     return summary
+
+
+def _add_way_on(error: BaseException, settings: "Settings") -> None:
+    """Say how a run that ended early goes on, if it left a checkpoint to go on from."""
+    from thinwire.engine import list_checkpoints
+
+    folder = Path(settings.run.out) / settings.run.name
+    if list_checkpoints(folder):
+        plugins = " --allow-plugins" if settings.codec.plugins else ""
+        error.add_note(f"to continue: thinwire train {shlex.quote(str(folder))} --resume{plugins}")
 
 
 if __name__ == "__main__":

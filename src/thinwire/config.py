@@ -11,12 +11,19 @@ from thinwire.model import ModelConfig
 CONFIG = "config.toml"  # what a run's folder holds
 
 
-def load_settings(path: Path | None, overrides: list[str]) -> Settings:
+def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool = False) -> Settings:
     """Settings from a TOML file (or the defaults) with `section.key=value` overrides applied.
 
-    A folder stands for the run in it: its config.toml, and itself as the run's folder.
+    A folder stands for the run in it: its config.toml, and itself as the run's folder. Such a
+    folder may come from someone else, so the plugins that it names need `allow_plugins`.
     """
-    return load_asked(path, overrides).resolved()
+    asked = load_asked(path, overrides)
+    if path is not None and path.is_dir() and asked.codec.plugins and not allow_plugins:
+        raise ConfigError(
+            f"{path / CONFIG} names plugins, which are code that this command would run: "
+            f"{', '.join(asked.codec.plugins)}. If you trust them, add --allow-plugins"
+        )
+    return asked.resolved()
 
 
 def load_asked(path: Path | None, overrides: list[str]) -> Settings:

@@ -36,6 +36,7 @@ from thinwire.engine.settings import threads_per_stage
 from thinwire.engine.worker import check_agreement, divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.model import architecture
+from thinwire.optim import rate_change
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
@@ -189,6 +190,9 @@ def open_resume(
         )
     for note in check_memory(settings, checkpoint):
         display.note(note)
+    steps = saved.train.steps, settings.train.steps
+    if rate := rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step):
+        display.note(rate)
     return checkpoint
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.optim import OptimConfig, check_optim, learning_rate
+from thinwire.optim import OptimConfig, check_optim, learning_rate, rate_change
 
 PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -114,3 +114,17 @@ def test_values_that_cannot_work_are_refused(changes: dict[str, float], message:
     check_optim(good, steps=100)
     with pytest.raises(ConfigError, match=message):
         check_optim(dataclasses.replace(good, **changes), steps=100)
+
+
+def test_a_schedule_that_goes_on_needs_no_word() -> None:
+    config = OptimConfig(lr=PEAK, warmup=2)
+    assert rate_change(config, 100, config, 100, 1) == "", "a warmup may double from step to step"
+    assert rate_change(config, 1000, config, 1001, 500) == ""
+
+
+def test_a_stretched_schedule_is_told_with_both_rates() -> None:
+    config = OptimConfig(lr=0.0325, warmup=2, floor=0.0)
+    text = rate_change(config, 100, config, 10_000, 99)
+    assert "was 3.34e-05 at the checkpoint and goes on at 0.0325" in text
+    lower = dataclasses.replace(config, lr=0.01, schedule="constant")
+    assert "goes on at 0.01:" in rate_change(config, 100, lower, 100, 50)

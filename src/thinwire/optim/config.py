@@ -8,6 +8,7 @@ from thinwire.errors import ConfigError
 from thinwire.typed import option
 
 AUTO_WARMUP = 20  # steps, in a run of at least twice as many
+NOTICEABLE_CHANGE = 0.05  # of a learning rate, as a share
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
@@ -80,3 +81,21 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     if config.schedule == "wsd":
         return config.lr * min(1.0, (1 - progress) / WSD_DECAY_SHARE)
     return config.lr
+
+
+def rate_change(
+    before: OptimConfig, steps_before: int, now: OptimConfig, steps_now: int, done: int
+) -> str:
+    """What becomes of the learning rate after `done` updates, if another schedule takes over.
+
+    Empty where the next rate is about what it would have been.
+    """
+    due = learning_rate(before, done, steps_before)
+    next_rate = learning_rate(now, done, steps_now)
+    if math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):
+        return ""
+    last = learning_rate(before, max(0, done - 1), steps_before)
+    return (
+        f"the learning rate was {last:.3g} at the checkpoint and goes on at {next_rate:.3g}: its "
+        "schedule is another one (optim.lr, optim.warmup, optim.schedule or train.steps changed)"
+    )
