@@ -24,6 +24,7 @@ FLOORS = [
     {"engine"},
     {"timings", "summary", "plan", "train", "inference", "lab"},
     {"config", "cli"},
+    {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms of one floor know nothing of each other, but for these.
@@ -64,7 +65,9 @@ def imported(source: str) -> Iterator[str]:
 def room_of(name: str) -> str | None:
     """The room of a dotted name; None outside the package and for the package's own front."""
     parts = name.split(".")
-    if parts[0] != PACKAGE or len(parts) < 2 or parts[1].startswith("__"):
+    if parts[0] != PACKAGE or len(parts) < 2:
+        return None
+    if parts[1].startswith("__") and parts[1] != "__main__":
         return None
     return parts[1]
 

@@ -204,7 +204,7 @@ def test_an_interrupted_run_shows_its_summary_and_says_so(
 ) -> None:
     assert exit_code("train", config) == 130
     output = capsys.readouterr()
-    assert "3 steps" in output.out and "folder:" in output.out
+    assert "3 of 3" in output.out and "folder:" in output.out
     assert output.err == "interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"
 
