@@ -6,7 +6,7 @@ import threading
 import pytest
 from wiring import MAX_PAYLOAD, Recorder
 
-from thinwire.wire import Frame, FrameKind, Link, Meter, socket_totals
+from thinwire.wire import Frame, FrameKind, Link, Meter, raise_descriptor_limit, socket_totals
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="TCP_INFO is read on Linux only"
@@ -66,6 +66,20 @@ def test_other_descriptors_are_passed_over_and_none_is_disturbed():
 def test_elsewhere_nothing_is_read(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert socket_totals() == []
+
+
+def test_the_soft_limit_of_descriptors_is_raised():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        limit = raise_descriptor_limit()
+        assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert limit == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        assert raise_descriptor_limit() == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_grpc_s_sockets_are_seen_and_add_less_than_one_percent(connect, listener):

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,17 @@ import pytest
 from wiring import MAX_MESSAGE, MAX_PAYLOAD, PATIENCE, Recorder
 
 from thinwire.errors import WireError
-from thinwire.wire import Frame, FrameKind, Keepalive, Link, Listener, Meter, dial
+from thinwire.wire import (
+    Frame,
+    FrameKind,
+    Keepalive,
+    Link,
+    Listener,
+    Meter,
+    dial,
+    raise_descriptor_limit,
+    rpc,
+)
 
 HOURLY = Keepalive(every_s=3600, timeout_s=3600)
 HASTY = Keepalive(every_s=0.1, timeout_s=0.4)
@@ -225,6 +236,40 @@ def test_accept_gives_up_and_can_be_asked_again(listener, connect):
     accepted, dialed = connect("peer")
     dialed.write(b"x" * 64)
     assert accepted.read() == b"x" * 64
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
+def test_strangers_hold_few_descriptors_and_not_for_long(authority, monkeypatch):
+    """Idle connections stayed for two minutes, each a descriptor: 1,100 stopped checkpoints."""
+    raise_descriptor_limit()
+    monkeypatch.setattr(rpc, "HANDSHAKE_S", 2.0)
+    monkeypatch.setattr(rpc, "MOST_CONNECTIONS", 40)
+    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    host, port = listener.address.split(":")
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
+    time.sleep(0.5)
+    assert open_files() - before - 300 <= 40 + 5
+    with ThreadPoolExecutor(1) as pool:  # who belongs to the run comes in as soon as they are gone
+        accepted = pool.submit(listener.accept, "peer", PATIENCE)
+        identity = authority.issue("peer")
+        dialed = dial(listener.address, "peer", identity, "host", PATIENCE, MAX_MESSAGE)
+        dialed.write(b"in")
+        assert accepted.result().read() == b"in"
+    for stranger in strangers:
+        stranger.settimeout(PATIENCE)
+        try:
+            while stranger.recv(1000):  # gRPC may greet before it hangs up
+                pass
+        except ConnectionError:
+            pass
+        stranger.close()
+    listener.close()
+    dialed.close()
 
 
 def test_a_message_over_the_limit_breaks_the_stream(connect):

@@ -21,7 +21,7 @@ from thinwire.engine.control import MAX_MESSAGE, Channel, Message
 from thinwire.engine.messages import PeerConduct
 from thinwire.engine.settings import Settings
 from thinwire.errors import BreachError, StageError, ThinwireError, WireError, printable
-from thinwire.wire import Authority, Listener
+from thinwire.wire import Authority, Listener, raise_descriptor_limit
 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 LOG_LINES = 12
@@ -42,6 +42,7 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: dict[int, Channel] = {}
         self._last_step = [0] * self.stages
+        raise_descriptor_limit()  # for the stages too, which inherit it
         authority = Authority.create(settings.run.name)
         self._issue = authority.issue
         self._listener = Listener(

@@ -6,7 +6,7 @@ See docs/wire.md for the format and the model of the emulated network.
 from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
 from thinwire.wire.handshake import handshake
-from thinwire.wire.kernel import SocketTotals, socket_totals
+from thinwire.wire.kernel import SocketTotals, raise_descriptor_limit, socket_totals
 from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe, memory_pair
@@ -34,5 +34,6 @@ __all__ = [
     "encode",
     "handshake",
     "memory_pair",
+    "raise_descriptor_limit",
     "socket_totals",
 ]

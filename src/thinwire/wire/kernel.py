@@ -1,9 +1,10 @@
-"""What the kernel counted on this process's TCP sockets, as a check of the meter.
+"""What is asked of the kernel: byte counts of TCP sockets, and enough descriptors.
 
 The meter counts frames; TLS, HTTP/2 and gRPC add their own bytes below it. The kernel sees
 the sum, and this file reads it without touching the sockets, whoever owns them.
 """
 
+import contextlib
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ _BYTES_RECEIVED = 128
 _BYTES_SENT = 200
 _BYTES_RETRANSMITTED = 208
 _ENOUGH = 256
+_DESCRIPTORS = 65536
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,23 @@ def socket_totals() -> list[SocketTotals]:
             if found is not None:
                 totals.append(found)
     return totals
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process and its children as many open files as the system lets it; how many.
+
+    The usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
+    """
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit yet
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _read(sock: socket.socket) -> SocketTotals | None:

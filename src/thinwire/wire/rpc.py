@@ -35,6 +35,10 @@ _SERVICE, _METHOD = "thinwire.Wire", "Exchange"
 # "-bin" lets gRPC metadata carry any bytes, so any name will do.
 _NAME_KEY, _ACCEPTED_KEY = "thinwire-name-bin", "thinwire-accepted"
 _RETRY_S = 0.2
+# Anyone who reaches the port can open connections. Until they have shown a certificate of the run
+# they cost a descriptor each, so they have little time to do so, and there are never many.
+HANDSHAKE_S = 10.0
+MOST_CONNECTIONS = 256
 
 
 class Listener:
@@ -62,6 +66,8 @@ class Listener:
                 *common_options(max_message, keepalive),
                 # Without this a second listener would silently share the port.
                 ("grpc.so_reuseport", 0),
+                ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+                ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
                 # Our dialers ping often by design; the default answer is to hang up on them.
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 1),
