@@ -141,6 +141,8 @@ def _progress(display: Display) -> Callable[[str, int, int], None]:
 
 def _announced(data: DataT, settings: Settings, display: Display) -> DataT:
     display.phase("data", data.summary())
+    for note in data.notes:
+        display.note(note)
     Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
     return data
 

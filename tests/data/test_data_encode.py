@@ -1,8 +1,13 @@
+import itertools
+
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from thinwire.data import Tokenizer, encode, pieces
-from thinwire.data.encode import Passage, encode_passages
+from thinwire.data.encode import Losses, Passage, encode_passages
+from thinwire.errors import DataError
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
     monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 700)
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
     found: list[list[int]] = [[]]
-    for piece in encode_passages(tokenizer, (Passage(side, text) for text in texts)):
+    for piece in encode_passages(tokenizer, (Passage(side, text) for text in texts), Losses()):
         assert piece.side == side
         found[-1] += piece.ids.tolist()
         if piece.last:
@@ -36,10 +41,60 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
     tokenizer = Tokenizer.train(texts, 400)
     passages = [Passage("valid" if i % 3 else "train", text) for i, text in enumerate(texts)]
-    encoded = list(encode_passages(tokenizer, passages))
+    losses = Losses()
+    encoded = list(encode_passages(tokenizer, passages, losses))
     assert [tokenizer.decode(piece.ids) for piece in encoded] == texts
     for piece, (side, text) in zip(encoded, passages, strict=True):
         assert piece.side == side
         assert (piece.sizes is None) == (side == "train")
         if piece.sizes is not None:
             assert np.sum(piece.sizes) == len(text.encode())
+    assert losses.characters == sum(map(len, texts))
+    assert losses.told() == ""
+
+
+def lost(backend: tokenizers.Tokenizer, text: str) -> str:
+    losses = Losses()
+    list(encode_passages(Tokenizer(backend), [Passage("train", text)], losses))
+    return losses.told()
+
+
+def byte_level(*alphabet: str) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(dict(zip(alphabet, range(99), strict=False)), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def test_characters_without_a_token_are_counted():
+    told = lost(byte_level("a", "b", "Ġ"), "a baß ab\nba é é")
+    assert "loses 4 of 15 characters (26.67%), most often 'é' 2, " in told
+    assert "'ß' 1" in told and "'\\n' 1" in told
+
+
+def test_a_character_of_which_one_byte_has_a_token_is_lost():
+    assert "most often 'é' 1" in lost(byte_level("a", "Ã"), "aaaé")
+
+
+def test_unknown_words_are_lost():
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert "'w' 1" in lost(backend, "a a a a a w")
+
+
+def test_what_loses_most_of_the_text_is_refused(monkeypatch):
+    with pytest.raises(DataError, match=r"of no use for this text: it loses 6 of 10 characters"):
+        lost(byte_level("a"), "aaaabbbbbb")
+    monkeypatch.setattr(encode, "_JUDGED_CHARACTERS", 100)
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    endless = itertools.repeat(Passage("train", "b" * 50))
+    with pytest.raises(DataError, match="loses 100 of 100 characters"):
+        list(encode_passages(Tokenizer(byte_level("a")), endless, Losses()))
+
+
+def test_a_tokenizer_that_fails_at_a_text():
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
+    with pytest.raises(
+        DataError, match=r"cannot encode the text: .*choose another data\.tokenizer"
+    ):
+        lost(backend, "b")

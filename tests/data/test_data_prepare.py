@@ -502,6 +502,19 @@ def test_tokenizer_larger_than_the_model(text_folder, cache, tmp_path, text_of):
     assert prepare(config, 320, cache).vocab == 320
 
 
+def test_what_a_tokenizer_loses_is_said_each_time(text_folder, cache, tmp_path, text_of):
+    trained = json.loads(Tokenizer.train([text_of(0)], 257)._backend.to_str())
+    del trained["model"]["vocab"]["0"]
+    (tmp_path / "t.json").write_text(json.dumps(trained))
+    config = text_config(text_folder, tokenizer=str(tmp_path / "t.json"))
+    total = sum(len(text_of(i)) for i in range(40))
+    zeros = sum(text_of(i).count("0") for i in range(40))
+    for _ in range(2):  # made, and found in the cache
+        (note,) = prepare(config, VOCAB, cache).notes
+        assert f"loses {zeros:,} of {total:,} characters" in note and "'0'" in note
+    assert prepare(text_config(text_folder), VOCAB, cache).notes == []
+
+
 def test_errors_of_the_sources_come_through(tmp_path, cache):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(DataError, match="the corpus is empty"):

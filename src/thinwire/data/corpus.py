@@ -49,6 +49,7 @@ class Corpus:
     valid_bytes: int  # UTF-8 bytes of the validation text, 0 if unknown
     source: str
     documents: int  # 0 if unknown
+    lost: str  # what of the text its tokenizer loses; empty if nothing
 
     @classmethod
     def open(cls, folder: str | Path) -> "Corpus":
@@ -74,12 +75,18 @@ class Corpus:
                 valid_bytes=int(manifest["valid_bytes"]),
                 source=str(manifest["source"]),
                 documents=int(manifest["documents"]),
+                lost=str(manifest.get("lost", "")),
             )
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of these ids; None for token shards that came without one."""
         path = self.folder / TOKENIZER
         return Tokenizer.load(path) if path.exists() else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user of this corpus should know."""
+        return [f"the tokenizer {self.lost}"] if self.lost else []
 
     def summary(self) -> str:
         """One line for the log."""
@@ -120,7 +127,7 @@ class CorpusWriter:
             self._streams[SIZES].write(sizes.astype(_SIZE).tobytes())
             self._valid_bytes += int(sizes.sum(dtype=np.int64))
 
-    def finish(self, tokenizer: Tokenizer | None, documents: int) -> None:
+    def finish(self, tokenizer: Tokenizer | None, documents: int, lost: str = "") -> None:
         """Write everything to disk and the manifest last; a side without tokens is an error."""
         for side in SIDES:
             if self._streams[f"{side}.bin"].tell() == 0:
@@ -137,6 +144,7 @@ class CorpusWriter:
         manifest = {
             "source": self._source,
             "documents": documents,
+            "lost": lost,
             "vocab": self._vocab,
             "valid_bytes": self._valid_bytes,
             "dtype": self._dtype.name,

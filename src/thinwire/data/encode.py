@@ -1,6 +1,7 @@
 """Documents to token ids, in batches on all cores and in bounded memory."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -9,8 +10,10 @@ import numpy as np
 from thinwire.data.interrupt import interruptible
 from thinwire.data.pieces import pieces_of
 from thinwire.data.tokenizer import Tokenizer
+from thinwire.errors import DataError
 
 BATCH_CHARACTERS = 1_000_000
+_JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
 
 
 class Passage(NamedTuple):
@@ -29,13 +32,55 @@ class Encoded(NamedTuple):
     last: bool  # whether the passage ends here
 
 
-def encode_passages(tokenizer: Tokenizer, passages: Iterable[Passage]) -> Iterator[Encoded]:
-    """The ids of every passage in turn.
+class Losses:
+    """Counts the characters that a tokenizer loses: those that do not come back from its ids.
+
+    A tokenizer may lack some characters or bytes, and leaves them out without a word.
+    """
+
+    def __init__(self) -> None:
+        self.characters = 0  # of all texts
+        self._lost: Counter[str] = Counter()
+
+    def add(self, texts: Iterable[str], decoded: Iterable[str]) -> None:
+        """Compare texts with what their ids decode to; losing most of a text is an error."""
+        for text, back in zip(texts, decoded, strict=True):
+            self.characters += len(text)
+            if back != text:
+                self._lost += Counter(text) - Counter(back)
+        if self.characters >= _JUDGED_CHARACTERS:
+            self.check()
+
+    def check(self) -> None:
+        """Refuse a tokenizer that loses more than half of the text."""
+        if 2 * self._lost.total() > self.characters:
+            raise DataError(f"the tokenizer is of no use for this text: it {self.told()}")
+
+    def told(self) -> str:
+        """What is lost, for the user; empty if nothing is."""
+        lost = self._lost.total()
+        if not lost:
+            return ""
+        most = ", ".join(
+            f"{character!r} {count:,}" for character, count in self._lost.most_common(5)
+        )
+        return (
+            f"loses {lost:,} of {self.characters:,} characters ({lost / self.characters:.2%}), "
+            f"most often {most}: they do not come back when its ids are decoded. A byte-level "
+            "tokenizer loses none; with an empty data.tokenizer one is trained"
+        )
+
+
+def encode_passages(
+    tokenizer: Tokenizer, passages: Iterable[Passage], losses: Losses
+) -> Iterator[Encoded]:
+    """The ids of every passage in turn, with what is lost on the way counted.
 
     One over 128,000 characters comes in pieces that meet at line ends.
     """
     for batch in _batches(passages):
-        yield from interruptible(functools.partial(_encoded, tokenizer, batch))
+        yield from interruptible(functools.partial(_encoded, tokenizer, batch, losses))
+    losses.check()
 
 
 class _Piece(NamedTuple):
@@ -44,13 +89,15 @@ class _Piece(NamedTuple):
     last: bool
 
 
-def _encoded(tokenizer: Tokenizer, batch: list[_Piece]) -> list[Encoded]:
+def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[Encoded]:
     train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
     valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
     encoded = []
     for piece in batch:
         ids, sizes = (next(train), None) if piece.side == "train" else next(valid)
         encoded.append(Encoded(piece.side, ids, sizes, piece.last))
+    decoded = tokenizer.decode_all([piece.ids for piece in encoded])
+    losses.add([piece.text for piece in batch], decoded)
     return encoded
 
 

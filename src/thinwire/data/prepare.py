@@ -9,7 +9,7 @@ import numpy as np
 
 from thinwire.data.cache import Reading, found_or_made
 from thinwire.data.corpus import Corpus, CorpusWriter, writing
-from thinwire.data.encode import Passage, encode_passages
+from thinwire.data.encode import Losses, Passage, encode_passages
 from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.shards import (
     ShardContent,
@@ -167,11 +167,12 @@ def _tokenise(
     )
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     end_ids, end_sizes = np.array(end, dtype=np.uint32), np.zeros(len(end), dtype=np.uint32)
-    for side, ids, sizes, last in encode_passages(tokenizer, passages):
+    losses = Losses()
+    for side, ids, sizes, last in encode_passages(tokenizer, passages, losses):
         writer.append(side, ids, sizes)
         if last:
             writer.append(side, end_ids, None if sizes is None else end_sizes)
-    writer.finish(tokenizer, scan.documents)
+    writer.finish(tokenizer, scan.documents, losses.told())
 
 
 def _tokenizer_sample(

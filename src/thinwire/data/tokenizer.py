@@ -2,8 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class Tokenizer:
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, computed on all cores."""
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encodings(self._backend.encode_batch_fast, texts)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode_measured(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -106,11 +107,20 @@ class Tokenizer:
 
         A character that is spread over several ids counts with the first of them.
         """
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        encodings = self._encodings(self._backend.encode_batch, texts)
         return [
             (np.array(encoding.ids, dtype=np.uint32), _byte_sizes(text, encoding.offsets))
             for text, encoding in zip(texts, encodings, strict=True)
         ]
+
+    def _encodings(self, encode_batch: Callable[..., Any], texts: list[str]) -> list[Any]:
+        try:
+            return encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more specific
+            raise DataError(
+                f"the tokenizer cannot encode the text: {error}; choose another data.tokenizer, or "
+                "leave it empty to train one"
+            ) from error
 
     def decode_all(self, texts: list[np.ndarray]) -> list[str]:
         """The text of each array of ids, computed on all cores."""
