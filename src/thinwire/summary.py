@@ -186,19 +186,14 @@ class Ledger:
     def _follow_space(self, record: StepRecord) -> None:
         """Keep what a step says of the subspace.
 
-        The jump compares the two steps before and after a move: noise of the batches included.
+        The jump of a move is that of one batch's loss, scored just before and just after it; None
+        where it was not measured, as when a run resumed where the move was due.
         """
         drift = record.measures.get("drift")
         if drift is not None:
             self._largest_drift = max(drift, self._largest_drift or 0.0)
-        for move in self._moves[-2:]:
-            moved = move["step"]
-            if record.step <= moved + 2:
-                after = [r.loss for r in self.records if r.step > moved]
-                before = [r.loss for r in self.records if moved - 2 < r.step <= moved]
-                move["loss_jump"] = statistics.fmean(after) - statistics.fmean(before)
         if "energy_after" in record.measures:
-            self._moves.append({"step": record.step, **record.measures, "loss_jump": None})
+            self._moves.append({"step": record.step, "loss_jump": None, **record.measures})
 
     def _space_measures(self) -> dict[str, Any] | None:
         """The subspace over the run: largest drift, and each move of the basis with its jump."""

@@ -375,3 +375,28 @@ def test_waits_for_a_basis_have_their_own_name(
     assert ("basis" in labels[0]) == (mode == "projected-learned")
     spent = sum(end - start for lane, _, start, end in steps[1]["spans"] if lane == "wait")
     assert steps[1]["wait"] == pytest.approx(spent), "counted as waiting"
+
+
+@pytest.mark.parametrize("codec", ["fp64", "int8+ef21"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "moving" in mode])
+def test_the_jump_of_a_move_is_that_of_the_same_batch(
+    mode: str, codec: str, make_settings: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    """A run that ends where the move is due validates before it, and a longer run after it."""
+    changes = {
+        **MODES[mode],
+        "pipeline__stages": 3,
+        "codec__forward": codec,
+        "optim__schedule": "constant",
+        "train__eval_batches": 1,
+    }
+    before = run_in_threads(make_settings(train__steps=2, **changes), folder=tmp_path / "before")
+    after = run_in_threads(
+        make_settings(train__steps=3, train__eval_every=2, **changes), folder=tmp_path / "after"
+    )
+    reports = [r for r in after.reports[-1] if r["type"] == "step"]
+    moved = [r["measures"] for r in reports if "loss_jump" in r["measures"]]
+    assert len(moved) == 1 and "energy_after" in moved[0]
+    assert moved[0]["loss_jump"] == after.valid_losses()[1] - before.valid_losses()[-1] != 0.0
+    sent = [r for r in after.reports[0] if r["type"] == "step"][-1]["meters"]["boundary-0"]["sent"]
+    assert sent["PROBE"]["frames"] == 2

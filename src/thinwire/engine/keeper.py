@@ -65,6 +65,7 @@ class Keeper:
         self._proposed: BasisMove | None = None
         self._postponed_DK: Tensor | None = None  # the basis of a move left to the next run
         self._move: BasisMove | None = None
+        self.loss_jump: float | None = None  # of the move, where its loss was measured
         if is_last and config.basis_update_every:
             stage.watch_gradient(self._watched_layer(), self._gather)
 
@@ -158,7 +159,9 @@ class Keeper:
         return {b.numel() * b.element_size() for b in bases if b is not None}
 
     def measures(self, step: int) -> dict[str, float]:
-        """Drift now and then; energy, angle and orthonormality when the basis has moved."""
+        """Drift now and then; when the basis has moved: energy, angle, orthonormality, and how
+        the loss of one batch changed.
+        """
         found: dict[str, float] = {}
         if self._constraint is not None and step % MEASURE_EVERY == 0:
             found["drift"] = self._constraint.drift()
@@ -167,7 +170,9 @@ class Keeper:
             found["energy_after"] = self._move.energy_after
             found["largest_angle"] = self._move.largest_angle
             found["orthonormality_error"] = orthonormality_error(self.space.basis_DK.double())
-            self._move = None
+            if self.loss_jump is not None:
+                found["loss_jump"] = self.loss_jump
+        self._move = self.loss_jump = None
         return found
 
     def state_tensors(self) -> dict[str, Tensor]:

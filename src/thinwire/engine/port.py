@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg
+from thinwire.codec import Codec, Leg, Place
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.verdict import Verdict, unpack_tally
@@ -18,8 +18,11 @@ from thinwire.wire import Frame, FrameKind, Link
 _LEGS = {
     FrameKind.FORWARD: Leg.FORWARD,
     FrameKind.EVALUATE: Leg.FORWARD,
+    FrameKind.PROBE: Leg.FORWARD,
     FrameKind.BACKWARD: Leg.BACKWARD,
 }
+_TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
+PROBES = 2  # a move of the basis is scored just before it and just after
 _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
     FrameKind.TALLY: unpack_tally,
     FrameKind.VERDICT: Verdict.from_bytes,
@@ -48,6 +51,7 @@ class Due:
     def from_below(cls, first_step: int, validation_batches: int, basis_bytes: set[int]) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts."""
         kinds = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT, FrameKind.BASIS}
+        kinds |= {FrameKind.PROBE} if basis_bytes else set()
         return cls(frozenset(kinds), 1, first_step, validation_batches, frozenset(basis_bytes))
 
     @classmethod
@@ -112,8 +116,7 @@ class Port:
             self.link.wait_for_room(EVALUATION_WINDOW)
 
         def packed() -> Frame:
-            training = kind is not FrameKind.EVALUATE
-            place = self._end.place(_LEGS[kind], step, microbatch, training)
+            place = self._place(kind, step, microbatch)
             return Frame(
                 kind=kind,
                 sender=self._stage,
@@ -168,7 +171,7 @@ class Port:
         if frame.kind not in _LEGS:
             self._check_step(frame)
             self._on_message(frame)
-        elif self._check_contract(frame).remembers:
+        elif self._check_contract(frame).remembers and frame.kind in _TRAINING:
             self._on_remembered(frame)
         else:
             self._check_step(frame)
@@ -237,14 +240,18 @@ class Port:
 
     def _receive(self, frame: Frame) -> None:
         """Unpack a tensor and put it where the compute thread looks for it."""
-        leg, training = _LEGS[frame.kind], frame.kind is not FrameKind.EVALUATE
-        place = self._end.place(leg, frame.step, frame.microbatch, training)
-        tensor = self._end.codecs[leg].unpack(frame.payload, self._end.spec, place)
+        place = self._place(frame.kind, frame.step, frame.microbatch)
+        tensor = self._end.codecs[place.leg].unpack(frame.payload, self._end.spec, place)
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         versions = Versions(frame.weight_version, frame.basis_version)
         key = (frame.kind, frame.step, frame.microbatch)
         self._mailbox.put(key, frame.step, (tensor, versions))
+
+    def _place(self, kind: FrameKind, step: int, number: int) -> Place:
+        """Where a tensor is packed; both probes of a move at one place, so chance is the same."""
+        microbatch = 0 if kind is FrameKind.PROBE else number
+        return self._end.place(_LEGS[kind], step, microbatch, kind in _TRAINING)
 
     def _described(self, frame: Frame) -> str:
         work = f"step {frame.step}, microbatch {frame.microbatch}"
@@ -252,9 +259,9 @@ class Port:
 
     def _check_contract(self, frame: Frame) -> Codec:
         what, codec = self._described(frame), self._end.codecs[_LEGS[frame.kind]]
-        is_training = frame.kind is not FrameKind.EVALUATE
-        if is_training and frame.microbatch >= self._end.microbatches:
-            raise WireError(f"{what} does not exist: a step has {self._end.microbatches} of them")
+        most = PROBES if frame.kind is FrameKind.PROBE else self._end.microbatches
+        if frame.kind is not FrameKind.EVALUATE and frame.microbatch >= most:
+            raise WireError(f"{what} does not exist: a step has {most} of them")
         if frame.codec != codec.tag:
             raise WireError(f"{what} was not packed by {codec.name}: the ends' codecs differ")
         if frame.shape != self._end.spec.shape:

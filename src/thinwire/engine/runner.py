@@ -101,25 +101,36 @@ class Runner:
         score = Score()
         self.stage.eval()
         for action in forward_only(self._schedule.stages, batches).rows[self._index]:
-            microbatch = action.microbatch
-            batch = self._feed.validation(microbatch)
-            received = None
-            if self._below is not None:
-                received = self._below.take_tensor(
-                    FrameKind.EVALUATE, step, microbatch, self._made_with()
-                )
-            with self._autocast():
-                output = self.stage(received, self._inputs(batch))
-                if self._above is None:
-                    loss = self.stage.loss(output, batch.targets)
-                    score.add(loss, output, batch.targets)
-            if self._above is not None:
-                self._sync()
-                self._above.send_tensor(
-                    FrameKind.EVALUATE, output, step, microbatch, self._made_with()
-                )
+            number = action.microbatch
+            batch = self._feed.validation(number)
+            received = self._take_validation(FrameKind.EVALUATE, step, number)
+            self._score(FrameKind.EVALUATE, step, number, batch, received, score)
         self.stage.train()
         return score if self._above is None else None
+
+    def _take_validation(self, kind: FrameKind, step: int, number: int) -> Tensor | None:
+        if self._below is None:
+            return None
+        return self._below.take_tensor(kind, step, number, self._made_with())
+
+    def _score(
+        self,
+        kind: FrameKind,
+        step: int,
+        number: int,
+        batch: DeviceBatch,
+        received: Tensor | None,
+        score: Score,
+    ) -> None:
+        """One forward without gradients: to the stage above, or into the score."""
+        with self._autocast():
+            output = self.stage(received, self._inputs(batch))
+            if self._above is None:
+                loss = self.stage.loss(output, batch.targets)
+                score.add(loss, output, batch.targets)
+        if self._above is not None:
+            self._sync()
+            self._above.send_tensor(kind, output, step, number, self._made_with())
 
     @property
     def basis_version(self) -> int:
@@ -200,13 +211,44 @@ class Runner:
             verdict = self._agree(step, tally, decide)
         with self.trace.span("compute", "U"):
             if verdict.commit:
-                self._commit(step, lr, verdict.grad_norm, new_basis_DK)
+                self._commit(step, lr, verdict.grad_norm)
             else:
                 self._withdraw(step)
             self._sync()
-        if self._keeper is not None and verdict.commit:
-            self._share_learned(step, self._keeper)
+        if verdict.commit:
+            if self._keeper is not None and new_basis_DK is not None:
+                self._move_basis(step, self._keeper, new_basis_DK)
+            if self._keeper is not None:
+                self._share_learned(step, self._keeper)
+            with self.trace.span("compute", "U"):
+                self._check_weights(step)
         return verdict
+
+    def _move_basis(self, step: int, keeper: Keeper, basis_DK: Tensor) -> None:
+        """Switch, and score the same validation microbatch just before and just after.
+
+        That costs two forwards of a microbatch for each move; no answer has to come back.
+        """
+        before = self._probe(step, 0)
+        with self.trace.span("compute", "U"):
+            keeper.switch(basis_DK)
+            self._sync()
+        after = self._probe(step, 1)
+        if before is not None and after is not None:
+            keeper.loss_jump = after - before
+
+    @torch.no_grad()
+    def _probe(self, step: int, number: int) -> float | None:
+        """The loss of the first validation microbatch as things are, on the last stage."""
+        with self.trace.span("wait", "basis"):
+            received = self._take_validation(FrameKind.PROBE, step, number)
+        score = Score()
+        with self.trace.span("compute", "U"):
+            self.stage.eval()
+            batch = self._feed.validation(0)
+            self._score(FrameKind.PROBE, step, number, batch, received, score)
+            self.stage.train()
+            return score.loss if self._above is None else None
 
     def _gather_learned(self, step: int, keeper: Keeper) -> None:
         """Add to the gradient of a learned basis what its receiver found, before norms count."""
@@ -253,16 +295,13 @@ class Runner:
             self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
         return verdict
 
-    def _commit(self, step: int, lr: float, norm: float, new_basis_DK: Tensor | None) -> None:
-        """Change the weights, and the basis if it moves."""
+    def _commit(self, step: int, lr: float, norm: float) -> None:
+        """Change the weights."""
         self._clip_gradients(norm)
         self._optimizer.step(lr)
         self.version += 1
         if self._keeper is not None:
             self._keeper.after_update(step)
-            if new_basis_DK is not None:
-                self._keeper.switch(new_basis_DK)
-        self._check_weights(step)
 
     @torch.no_grad()
     def _withdraw(self, step: int) -> None:

@@ -302,7 +302,7 @@ def check_agreement(step: int, agreements: list[Agreements]) -> None:
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:
     """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
     labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
-    labels |= {"TALLY": "tally", "VERDICT": "verdict", "BASIS": "basis"}
+    labels |= {"TALLY": "tally", "VERDICT": "verdict", "BASIS": "basis", "PROBE": "probe"}
     return [
         ("send", labels[kind].format(microbatch), start, end)
         for kind, step, microbatch, start, end in sent
