@@ -1,5 +1,6 @@
 """What may happen to a run under way: readers that stop, suspended processes, stages that stall."""
 
+import json
 import os
 import signal
 import sys
@@ -59,3 +60,20 @@ def test_a_reader_that_stops_reading_stops_nothing(
     assert not list(checkpoints_folder(folder).glob(".partial*"))
     Checkpoint.open(folder).verify()
     assert (folder / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_request_to_stop_cuts_a_validation_short(
+    name: str, thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    """Machines that are taken away give half a minute: a validation of many is left at once."""
+    slow = {"link__mbps_up": 0.05, "link__mbps_down": 0.0}  # a third of a second for each batch
+    path = config(train__eval_batches=0, train__batch=4, pipeline__microbatches=4, **slow)
+    run = thinwire("train", path)
+    folder = tmp_path / "test"
+    until(lambda: (folder / "metrics.jsonl").exists(), run)
+    run.process.send_signal(getattr(signal, name))
+    assert run.wait(60) == 130, run.text()
+    assert "Traceback" not in run.text()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["interrupted"] and summary["steps"] == 0 and not summary["valid_losses"]

@@ -75,8 +75,8 @@ def test_a_stop_during_a_refused_step_leaves_no_checkpoint(
     make_settings: Callable, run_in_threads: Callable
 ) -> None:
     def prepare(worker) -> None:
-        worker.stop_requested.set()
         poison(1, {0})(worker)
+        next(worker.stage.parameters()).register_hook(lambda _: worker.stop_requested.set())
 
     outcome = run_in_threads(make_settings(), prepare_worker=prepare)
     assert len(outcome.losses()) == 1

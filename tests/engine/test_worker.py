@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from thinwire.engine.worker import sent_spans
+from thinwire.engine.port import AFTER_VALIDATION
+from thinwire.engine.worker import Worker, sent_spans
 from thinwire.wire import Link, Span
 
 SLOW = {
@@ -81,6 +82,7 @@ def test_spans_of_other_steps_and_kinds_are_left_out() -> None:
     sent: list[Span] = [
         ("VERDICT", 6, 0, 0.0, 0.1),
         ("EVALUATE", 7, 0, 0.1, 0.2),
+        ("VERDICT", 7, AFTER_VALIDATION, 0.15, 0.2),
         ("FORWARD", 7, 3, 0.2, 0.3),
         ("BACKWARD", 7, 1, 0.3, 0.4),
         ("TALLY", 7, 0, 0.4, 0.5),
@@ -98,3 +100,46 @@ def test_dropped_frames_are_reported(make_settings: Callable, run_in_threads: Ca
     outcome = run_in_threads(make_settings(), prepare_worker=repeat)
     for stage, reports in enumerate(outcome.reports):
         assert {r["dropped"] for r in reports if r["type"] == "step"} == {3 * stage}
+
+
+@pytest.mark.parametrize("told", ["all", "the first", "the last"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("at", "saved"), [(0, []), (1, [1]), (2, [2])])
+def test_a_request_to_stop_ends_a_validation(
+    at: int, saved: list[int], stages: int, told: str, make_settings: Callable,
+    run_in_threads: Callable,
+) -> None:  # fmt: skip
+    """The step before is saved, if it was not; no other step follows, and no validation."""
+    workers: list[Worker] = []
+    computed: list[tuple[int, int]] = []
+
+    def prepare(worker: Worker) -> None:
+        workers.append(worker)
+        validation, step = worker.feed.validation, worker.first_step
+
+        def watched(number: int) -> object:
+            nonlocal step
+            computed.append((worker.index, number))
+            if worker.index == 0 and number == 3 and step == at:
+                first, last = workers[0], workers[-1]
+                for other in {"all": workers, "the first": [first], "the last": [last]}[told]:
+                    other.stop_requested.set()
+                if told == "the last":  # the first hears of it a little later
+                    first.stop_requested.set()
+            step += number == 39
+            return validation(number)
+
+        worker.feed.validation = watched
+
+    settings = make_settings(
+        pipeline__stages=stages, train__steps=9, train__eval_every=1, train__eval_batches=0,
+        train__checkpoint_every=2, train__batch=4,
+    )  # fmt: skip
+    outcome = run_in_threads(settings, prepare_worker=prepare)
+    batches = workers[0].feed.validation_count
+    assert batches == 40
+    assert len(outcome.losses()) == at
+    assert len(outcome.valid_losses()) == at, "one that was cut short is no result"
+    assert sorted(outcome.shards()) == saved
+    assert all(len(parts) == stages for parts in outcome.shards().values())
+    assert len(computed) <= stages * (at * batches + 20)

@@ -102,8 +102,9 @@ class Host:
             if message["type"] == "stopping":
                 if 0 in finished:
                     continue  # too late to ask, and the end is near
-                with contextlib.suppress(WireError):  # it is about to say that it has finished
-                    self._channels[0].send({"type": "stop"})
+                for channel in self._channels.values():
+                    with contextlib.suppress(WireError):  # it is about to say that it has finished
+                        channel.send({"type": "stop"})
             elif message["type"] == "step":
                 self._last_step[stage] = message["step"] + 1
             elif message["type"] == "finished":

@@ -56,6 +56,14 @@ class Mailbox:
                 return item
             raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
 
+    def wait_for_either(self, key: Key, other: Key) -> Key:
+        """Wait until one of the two is there, without taking it; `key` if both are."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in self._items or other in self._items or self._failure, self._timeout
+            )
+            return other if other in self._items and key not in self._items else key
+
     def close_step(self, step: int) -> None:
         """Frames of this step and of earlier ones are late from now on."""
         with self._changed:

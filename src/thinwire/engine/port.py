@@ -30,7 +30,9 @@ _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
 # Validations send no gradients back, so nothing but this window keeps a fast stage from piling up
 # its activations on a slow uplink, or before a slow stage. Training is bounded by its schedule.
 EVALUATION_WINDOW = 4
-_BASIS_WAYS = 2  # a basis may come from above and from below within a step
+# A basis may come from above and from below within a step; a verdict ends a step or a validation.
+_NUMBERS = {FrameKind.BASIS: 2, FrameKind.VERDICT: 2}
+AFTER_VALIDATION = 1  # the number of a verdict that ends the validation before its step
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,14 @@ class Port:
             )
         return tensor
 
+    def take_evaluated(self, step: int, microbatch: int, expected: Versions) -> Tensor | None:
+        """The neighbour's tensor of a validation, waiting for it; None if that is over."""
+        key = (FrameKind.EVALUATE, step, microbatch)
+        over = (FrameKind.VERDICT, step, AFTER_VALIDATION)
+        if self._mailbox.wait_for_either(key, over) == over:
+            return None
+        return self.take_tensor(FrameKind.EVALUATE, step, microbatch, expected)
+
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Hand over a message that no codec packs: a tally, a verdict, a basis."""
         self.link.send(
@@ -186,8 +196,9 @@ class Port:
             )
 
     def _on_message(self, frame: Frame) -> None:
-        payload, most = bytes(frame.payload), _BASIS_WAYS if frame.kind is FrameKind.BASIS else 1
-        if frame.microbatch >= most:
+        payload, most = bytes(frame.payload), _NUMBERS.get(frame.kind, 1)
+        ends_validation = frame.kind is FrameKind.VERDICT and frame.microbatch == AFTER_VALIDATION
+        if frame.microbatch >= most or (ends_validation and frame.step != self._open_step + 1):
             raise WireError(f"{self._described(frame)} does not exist")
         try:
             if frame.kind is FrameKind.BASIS:

@@ -22,7 +22,7 @@ from torch import Tensor
 from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.port import Port, Versions
+from thinwire.engine.port import AFTER_VALIDATION, Port, Versions
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.errors import StageError
@@ -96,17 +96,44 @@ class Runner:
         return verdict, loss
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: int) -> Score | None:
-        """The score of `batches` validation microbatches, known on the last stage only."""
-        score = Score()
+    def evaluate(
+        self, step: int, batches: int, leaves: Callable[[], bool] = lambda: False
+    ) -> tuple[Score | None, bool]:
+        """The score of `batches` validation microbatches, and whether the run ends here.
+
+        Once `leaves` says so, a stage computes no more of them. The first stage then sends no more
+        either, and its verdict behind the last one tells the others. The score is known on the
+        last stage only, and None if the validation was cut short.
+        """
+        score, done = Score(), 0
         self.stage.eval()
         for action in forward_only(self._schedule.stages, batches).rows[self._index]:
-            number = action.microbatch
-            batch = self._feed.validation(number)
-            received = self._take_validation(FrameKind.EVALUATE, step, number)
-            self._score(FrameKind.EVALUATE, step, number, batch, received, score)
+            number, received = action.microbatch, None
+            if self._below is not None:
+                received = self._below.take_evaluated(step, number, self._made_with())
+                if received is None:
+                    break
+            if not leaves():
+                batch = self._feed.validation(number)
+                self._score(FrameKind.EVALUATE, step, number, batch, received, score)
+                done += 1
+            elif self._below is None:
+                break
         self.stage.train()
-        return score if self._above is None else None
+        stop = self._end_evaluation(step, leaves)
+        return score if self._above is None and done == batches else None, stop
+
+    def _end_evaluation(self, step: int, leaves: Callable[[], bool]) -> bool:
+        """Pass the verdict up that ends a validation: whether all stages leave now."""
+        if self._below is not None:
+            payload = self._below.take_message(FrameKind.VERDICT, step, AFTER_VALIDATION)
+            verdict = Verdict.from_bytes(payload)
+        else:
+            verdict = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
+        if self._above is not None:
+            message = verdict.to_bytes()
+            self._above.send_message(FrameKind.VERDICT, step, message, AFTER_VALIDATION)
+        return verdict.stop
 
     def _take_validation(self, kind: FrameKind, step: int, number: int) -> Tensor | None:
         if self._below is None:

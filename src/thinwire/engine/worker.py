@@ -22,7 +22,7 @@ from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import Due, Port
+from thinwire.engine.port import AFTER_VALIDATION, Due, Port
 from thinwire.engine.runner import Runner
 from thinwire.engine.settings import Settings
 from thinwire.engine.verdict import Verdict
@@ -125,23 +125,30 @@ class Worker:
     def run(self, below: Link | None, above: Link | None, report: Report) -> None:
         """Train from the first step to the last, reporting as it goes.
 
-        Validations come first, in between and last; what a step has won is saved before one.
+        Validations come first, in between and last; what a step has won is saved before one. A
+        request to stop cuts a validation short, and none begins after it.
         """
         runner = self._runner(below, above)
-        done, stop = self.first_step, False
+        done, stop, unsaved = self.first_step, False, False
         while done < self.settings.train.steps and not stop:
             if done == self.first_step or self.settings.is_evaluation_step(done):
-                self._evaluate(runner, done, report)
+                stop = self._evaluate(runner, done, report)
+                if stop and unsaved:
+                    self._checkpoint(runner, done, report)
                 for port in self._ports:
                     port.link.flush(None)  # the next step's clock must not pay for this traffic
+                if stop:
+                    break
             for port in self._ports:
                 port.open_step(done)
             verdict = self._train_step(runner, done, report)
             self.mailbox.close_step(done)
             done, stop = done + 1, verdict.stop
+            unsaved = verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
                 self._checkpoint(runner, done, report)
-        self._evaluate(runner, done, report)
+        if not stop:
+            self._evaluate(runner, done, report)
         for port in self._ports:
             port.link.close(None)
 
@@ -183,9 +190,11 @@ class Worker:
         checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
         return checkpoint and commit, stop
 
-    def _evaluate(self, runner: Runner, done: int, report: Report) -> None:
+    def _evaluate(self, runner: Runner, done: int, report: Report) -> bool:
+        """Validate and report the score; whether all stages leave now, as was asked meanwhile."""
         start = runner.now()
-        score = runner.evaluate(done, self.feed.validation_count)
+        batches = self.feed.validation_count
+        score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
         if score is not None:
             report(
                 {
@@ -196,6 +205,7 @@ class Worker:
                     "seconds": runner.now() - start,
                 }
             )
+        return stop
 
     def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
         tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}
@@ -306,5 +316,7 @@ def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, fl
     return [
         ("send", labels[kind].format(microbatch), start, end)
         for kind, step, microbatch, start, end in sent
-        if step == of_step and kind in labels
+        if step == of_step
+        and kind in labels
+        and (kind, microbatch) != ("VERDICT", AFTER_VALIDATION)
     ]
