@@ -30,6 +30,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms of one floor know nothing of each other, but for these.
 NEIGHBOURS = {
     "typed": {"errors"},
+    "paths": {"errors"},
     "summary": {"timings"},
     "train": {"summary"},
     "plan": {"summary"},

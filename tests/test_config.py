@@ -328,6 +328,37 @@ def test_written_settings_explain_every_key() -> None:
             assert any(choice in line for line in explained), f"{section}.{key}: {choice}"
 
 
+# --- sizes and paths that cannot work ---
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.dim=" + "9" * 30, "model.dim = 9+ must fit into 64 bits"),
+        ("model.dim=" + "9" * 5000, r"model.dim: cannot read '9+\.\.\. \(5,002 char"),
+        ("model.vocab=99999999", "model.vocab = 99999999 is too large: at most 16,777,216"),
+        ("train.batch=9999999999", "train.batch = 9999999999 is too large: at most"),
+        ("pipeline.microbatches=8000000", "pipeline.microbatches = 8000000 is too large"),
+        ("pipeline.microbatches=4096", "do not divide into pipeline.microbatches = 4096"),
+        ("run.threads=100000", "run.threads = 100000 is too large: at most 1,024"),
+        ("link.latency_ms=1e13", "link.latency_ms"),
+        ("link.mbps_up=1e-9", "link.mbps_up = 1e-09 is too slow for any run"),
+        ("run.out=~no-such-user/x", "run.out = '~no-such-user/x': "),
+        ("run.name=" + "漢" * 70, "it takes 210 bytes"),
+        ("codec.plugins=" + "[" * 100_000, r"codec.plugins: cannot read '\[+\.\.\."),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_numbers_and_paths_that_cannot_work_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(None, [override])
+
+
+def test_a_run_may_go_to_ones_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_settings(None, ["run.out=~/x"]).run.out == str(tmp_path / "x")
+
+
 # --- codecs ---
 
 

@@ -3,11 +3,21 @@
 import os
 from pathlib import Path
 
+from thinwire.errors import ConfigError
+
+
+def expanded(path: str | Path, what: str) -> Path:
+    """The path with `~` and `~user` filled in; `what` names it where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise ConfigError(f"{what} = {str(path)!r}: {error}") from None
+
 
 def cache_folder() -> Path:
     """Where prepared corpora are kept: THINWIRE_CACHE, or the user's cache folder."""
     chosen = os.environ.get("THINWIRE_CACHE")
     if chosen:
-        return Path(chosen)
+        return expanded(chosen, "THINWIRE_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "thinwire"

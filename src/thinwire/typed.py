@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
+_LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
 
 def nearest(word: str, candidates: typing.Iterable[str]) -> str:
@@ -28,9 +29,15 @@ def nearest(word: str, candidates: typing.Iterable[str]) -> str:
     return f"; allowed: {', '.join(names)}"
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A config field with its default, its one-line explanation, and its allowed values."""
-    metadata = {"help": help, "choices": choices}
+def option(
+    default: Any, help: str, choices: tuple[str, ...] = (), most: float | None = None
+) -> Any:
+    """A config field with its default, its one-line explanation, and its allowed values.
+
+    `most` bounds a number where more cannot work anywhere, so that a slip of the keyboard is
+    refused at once and not by a machine that runs out of memory.
+    """
+    metadata = {"help": help, "choices": choices, "most": most}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -59,6 +66,9 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
         choices = fields[key].metadata.get("choices", ())
         if choices and checked not in choices:
             raise ConfigError(f"{place} = {value!r} is not allowed{nearest(str(value), choices)}")
+        most = fields[key].metadata.get("most")
+        if most is not None and checked > most:
+            raise ConfigError(f"{place} = {_brief(value)} is too large: at most {most:,}")
         arguments[key] = checked
     return cls(**arguments)
 
@@ -112,8 +122,8 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
             if inner is str:
                 return _texts(text)
             return [inner(part) for part in text.strip("[]").split(",") if part.strip()]
-    except (KeyError, ValueError):
-        raise ConfigError(f"{place}: cannot read {text!r} as {_type_name(wanted)}") from None
+    except (KeyError, ValueError, RecursionError):
+        raise ConfigError(f"{place}: cannot read {_brief(text)} as {_type_name(wanted)}") from None
     return text
 
 
@@ -143,8 +153,19 @@ def _checked(value: Any, wanted: Any, place: str) -> Any:
     elif isinstance(value, bool) and wanted is not bool:
         pass  # in Python True is a number too, but not in a config
     elif isinstance(wanted, type) and isinstance(value, wanted):
+        if isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
+            raise ConfigError(f"{place} = {_brief(value)} must fit into 64 bits")
         return value
-    raise ConfigError(f"{place} must be {_type_name(wanted)}, got {value!r}")
+    raise ConfigError(f"{place} must be {_type_name(wanted)}, got {_brief(value)}")
+
+
+def _brief(value: Any) -> str:
+    """A value for a message, shortened where it would fill the screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
 
 
 def _finite(value: float, place: str) -> float:

@@ -110,3 +110,8 @@ def test_an_identity_with_a_strange_key_is_refused(authority):
 def test_names_that_no_certificate_should_carry_are_refused(authority, name):
     with pytest.raises(WireError, match="cannot name a process"):
         authority.issue(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "漢" * 20, "é" * 60, "a" + "漢" * 66])
+def test_any_name_of_a_run_names_an_authority(name: str) -> None:
+    assert Authority.create(name).issue("stage-0").name == "stage-0"

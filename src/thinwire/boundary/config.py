@@ -22,7 +22,9 @@ class BoundaryConfig:
     )
     rank: int = option(0, "width of what crosses, below model.dim; 0 for dense")
     basis_seed: int = option(0, "decides the basis and the fixed token table on every stage")
-    basis_update_every: int = option(0, "steps between moves of the shared basis; 0 = never")
+    basis_update_every: int = option(
+        0, "steps between moves of the shared basis; 0 = never", most=10**9
+    )
     basis_rate: float = option(0.5, "size of such a move; 1 is about a power iteration")
     basis: str = option(
         "shared", "projected: one basis for all cuts, or each its own", ("shared", "per-cut")

@@ -37,7 +37,9 @@ class CodecConfig:
         [], "modules that register codecs of your own; every process imports them"
     )
     memory_mb: int = option(
-        1024, "megabytes that each end of a direction of a cut may keep of examples (+aqsgd)"
+        1024,
+        "megabytes that each end of a direction of a cut may keep of examples (+aqsgd)",
+        most=10**9,
     )
 
     def names(self, cut: int) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig, architecture
 from thinwire.optim import OptimConfig, check_optim
+from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import from_plain, nearest, option, parse_literal, to_plain
 from thinwire.wire import LinkConfig
@@ -41,7 +42,8 @@ _NOT_HASHED = (
     ("train", "keep"),
     ("train", "checkpoint_every"),
 )
-_SEED_LIMIT = 2**63  # what TOML, and torch's generators, can hold
+LONGEST_NAME = 200  # bytes of a folder's name, with room for what is put behind it
+SLOWEST_MBPS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class RunConfig:
         "fp32, bf16 (autocast, weights stay fp32), or fp64 for exact tests",
         tuple(PRECISIONS),
     )
-    threads: int = option(0, "compute threads per stage; 0 = share this machine's cores")
+    threads: int = option(0, "compute threads per stage; 0 = share this machine's cores", most=1024)
     compile: bool = option(
         False, "compile layers with torch.compile: a slower start, faster steps on a GPU"
     )
@@ -67,13 +69,17 @@ class RunConfig:
 class TrainConfig:
     """`[train]`: how long, how much at once, how often to look and to save."""
 
-    steps: int = option(200, "optimizer updates")
-    batch: int = option(16, "sequences or images per step, over all microbatches")
-    eval_every: int = option(50, "steps between validations; 0 = only first and last")
-    eval_batches: int = option(8, "microbatches per validation; 0 = all there are")
-    checkpoint_every: int = option(100, "steps between checkpoints; 0 = only the last, -1 = none")
+    steps: int = option(200, "optimizer updates", most=10**9)
+    batch: int = option(16, "sequences or images per step, over all microbatches", most=2**24)
+    eval_every: int = option(50, "steps between validations; 0 = only first and last", most=10**9)
+    eval_batches: int = option(8, "microbatches per validation; 0 = all there are", most=10**9)
+    checkpoint_every: int = option(
+        100, "steps between checkpoints; 0 = only the last, -1 = none", most=10**9
+    )
     keep: int = option(
-        3, "checkpoints kept; older ones are removed, but never the last one known to be good"
+        3,
+        "checkpoints kept; older ones are removed, but never the last one known to be good",
+        most=10**6,
     )
 
 
@@ -103,7 +109,8 @@ class Settings:
 
     def resolved(self) -> "Settings":
         """The same settings with presets and "auto" filled in, refused if they cannot work."""
-        settings = dataclasses.replace(self, model=self.model.resolved())
+        run = dataclasses.replace(self.run, out=str(expanded(self.run.out, "run.out")))
+        settings = dataclasses.replace(self, run=run, model=self.model.resolved())
         _check_data(settings)
         if settings.model.sees_images:
             _check_images(settings)
@@ -236,6 +243,12 @@ def _check(settings: Settings) -> None:
     for key in ("mbps_up", "mbps_down", "latency_ms", "jitter_ms"):
         if getattr(link, key) < 0:
             raise ConfigError(f"link.{key} = {getattr(link, key)} must be a number not below 0")
+        if key.startswith("mbps") and 0 < getattr(link, key) < SLOWEST_MBPS:
+            raise ConfigError(
+                f"link.{key} = {getattr(link, key)} is too slow for any run: 0 for unlimited, or "
+                f"at least {SLOWEST_MBPS}"
+            )
+    link.nic()  # refuses what no link can be
     if not 0 < settings.data.valid_fraction < 1:
         raise ConfigError(
             f"data.valid_fraction = {settings.data.valid_fraction} must lie between 0 and 1"
@@ -245,19 +258,22 @@ def _check(settings: Settings) -> None:
             f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
             "spaces and any of . _ - @ + inside, at most 100, starting with a letter or digit"
         )
-    if not -_SEED_LIMIT <= settings.run.seed < _SEED_LIMIT:
-        raise ConfigError(f"run.seed = {settings.run.seed} must fit into 64 bits")
+    if len(settings.run.name.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
+            f"{len(settings.run.name.encode())} bytes, at most {LONGEST_NAME} are sure to fit"
+        )
     if settings.run.threads < 0:
         raise ConfigError(f"run.threads = {settings.run.threads} must not be negative")
     if not 0 <= link.port < 65536:
         raise ConfigError(f"link.port = {link.port} must lie in 0..65535; 0 = any free one")
-    settings.schedule()
     rows = "images" if settings.model.sees_images else "sequences"
-    if train.batch % pipeline.microbatches:
+    if pipeline.microbatches > 0 and train.batch % pipeline.microbatches:
         raise ConfigError(
             f"train.batch = {train.batch} {rows} do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
+    settings.schedule()
     check_optim(settings.optim, train.steps)
     if settings.boundary.mode == "subspace" and settings.optim.name != "adamw":
         raise ConfigError(

@@ -41,18 +41,30 @@ class ModelConfig:
     """
 
     preset: str = option("tiny", "model to start from", tuple(PRESETS))
-    layers: int = option(0, "blocks, which are split over the stages; 0 = the preset's")
-    dim: int = option(
-        0, "width of the residual stream; resnet18: of its first group; 0 = the preset's"
+    layers: int = option(
+        0, "blocks, which are split over the stages; 0 = the preset's", most=10_000
     )
-    heads: int = option(0, "attention heads; 0 = the preset's")
-    kv_heads: int = option(0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's")
-    ffn: int = option(0, "hidden width of the SwiGLU feed-forward; 0 = the preset's")
-    vocab: int = option(0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's")
-    context: int = option(0, "tokens per training sequence; 0 = the preset's")
-    classes: int = option(0, "resnet18: number of classes; 0 = the preset's")
-    channels: int = option(0, "resnet18: channels of an image, 3 or 1; 0 = the preset's")
-    side: int = option(0, "resnet18: height and width of an image in pixels; 0 = the preset's")
+    dim: int = option(
+        0,
+        "width of the residual stream; resnet18: of its first group; 0 = the preset's",
+        most=2**20,
+    )
+    heads: int = option(0, "attention heads; 0 = the preset's", most=2**16)
+    kv_heads: int = option(
+        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", most=2**16
+    )
+    ffn: int = option(0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", most=2**22)
+    vocab: int = option(
+        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", most=2**24
+    )
+    context: int = option(0, "tokens per training sequence; 0 = the preset's", most=2**24)
+    classes: int = option(0, "resnet18: number of classes; 0 = the preset's", most=2**20)
+    channels: int = option(
+        0, "resnet18: channels of an image, 3 or 1; 0 = the preset's", most=2**10
+    )
+    side: int = option(
+        0, "resnet18: height and width of an image in pixels; 0 = the preset's", most=2**14
+    )
     rope_theta: float = option(500000.0, "base of the rotary position encoding")
     norm_eps: float = option(1e-5, "epsilon of the RMS norms")
 

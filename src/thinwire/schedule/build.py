@@ -15,16 +15,17 @@ FORWARD_ONLY = "forward"
 class PipelineConfig:
     """How the layers are spread over stages and in which order microbatches pass them."""
 
-    stages: int = option(4, "number of stages, one per peer")
+    stages: int = option(4, "number of stages, one per peer", most=1024)
     split: list[int] = option(  # noqa: RUF009 -- option makes a fresh list each time
         [], "layers of each stage; empty spreads them evenly"
     )
-    microbatches: int = option(8, "microbatches per training step")
+    microbatches: int = option(8, "microbatches per training step", most=4096)
     schedule: str = option("1f1b", "order of forwards and backwards", NAMES)
     window: int = option(
         0,
         "most microbatches in flight on the first stage; "
         "0 takes the schedule's own: stages for 1f1b, all for gpipe",
+        most=10**9,
     )
     recompute: bool = option(False, "recompute activations in the backward instead of keeping them")
 

@@ -61,7 +61,9 @@ class Authority:
     def create(cls, run_name: str) -> "Authority":
         """A fresh authority with a fresh P-256 key, valid for thirty days."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = _common_name(f"thinwire run {run_name}"[:64])
+        # A common name has at most 64 bytes, of which some letters take several.
+        whole = f"thinwire run {run_name}".encode()[:64].decode(errors="ignore")
+        name = _common_name(whole)
         builder = (
             _builder(subject=name, issuer=name, key=key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
