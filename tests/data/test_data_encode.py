@@ -53,6 +53,22 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
     assert losses.told() == ""
 
 
+def test_no_more_is_held_than_a_batch(texts, monkeypatch):
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        while True:
+            taken += 100
+            yield Passage("train", "x" * 99 + "\n")
+
+    encoded = encode_passages(Tokenizer.train(texts, 300), endless(), Losses())
+    for _ in range(40):
+        next(encoded)
+    assert taken == 4500
+
+
 def lost(backend: tokenizers.Tokenizer, text: str) -> str:
     losses = Losses()
     list(encode_passages(Tokenizer(backend), [Passage("train", text)], losses))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from thinwire.data import Corpus, DataConfig, prepare
+from thinwire.data import Corpus, DataConfig, prepare, unpack
 from thinwire.data import cache as cache_module
 from thinwire.data import image_files as files_module
 from thinwire.data.image_batches import ImageOrder
@@ -303,6 +303,20 @@ def test_damaged_npz_files_are_refused(tmp_path: Path, cache: Path) -> None:
     with path.open("wb") as stream:
         np.save(stream, TRAIN)
     refused(path, cache, "a.npz is no .npz file")
+
+
+def test_archives_that_grow_without_measure_are_refused(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 500_000)
+    monkeypatch.setattr(unpack, "LARGEST_RATIO", 10)
+    folder = write_batches(tmp_path / "batches")
+    prepare_images(str(write_archive(tmp_path / "a.tar.gz", folder)), tmp_path / "other cache")
+    (folder / "data_batch_3.bin").write_bytes(bytes(1_000_000))
+    refused(write_archive(tmp_path / "a.tar.gz", folder), cache, "a.tar.gz .* decompression bomb")
+    zeros = np.zeros((400, 32, 32, 3), dtype=np.uint8)
+    path = write_npz(tmp_path / "a.npz", x_train=zeros, y_train=np.arange(400) % 10)
+    refused(path, cache, "a.npz .* decompression bomb")
 
 
 def test_wrong_pictures_are_refused(tmp_path: Path, cache: Path) -> None:

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -191,6 +193,20 @@ def test_validation_limit_and_small_corpus():
     only = Validation(tokens, 10, 64, limit=3)
     assert (len(only), only.size) == (1, 10)
     assert only.microbatch(0).inputs_BT.shape == (10, 10)
+
+
+def test_a_large_validation_set_is_not_held_in_memory():
+    tokens = np.broadcast_to(np.uint16(1), (1 << 25,))
+    tracemalloc.start()
+    try:
+        validation = Validation(tokens, context=128, batch=8, limit=0)
+        assert len(validation) == (1 << 15) - 1
+        assert validation.microbatch(30_000).inputs_BT.shape == (8, 128)
+        assert validation.total_of_targets(tokens) == validation.target_count
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 def test_validation_sums_over_just_its_targets():

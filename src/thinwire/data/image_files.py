@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from thinwire.data.files import SourceFile, existing, source_file, unreadable, walk
+from thinwire.data.unpack import refuse_bomb
 from thinwire.errors import DataError
 
 SIDES = ("train", "test")
@@ -34,7 +35,15 @@ _CIFAR_SHAPE = (3, 32, 32)
 _RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue pixels
 _PIECE = 1024  # pictures read at a time
 _ARCHIVES = (".tar.gz", ".tgz", ".tar")
-_BROKEN = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, tarfile.TarError)
+_BROKEN = (
+    OSError,
+    EOFError,
+    ValueError,
+    MemoryError,
+    zlib.error,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+)
 _EXPECTED = (
     f"expected CIFAR-10's binary batches ({CIFAR_BATCHES['train'][0]} and so on, or their "
     ".tar.gz), an .npz with x_train, y_train, x_test and y_test, or a folder of pictures as "
@@ -126,6 +135,8 @@ def _from_archive(file: SourceFile) -> Iterator[_Batch]:
                 name = Path(member.name).name
                 pickled = pickled or name == "data_batch_1"
                 is_batch = member.isfile() and name in names
+                if is_batch:
+                    refuse_bomb(file, member.size + sum(map(len, found.values())))
                 if is_batch and (stream := archive.extractfile(member)) is not None:
                     found[name] = stream.read()
     except _BROKEN as error:
@@ -162,6 +173,8 @@ def _read_npz(file: SourceFile) -> Iterator[Piece]:
     if not zipfile.is_zipfile(file.path):  # arrays only: nothing that is read here can run
         raise DataError(f"{file.path} is no .npz file, or a truncated one: get or write it again")
     try:
+        with zipfile.ZipFile(file.path) as packed:
+            refuse_bomb(file, sum(member.file_size for member in packed.infolist()))
         with np.load(file.path, allow_pickle=False) as archive:
             names = {name.lower(): name for name in archive.files}
             sides = [

@@ -37,13 +37,23 @@ def _stream(raw: IO[bytes], packing: str) -> Any:
     return _ZstdFrames(raw)
 
 
+def refuse_bomb(file: SourceFile, size: int) -> None:
+    """Refuse a packed file that has this size unpacked, if that is far more than it has on disk."""
+    limit = max(ALWAYS_ALLOWED_BYTES, LARGEST_RATIO * file.size)
+    if size > limit:
+        raise DataError(
+            f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: over "
+            f"{LARGEST_RATIO} times as many (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) are taken for a "
+            "decompression bomb. If the file is honest, unpack it first"
+        )
+
+
 class _Limited(io.RawIOBase):
     """A stream that ends in an error once it is far longer than the file that it comes from."""
 
     def __init__(self, stream: Any, file: SourceFile) -> None:
         self._stream = stream
         self._file = file
-        self._limit = max(ALWAYS_ALLOWED_BYTES, LARGEST_RATIO * file.size)
         self._done = 0
 
     def readable(self) -> bool:
@@ -52,17 +62,8 @@ class _Limited(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count: int = self._stream.readinto(buffer)
         self._done += count
-        if self._done > self._limit:
-            raise DataError(
-                f"{self._file.path} has {self._file.size:,} bytes and unpacks to more than "
-                f"{self._limit:,}: over {LARGEST_RATIO} times as many (and {_mebibytes()} MiB) are "
-                "taken for a decompression bomb. If the file is honest, unpack it first"
-            )
+        refuse_bomb(self._file, self._done)
         return count
-
-
-def _mebibytes() -> int:
-    return ALWAYS_ALLOWED_BYTES >> 20
 
 
 class _ZstdFrames(io.RawIOBase):
