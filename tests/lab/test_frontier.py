@@ -122,3 +122,16 @@ def test_a_small_map_from_the_command_line(
     main([*command, "--from-log"])  # the log is enough
     again = json.loads(capsys.readouterr().out)
     assert again["rows"] == plain["rows"]
+    # An arm of one's own: dense is not trained again, and the first report stays as it is.
+    report = (tmp_path / "frontier" / "report.md").read_text()
+    command[command.index("projected d/8 int4/int4")] = "projected 3 int8/int4"
+    main(command)
+    output = capsys.readouterr()
+    assert f"2 arms, 1 of them in {tmp_path / 'frontier.jsonl'} already" in output.err
+    own = json.loads(output.out)
+    assert {row["arm"] for row in own["rows"]} == {
+        *(row["arm"] for row in plain["rows"]),
+        "projected 3 int8/int4",
+    }
+    assert (tmp_path / "frontier" / "report.md").read_text() == report
+    assert "projected 3 int8/int4" in (tmp_path / "frontier-2" / "report.md").read_text()
