@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import gone
+from programs import gone, long_run
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, step_of
 
@@ -77,3 +77,15 @@ def test_a_request_to_stop_cuts_a_validation_short(
     assert "Traceback" not in run.text()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["interrupted"] and summary["steps"] == 0 and not summary["valid_losses"]
+
+
+def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
+    thinwire: Callable, config: Callable
+) -> None:
+    run = thinwire("train", long_run(config))
+    run.wait_for(r"\[train\] step +\d")
+    stages = run.stages()
+    os.kill(stages[1], signal.SIGSTOP)
+    run.process.kill()
+    run.wait()
+    assert gone(stages)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -12,7 +14,7 @@ from thinwire.engine import Host
 from thinwire.engine import host as host_module
 from thinwire.engine.control import Channel, Message
 from thinwire.engine.host import blame
-from thinwire.errors import WireError
+from thinwire.errors import ConfigError, StageError, WireError
 from thinwire.wire import memory_pair
 
 
@@ -156,3 +158,48 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
         assert lower["sent"][kind] == upper["received"][kind]
     assert json.dumps(messages)
+
+
+def test_a_place_for_logs_that_is_none_is_named(make_host: Callable, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match=r"cannot make the folder .*/logs for the stages' logs"):
+        make_host().launch()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_under_the_logs_hides_no_reason(make_host: Callable, tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "stage-0.log").symlink_to("/dev/full")
+    host = make_host(pipeline__stages=1)
+    host._resume = tmp_path / "absent"
+    with pytest.raises(
+        StageError, match=r"failed at the start: there is no checkpoint at .*absent"
+    ):
+        host.launch()
+
+
+def test_a_traceback_is_shown_though_the_log_is_lost(make_host: Callable) -> None:
+    trace = "Traceback (most recent call last):\n  a line of ours\n"
+    text = str(make_host()._explain(0, {**failed("odd", "ValueError"), "trace": trace}))
+    assert "its last words:\n  | Traceback" in text and "  |   a line of ours" in text
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
+def test_a_stage_that_cannot_start_is_named(
+    program: str, make_host: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process that is dead before its order is written, and one that never was."""
+    monkeypatch.setattr(host_module.sys, "executable", program)
+    host = make_host(pipeline__stages=1)
+    start = host._start
+
+    def start_and_die(output: BinaryIO) -> subprocess.Popen[bytes]:
+        process = start(output)
+        process.wait()
+        return process
+
+    host._start = start_and_die
+    with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
+        host.launch()

@@ -45,6 +45,7 @@ FAILED = {
     "kind": "WireError",
     "known": True,
     "error": "link boundary-0 is broken",
+    "trace": "",
     "accuses": [0],
     "convicts": [],
 }

@@ -16,11 +16,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from thinwire.engine.control import MAX_MESSAGE, Channel, Message
 from thinwire.engine.messages import PeerConduct
 from thinwire.engine.settings import Settings
-from thinwire.errors import BreachError, StageError, ThinwireError, WireError, printable
+from thinwire.errors import (
+    BreachError,
+    ConfigError,
+    StageError,
+    ThinwireError,
+    WireError,
+    printable,
+)
 from thinwire.wire import Authority, Listener, raise_descriptor_limit
 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
@@ -64,7 +72,12 @@ class Host:
     def launch(self) -> None:
         """Start all peers and bring them to the point where training can begin."""
         logs = self.run_folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {logs} for the stages' logs: {error}"
+            ) from error
         accepting = []
         for stage in range(self.stages):
             self._spawn(stage, logs / f"stage-{stage}.log")
@@ -127,7 +140,8 @@ class Host:
         for process in self._processes:
             process.wait()
             if process.stdin:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # of an order that it never read
+                    process.stdin.close()
 
     def _spawn(self, stage: int, log: Path) -> None:
         order = {
@@ -135,21 +149,30 @@ class Host:
             "coordinator": self._listener.address,
             "identity": self._issue(f"stage-{stage}").to_plain(),
         }
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                # -P: a file in the user's folder must not pass for a module
-                [sys.executable, "-P", "-m", "thinwire.engine.peer"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C reaches the coordinator alone
-            )
+        try:
+            with log.open("ab") as output:
+                process = self._start(output)
+        except OSError as error:
+            raise StageError(
+                f"stage {stage} cannot be started, with its log in {log}: {error}"
+            ) from error
         self._processes.append(process)
         assert process.stdin is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died: `_watch` says how
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
         threading.Thread(target=self._watch, args=(stage, process), daemon=True).start()
+
+    def _start(self, output: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            # -P: a file in the user's folder must not pass for a module
+            [sys.executable, "-P", "-m", "thinwire.engine.peer"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C reaches the coordinator alone
+        )
 
     def _watch(self, stage: int, process: subprocess.Popen[bytes]) -> None:
         self._said.put((stage, {"type": "exit", "code": process.wait()}))
@@ -214,17 +237,24 @@ class Host:
             reason = f"was lost {where}: {evidence.get('error', evidence['type'])}"
         # An error that was foreseen says all there is to say; any other needs its traceback.
         lines = 0 if evidence.get("known") else LOG_LINES
-        return StageError(f"stage {culprit} {reason}" + self._last_words(culprit, lines))
+        last_words = self._last_words(culprit, lines, evidence.get("trace", ""))
+        return StageError(f"stage {culprit} {reason}" + last_words)
 
-    def _last_words(self, stage: int, count: int) -> str:
+    def _last_words(self, stage: int, count: int, trace: str) -> str:
+        """The end of a stage's log, or where the log is lost, as on a full disk, what it sent."""
         log = self.run_folder / "logs" / f"stage-{stage}.log"
         if not count:
             return f"\n  its log is {log}"
-        lines = log.read_text(errors="replace").splitlines()[-count:] if log.is_file() else []
+        try:
+            lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        except OSError:
+            lines = []
+        source = f"last lines of {log}" if lines else f"its log {log} is empty; its last words"
+        lines = lines or trace.splitlines()
         if not lines:
             return f"\n  its log {log} is empty"
-        shown = [f"  | {printable(line)}" for line in lines]
-        return f"\n  last lines of {log}:\n" + "\n".join(shown)
+        shown = [f"  | {printable(line)}" for line in lines[-count:]]
+        return f"\n  {source}:\n" + "\n".join(shown)
 
     def _wait_for_exits(self) -> None:
         deadline = time.monotonic() + 10.0

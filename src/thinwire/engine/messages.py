@@ -239,6 +239,7 @@ class Failed:
     kind: Annotated[str, _text]
     known: Annotated[bool, _flag]
     error: Annotated[str, _text]
+    trace: Annotated[str, _text]
     accuses: Annotated[list[int], _many(_count)]
     convicts: Annotated[list[int], _many(_count)]
 

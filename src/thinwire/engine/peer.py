@@ -5,6 +5,8 @@ dial, and its certificate (so private keys never touch a disk). When that input 
 coordinator is gone and the peer leaves at once: no orphans, whatever happened.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -12,7 +14,9 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +25,12 @@ from thinwire.engine.control import MAX_MESSAGE, Channel, Message
 from thinwire.engine.settings import Settings
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError
+from thinwire.report.stream import SafeStream
 from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, handshake
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
+_TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
+_PR_SET_PDEATHSIG = 1
 
 
 def versions() -> dict[str, str]:
@@ -83,6 +90,7 @@ class Peer:
             "kind": type(error).__name__,
             "known": known,
             "error": str(error) if known else f"{type(error).__name__}: {error}",
+            "trace": "" if known else "".join(traceback.format_exception(error)[-_TRACE_PARTS:]),
             "accuses": lost if is_wire else [],
             "convicts": [s for s, link in self._links.items() if link.other_end_at_fault],
         }
@@ -132,25 +140,42 @@ def _leave_with_coordinator() -> None:
     os._exit(3)
 
 
+def _die_with_coordinator() -> None:
+    """Have Linux end this process with the thread that started it, even while it is stopped.
+
+    A stopped process sees no end of its standard input. The coordinator starts stages on the
+    thread that also ends them, so that thread does not end before.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Entry point of `python -m thinwire.engine.peer`."""
+    _die_with_coordinator()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
-    order = json.loads(sys.stdin.readline())
+    # A log on a full disk must not keep the reason of a failure from the coordinator.
+    with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):
+        code = _live(json.loads(sys.stdin.readline()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # transport threads must not keep a finished stage alive
+
+
+def _live(order: dict[str, Any]) -> int:
+    """Be the stage of this order to the end; returns the exit code."""
     threading.Thread(target=_leave_with_coordinator, daemon=True).start()
-    identity = Identity.from_plain(order["identity"])
     peer = None
     try:
-        peer = Peer(order["stage"], order["coordinator"], identity)
+        peer = Peer(order["stage"], order["coordinator"], Identity.from_plain(order["identity"]))
         peer.run()
-        code = 0
+        return 0
     except BaseException as error:
         traceback.print_exc()
         if peer is not None:
             peer.fail(error)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # transport threads must not keep a finished stage alive
+        return 1
 
 
 if __name__ == "__main__":
