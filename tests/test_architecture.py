@@ -22,7 +22,7 @@ FLOORS = [
     {"boundary", "optim"},
     {"model"},
     {"engine"},
-    {"timings", "summary", "plan", "train", "inference", "lab"},
+    {"timings", "summary", "plan", "outlook", "train", "inference", "lab"},
     {"config", "cli"},
     {"__main__"},
 ]
@@ -34,6 +34,7 @@ NEIGHBOURS = {
     "summary": {"timings"},
     "train": {"summary"},
     "plan": {"summary"},
+    "outlook": {"plan", "summary"},
     "inference": {"summary", "train"},
     "lab": {"summary", "plan", "train", "inference"},
     "cli": {"config"},

@@ -13,6 +13,8 @@ from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, wire_shape
 from thinwire.engine.settings import machine_cores
 from thinwire.model import Stage, architecture
+from thinwire.model.config import PRESETS
+from thinwire.outlook import compare_cuts
 from thinwire.plan import (
     basis_bytes,
     estimate_costs,
@@ -131,14 +133,14 @@ def test_each_boundary_is_planned_with_its_own_codecs(make_settings: MakeSetting
         map(list, zip(*sizes, strict=True))
     )
     text = plan_text(plan)
-    assert "boundary 0, per microbatch" in text and "boundary 1, per microbatch" in text
-    assert "each boundary" not in text and "at most" not in text
+    assert "cut 0, per microbatch" in text and "cut 1, per microbatch" in text
+    assert "each cut" not in text and "at most" not in text
     rows = plan_to_plain(plan)["boundaries"]
     assert [(row["forward_bytes"], row["backward_bytes"]) for row in rows] == sizes
     packed = plan_text(make_plan(slow_link(make_settings, codec__forward="int4+zstd"), RATE))
-    assert "each boundary, per microbatch: at most " in packed
+    assert "each cut, per microbatch: at most " in packed
     alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
-    assert "each boundary, per microbatch" in alike and "boundary 0" not in alike
+    assert "each cut, per microbatch" in alike and "boundary 0" not in alike
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_the_text_answers_what_a_person_asks(make_settings: MakeSettings) -> Non
     for wanted in (
         f"{architecture(settings.model).parameter_count():,} parameters",
         "20 Mbps up, 30 Mbps down per host, 5 ms one way",
-        "window  seconds per step  in flight per stage",
+        "window  seconds per step  microbatches held by each stage",
         "stage  parameters      memory  layers",
         "blocks 2..3",
         f"{plan.simulation.step_seconds:.3f} s per step",
@@ -265,10 +267,52 @@ def test_the_text_answers_what_a_person_asks(make_settings: MakeSettings) -> Non
     assert text.count("<- this run") == 1
 
 
+def test_the_text_says_what_is_estimated_and_from_what(make_settings: MakeSettings) -> None:
+    given = plan_text(make_plan(slow_link(make_settings), 2e12))
+    assert given.startswith("An estimate: nothing is trained.")
+    assert "from a compute rate that is given" in given
+    assert "compute: 2.0 TFLOP/s per stage, as given; a machine per stage" in given
+    assert "not counting start, validations and checkpoints" in given
+    measured = make_plan(make_settings(run__precision="fp32"))
+    assert "measured here with one block" in plan_text(measured)
+    assert plan_to_plain(measured)["flops_are_measured"] is True
+
+
+@pytest.mark.parametrize("preset", ["1b", "8b"])
+def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: str) -> None:
+    found = compare_cuts(preset, tflops=100.0, rank=64)
+    dim, context = PRESETS[preset]["dim"], PRESETS[preset]["context"]
+    headers = 2 * 64 / context
+    assert found.dense.bytes_per_token == pytest.approx(2 * 2 * dim + headers)
+    assert found.thin.bytes_per_token == pytest.approx(64 * 1.5 + headers, rel=0.1), "and scales"
+    # 80 Mbps carry 10 MB/s: what crosses a cut both ways shares the uplink of a middle stage
+    assert found.dense.tokens_per_s < 10e6 / found.dense.bytes_per_token
+    assert found.speedup == found.thin.tokens_per_s / found.dense.tokens_per_s > 10
+    text = found.text()
+    assert text.startswith("Simulated:") and f"({preset})" in text
+    assert f"{found.dense.tokens_per_s:,.0f} tokens/s" in text
+    assert f"the thin cut is {found.speedup:,.1f}x faster" in text
+
+
+def test_a_comparison_agrees_with_the_plan_of_the_same_settings() -> None:
+    values = {
+        "model": {"preset": "1b"},
+        "pipeline": {"stages": 4, "microbatches": 16, "window": 8},
+        "link": {"emulate": True, "mbps_up": 50.0, "mbps_down": 50.0, "latency_ms": 10.0},
+        "boundary": {"mode": "dense"},
+        "codec": {"forward": "bf16", "backward": "bf16"},
+        "train": {"batch": 16},
+    }
+    plan = make_plan(Settings.from_plain(values), 50e12)
+    found = compare_cuts("1b", 50.0, 64, stages=4, microbatches=16, mbps=50.0, latency_ms=10.0)
+    assert found.dense.step_seconds == pytest.approx(plan.simulation.step_seconds)
+    assert found.parameters == sum(plan.parameters)
+
+
 def test_one_stage_has_no_links_and_no_windows(make_settings: MakeSettings) -> None:
     plan = make_plan(make_settings(pipeline__stages=1), RATE)
     assert plan.windows == [] and plan.costs.forward_bytes == []
-    assert "boundary" not in plan_text(plan) and "window  seconds" not in plan_text(plan)
+    assert "cut" not in plan_text(plan) and "window  seconds" not in plan_text(plan)
 
 
 def test_gpipe_has_no_choice_of_windows(make_settings: MakeSettings) -> None:
@@ -409,11 +453,11 @@ def test_each_cut_of_an_image_model_is_planned_with_its_own_size() -> None:
         "8 blocks of width 8 and more, 10 classes of images of 3 x 32 x 32",
         "step: 16 images in 4 microbatches",
         "images/s",
-        "boundary 2, per microbatch",
+        "cut 2, per microbatch",
         "bytes per image",
     ):
         assert wanted in text
-    assert "token" not in text and "each boundary" not in text
+    assert "token" not in text and "each cut" not in text
     plain = plan_to_plain(plan)
     assert plain["unit"] == "image" and len(plain["boundaries"]) == 3
     assert plain["tokens_per_s"] == 16 / plain["step_seconds"]

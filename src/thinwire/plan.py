@@ -1,4 +1,4 @@
-"""The planner: what a run will cost, before anyone waits.
+"""The planner: an estimate of what a run will cost, before it starts.
 
 Compute times are measured on this machine with one block of the model (or given as a FLOP rate),
 bytes and links come from the settings, and the schedule's own simulator puts them together.
@@ -17,6 +17,7 @@ from thinwire.engine.build import StageBuilder, autocast_for, choose_device, wir
 from thinwire.engine.settings import PRECISIONS, machine_cores, threads_per_stage
 from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
+from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
 from thinwire.summary import BF16_BYTES, network_of
 from thinwire.wire import HEADER_BYTES
@@ -40,6 +41,7 @@ class Plan:
     memory_bytes: list[int]
     flops_per_s: float
     cores: int | None
+    is_measured: bool  # whether the FLOP rate was measured here, or given
 
 
 def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
@@ -63,7 +65,8 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         stage_memory(settings, stage, parameters[stage], simulation.in_flight[stage])
         for stage in range(p.stages)
     ]
-    return Plan(settings, costs, simulation, windows, parameters, memory, rate, cores)
+    is_measured = flops_per_s is None
+    return Plan(settings, costs, simulation, windows, parameters, memory, rate, cores, is_measured)
 
 
 def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
@@ -174,13 +177,16 @@ def plan_text(plan: Plan) -> str:
     """The plan for a person."""
     settings, simulation = plan.settings, plan.simulation
     link = settings.link
-    where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
     unit = settings.unit
     rows = "images" if unit == "image" else f"sequences, {settings.tokens_per_step:,} tokens,"
     lines = [
+        "An estimate: nothing is trained. The step is simulated, from a compute rate that is "
+        f"{'measured here' if plan.is_measured else 'given'},",
+        "the sizes of frames, and the links of the settings.",
+        "",
         f"model: {sum(plan.parameters):,} parameters, {architecture(settings.model).describe()}",
         f"step: {settings.train.batch:,} {rows} in {settings.pipeline.microbatches} microbatches",
-        f"compute: {plan.flops_per_s / 1e9:,.1f} GFLOP/s per stage, {where}",
+        _compute_line(plan),
         _link_line(settings),
         "",
         "schedule (a column is a slot of equal length, F forward, B backward, U update):",
@@ -197,9 +203,9 @@ def plan_text(plan: Plan) -> str:
             f"  {names}"
         )
     if settings.pipeline.stages > 1:
-        lines += ["", *_boundary_lines(settings)]
+        lines += ["", *_cut_lines(settings)]
     if plan.windows:
-        lines += ["", "window  seconds per step  in flight per stage"]
+        lines += ["", "window  seconds per step  microbatches held by each stage"]
         for window, seconds, held in plan.windows:
             mark = "  <- this run" if window == simulation.schedule.window else ""
             lines.append(f"{window:6}  {seconds:16.3f}  {' '.join(map(str, held))}{mark}")
@@ -209,32 +215,42 @@ def plan_text(plan: Plan) -> str:
     lines += [
         "",
         f"estimate: {seconds:.3f} s per step, {rate:,.0f} {unit}s/s, {duration(total)} for "
-        f"{settings.train.steps} steps without validations and checkpoints",
+        f"{settings.train.steps:,} steps, not counting start, validations and checkpoints",
     ]
     if not link.emulate:
-        lines.append("links are not emulated: the estimate assumes they cost nothing")
+        lines.append("link.emulate is off: the estimate assumes links that cost no time")
     return "\n".join(lines)
 
 
-def _boundary_lines(settings: Settings) -> list[str]:
-    """What crosses per microbatch: one line for all boundaries, or for each where they differ."""
+def _compute_line(plan: Plan) -> str:
+    source = "measured here with one block" if plan.is_measured else "as given"
+    where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
+    return f"compute: {_flops(plan.flops_per_s)} per stage, {source}; {where}"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
+
+
+def _cut_lines(settings: Settings) -> list[str]:
+    """What crosses per microbatch: one line for all cuts, or for each where they differ."""
     tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
     alike = len({(settings.codec.names(cut), settings.stream_width(cut)) for cut in cuts}) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
         out, back = frame_bytes(settings, cut)
-        which = "each boundary" if alike else f"boundary {cut}"
+        which = "each cut" if alike else f"cut {cut}"
         most = "at most " if any(c.size_varies for c in _codecs(settings, cut)) else ""
         ratio = 2 * BF16_BYTES * settings.stream_width(cut) * tokens / (out + back)
         lines.append(
             f"{which}, per microbatch: {most}{human_bytes(out)} forward "
             f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "
-            f"({back / tokens:,.1f}); {ratio:.2f}x smaller than bf16 dense"
+            f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
     if settings.boundary.learn:
         lines.append(
-            f"each boundary, per step: {human_bytes(basis_bytes(settings))} each way for its "
+            f"each cut, per step: {human_bytes(basis_bytes(settings))} each way for its "
             "learned basis"
         )
     return lines
@@ -265,6 +281,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "bound": plan.simulation.bound,
         "bubble_fraction": plan.simulation.bubble_fraction,
         "flops_per_s": plan.flops_per_s,
+        "flops_are_measured": plan.is_measured,
         "parameters": plan.parameters,
         "memory_bytes": plan.memory_bytes,
         "forward_bytes": out,

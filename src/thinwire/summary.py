@@ -7,6 +7,7 @@ times from each, bytes from both ends of each boundary.
 import math
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,8 @@ class Ledger:
         settings = self.settings
         seconds = step_seconds(reports)
         usual = statistics.fmean(self._timings.seconds[-_LAST_SECONDS:])
-        crossed = [self._crossed_bytes(b, reports) for b in range(self.stages - 1)]
+        meters = {stage: report["meters"] for stage, report in enumerate(reports)}
+        crossed = [self._crossed_bytes(b, meters) for b in range(self.stages - 1)]
         links = [
             LinkRecord(
                 b,
@@ -250,19 +252,28 @@ class Ledger:
         """The steps whose timings count."""
         return self._times.timed
 
-    def _crossed_bytes(self, boundary: int, reports: list[Report]) -> tuple[int, int]:
-        """Bytes that have left both ends of a boundary so far, forward and backward."""
+    def _crossed_bytes(self, boundary: int, meters: Mapping[int, Any]) -> tuple[int, int]:
+        """Bytes that have left both ends of a boundary by these meters, forward and backward."""
         name = f"boundary-{boundary}"
         return (
-            _sent(reports[boundary]["meters"][name], _FORWARD_KINDS),
-            _sent(reports[boundary + 1]["meters"][name], _BACKWARD_KINDS),
+            _sent(meters[boundary][name], _FORWARD_KINDS),
+            _sent(meters[boundary + 1][name], _BACKWARD_KINDS),
         )
+
+    def _crossed_in_all(self) -> list[tuple[int, int]]:
+        """Bytes of training that have left both ends of each boundary, forward and backward.
+
+        A step's report may miss frames that are still to leave; the last word of a stage has all.
+        """
+        if len(self._meters) < self.stages:
+            return self._crossed
+        return [self._crossed_bytes(b, self._meters) for b in range(self.stages - 1)]
 
     def _boundaries(self) -> list[dict[str, Any]]:
         tokens = self._times.steps * self.settings.tokens_per_step
         seconds = self._times.total
         rows = []
-        for b, (forward, backward) in enumerate(self._crossed if tokens else []):
+        for b, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
             dense = BF16_BYTES * self.settings.stream_width(b)
             codecs = self.settings.codec.names(b)
             rows.append(
@@ -316,12 +327,13 @@ class Ledger:
         """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
         stages, mean = range(self.stages), self._timings.mean
         frames = max(1, self._times.steps * self.settings.pipeline.microbatches)
+        crossed = self._crossed_in_all()
         return Costs(
             forward=[mean(s, "forward") / faster for s in stages],
             backward=[mean(s, "backward") / faster for s in stages],
             update=[mean(s, "update") / faster for s in stages],
-            forward_bytes=[forward // frames for forward, _ in self._crossed],
-            backward_bytes=[backward // frames for _, backward in self._crossed],
+            forward_bytes=[forward // frames for forward, _ in crossed],
+            backward_bytes=[backward // frames for _, backward in crossed],
         )
 
     def _bubble(self) -> float | None:

@@ -83,7 +83,7 @@ def test_summary_has_the_numbers(summary):
         "step time": "1.23 s measured (median), 12% above the 1.10 s simulated from the run's "
         "compute times and bytes",
         "bubble": "27 % of the stages' time in a step is not compute (simulated: 21 %)",
-        "bytes at the cuts": "15.5x fewer than dense bf16, headers included",
+        "bytes at the cuts": "15.5x fewer bytes than dense bf16, headers included",
         "busiest uplink": "sends 71 % of the time",
         "settings": "hash a1b2c3d4, seed 17",
     }.items():

@@ -199,8 +199,10 @@ def test_the_second_step_is_steady_already():
 def test_the_description_says_the_step_and_its_limit():
     text = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0, BYTES), Network(MBPS)).describe()
     assert "1f1b, 2 stages, 20 microbatches, window 20: 10.500 s per step" in text
-    assert "uplink of stage 0" in text
-    assert len(text.splitlines()) == 5
+    assert "limited by: uplink of stage 0" in text
+    assert len(text.splitlines()) == 6
+    idle = simulate(build("1f1b", 2, 2), costs(2), Network(latency_s=9.0)).describe()
+    assert "limited by: latency/bubble (no stage and no link is busy for 85% of the step)" in idle
 
 
 def test_the_window_table_trades_memory_for_time():

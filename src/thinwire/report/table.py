@@ -189,10 +189,8 @@ def _bubble(summary: Summary) -> str:
 
 
 def _bytes_at_cuts(summary: Summary) -> str:
-    text = saving(summary.get("ratio_vs_bf16"))
-    if text == ABSENT:
-        return ABSENT
-    return f"{text} {'over' if 'no saving' in text else 'than'} dense bf16, headers included"
+    text = against_bf16(summary.get("ratio_vs_bf16"))
+    return text if text == ABSENT else f"{text}, headers included"
 
 
 def _bytes_sent(sent: Summary) -> str:
@@ -272,6 +270,14 @@ def saving(ratio: float | None) -> str:
         return "no saving"
     number = f"{factor:,.0f}" if factor >= 99.95 else f"{factor:#.3g}"
     return f"{number}x {'fewer' if ratio > 1 else 'more'}"
+
+
+def against_bf16(ratio: float | None) -> str:
+    """The same as a sentence has it: "12.3x fewer bytes than dense bf16"."""
+    text = saving(ratio)
+    if text == ABSENT:
+        return ABSENT
+    return f"{text} over dense bf16" if text == "no saving" else f"{text} bytes than dense bf16"
 
 
 def _table(title: str) -> Table:

@@ -16,6 +16,7 @@ from thinwire.schedule.build import FORWARD_ONLY, build, in_flight, validate
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
 BASIS_GRADIENT, NEW_BASIS = "basis gradient", "basis"  # messages of a learned basis
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
+WAITING = "latency/bubble"  # the limit of a step in which no resource is that busy
 MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 
@@ -108,7 +109,7 @@ class Simulation:
 
     @property
     def bound(self) -> str:
-        """What limits the step: the busiest resource, or `latency/bubble` when none is busy."""
+        """What limits the step: the busiest resource, or WAITING when none is busy."""
         step, cores = self.step_seconds, self.cores
         busy = {
             f"compute of stage {stage}": _ratio(seconds, step)
@@ -121,22 +122,26 @@ class Simulation:
         for stage, share in enumerate(self.downlink_utilisation):
             busy[f"downlink of stage {stage}"] = share
         name = max(busy, key=lambda name: busy[name])
-        return name if busy[name] >= BOUND_SHARE else "latency/bubble"
+        return name if busy[name] >= BOUND_SHARE else WAITING
 
     def describe(self) -> str:
         """A few lines for a person: the step, its limit, and one line per stage."""
-        schedule = self.schedule
+        schedule, bound = self.schedule, self.bound
+        limit = f"limited by: {bound}"
+        if bound == WAITING:
+            limit += f" (no stage and no link is busy for {BOUND_SHARE:.0%} of the step)"
         lines = [
             f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches, "
-            f"window {schedule.window}: {self.step_seconds:.3f} s per step, limit: {self.bound}",
+            f"window {schedule.window}: {self.step_seconds:.3f} s per step",
+            limit,
             f"bubble: {self.bubble_fraction:.0%} of the stages' time is not compute",
-            "stage  compute s  uplink  downlink  in flight",
+            "stage  compute (s)  uplink busy  downlink busy  microbatches held",
         ]
         for stage in range(schedule.stages):
             lines.append(
-                f"{stage:5}  {self.compute_seconds[stage]:9.3f}"
-                f"  {self.uplink_utilisation[stage]:6.0%}"
-                f"  {self.downlink_utilisation[stage]:8.0%}  {self.in_flight[stage]:9}"
+                f"{stage:5}  {self.compute_seconds[stage]:11.3f}"
+                f"  {self.uplink_utilisation[stage]:11.0%}"
+                f"  {self.downlink_utilisation[stage]:13.0%}  {self.in_flight[stage]:17}"
             )
         return "\n".join(lines)
 
