@@ -258,3 +258,32 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Pa
     assert error.read_text() == ""
     assert (tmp_path / "test" / "summary.json").is_file()
     assert (tmp_path / "test" / "checkpoints" / "step-00000004").is_dir()
+
+
+# --- what a command does not need ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["lab", "codecs", "--help"], ["--version"],
+     ["init", "a.toml"], ["init", "b.toml", "--set", "model.preset=8b", "--set", "train.steps=9"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_commands_that_compute_nothing_do_not_wait_for_torch(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    program = (
+        "import sys\nfrom thinwire.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_package_is_a_program(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "thinwire", "--version"], cwd=tmp_path,
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"thinwire {thinwire.__version__}\n")

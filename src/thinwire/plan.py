@@ -14,7 +14,8 @@ import torch
 from thinwire.codec import Codec, build_codecs
 from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, wire_shape
-from thinwire.engine.settings import PRECISIONS, machine_cores, threads_per_stage
+from thinwire.engine.precision import WEIGHT_TYPES
+from thinwire.engine.settings import machine_cores, threads_per_stage
 from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
 from thinwire.report.table import against_bf16
@@ -107,7 +108,7 @@ def basis_bytes(settings: Settings) -> int:
     if not settings.boundary.learn:
         return 0
     numbers = settings.model.dim * settings.boundary.rank
-    return numbers * PRECISIONS[settings.run.precision].itemsize + HEADER_BYTES
+    return numbers * WEIGHT_TYPES[settings.run.precision].itemsize + HEADER_BYTES
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:
@@ -126,7 +127,7 @@ def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int
     Under autocast there is at most one rounded copy of the weights beside them: an embedding and
     norms, which are counted here, have none.
     """
-    width = PRECISIONS[settings.run.precision].itemsize
+    width = WEIGHT_TYPES[settings.run.precision].itemsize
     states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
     model, family = settings.model, architecture(settings.model)
     blocks, batch = settings.split()[stage], settings.microbatch_size
@@ -150,7 +151,7 @@ def measure_flops(settings: Settings, repeats: int = 3) -> float:
     On a CPU with as many threads as each stage of a local run has; large models are measured on
     a part of a microbatch, which flatters nobody: rates grow with size.
     """
-    device, dtype = choose_device(settings.run.device, 0), PRECISIONS[settings.run.precision]
+    device, dtype = choose_device(settings.run.device, 0), WEIGHT_TYPES[settings.run.precision]
     most = _MEASURE_FLOPS / (1 + BACKWARD_PER_FORWARD)
     probe = architecture(settings.model).probe(settings.microbatch_size, most)
     block = probe.plan.make().to(device, dtype)

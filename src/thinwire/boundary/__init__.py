@@ -1,23 +1,16 @@
 """Boundaries: what crosses the cut, inside autograd (floor 2)."""
 
-from thinwire.boundary.base import Boundary
+from typing import TYPE_CHECKING
+
 from thinwire.boundary.config import BoundaryConfig
-from thinwire.boundary.dense import DenseBoundary
-from thinwire.boundary.image import ImageBoundary
-from thinwire.boundary.narrow import ProjectedBoundary, SubspaceBoundary
-from thinwire.subspace import Space
+from thinwire.lazy import on_first_use
 
-
-def build_boundary(
-    config: BoundaryConfig, dim: int, vocab: int, space: Space | None, receives: bool
-) -> Boundary:
-    """One end of the boundary that a resolved config names; `space` is None for dense."""
-    if space is None:
-        return DenseBoundary(dim)
-    if config.is_constrained:
-        return SubspaceBoundary(space)
-    return ProjectedBoundary(space, config.anchor, vocab, config.learn, receives)
-
+if TYPE_CHECKING:
+    from thinwire.boundary.base import Boundary
+    from thinwire.boundary.build import build_boundary
+    from thinwire.boundary.dense import DenseBoundary
+    from thinwire.boundary.image import ImageBoundary
+    from thinwire.boundary.narrow import ProjectedBoundary, SubspaceBoundary
 
 __all__ = [
     "Boundary",
@@ -28,3 +21,14 @@ __all__ = [
     "SubspaceBoundary",
     "build_boundary",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "base": ("Boundary",),
+        "build": ("build_boundary",),
+        "dense": ("DenseBoundary",),
+        "image": ("ImageBoundary",),
+        "narrow": ("ProjectedBoundary", "SubspaceBoundary"),
+    },
+)

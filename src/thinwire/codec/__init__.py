@@ -1,23 +1,28 @@
 """Codecs: tensors to bytes and back, outside autograd (floor 1)."""
 
-from thinwire.codec.base import (
-    Codec,
-    Layout,
-    Leg,
-    Part,
-    Parts,
-    Payload,
-    Place,
-    Shape,
-    Surroundings,
-    TensorSpec,
-    cross,
-    elements,
-    spec_of,
-)
-from thinwire.codec.cast import Cast
+from typing import TYPE_CHECKING
+
 from thinwire.codec.config import CodecConfig, PluginError
-from thinwire.codec.parse import build_codecs, parse_codec, register_codec
+from thinwire.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from thinwire.codec.base import (
+        Codec,
+        Layout,
+        Leg,
+        Part,
+        Parts,
+        Payload,
+        Place,
+        Shape,
+        Surroundings,
+        TensorSpec,
+        cross,
+        elements,
+        spec_of,
+    )
+    from thinwire.codec.cast import Cast
+    from thinwire.codec.parse import build_codecs, parse_codec, register_codec
 
 __all__ = [
     "Cast",
@@ -40,3 +45,26 @@ __all__ = [
     "register_codec",
     "spec_of",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "base": (
+            "Codec",
+            "Layout",
+            "Leg",
+            "Part",
+            "Parts",
+            "Payload",
+            "Place",
+            "Shape",
+            "Surroundings",
+            "TensorSpec",
+            "cross",
+            "elements",
+            "spec_of",
+        ),
+        "cast": ("Cast",),
+        "parse": ("build_codecs", "parse_codec", "register_codec"),
+    },
+)

@@ -15,24 +15,17 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from thinwire.codec.leg import Leg
 from thinwire.errors import WireError
 
 Payload = bytes | bytearray | memoryview
 Shape = tuple[int, ...]
-
-
-class Leg(Enum):
-    """The direction of a crossing: activations go forward, gradients come backward."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ import importlib
 import re
 from dataclasses import dataclass
 
-from thinwire.codec.base import Leg
-from thinwire.codec.parse import build_codecs
+from thinwire.codec.leg import Leg
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest, option
 
@@ -52,6 +51,11 @@ class CodecConfig:
         self._import_plugins()
         if self.memory_mb < 1:
             raise ConfigError(f"codec.memory_mb = {self.memory_mb} must be at least 1")
+        default = CodecConfig()
+        if (self.forward, self.backward, self.cuts) == (default.forward, default.backward, []):
+            return  # known to exist, without torch, which codecs need
+        from thinwire.codec.parse import build_codecs
+
         build_codecs(self.forward, self.backward)
         for place, cut in enumerate(self._overrides()):
             if cut >= cuts:

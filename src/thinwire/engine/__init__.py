@@ -1,9 +1,14 @@
 """The engine: runner, worker, peer, host and checkpoints (floor 4)."""
 
-from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.engine.host import Host
+from typing import TYPE_CHECKING
+
 from thinwire.engine.settings import RunConfig, Settings, TrainConfig, apply_override
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
+    from thinwire.engine.host import Host
+    from thinwire.engine.worker import Assignment, Worker
 
 __all__ = [
     "Assignment",
@@ -16,3 +21,12 @@ __all__ = [
     "apply_override",
     "list_checkpoints",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "checkpoint": ("Checkpoint", "list_checkpoints"),
+        "host": ("Host",),
+        "worker": ("Assignment", "Worker"),
+    },
+)

@@ -9,7 +9,8 @@ import torch
 from thinwire.boundary import Boundary, ImageBoundary, build_boundary
 from thinwire.codec import TensorSpec
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.settings import PRECISIONS, Settings, threads_per_stage
+from thinwire.engine.precision import WEIGHT_TYPES
+from thinwire.engine.settings import Settings, threads_per_stage
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Narrow, Stage, architecture
 from thinwire.subspace import Constraint, Space, fixed_table, random_basis
@@ -93,7 +94,7 @@ class StageBuilder:
     def __init__(self, settings: Settings, device: torch.device):
         self.settings = settings
         self.device = device
-        self.dtype = PRECISIONS[settings.run.precision]
+        self.dtype = WEIGHT_TYPES[settings.run.precision]
         self.architecture = architecture(settings.model)
         self.space = self._space()
 

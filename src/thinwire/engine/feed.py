@@ -21,7 +21,8 @@ from thinwire.data.image_batches import (
     evaluation_batch_count,
     normalised,
 )
-from thinwire.engine.settings import PRECISIONS, Settings
+from thinwire.engine.precision import WEIGHT_TYPES
+from thinwire.engine.settings import Settings
 from thinwire.errors import ConfigError, DataError
 
 Data = Corpus | ImageSet
@@ -198,7 +199,7 @@ class _Images(_Source):
         )
         self._size = settings.microbatch_size
         self._augment = settings.data.augment
-        self._dtype = PRECISIONS[settings.run.precision]
+        self._dtype = WEIGHT_TYPES[settings.run.precision]
         self._device = device
         self.example_count = len(images.train)
         self.validation_count = evaluation_batch_count(images.test, self._size, limit)

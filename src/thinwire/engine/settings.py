@@ -14,21 +14,18 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from thinwire.boundary import BoundaryConfig
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
-from thinwire.model import ModelConfig, architecture
+from thinwire.model import ModelConfig
 from thinwire.optim import OptimConfig, check_optim
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import from_plain, nearest, option, parse_literal, to_plain
 from thinwire.wire import LinkConfig
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-"""The type weights are kept in; bf16 keeps fp32 weights and computes under autocast."""
+PRECISIONS = ("fp32", "bf16", "fp64")
 
 _NOT_HASHED = (
     ("run", "name"),
@@ -57,7 +54,7 @@ class RunConfig:
     precision: str = option(
         "fp32",
         "fp32, bf16 (autocast, weights stay fp32), or fp64 for exact tests",
-        tuple(PRECISIONS),
+        PRECISIONS,
     )
     threads: int = option(0, "compute threads per stage; 0 = share this machine's cores", most=1024)
     compile: bool = option(
@@ -181,6 +178,8 @@ class Settings:
 
     def stream_width(self, cut: int) -> int:
         """Numbers that a dense cut carries for each token; an image counts as one token."""
+        from thinwire.model import architecture  # which needs torch
+
         family = architecture(self.model)
         shape = family.stream_shape(self.split()[cut].stop, self.microbatch_size)
         return math.prod(shape) // self.tokens_per_microbatch
@@ -328,6 +327,8 @@ def _check_images(settings: Settings) -> None:
 
 def _check_norms(settings: Settings) -> None:
     """A batch norm needs two values of a channel to tell a spread."""
+    from thinwire.model import architecture  # which needs torch
+
     *_, side = architecture(settings.model).stream_shape(settings.model.layers, 1)
     if side == 1 and settings.microbatch_size == 1:
         raise ConfigError(

@@ -1,12 +1,17 @@
 """Models as plain lists of layers, and the stage that holds some of them (floor 3)."""
 
-from thinwire.model.architecture import architecture
-from thinwire.model.base import Architecture, LayerPlan
+from typing import TYPE_CHECKING
+
+from thinwire.lazy import on_first_use
 from thinwire.model.config import PRESETS, ModelConfig
-from thinwire.model.llama import llama_layers
-from thinwire.model.loss import Score, token_loss
-from thinwire.model.narrow import Narrow
-from thinwire.model.stage import Past, Stage
+
+if TYPE_CHECKING:
+    from thinwire.model.base import Architecture, LayerPlan
+    from thinwire.model.family import architecture
+    from thinwire.model.llama import llama_layers
+    from thinwire.model.loss import Score, token_loss
+    from thinwire.model.narrow import Narrow
+    from thinwire.model.stage import Past, Stage
 
 __all__ = [
     "PRESETS",
@@ -21,3 +26,15 @@ __all__ = [
     "llama_layers",
     "token_loss",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "family": ("architecture",),
+        "base": ("Architecture", "LayerPlan"),
+        "llama": ("llama_layers",),
+        "loss": ("Score", "token_loss"),
+        "narrow": ("Narrow",),
+        "stage": ("Past", "Stage"),
+    },
+)

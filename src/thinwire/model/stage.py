@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.boundary import Boundary
-from thinwire.model.architecture import architecture
 from thinwire.model.base import LayerPlan
 from thinwire.model.config import ModelConfig
+from thinwire.model.family import architecture
 from thinwire.model.llama import EMBEDDING, WRITERS, Block
 from thinwire.model.loss import token_loss
 from thinwire.model.narrow import Reparametrised

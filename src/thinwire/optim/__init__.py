@@ -1,8 +1,13 @@
 """Optimizers and learning-rate schedules (floor 2)."""
 
-from thinwire.optim.build import StageOptimizer
+from typing import TYPE_CHECKING
+
+from thinwire.lazy import on_first_use
 from thinwire.optim.config import OptimConfig, check_optim, learning_rate, rate_change
-from thinwire.optim.subspace import SubspaceAdamW
+
+if TYPE_CHECKING:
+    from thinwire.optim.build import StageOptimizer
+    from thinwire.optim.subspace import SubspaceAdamW
 
 __all__ = [
     "OptimConfig",
@@ -12,3 +17,5 @@ __all__ = [
     "learning_rate",
     "rate_change",
 ]
+
+__getattr__ = on_first_use(__name__, {"build": ("StageOptimizer",), "subspace": ("SubspaceAdamW",)})
