@@ -333,6 +333,16 @@ def test_a_summary_is_plain_data(make_ledger: Callable[..., Ledger]) -> None:
     assert summary["final_valid_loss"] == 3.0 and summary["valid_losses"] == [[4, 3.0]]
 
 
+def test_losses_that_are_null_for_not_being_finite_are_listed(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
+    assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
+    ledger.add_evaluation(3, math.inf)
+    assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
+    assert follow(make_ledger(), [1.0]).summary({}, 1.0)["not_finite"] == []
+
+
 def test_small_helpers(make_settings: MakeSettings, tmp_path: Any) -> None:
     assert network_of(make_settings()) is None
     network = network_of(make_settings(link__emulate=True, link__latency_ms=4, link__jitter_ms=2))

@@ -113,11 +113,16 @@ class Ledger:
 
     def _losses(self) -> dict[str, Any]:
         losses = [record.loss for record in self.records][-_LAST_LOSSES:]
-        return {
+        final = {
             "final_train_loss": statistics.fmean(losses) if losses else None,
-            "final_train_loss_steps": len(losses),  # of which that is the mean
             "last_train_loss": losses[-1] if losses else None,
             "final_valid_loss": self.valid_losses[-1][1] if self.valid_losses else None,
+        }
+        return {
+            **final,
+            "final_train_loss_steps": len(losses),  # of which that loss is the mean
+            # JSON has no NaN: a null that is named here was NaN or infinite
+            "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
             "valid_losses": self.valid_losses,
             "final_accuracy": self.accuracies[-1][1] if self.accuracies else None,
             "accuracies": self.accuracies,

@@ -200,7 +200,7 @@ def test_ends_that_differ_are_found_at_the_next_checkpoint(
     seen = agreements(outcome)
     for step in (1, 2, 3, 4):
         check_agreement(step, seen[step])
-    words = rf"after step 5 the two ends of boundary 0 .* on the {leg.value} leg"
+    words = rf"after step 5 the two ends of cut 0 .* on the {leg.value} leg"
     with pytest.raises(StageError, match=words):
         check_agreement(5, seen[5])
 

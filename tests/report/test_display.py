@@ -129,7 +129,7 @@ def test_progress_of_nothing_is_complete(plain, stream):
 
 def test_numbers_that_are_not_finite_are_shown(plain, stream, make_record):
     plain.step(make_record(1, loss=math.nan, eta_seconds=math.nan))
-    assert "loss     nan" in stream.getvalue()
+    assert "loss     NaN" in stream.getvalue()
     assert stream.getvalue().endswith("ETA -\n")
 
 
@@ -211,7 +211,7 @@ def test_a_display_stays_silent_once_its_stream_has_failed(make_record):
 
 def test_errors_that_are_not_the_streams_are_not_hidden(make_record):
     with pytest.raises(ValueError, match="format code"):
-        PlainDisplay(io.StringIO()).step(make_record(loss="no number"))
+        PlainDisplay(io.StringIO()).step(make_record(step_seconds="no number"))
 
 
 def test_files_and_pipes_get_plain_lines():

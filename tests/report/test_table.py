@@ -163,6 +163,13 @@ def test_a_loss_that_is_not_finite_is_named_with_its_reason(summary):
     assert line_with(as_text(comparison_table({"bad": summary | bad})), "bad").split()[1] == "NaN"
 
 
+def test_a_loss_that_was_not_finite_is_named_after_a_way_through_json(summary):
+    """There it is null, as one that is unknown."""
+    read = summary | {"final_valid_loss": None, "not_finite": ["final_valid_loss"]}
+    assert "-> NaN nats" in fact(as_text(summary_table(read)), "validation loss")
+    assert line_with(as_text(comparison_table({"bad": read})), "bad").split()[1] == "NaN"
+
+
 def test_a_wait_for_a_basis_is_shown_where_there_is_one(summary):
     summary["time_shares"][1]["wait_for"]["basis"] = 0.02
     assert "basis" in as_text(summary_table(summary))

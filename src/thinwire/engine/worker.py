@@ -302,7 +302,7 @@ def check_agreement(step: int, agreements: list[Agreements]) -> None:
             for leg, ours in below[cut].items():
                 if ours != above[cut][leg]:
                     raise StageError(
-                        f"after step {step} the two ends of boundary {cut} no longer remember the "
+                        f"after step {step} the two ends of cut {cut} no longer remember the "
                         f"same on the {leg} leg (below {ours or 'nothing'}, above "
                         f"{above[cut][leg] or 'nothing'}): what the codec makes of the bytes is "
                         "not what was sent. This checkpoint is not kept; resume from an earlier one"

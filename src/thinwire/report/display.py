@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
-from thinwire.report.human import SHORT, amount, duration, percent
+from thinwire.report.human import SHORT, amount, duration, loss_text, percent
 from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.report.stream import safe_stream
 
@@ -121,7 +121,7 @@ class PlainDisplay(Display):
     def evaluation(self, record: EvaluationRecord) -> None:
         """Print the validation loss in the columns of the training loss."""
         count = _step_count(record.step, self._latest)
-        self.phase("valid", f"{count}  loss {record.loss:>7.4f}{record.facts()}")
+        self.phase("valid", f"{count}  loss {loss_text(record.loss):>7}{record.facts()}")
 
     def note(self, text: str) -> None:
         """Print the warning."""
@@ -146,7 +146,7 @@ class PlainDisplay(Display):
 def step_line(record: StepRecord) -> str:
     """A training step in one line with fixed columns, the loss first."""
     return (
-        f"{_step_count(record.step, record)}  loss {record.loss:>7.4f}"
+        f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
         f"  {record.tokens_per_s:>7,.0f} {SHORT[record.unit]}/s  {record.step_seconds:>6.2f} s/step"
         f"  ETA {duration(record.eta_seconds)}"
     )

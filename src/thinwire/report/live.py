@@ -21,6 +21,7 @@ from thinwire.report.human import (
     duration,
     human_bytes,
     human_count,
+    loss_text,
     meter_bar,
     percent,
     sparkline,
@@ -150,10 +151,10 @@ class LiveDisplay(Display):
             ProgressBar(total=max(1, record.steps), completed=record.step),
             Text(f"ETA {duration(record.eta_seconds)}", style="bold"),
         )
-        losses: list[str | tuple[str, str]] = ["loss ", (f"{record.loss:.4f}", "bold"), " "]
+        losses: list[str | tuple[str, str]] = ["loss ", (loss_text(record.loss), "bold"), " "]
         losses.append((sparkline(self._losses.points, _SPARKLINE_WIDTH), "magenta"))
         if self._evaluation is not None:
-            losses += ["   valid ", (f"{self._evaluation.loss:.4f}", "bold green")]
+            losses += ["   valid ", (loss_text(self._evaluation.loss), "bold green")]
             if self._evaluation.accuracy is not None:
                 losses.append((f" {100 * self._evaluation.accuracy:.2f} %", "bold green"))
             losses.append((f" at step {self._evaluation.step:,}", "dim"))

@@ -49,7 +49,7 @@ def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
         speed = summary.get("tokens_per_s") or math.nan
         table.add_row(
             Text(run),
-            loss_text(summary.get("final_valid_loss")),
+            loss_text(_loss(summary, "final_valid_loss")),
             _number(speed, ",.0f"),
             _number(_busiest(summary, "forward_bytes_per_token"), ",.1f"),
             _number(_busiest(summary, "backward_bytes_per_token"), ",.1f"),
@@ -98,7 +98,7 @@ def _facts(summary: Summary) -> RenderableType:
 
 def _validation(summary: Summary) -> str:
     losses = summary.get("valid_losses") or []
-    final = loss_text(summary.get("final_valid_loss"))
+    final = loss_text(_loss(summary, "final_valid_loss"))
     if final == ABSENT:
         return final
     unit = f"nats per {_unit(summary)}"
@@ -108,6 +108,11 @@ def _validation(summary: Summary) -> str:
     return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,})"
 
 
+def _loss(summary: Summary, name: str) -> float | None:
+    """A loss; in a summary read from JSON, which has no NaN, that is null and named apart."""
+    return math.nan if name in summary.get("not_finite", ()) else summary.get(name)
+
+
 def _accuracy(accuracies: Sequence[tuple[int, float]]) -> str:
     """As `_validation` shows the loss; the steps are the same."""
     shown = [f"{_number(100 * accuracy, '.2f')} %" for _, accuracy in accuracies]
@@ -115,7 +120,7 @@ def _accuracy(accuracies: Sequence[tuple[int, float]]) -> str:
 
 
 def _training(summary: Summary) -> str:
-    mean, last = summary.get("final_train_loss"), summary.get("last_train_loss")
+    mean, last = _loss(summary, "final_train_loss"), _loss(summary, "last_train_loss")
     if mean is None:
         return ABSENT
     count = summary.get("final_train_loss_steps", 1)
