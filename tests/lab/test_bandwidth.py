@@ -11,6 +11,7 @@ from thinwire.lab.bandwidth import (
     Study,
     boundaries,
     figure,
+    incomparable,
     table,
     tokens_to_loss,
     verdict,
@@ -67,6 +68,13 @@ def test_a_verdict_keeps_measured_and_simulated_apart_and_says_where_they_disagr
         "thin at 80 Mbps: 1.20x measured, 1.01x simulated."
     )
     assert "disagree" not in verdict(speeds(50.0))
+
+
+def test_a_cut_that_pays_without_a_link_shows_that_compute_times_do_not_compare() -> None:
+    found = speeds(60.0)
+    assert incomparable(found) == ""
+    found["thin"].simulated[0.0] = 120.0
+    assert incomparable(found).startswith("without any limit the simulation has thin 1.20x as fast")
 
 
 def test_no_column_mixes_the_two(tmp_path: Path) -> None:

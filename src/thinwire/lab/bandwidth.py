@@ -112,6 +112,7 @@ def run_bandwidth(
         "narrow cut stop paying?",
         verdict=verdict(speeds),
         holds=None,
+        too_small=incomparable(speeds),
         rows=rows,
         figure=figure(speeds, goal, tokens),
         notes=[
@@ -226,6 +227,21 @@ def verdict(speeds: dict[str, Speeds]) -> str:
                 )
     doubt = f" The two disagree, so trust the measurement: {'; '.join(apart)}." if apart else ""
     return f"Measured: {'; '.join(measured)}. Simulated: {'; '.join(simulated)}.{doubt}"
+
+
+def incomparable(speeds: dict[str, Speeds]) -> str:
+    """Why the arms' compute times do not compare, if so: without a link no cut can pay."""
+    found = [
+        f"{arm} {times:.2f}x"
+        for arm in speeds
+        if _pays(times := ratio(speeds, "simulated", arm, UNLIMITED) or 0.0)
+    ]
+    if not found:
+        return ""
+    return (
+        f"without any limit the simulation has {', '.join(found)} as fast as dense, so the compute "
+        "times that the runs measured do not compare; try more --steps on an idle machine"
+    )
 
 
 def _pays(times: float | None) -> bool:

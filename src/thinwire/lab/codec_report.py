@@ -1,5 +1,7 @@
 """What `thinwire lab codecs` says of its rows: a table of findings, one of arms, and a picture."""
 
+import textwrap
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
@@ -8,7 +10,7 @@ from thinwire.lab.arms import mean
 from thinwire.lab.codecs import grid
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE, Harms, judge, too_small
-from thinwire.lab.labels import Point, name_points
+from thinwire.lab.labels import Point, legend_below, name_points
 
 TITLES = {
     "cifar": "ResNet-18, images",
@@ -185,7 +187,8 @@ def _verdict(rows: list[Row]) -> str:
 
 def figure(reports: list[GroundReport]) -> Figure:
     """A row of four panels for each ground."""
-    plot = Figure(figsize=(18, 4.8 * len(reports)), layout="constrained")
+    plot = Figure(figsize=(18, 5.6 * len(reports)), layout="constrained")
+    plot.suptitle("What lossy codecs at the cuts cost")
     panels = plot.subplots(len(reports), 4, squeeze=False)
     for report, (bits, shares, feedback, bytes_) in zip(reports, panels, strict=True):
         _draw_bits(bits, report)
@@ -252,7 +255,7 @@ def _draw_shares(axis: Axes, report: GroundReport) -> None:
     axis.minorticks_off()
     _draw_dense(axis, report)
     axis.set(xlabel="% of elements kept", title="TopK")
-    axis.legend(fontsize=7)
+    legend_below(axis)
 
 
 def _draw_feedback(axis: Axes, report: GroundReport) -> None:
@@ -268,8 +271,8 @@ def _draw_feedback(axis: Axes, report: GroundReport) -> None:
     axis.set_xticks(places, kinds)
     axis.margins(x=0.2)
     _draw_dense(axis, report)
-    axis.set(xlabel="error feedback", title=f"error feedback around TopK {FEEDBACK_SHARE} %")
-    axis.legend(fontsize=7)
+    axis.set(xlabel="kind of feedback", title=f"error feedback around TopK {FEEDBACK_SHARE} %")
+    legend_below(axis)
 
 
 def _draw_bytes(axis: Axes, report: GroundReport) -> None:
@@ -295,10 +298,10 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_ylim(low, high)
-    outside = f"\nfar off: {', '.join(beyond)}" if beyond else ""
+    outside = "\n" + textwrap.fill(f"far off: {', '.join(beyond)}", 48) if beyond else ""
     axis.set_xlabel(f"times fewer bytes than bf16{outside}")
     axis.set_title("the better of on and off, over bytes")
-    axis.legend(fontsize=7)
+    legend_below(axis)
     name_points(axis, names, size=6)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from thinwire.data import Corpus
@@ -198,6 +199,7 @@ def figure(rows: list[Row], base: Values, flops_per_s: float) -> Figure:
     stages = min(s for s, steps, _ in best if steps == longest)
     plot = Figure(figsize=(15, 5), layout="constrained")
     axes = plot.subplots(1, 3, sharey=True)
+    colours = iter(itertools.cycle(matplotlib.colormaps["tab20"].colors))  # type: ignore[attr-defined]
     for (s, steps, method), found in sorted(best.items()):
         if (s, steps) != (stages, longest):
             continue
@@ -210,7 +212,7 @@ def figure(rows: list[Row], base: Values, flops_per_s: float) -> Figure:
         costs = estimate_costs(piped, flops_per_s)
         step = simulate(piped.schedule(), costs, CHOSEN_LINK).step_seconds
         hours = [t / settings.tokens_per_step * step / 3600 for t in tokens]
-        style = {"label": method, "marker": "o", "markersize": 3}
+        style = {"label": method, "marker": "o", "markersize": 3, "color": next(colours)}
         axes[0].plot([t / 1e6 for t in tokens], losses, **style)
         axes[1].plot([t * per_token / 1e9 for t in tokens], losses, **style)
         axes[2].plot(hours, losses, **style)

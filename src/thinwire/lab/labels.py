@@ -1,4 +1,4 @@
-"""Names beside the points of a plot, where they hide each other least."""
+"""Names beside the points of a plot, where they hide each other least, and legends below it."""
 
 from collections.abc import Sequence
 
@@ -37,6 +37,12 @@ def name_points(axis: Axes, points: Sequence[Point], size: float = 7) -> None:
             fontsize=size,
             color=color,
         )
+
+
+def legend_below(axis: Axes, columns: int = 3) -> None:
+    """A legend below the axis and its label, where it covers no point."""
+    below = {"bbox_to_anchor": (0.5, -0.2), "ncols": columns, "fontsize": 7, "handlelength": 3}
+    axis.legend(loc="upper center", frameon=False, **below)
 
 
 def _box(x: float, y: float, name: str, place: tuple[float, float], size: float) -> Box:
