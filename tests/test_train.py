@@ -255,6 +255,9 @@ class Replay:
         self.before_each: Callable[[int], None] = lambda position: None
         self.asked = 0
 
+    def control_bytes(self) -> int:
+        return 1000 * len(self.script)
+
     def messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
         told = 0
         for position, item in enumerate(self.script):
@@ -292,6 +295,7 @@ def test_a_run_is_followed_to_its_summary(replay: Callable) -> None:
     run.follow()
     summary = run.finish(1.0)
     assert (summary["interrupted"], summary["steps"], summary["steps_planned"]) == (False, 4, 4)
+    assert summary["control_bytes"] == host.control_bytes()
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
     written = json.loads((run.folder / "summary.json").read_text())
     assert written["final_train_loss"] == summary["final_train_loss"]

@@ -269,6 +269,7 @@ class _Run:
             self._write_proof(ended=self.ledger.done)
         summary = {
             **self.ledger.summary(self.host.versions, total_seconds, start_seconds),
+            "control_bytes": self.host.control_bytes(),
             "first_step": self.ledger.first_step,
             "steps_planned": steps,
             "interrupted": self._stop_asked and self.ledger.done < steps,

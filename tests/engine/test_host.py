@@ -158,6 +158,8 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
         assert lower["sent"][kind] == upper["received"][kind]
     assert json.dumps(messages)
+    orders, hellos = 2 * 3_000, 2 * 1_000  # settings go out once
+    assert 2 * 64 < host.control_bytes() < orders + hellos + 4 * 600
 
 
 def test_a_place_for_logs_that_is_none_is_named(make_host: Callable, tmp_path: Path) -> None:

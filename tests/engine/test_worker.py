@@ -1,12 +1,15 @@
 """Where a validation stands in a run: after the checkpoint, and beside the steps' times."""
 
+import itertools
+import time
 from collections.abc import Callable
 
 import pytest
 
 from thinwire.engine.port import AFTER_VALIDATION
 from thinwire.engine.worker import Worker, sent_spans
-from thinwire.wire import Link, Span
+from thinwire.wire import Frame, FrameKind, Link, Span
+from thinwire.wire import link as link_module
 
 SLOW = {
     "link__emulate": True,
@@ -76,6 +79,27 @@ def test_a_step_s_spans_are_its_own(
             sent = [times[start, end] for lane, _, start, end in report["spans"] if lane == "send"]
             assert {step for _, step in sent} == {report["step"]}
             assert "EVALUATE" not in {kind for kind, _ in sent}
+
+
+def test_a_step_s_last_frames_are_in_its_own_row(
+    make_settings: Callable, run_in_threads: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts were billed to the next step, and their spans lost, when packing took a moment."""
+    encode = link_module.encode
+
+    def slow(frame: Frame) -> bytes:
+        if frame.kind is FrameKind.VERDICT:
+            time.sleep(0.05)
+        return encode(frame)
+
+    monkeypatch.setattr(link_module, "encode", slow)
+    outcome = run_in_threads(make_settings(pipeline__stages=3, train__eval_every=100))
+    for stage in (0, 1):
+        steps = [r for r in outcome.reports[stage] if r["type"] == "step"]
+        for report in steps:
+            assert [s[:2] for s in report["spans"] if s[1] == "verdict"] == [("send", "verdict")]
+        sent = [r["meters"][f"boundary-{stage}"]["sent"]["VERDICT"]["frames"] for r in steps]
+        assert [after - before for before, after in itertools.pairwise(sent)] == [1, 1, 1]
 
 
 def test_spans_of_other_steps_and_kinds_are_left_out() -> None:

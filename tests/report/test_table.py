@@ -212,6 +212,12 @@ def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     assert "0 B between stages, 0 B of it" in line_with(text, "bytes sent")
 
 
+def test_the_control_stream_has_a_line_of_its_own(summary):
+    assert "control stream" not in as_text(summary_table(summary)), "not said, so not shown"
+    text = as_text(summary_table(summary | {"control_bytes": 25_000}))
+    assert "25.0 kB between stages and coordinator" in line_with(text, "control stream")
+
+
 def test_the_subspace_has_its_lines_where_there_is_one(summary):
     assert "basis" not in as_text(summary_table(summary | {"space": None}))
     moves = [

@@ -1,4 +1,6 @@
-from thinwire.lab.bench_link import goodput
+import pytest
+
+from thinwire.lab.bench_link import Path, alone, goodput
 
 
 def test_goodput_reports_both_directions_of_two_real_processes():
@@ -15,3 +17,17 @@ def test_without_a_rate_the_bare_transport_is_measured():
     there, back = goodput(mbps=0, latency_ms=0, sizes=(1 << 16,), seconds=0.2)
     assert there.mbps > 0 and back.mbps > 0
     assert there.ratio == back.ratio == 0
+
+
+def test_a_single_frame_takes_what_the_model_says():
+    path = Path(mbps=80, latency_ms=10)
+    (taken,) = alone(path, sizes=(1 << 20,), times=3).values()
+    assert path.seconds(1 << 20) == pytest.approx(0.010 + (64 + (1 << 20)) * 8 / 80e6)
+    assert taken >= path.seconds(1 << 20)
+
+
+def test_a_real_path_is_not_emulated_and_the_other_end_starts_where_it_is_told():
+    path = Path(mbps=80, latency_ms=10, listen="127.0.0.2", other="env THERE=1", real=True)
+    assert path.config.nic() is None
+    (taken,) = alone(path, sizes=(1 << 10,), times=1).values()
+    assert taken > 0

@@ -82,6 +82,34 @@ def test_the_soft_limit_of_descriptors_is_raised():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_below_the_meter_a_small_frame_costs_37_bytes(connect, listener):
+    """What docs/wire.md says of a frame that goes alone: TLS, HTTP/2 and gRPC together."""
+    accepted, dialed = connect("peer")
+    meter, heard = Meter(), Recorder()
+    near = Link(dialed, meter, None, "near", MAX_PAYLOAD)
+    far = Link(accepted, Meter(), None, "far", MAX_PAYLOAD)
+    near.start(heard.on_frame, heard.on_broken)
+    far.start(far.send, heard.on_broken)
+
+    def sent_by_kernel() -> int:
+        (side,) = [t for t in socket_totals() if t.remote == listener.address]
+        return side.bytes_sent_once
+
+    def exchange(count: int) -> None:
+        for _ in range(count):
+            before = len(heard.frames)
+            near.send(Frame(FrameKind.FORWARD, payload=bytes(1024)))
+            heard.wait(lambda before=before: len(heard.frames) > before)
+
+    exchange(5)  # the connection's own settings have crossed by then
+    kernel, metered = sent_by_kernel(), meter.sent_bytes()
+    exchange(50)
+    below = sent_by_kernel() - kernel - (meter.sent_bytes() - metered)
+    assert 30 <= below / 50 <= 80  # the other end's frames are acknowledged now and then, too
+    near.close()
+    far.close()
+
+
 def test_grpc_s_sockets_are_seen_and_add_less_than_one_percent(connect, listener):
     accepted, dialed = connect("peer")
     meters, heard = (Meter(), Meter()), (Recorder(), Recorder())

@@ -1,7 +1,8 @@
 """The control channel between the coordinator and one peer: small messages in frames.
 
 It rides on the same transport and the same encryption as the data, but on a stream of its own
-that is not emulated: it carries a few kilobytes per step and nothing waits for it.
+that is not emulated: it carries well under a kilobyte per stage and step, which is metered, and
+nothing waits for it.
 """
 
 import queue
@@ -32,7 +33,8 @@ class Channel:
         self._on_message = on_message or self._inbox.put
         self._on_lost = on_lost or self._inbox.put
         self._check = check
-        self._link = Link(pipe, Meter(), None, name, MAX_MESSAGE)
+        self.meter = Meter()
+        self._link = Link(pipe, self.meter, None, name, MAX_MESSAGE)
         self._link.start(self._on_frame, self._on_lost)
 
     def send(self, message: Message) -> None:

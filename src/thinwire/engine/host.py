@@ -125,6 +125,11 @@ class Host:
             yield stage, message
         self._wait_for_exits()
 
+    def control_bytes(self) -> int:
+        """Every byte of the control streams so far, both ways, frame headers included."""
+        meters = [channel.meter for channel in self._channels.values()]
+        return sum(meter.sent_bytes() + meter.received_bytes() for meter in meters)
+
     def interrupt(self) -> None:
         """Ask the run to end after the step under way, with a checkpoint.
 

@@ -7,12 +7,12 @@ sender's error, a WireError that names the field, and text from a peer loses its
 In between, within a process, a message is a plain dictionary with its `type`.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
+from thinwire.engine.compact import compact_step, deflate, expand_step, inflate
 from thinwire.errors import WireError, printable
 
 Message = dict[str, Any]
@@ -261,15 +261,21 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
 
 def pack(message: Message) -> bytes:
     """A message as it travels; WireError if it is none, so that a defect shows at its sender."""
-    return json.dumps(_checked(message)).encode()
+    checked = _checked(message)
+    return deflate(compact_step(checked) if checked["type"] == Step.type else checked)
 
 
 def unpack(payload: bytes) -> Message:
     """The message of a payload, every field checked; WireError names what is wrong with it."""
     try:
-        message = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"a control message is not JSON: {printable(str(error), 200)}") from None
+        message = inflate(payload, MAX_MESSAGE)
+    except ValueError as error:
+        raise WireError(f"a control message cannot be read: {printable(str(error), 200)}") from None
+    if isinstance(message, dict) and message.get("type") == Step.type:
+        try:
+            message = expand_step(message)
+        except ValueError as error:
+            raise WireError(f"a 'step' message has {error}") from None
     return _checked(message)
 
 

@@ -158,6 +158,9 @@ class Worker:
         verdict, loss = runner.train_step(step, lr, self._decide)
         spans = [*runner.trace.spans]
         for port in self._ports:
+            # The tensors of this step have arrived, or it would not be over; a verdict or a basis
+            # may still be on its way to the uplink, and belongs to this step too.
+            port.link.settle()
             spans += sent_spans(port.link.take_spans(), step)
         report(
             {

@@ -86,6 +86,9 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_row("bytes at the cuts", _bytes_at_cuts(summary))
     if summary.get("bytes_sent"):
         grid.add_row("bytes sent", _bytes_sent(summary["bytes_sent"]))
+    if summary.get("control_bytes"):
+        control = human_bytes(summary["control_bytes"])
+        grid.add_row("control stream", f"{control} between stages and coordinator, not at the cuts")
     busy = percent(summary.get("link_utilisation"))
     grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
     if summary.get("space"):

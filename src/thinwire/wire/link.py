@@ -156,6 +156,14 @@ class Link:
         self._stop_threads()
         self._pipe.close(None if timeout is None else CLOSE_GRACE_S)
 
+    def settle(self) -> None:
+        """Wait until all that was handed to `send` is billed and has its span, or the link is lost.
+
+        Billing comes with packing: a thread's turn, not a passage over the link.
+        """
+        with self._state:
+            self._state.wait_for(lambda: not self._unpacked or self._lost())
+
     def take_spans(self) -> list[Span]:
         """(kind, step, microbatch, start, end) of each frame sent since the last call.
 
