@@ -8,7 +8,7 @@ import pytest
 from thinwire.errors import ThinwireError
 from thinwire.report import EvaluationRecord, MetricsWriter, read_metrics
 from thinwire.report.losses import Losses
-from thinwire.report.metrics import metrics_of
+from thinwire.report.metrics import losses_of, metrics_of
 
 
 def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
@@ -191,6 +191,16 @@ def long_record(folder, make_record, rows):
     return path
 
 
+def test_losses_alone_are_those_of_the_records(tmp_path, make_record, without_tensorboard):
+    with MetricsWriter(tmp_path) as writer:
+        writer.evaluation(EvaluationRecord(0, 9.0))
+        writer.step(make_record(1, loss=8.0, unit="image"))
+        writer.step(make_record(2, loss=math.nan, unit="image"))
+    whole, quick = Losses(metrics_of(tmp_path)), Losses.read(tmp_path)
+    assert str(vars(quick)) == str(vars(whole)), "NaN does not equal itself"
+    assert (quick.unit, quick.steps, quick.valid) == ("image", [1, 2], [9.0])
+
+
 def peak_of(work):
     tracemalloc.start()
     try:
@@ -205,7 +215,7 @@ def test_a_long_record_is_not_held_in_memory(tmp_path, make_record, without_tens
     size = path.stat().st_size
     assert size > 2_000_000
     assert peak_of(lambda: read_metrics(tmp_path)) > size / 2, "a count that sees what is held"
-    assert peak_of(lambda: Losses(metrics_of(tmp_path), most=256)) < size / 10
+    assert peak_of(lambda: Losses(losses_of(tmp_path), most=256)) < size / 10
     resume = peak_of(lambda: MetricsWriter(tmp_path, resume_step=3990).close())
     assert resume < 1_000_000
     assert json.loads(path.read_text().splitlines()[-1])["step"] == 3990

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from thinwire.report.human import finite_mean
-from thinwire.report.metrics import metrics_of
-from thinwire.report.records import EvaluationRecord, StepRecord
+from thinwire.report.metrics import losses_of
+from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord
 
 MOST_POINTS = 4096  # more than a picture has columns; even, for they are merged in pairs
 
@@ -44,16 +44,18 @@ class Losses:
     """
 
     def __init__(
-        self, records: Iterable[StepRecord | EvaluationRecord] = (), most: int = MOST_POINTS
+        self,
+        records: Iterable[StepRecord | StepLoss | EvaluationRecord] = (),
+        most: int = MOST_POINTS,
     ):
         train, valid = _Thinned(most), _Thinned(most)
         self.unit = "token"
         for record in records:
-            if isinstance(record, StepRecord):
+            if isinstance(record, EvaluationRecord):
+                valid.add(record.step, 0, record.loss)
+            else:
                 train.add(record.step, record.tokens, record.loss)
                 self.unit = record.unit
-            else:
-                valid.add(record.step, 0, record.loss)
         self.steps_per_point = train.run_length
         self.steps = [step for step, _, _ in train.points]
         self.tokens = [tokens for _, tokens, _ in train.points]
@@ -64,7 +66,7 @@ class Losses:
     @classmethod
     def read(cls, folder: str | Path) -> "Losses":
         """Those that a run has written to its folder."""
-        return cls(metrics_of(folder))
+        return cls(losses_of(folder))
 
     def tokens_at_validations(self) -> np.ndarray:
         """Tokens seen before each validation; one before the first step has seen none."""

@@ -5,6 +5,7 @@ those of one step unless a name says otherwise.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class StepRecord:
     links: list[LinkRecord]
     measures: dict[str, float] = field(default_factory=dict)  # of the method: drift, energy, ...
     unit: str = "token"  # or "image": what is counted
+
+
+class StepLoss(NamedTuple):
+    """Of a StepRecord what a curve of the loss needs."""
+
+    step: int
+    tokens: int
+    loss: float
+    unit: str
 
 
 @dataclass(frozen=True)
