@@ -17,12 +17,17 @@ def test_work_is_not_in_the_thread_that_hears_signals():
     assert interruptible(threading.get_ident) != threading.get_ident()
 
 
-def test_what_never_ends_can_be_left():
+@pytest.mark.parametrize(
+    "send",
+    ["os.kill(os.getpid(), signal.SIGINT)", "signal.pthread_kill(me, signal.SIGINT)"],
+    ids=["to the process", "to the thread that computes"],
+)
+def test_what_never_ends_can_be_left(send):
     code = (
         "import os, signal, threading; from thinwire.data.interrupt import interruptible\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def work():\n"
-        "    os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()\n"
+        f"    me = threading.get_ident(); {send}; threading.Event().wait()\n"
         "try: interruptible(work)\n"
         "except KeyboardInterrupt: print('left')\n"
     )

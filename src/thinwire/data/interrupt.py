@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
 
+_POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
 
@@ -50,6 +51,9 @@ def interruptible(work: Callable[[], T], fuse: Fuse | None = None) -> T:
     thread = threading.Thread(target=compute, daemon=True)
     thread.start()
     try:
+        while not result.done():
+            # The system may hand a signal to any thread: only a wait that ends shows it to this one.
+            wait([result], _POLL_SECONDS)
         return result.result()
     finally:
         if fuse is not None:
