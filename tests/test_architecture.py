@@ -23,7 +23,7 @@ FLOORS = [
     {"model"},
     {"engine"},
     {"timings", "summary", "plan", "outlook", "train", "inference", "lab"},
-    {"config", "cli"},
+    {"config", "completion", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -37,7 +37,7 @@ NEIGHBOURS = {
     "outlook": {"plan", "summary"},
     "inference": {"summary", "train"},
     "lab": {"summary", "plan", "train", "inference"},
-    "cli": {"config"},
+    "cli": {"config", "completion"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -266,6 +266,7 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["train", "--help"], ["lab", "codecs", "--help"], ["--version"],
+     ["completion", "bash"],
      ["init", "a.toml"], ["init", "b.toml", "--set", "model.preset=8b", "--set", "train.steps=9"]],
     ids=" ".join,
 )  # fmt: skip

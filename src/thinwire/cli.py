@@ -188,6 +188,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
+    sub = add("completion", completion_command, "print a script that completes commands with Tab")
+    sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
+
     sub = add("bench", bench_command, "measure the runtime and the links on this machine")
     sub.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
@@ -343,6 +346,13 @@ def lab_command(options: argparse.Namespace) -> None:
     from thinwire.lab.run import run_lab
 
     run_lab(options)
+
+
+def completion_command(options: argparse.Namespace) -> None:
+    """Print the completion script of a shell."""
+    from thinwire.completion import completion_script
+
+    print(completion_script(options.shell, make_parser()), end="")
 
 
 def bench_command(options: argparse.Namespace) -> None:

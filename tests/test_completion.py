@@ -1,0 +1,63 @@
+"""Completion knows every command and option, because it is written from the parser."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from thinwire.cli import make_parser
+from thinwire.completion import SHELLS, completion_script, setting_names
+from thinwire.engine import Settings
+
+
+def completions(*words: str) -> list[str]:
+    """What bash offers for the last of the words."""
+    typed = " ".join(f"'{word}'" for word in ("thinwire", *words))
+    program = (
+        f"{completion_script('bash', make_parser())}\n"
+        f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _thinwire\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "some"),
+    [
+        ([""], {"train", "plan", "lab", "completion", "--version"}),
+        (["pl"], {"plan"}),
+        (["train", "--re"], {"--resume"}),
+        (["train", "run.toml", "--set", "boundary.r"], {"boundary.rank="}),
+        (["eval", "runs/x", "--device", "c"], {"cpu", "cuda"}),
+        (["eval", "--compression", ""], {"on", "off"}),
+        (["completion", ""], {"bash", "zsh", "fish"}),
+        (["lab", "con"], {"convergence"}),
+        (["lab", "codecs", "--ta"], {"--task"}),
+        (["lab", "codecs", "--task", ""], {"cifar", "lm"}),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_bash_completes(words: list[str], some: set[str]) -> None:
+    found = completions(*words)
+    assert some <= set(found)
+    assert all(word.startswith(words[-1]) for word in found)
+
+
+def test_an_option_of_another_command_is_not_offered() -> None:
+    assert "--resume" not in completions("plan", "--")
+    assert completions("init", "--resu") == []
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_script_names_all_commands_and_settings(shell: str) -> None:
+    script = completion_script(shell, make_parser())
+    for word in ("convergence", "generate", "optim.schedule=", "resume"):
+        assert word in script
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=script, text=True, check=True, capture_output=True)
+
+
+def test_settings_are_named_as_set_takes_them() -> None:
+    plain = Settings().to_plain()
+    assert set(setting_names()) == {f"{s}.{k}=" for s, keys in plain.items() for k in keys}
