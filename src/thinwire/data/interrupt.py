@@ -52,7 +52,7 @@ def interruptible(work: Callable[[], T], fuse: Fuse | None = None) -> T:
     thread.start()
     try:
         while not result.done():
-            # The system may hand a signal to any thread: only a wait that ends shows it to this one.
+            # A signal may reach another thread: only a wait that ends shows it to this one.
             wait([result], _POLL_SECONDS)
         return result.result()
     finally:
