@@ -6,7 +6,7 @@ words, or nothing.
 """
 
 CAST_NOISE = 0.008
-"""How far a loss after 400 steps moves when only the wire's cast changes: docs/results.md."""
+"""How far a loss after 400 steps moved when only the wire's cast changed: docs/results.md."""
 
 
 def too_short(steps: int, least: int) -> str:
@@ -23,6 +23,6 @@ def noise_note(noise: float | None) -> str:
     """The noise floor to print beside a table of losses, most of them from one seed."""
     seeds = "dense has one seed" if noise is None else f"the dense seeds differ by {noise:.2%}"
     return (
-        f"noise: {seeds}; changing only the wire's cast moved a loss after 400 steps by "
-        f"{CAST_NOISE:.1%}, so do not read smaller differences as effects"
+        f"noise: {seeds}; changing only the wire's cast moved a loss after 400 steps by up "
+        f"to {CAST_NOISE:.1%}, so do not read smaller differences as effects"
     )
