@@ -23,6 +23,7 @@ from thinwire.model import PRESETS
 from thinwire.typed import to_toml
 
 FREE_KEYS = {
+    ("run", "patience"),
     ("run", "name"), ("run", "out"), ("link", "listen"), ("link", "port"), ("data", "path"),
     ("data", "valid_path"), ("data", "text_key"),
     ("codec", "memory_mb"), ("train", "keep"), ("train", "checkpoint_every"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -88,4 +89,44 @@ def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
     os.kill(stages[1], signal.SIGSTOP)
     run.process.kill()
     run.wait()
+    assert gone(stages)
+
+
+def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -> None:
+    """As Ctrl-Z and fg do, for longer than any link waits for an answer."""
+    run = thinwire("train", long_run(config))
+    run.wait_for(r"\[train\] step +\d")
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(13)
+    run.process.send_signal(signal.SIGCONT)
+    before = len(run.text())
+    until(lambda: "[train] step" in run.text()[before:], run)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.text()
+
+
+def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
+    thinwire: Callable, config: Callable
+) -> None:
+    run = thinwire("train", long_run(config), "--set", "run.patience=20")
+    until(lambda: len(run.stages()) == 2, run)
+    stages = run.stages()
+    os.kill(stages[1], signal.SIGSTOP)
+    assert run.wait(120) == 6, run.text()
+    assert "[note]  no progress for" in run.text()
+    assert "error: stage 1 is stuck: no progress for" in run.text()
+    assert "stage 1 has said nothing yet" in run.text()
+    assert gone(stages)
+
+
+def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callable) -> None:
+    """There is no neighbour that could miss it."""
+    settings = ["--set", "run.patience=15", "--set", "pipeline.stages=1"]
+    run = thinwire("train", long_run(config), *settings)
+    run.wait_for(r"\[train\] step +\d")
+    stages = run.stages()
+    os.kill(stages[0], signal.SIGSTOP)
+    assert run.wait(120) == 6, run.text()
+    assert re.search(r"error: stage 0 is stuck: no progress for .* silent for", run.text())
+    assert "run.patience" in run.text()
     assert gone(stages)

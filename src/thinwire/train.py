@@ -94,7 +94,10 @@ def train(
             "start", f"{settings.pipeline.stages} stages as processes, links under mutual TLS"
         )
         from_folder = checkpoint.folder if checkpoint else None
-        with _scratch(folder), Host(settings, folder, data.folder, from_folder) as host:
+        with (
+            _scratch(folder),
+            Host(settings, folder, data.folder, from_folder, display.note) as host,
+        ):
             host.launch()
             ready = time.monotonic()
             run = _Run(settings, folder, data, host, display, checkpoint)

@@ -59,6 +59,7 @@ MESSAGES: list[Message] = [
     {"type": "linked"},
     {"type": "start"},
     {"type": "stop"},
+    {"type": "pulse", "begun": 7, "doing": "waits for F3 of step 2"},
     STEP,
     {"type": "evaluation", "step": 3, "loss": 2.0, "accuracy": None, "seconds": 1.5},
     SHARD,

@@ -10,9 +10,13 @@ from collections.abc import Callable
 
 from thinwire.engine.messages import MAX_MESSAGE, Message, pack, unpack
 from thinwire.errors import ThinwireError, WireError
-from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
+from thinwire.wire import Frame, FrameKind, Keepalive, Link, Meter, Pipe
 
-__all__ = ["MAX_MESSAGE", "Channel", "Message"]
+__all__ = ["CONTROL_KEEPALIVE", "MAX_MESSAGE", "Channel", "Message"]
+
+CONTROL_KEEPALIVE = Keepalive(every_s=60.0, timeout_s=7 * 86_400.0)
+"""A coordinator may be suspended for days (Ctrl-Z) and go on. On one machine a death shows without
+pings, and a stage that is stuck shows in its pulses."""
 
 
 class Channel:

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from thinwire.engine.control import MAX_MESSAGE, Channel, Message
+from thinwire.engine.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
 from thinwire.engine.messages import PeerConduct
 from thinwire.engine.settings import Settings
+from thinwire.engine.watch import Watch
 from thinwire.errors import (
     BreachError,
     ConfigError,
@@ -38,7 +39,15 @@ LOG_LINES = 12
 class Host:
     """Coordinates one run of peers on this machine; a context manager that leaves no orphans."""
 
-    def __init__(self, settings: Settings, run_folder: Path, corpus: Path, resume: Path | None):
+    def __init__(
+        self,
+        settings: Settings,
+        run_folder: Path,
+        corpus: Path,
+        resume: Path | None,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ):
+        """`on_wait` is told when stages make no progress for long."""
         self.settings = settings
         self.stages = settings.pipeline.stages
         self.run_folder = run_folder
@@ -50,11 +59,17 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: dict[int, Channel] = {}
         self._last_step = [0] * self.stages
+        self._on_wait = on_wait
+        self._watched = Watch(self.stages, settings.run.patience)
         raise_descriptor_limit()  # for the stages too, which inherit it
         authority = Authority.create(settings.run.name)
         self._issue = authority.issue
         self._listener = Listener(
-            authority.issue("coordinator"), settings.link.listen, settings.link.port, MAX_MESSAGE
+            authority.issue("coordinator"),
+            settings.link.listen,
+            settings.link.port,
+            MAX_MESSAGE,
+            CONTROL_KEEPALIVE,
         )
 
     def __enter__(self) -> "Host":
@@ -102,12 +117,13 @@ class Host:
             channel.send({"type": "connect", "below": below})
         self._gather("linked")
         self._tell_all({"type": "start"})
+        self._watched.begin_training()
 
     def messages(self) -> Iterator[tuple[int, Message]]:
         """What the stages report, until all have finished; StageError when one fails."""
         finished: set[int] = set()
         while len(finished) < self.stages:
-            stage, message = self._said.get()
+            stage, message = self._next()
             if message["type"] in ("failed", "exit", "lost", "breach"):
                 if message["type"] != "failed" and stage in finished:
                     continue
@@ -122,6 +138,7 @@ class Host:
                 self._last_step[stage] = message["step"] + 1
             elif message["type"] == "finished":
                 finished.add(stage)
+                self._watched.dismiss(stage)
             yield stage, message
         self._wait_for_exits()
 
@@ -197,14 +214,32 @@ class Host:
             check=PeerConduct(stage, self.stages).check,
         )
 
+    def _next(self) -> tuple[int, Message]:
+        """The next message; StageError when no stage has made any progress for too long."""
+        while True:
+            try:
+                said = self._said.get(timeout=self._watched.tick)
+            except queue.Empty:
+                said = None
+            self._watched.pass_time()
+            if said is not None:
+                stage, message = said
+                is_pulse = message["type"] == "pulse"
+                self._watched.heard(stage, message.get("begun"), message.get("doing", ""))
+                if not is_pulse:
+                    return stage, message
+            if complaint := self._watched.complaint():
+                self._on_wait(complaint)
+            self._watched.check()
+
     def _gather(self, wanted: str) -> list[Message]:
         """One message of the wanted type from every stage, in stage order.
 
-        Waits for as long as all stages live: a death or a silence is a message too.
+        Waits for as long as all stages live and get on: a death is a message too.
         """
         got: dict[int, Message] = {}
         while len(got) < self.stages:
-            stage, message = self._said.get()
+            stage, message = self._next()
             if message["type"] != wanted:
                 raise self._explain(stage, message)
             got[stage] = message

@@ -173,6 +173,15 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Pulse:
+    """What a stage is doing, and how many pieces of work it has begun: sent now and then."""
+
+    type: ClassVar = "pulse"
+    begun: Annotated[int, _count]
+    doing: Annotated[str, _text]
+
+
+@dataclass(frozen=True)
 class Step:
     """One step of one stage; the loss is known on the last stage alone."""
 
@@ -245,7 +254,7 @@ class Failed:
 
 
 _FROM_PEERS = (
-    Hello, Ready, Linked, Step, Evaluation, ShardWritten, ShardFailed, Finished, Failed,
+    Hello, Ready, Linked, Pulse, Step, Evaluation, ShardWritten, ShardFailed, Finished, Failed,
 )  # fmt: skip
 _FROM_COORDINATOR = (Assign, Connect, Start, Stop)
 _KINDS: dict[str, type[Any]] = {kind.type: kind for kind in (*_FROM_PEERS, *_FROM_COORDINATOR)}

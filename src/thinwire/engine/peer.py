@@ -13,6 +13,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 
 import thinwire
-from thinwire.engine.control import MAX_MESSAGE, Channel, Message
+from thinwire.engine.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
 from thinwire.engine.settings import Settings
+from thinwire.engine.watch import Progress, pulse_seconds
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
@@ -50,15 +52,27 @@ class Peer:
         self.stage = stage
         self.identity = identity
         self._links: dict[int, Link] = {}  # by the neighbouring stage
+        self._progress = Progress()
         pipe = dial(
-            coordinator, f"control-{stage}", identity, "coordinator", JOIN_SECONDS, MAX_MESSAGE
+            coordinator,
+            f"control-{stage}",
+            identity,
+            "coordinator",
+            JOIN_SECONDS,
+            MAX_MESSAGE,
+            CONTROL_KEEPALIVE,
         )
         self.control = Channel(pipe, f"control of stage {stage}")
 
     def run(self) -> None:
         """The whole life of a peer; errors leave through `fail`."""
         self.control.send({"type": "hello", "stage": self.stage, "versions": versions()})
-        worker = Worker(self._assignment(self.control.receive("assign")))
+        assignment = self._assignment(self.control.receive("assign"))
+        patience = assignment.settings.run.patience
+        threading.Thread(target=self._pulse, args=(patience,), daemon=True).start()
+        self._progress.begin("builds its layers")
+        worker = Worker(assignment, self._progress)
+        self._progress.begin("waits for the other stages to be built")
         listener = None
         if self.stage < worker.last:
             listener = Listener(
@@ -66,7 +80,9 @@ class Peer:
             )
         address = listener.address if listener else ""
         self.control.send({"type": "ready", "address": address, **worker.describe()})
-        self._join(worker, self.control.receive("connect")["below"], listener)
+        connect = self.control.receive("connect")
+        self._progress.begin("waits for its neighbours to link")
+        self._join(worker, connect["below"], listener)
         self.control.send({"type": "linked"})
         self.control.receive("start")
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
@@ -125,6 +141,16 @@ class Peer:
         contract, meter = worker.contract(boundary), Meter()
         handshake(pipe, contract, contract, JOIN_SECONDS, meter)
         return Link(pipe, meter, nic, f"boundary-{boundary}", worker.max_payload())
+
+    def _pulse(self, patience: float) -> None:
+        """Say now and then what this stage is doing, for as long as the coordinator listens."""
+        while True:
+            begun, doing = self._progress.begun, self._progress.doing
+            try:
+                self.control.send({"type": "pulse", "begun": begun, "doing": doing})
+            except WireError:
+                return
+            time.sleep(pulse_seconds(patience))
 
     def _obey(self, worker: Worker) -> None:
         """While training, the only message a coordinator sends is to stop after this step."""

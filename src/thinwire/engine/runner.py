@@ -25,6 +25,7 @@ from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import AFTER_VALIDATION, Port, Versions
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
+from thinwire.engine.watch import Progress
 from thinwire.errors import StageError
 from thinwire.model import Score, Stage
 from thinwire.optim import StageOptimizer
@@ -61,10 +62,12 @@ class Runner:
         clip: float,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         keeper: Keeper | None = None,
+        progress: Progress | None = None,
     ):
         self.stage = stage
         self.version = 0
         self.trace = StepTrace()
+        self._progress = progress or Progress()
         self._feed = feed
         self._optimizer = optimizer
         self._below, self._above = below, above
@@ -82,7 +85,12 @@ class Runner:
 
     def train_step(self, step: int, lr: float, decide: Decide) -> tuple[Verdict, float | None]:
         """All of this stage's actions of one step; the loss is known on the last stage only."""
-        self.trace = StepTrace()
+        verbs = {"wait": "waits for", "compute": "computes"}
+
+        def on_begin(lane: str, label: str) -> None:
+            self._progress.begin(f"{verbs[lane]} {label} of step {step + 1}")
+
+        self.trace = StepTrace(on_begin=on_begin)
         self._losses = []
         self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
         if self._keeper is not None:
@@ -110,10 +118,12 @@ class Runner:
         for action in forward_only(self._schedule.stages, batches).rows[self._index]:
             number, received = action.microbatch, None
             if self._below is not None:
+                self._progress.begin(f"waits for validation batch {number} after step {step}")
                 received = self._below.take_evaluated(step, number, self._made_with())
                 if received is None:
                     break
             if not leaves():
+                self._progress.begin(f"validates with batch {number} after step {step}")
                 batch = self._feed.validation(number)
                 self._score(FrameKind.EVALUATE, step, number, batch, received, score)
                 done += 1
@@ -126,6 +136,7 @@ class Runner:
     def _end_evaluation(self, step: int, leaves: Callable[[], bool]) -> bool:
         """Pass the verdict up that ends a validation: whether all stages leave now."""
         if self._below is not None:
+            self._progress.begin(f"waits for the end of the validation after step {step}")
             payload = self._below.take_message(FrameKind.VERDICT, step, AFTER_VALIDATION)
             verdict = Verdict.from_bytes(payload)
         else:

@@ -30,6 +30,7 @@ PRECISIONS = ("fp32", "bf16", "fp64")
 _NOT_HASHED = (
     ("run", "name"),
     ("run", "out"),
+    ("run", "patience"),
     ("link", "listen"),
     ("link", "port"),
     ("data", "path"),
@@ -57,6 +58,9 @@ class RunConfig:
         PRECISIONS,
     )
     threads: int = option(0, "compute threads per stage; 0 = share this machine's cores", most=1024)
+    patience: float = option(
+        900.0, "seconds without any progress after which a run ends; 0 = wait for ever"
+    )
     compile: bool = option(
         False, "compile layers with torch.compile: a slower start, faster steps on a GPU"
     )
@@ -262,6 +266,8 @@ def _check(settings: Settings) -> None:
             f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
             f"{len(settings.run.name.encode())} bytes, at most {LONGEST_NAME} are sure to fit"
         )
+    if not 0 <= settings.run.patience < math.inf:
+        raise ConfigError(f"run.patience = {settings.run.patience} must be a number not below 0")
     if settings.run.threads < 0:
         raise ConfigError(f"run.threads = {settings.run.threads} must not be negative")
     if not 0 <= link.port < 65536:

@@ -26,6 +26,7 @@ from thinwire.engine.port import AFTER_VALIDATION, Due, Port
 from thinwire.engine.runner import Runner
 from thinwire.engine.settings import Settings
 from thinwire.engine.verdict import Verdict
+from thinwire.engine.watch import Progress
 from thinwire.errors import CheckpointError, StageError
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.wire import Link, Span
@@ -59,8 +60,9 @@ class Assignment:
 class Worker:
     """Holds a stage and trains it, once its links are attached."""
 
-    def __init__(self, assignment: Assignment):
+    def __init__(self, assignment: Assignment, progress: Progress | None = None):
         self.assignment = assignment
+        self.progress = progress or Progress()
         self.settings = settings = assignment.settings
         self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
@@ -135,6 +137,7 @@ class Worker:
                 stop = self._evaluate(runner, done, report)
                 if stop and unsaved:
                     self._checkpoint(runner, done, report)
+                self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
                     port.link.flush(None)  # the next step's clock must not pay for this traffic
                 if stop:
@@ -149,6 +152,7 @@ class Worker:
                 self._checkpoint(runner, done, report)
         if not stop:
             self._evaluate(runner, done, report)
+        self.progress.begin("waits for its links to send what is queued")
         for port in self._ports:
             port.link.close(None)
 
@@ -211,6 +215,7 @@ class Worker:
         return stop
 
     def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
+        self.progress.begin(f"saves the checkpoint of step {done}")
         tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}
         if self.keeper is not None:
             tensors.update(self.keeper.state_tensors())
@@ -264,6 +269,7 @@ class Worker:
             settings.optim.clip,
             autocast_for(settings.run.precision, self.device),
             self.keeper,
+            self.progress,
         )
         runner.version = self.version
         return runner

@@ -1,0 +1,86 @@
+"""Who is waited for, and since when."""
+
+import pytest
+
+from thinwire.engine.watch import Watch
+from thinwire.errors import StageError
+
+
+class Wait:
+    """A watch of two stages whose clock is turned by hand."""
+
+    def __init__(self, patience: float = 100.0):
+        self.now = 0.0
+        self.watch = Watch(2, patience, lambda: self.now)
+        self.watch.begin_training()
+
+    def let(self, seconds: float, **doing: str) -> list[str]:
+        """Time goes by while stages say that they still do the same; what a person is told."""
+        told = []
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            self.watch.pass_time()
+            for stage, what in doing.items():
+                self.watch.heard(int(stage[-1]), 1, what)
+            told.append(self.watch.complaint())
+            self.watch.check()
+        return [text for text in told if text]
+
+
+WAITS = {"stage_0": "waits for B0 of step 3", "stage_1": "waits for F0 of step 3"}
+
+
+def test_a_long_wait_is_told_each_time_that_it_has_doubled() -> None:
+    told = Wait().let(99, **WAITS)
+    assert [text.split(":")[0] for text in told] == [
+        "no progress for 30 s", "no progress for 60 s",
+    ]  # fmt: skip
+    assert "stage 1 waits for F0 of step 3, for 30 s" in told[0] and "silent" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("doing", "words"),
+    [
+        ({"stage_0": "waits for B0 of step 3"}, r"stage 1 is stuck: .* silent for"),
+        ({**WAITS, "stage_0": "computes B0 of step 3"}, "stage 0 is stuck: .* 0 computes B0"),
+        (WAITS, "the stages wait for each other: .*waits for B0 .*waits for F0"),
+    ],
+)
+def test_the_stage_that_is_stuck_is_named(doing: dict[str, str], words: str) -> None:
+    with pytest.raises(StageError, match=words + r".*run\.patience \(now 100 s"):
+        Wait().let(110, **doing)
+
+
+def test_any_progress_is_progress() -> None:
+    wait = Wait()
+    for begun in range(20):
+        wait.let(25, **WAITS)
+        wait.watch.heard(begun % 2, 2 + begun, "computes")
+
+
+def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
+    wait = Wait(patience=10.0)
+    wait.watch.begin_training()
+    wait.let(9, **WAITS)
+    wait.watch.heard(0)
+    wait.let(75, **WAITS)
+    with pytest.raises(StageError):
+        wait.let(30, **WAITS)
+
+
+def test_a_stage_that_has_finished_is_not_waited_for() -> None:
+    wait = Wait()
+    wait.watch.dismiss(0)
+    wait.watch.dismiss(1)
+    assert wait.let(500) == []
+
+
+def test_without_patience_there_is_no_end_but_there_is_a_word() -> None:
+    assert len(Wait(patience=0.0).let(5000, **WAITS)) == 8
+
+
+def test_time_that_the_coordinator_was_suspended_does_not_count() -> None:
+    wait = Wait()
+    wait.let(20, **WAITS)
+    wait.now += 36_000
+    assert wait.let(5, **WAITS) == []
