@@ -23,7 +23,7 @@ FLOORS = [
     {"model"},
     {"engine"},
     {"timings", "summary", "plan", "outlook", "train", "inference", "lab"},
-    {"config", "completion", "cli"},
+    {"config", "completion", "demo", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -37,7 +37,7 @@ NEIGHBOURS = {
     "outlook": {"plan", "summary"},
     "inference": {"summary", "train"},
     "lab": {"summary", "plan", "train", "inference"},
-    "cli": {"config", "completion"},
+    "cli": {"config", "completion", "demo"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -213,7 +213,7 @@ def test_an_interrupted_demo_does_not_start_its_second_arm(
     training: list[Any], tmp_path: Path
 ) -> None:
     assert exit_code("demo", "--set", f"run.out={tmp_path}") == 130
-    assert [settings.run.name for settings, _ in training] == ["demo-dense"]
+    assert [settings.run.name for settings, _ in training] == ["demo-thin"]
 
 
 def start(arguments: list[object], cache: Path, **streams: Any) -> subprocess.Popen[bytes]:

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import copy
-import dataclasses
 import json
 import os
 import shlex
@@ -35,23 +33,6 @@ INIT_HEADER = """\
 # A run of thinwire: every key with its value and what it means. Delete what you do not change.
 # See what it will cost: thinwire plan run.toml      Start it: thinwire train run.toml
 
-"""
-
-DEMO: dict[str, dict[str, Any]] = {
-    "pipeline": {"window": 8},
-    "optim": {"lr": 6e-3},
-    "train": {"steps": 44, "eval_every": 22, "eval_batches": 16, "checkpoint_every": 22},
-}
-"""Small enough for two cores and two minutes; all else is the defaults: four stages, 80 Mbps."""
-DEMO_ARMS: dict[str, dict[str, dict[str, Any]]] = {
-    "dense": {"boundary": {"mode": "dense"}, "codec": {"forward": "bf16", "backward": "bf16"}},
-    "subspace": {
-        "boundary": {"mode": "subspace", "rank": 8},
-        "codec": {"forward": "int8", "backward": "int4"},
-    },
-}
-"""The usual way, and a thin cut. Its codec comes from `thinwire lab frontier` (docs/results.md):
-8 bits forward and 4 back lost nothing that could be measured, 4 bits forward did.
 """
 
 
@@ -132,9 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_set(sub)
         _add_plugins(sub)
 
-    _add_set(
-        add("demo", demo, "train a small model in four processes over slow links, and show it")
-    )
+    _add_set(add("demo", demo, "train a small model over slow links, thin and dense, and compare"))
 
     sub = add("init", init, "write a commented run.toml to start from")
     sub.add_argument("path", type=Path, nargs="?", default=Path("run.toml"))
@@ -220,32 +199,10 @@ def _add_compression(sub: argparse.ArgumentParser) -> None:
 
 
 def demo(options: argparse.Namespace) -> None:
-    """Train the same small model dense and in a subspace, and show both side by side."""
-    from thinwire.engine import Settings, apply_override
-    from thinwire.inference import Model
-    from thinwire.report import comparison_table
-    from thinwire.summary import FASTER, next_free_name
+    """Train the same small model with a thin cut and dense, and show both side by side."""
+    from thinwire.demo import run_demo
 
-    summaries = {}
-    for arm, changes in DEMO_ARMS.items():
-        values = copy.deepcopy({**DEMO, **changes})
-        values["run"] = {"name": f"demo-{arm}"}
-        for override in options.set:
-            apply_override(values, override)
-        settings = Settings.from_plain(values)
-        name = next_free_name(Path(settings.run.out), settings.run.name)
-        settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
-        summaries[arm] = summary = _train(settings, None)
-        if summary["paths"]["checkpoint"]:
-            model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
-            text = model.generate("def ", 40, temperature=0.7, top_k=30, seed=settings.run.seed)
-            print("\nSample (so small a model, after so few steps, knows little but the layout):")
-            print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
-    Console(highlight=False).print(comparison_table(summaries))
-    print(f"\nSimulated: the same runs on stages {FASTER}x faster than this machine's:")
-    for arm, summary in summaries.items():
-        print(f"  {arm:<10}{summary['simulated_faster_tokens_per_s']:>12,.0f} tokens/s")
-    print(f"\nMore: thinwire generate {summary['paths']['folder']} --prompt 'class '")
+    run_demo(options.set, _trained)
 
 
 def init(options: argparse.Namespace) -> None:
@@ -369,14 +326,28 @@ def _open_model(options: argparse.Namespace) -> "Model":
     return Model(options.checkpoint, options.device, is_on, allow_plugins=options.allow_plugins)
 
 
-def _train(
-    settings: "Settings", resume: Path | None, allow_plugins: bool = False
-) -> dict[str, Any]:
-    """Train with a display around it, then print the summary, also of an interrupted run.
+def _train(settings: "Settings", resume: Path | None, allow_plugins: bool = False) -> None:
+    """Train, and print the summary, also of an interrupted run."""
+    _trained(settings, resume, allow_plugins, show=_show_summary)
 
-    What ends a run early carries the command that continues it.
-    """
-    from thinwire.report import open_display, summary_table
+
+def _show_summary(summary: dict[str, Any]) -> None:
+    from thinwire.report import summary_table
+
+    Console(highlight=False).print(summary_table(summary))
+    for what, path in summary["paths"].items():
+        if path:
+            print(f"{what + ':':<12}{path}")
+
+
+def _trained(
+    settings: "Settings",
+    resume: Path | None = None,
+    allow_plugins: bool = False,
+    show: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train with a display around it; what ends a run early carries the command to continue it."""
+    from thinwire.report import open_display
     from thinwire.train import train
 
     _wait_for_no_reader()  # one that stops must not stop the run, nor its end
@@ -386,10 +357,8 @@ def _train(
     except (StageError, WireError, KeyboardInterrupt) as error:
         _add_way_on(error, settings)
         raise
-    Console(highlight=False).print(summary_table(summary))
-    for what, path in summary["paths"].items():
-        if path:
-            print(f"{what + ':':<12}{path}")
+    if show is not None:
+        show(summary)
     if summary.get("interrupted"):
         interrupted = KeyboardInterrupt()
         _add_way_on(interrupted, settings)

@@ -87,8 +87,8 @@ def compare_cuts(
         )
 
     dense = settings("dense", 0, "bf16", "bf16")
-    thin = settings("subspace", rank, *codecs)
-    name = f"subspace rank {rank}, {codecs[0]} forward, {codecs[1]} back"
+    thin = settings("projected", rank, *codecs)
+    name = f"projected rank {rank}, {codecs[0]} forward, {codecs[1]} back"
     return CutComparison(
         model=preset,
         parameters=architecture(dense.model).parameter_count(),

@@ -19,7 +19,7 @@ import torch
 
 from thinwire.data import Corpus, ImageSet, prepare, prepare_images
 from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
-from thinwire.engine.build import check_devices, choose_device
+from thinwire.engine.build import check_devices, choose_device, parameter_count
 from thinwire.engine.checkpoint import (
     Shard,
     commit,
@@ -35,13 +35,12 @@ from thinwire.engine.remarks import remarks
 from thinwire.engine.settings import threads_per_stage
 from thinwire.engine.worker import check_agreement, divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
-from thinwire.model import architecture
 from thinwire.optim import rate_change
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
 from thinwire.summary import Ledger, bits_per_byte
-from thinwire.typed import to_toml
+from thinwire.typed import to_plain, to_toml
 
 FIXED_ON_RESUME = {
     "model.*",
@@ -108,20 +107,25 @@ def train(
 
 
 def describe(settings: Settings) -> list[str]:
-    """The resolved settings, a line per section, printed before anything starts."""
-    parameters = architecture(settings.model).parameter_count()
+    """What a run is, in a line or two: its size, and the settings that are not at their defaults.
+
+    All settings, resolved, stand in the run's config.toml.
+    """
+    count, stages = parameter_count(settings), settings.pipeline.stages
     first = (
-        f"{settings.run.name}: hash {settings.hash}, {parameters:,} "
-        f"parameters, {settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s"
+        f"{settings.run.name}: {count:,} parameters in {stages} stages, "
+        f"{settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s, "
+        f"hash {settings.hash}"
     )
-    sections = settings.to_plain()
-    of_use = {key: value for key, value in sections["model"].items() if value != 0}
-    listed = [
-        f"[{section}] "
-        + ", ".join(f"{key} {value}" for key, value in keys.items() if value not in ("", []))
-        for section, keys in {**sections, "model": of_use}.items()
+    asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
+    changed = [
+        f"{section}.{key} = {value}"
+        for section, keys in asked.items()
+        for key, value in keys.items()
+        if value != defaults[section][key] and (section, key) != ("run", "name")
     ]
-    return [first, *listed, *(f"note: {remark}" for remark in remarks(settings))]
+    own = [f"set: {', '.join(changed)}"] if changed else []
+    return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
 
 
 def prepare_data(settings: Settings, display: Display) -> Data:

@@ -29,6 +29,13 @@ def choose_device(wanted: str, stage: int) -> torch.device:
     return torch.device(wanted)
 
 
+def parameter_count(settings: Settings) -> int:
+    """Parameters of the whole model as it is trained, those of its cuts included."""
+    builder = StageBuilder(settings, torch.device("meta"))
+    stages = (builder.build(index) for index in range(settings.pipeline.stages))
+    return sum(p.numel() for stage in stages for p in stage.owned_parameters().values())
+
+
 def check_devices(settings: Settings) -> None:
     """Refuse a device that is not here, before anything is prepared or started for it."""
     for stage in range(settings.pipeline.stages):

@@ -1,0 +1,123 @@
+"""The demo: the same small model trained twice over a home connection, thin and dense.
+
+On two CPU cores a link of 80 Mbps would hide behind the compute, and nothing could be seen. The
+upload of a small home connection is as narrow for this model as 80 Mbps are for a large one.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from thinwire.engine import Settings, apply_override
+from thinwire.inference import Model
+from thinwire.outlook import compare_cuts
+from thinwire.report import comparison_table, read_timeline
+from thinwire.report.human import elapsed, human_bytes
+from thinwire.summary import next_free_name
+
+Summary = dict[str, Any]
+
+COMMON: dict[str, dict[str, Any]] = {
+    "pipeline": {"window": 8},
+    "link": {"mbps_up": 5.0, "mbps_down": 50.0, "latency_ms": 25.0},
+    "optim": {"name": "muon", "lr": 0.015},
+    "train": {"steps": 32, "eval_every": 0, "eval_batches": 16, "checkpoint_every": 0},
+}
+"""Small enough for two cores and two minutes; all else is the defaults."""
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "thin": {
+        "boundary": {"mode": "projected", "rank": 10, "anchor": "trainable"},
+        "codec": {"forward": "int8", "backward": "int4"},
+    },
+    "dense": {"boundary": {"mode": "dense"}, "codec": {"forward": "bf16", "backward": "bf16"}},
+}
+PROMPT = "    def __init__(self"
+WELCOME = """\
+One small language model in four processes, as if on four machines at home. Each uploads at most
+{up:g} Mbps and is {latency:g} ms from the next. The model learns from Python's own library, twice:
+thin, with few numbers per token between the stages, and dense, the usual way.
+This takes about two minutes.
+"""
+
+
+def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None:
+    """Train both arms with `train` and show what the thin cut changes, here and for a large model.
+
+    `overrides` are those of `--set`; what they set holds for both arms.
+    """
+    arms = {arm: _settings(arm, overrides) for arm in ARMS}
+    link = arms["thin"].link
+    print(WELCOME.format(up=link.mbps_up, latency=link.latency_ms))
+    summaries = {}
+    for number, (arm, settings) in enumerate(arms.items(), 1):
+        print(f"{number} of {len(arms)}: {arm}")
+        summaries[arm] = train(settings)
+        print()
+    _show_sample(summaries["thin"])
+    Console(highlight=False).print(comparison_table(summaries))
+    print()
+    for line in conclusion(summaries):
+        print(line)
+    picture = _draw(summaries)
+    print(f"\n{compare_cuts('8b', tflops=50, rank=128, stages=16).text()}")
+    print(f"\nOne step of each, on one scale of time: {picture}")
+    print(f"More text:       thinwire generate {summaries['thin']['paths']['folder']}")
+    print("Your own run:    thinwire init run.toml")
+
+
+def conclusion(summaries: Mapping[str, Summary]) -> list[str]:
+    """What a newcomer can tell a friend: bytes, time and loss, from what was measured."""
+    thin, dense = summaries["thin"], summaries["dense"]
+    sent = [human_bytes(summary["bytes_sent"]["total"]) for summary in (thin, dense)]
+    times = [summary["seconds"]["training"] for summary in (thin, dense)]
+    losses = [summary["final_valid_loss"] for summary in (thin, dense)]
+    return [
+        f"The thin run sent {sent[0]} where the dense one sent {sent[1]}: "
+        f"{thin['ratio_vs_bf16']:.0f}x fewer bytes at each cut.",
+        f"It trained for {elapsed(times[0])}, the dense run for {elapsed(times[1])}: "
+        f"{_times(times[1] / times[0], 'faster', 'slower')}.",
+        f"After the same tokens its validation loss is {losses[0]:.2f}, the dense run's "
+        f"{losses[1]:.2f}: {_gap(losses[0] / losses[1] - 1)}.",
+    ]
+
+
+def _settings(arm: str, overrides: list[str]) -> Settings:
+    values = copy.deepcopy({**COMMON, **ARMS[arm]})
+    values["run"] = {"name": f"demo-{arm}"}
+    for override in overrides:
+        apply_override(values, override)
+    settings = Settings.from_plain(values)
+    name = next_free_name(Path(settings.run.out), settings.run.name)
+    return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
+
+
+def _show_sample(summary: Summary) -> None:
+    if not summary["paths"]["checkpoint"]:
+        return
+    model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
+    text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
+    print("What the thin model writes after so few steps:")
+    print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
+
+
+def _draw(summaries: Mapping[str, Summary]) -> Path:
+    from thinwire.report.plots import plot_steps_side_by_side  # slow to import
+
+    folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]
+    path = folders[0] / "plots" / "compare.png"
+    plot_steps_side_by_side(
+        [read_timeline(folder / "plots" / "step.json") for folder in folders], path
+    )
+    return path
+
+
+def _times(ratio: float, more: str, less: str) -> str:
+    return f"{ratio:.1f}x {more}" if ratio >= 1 else f"{1 / ratio:.1f}x {less}"
+
+
+def _gap(share: float) -> str:
+    return f"{abs(share):.1%} {'lower' if share < 0 else 'higher'}"
