@@ -130,3 +130,15 @@ def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callabl
     assert re.search(r"error: stage 0 is stuck: no progress for .* silent for", run.text())
     assert "run.patience" in run.text()
     assert gone(stages)
+
+
+def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
+    thinwire: Callable, config: Callable, tmp_path: Path
+) -> None:
+    run = thinwire("train", long_run(config))
+    until(lambda: len(run.stages()) == 2, run)
+    stages = run.stages()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 130, run.text()
+    assert gone(stages)
+    assert not (tmp_path / "test" / "scratch").exists()

@@ -372,7 +372,7 @@ def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> No
     for stage, message in host.script:
         if message["type"] == "shard" and message["step"] == 4:
             message["agreements"]["0"]["backward"] = f"memory of stage {stage}"
-    with pytest.raises(StageError, match=r"after step 4 .* boundary 0 .* on the backward leg"):
+    with pytest.raises(StageError, match=r"after step 4 .* cut 0 .* on the backward leg"):
         run.follow()
     assert kept(run.folder) == ["step-00000002"]
     memory = Checkpoint.open(run.folder).manifest["codec_memory"]

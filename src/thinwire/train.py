@@ -81,7 +81,7 @@ def train(
     check_devices(settings)
     folder = Path(settings.run.out) / settings.run.name
     checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
-    with claim_folder(folder, checkpoint):
+    with heeding(_leave_at_once), claim_folder(folder, checkpoint):
         data = prepare_data(settings, display)
         if checkpoint is not None and checkpoint.manifest["corpus"] != data.fingerprint:
             raise CheckpointError(
@@ -461,6 +461,11 @@ def _scratch(folder: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(scratch_folder(folder), ignore_errors=True)
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    """Before the stages stand ready there is nothing to save, whichever signal asks to end."""
+    raise Interrupted
 
 
 @contextlib.contextmanager
