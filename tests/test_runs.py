@@ -258,7 +258,7 @@ def test_bad_settings_are_refused(refused: Callable, config: Callable, tmp_path:
         ("pipeline.stages=9", "the model has 4 layers"),
         ("pipeline.microbatches=1", "microbatch"),
         ("codec.forward=bf61", 'did you mean "bf16"?'),
-        ("train.steps=many", "cannot read 'many' as a whole number"),
+        ("train.steps=many", "cannot read 'many' as an integer"),
         ("data.path=/nowhere/at/all", "/nowhere/at/all"),
         ("train.batch=4000000", "train"),
     ]:

@@ -30,8 +30,8 @@ INTERRUPTED = 130
 STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 INIT_HEADER = """\
-# A run of thinwire: every key with its value and what it means. Delete what you do not change.
-# See what it will cost: thinwire plan run.toml      Start it: thinwire train run.toml
+# Settings of a thinwire run, every key explained. Delete what you do not change.
+# Estimate the cost: thinwire plan run.toml          Start it: thinwire train run.toml
 
 """
 
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The whole command line; also what completion and the tests of our pages read."""
     parser = argparse.ArgumentParser(
         prog="thinwire",
-        description="Train language models whose layers are spread over machines with slow links.",
+        description="Pipeline-parallel training of language models over slow links.",
         epilog="Start with `thinwire demo`; then `thinwire init` and `thinwire train run.toml`.",
     )
     parser.add_argument("--version", action="version", version=f"thinwire {thinwire.__version__}")
@@ -109,18 +109,24 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add_config(sub: argparse.ArgumentParser, required: bool) -> None:
         nargs = None if required else "?"
-        sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run's folder")
+        sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run folder")
         _add_set(sub)
         _add_plugins(sub)
 
     _add_set(add("demo", demo, "train a small model over slow links, thin and dense, and compare"))
 
-    sub = add("init", init, "write a commented run.toml to start from")
-    sub.add_argument("path", type=Path, nargs="?", default=Path("run.toml"))
-    sub.add_argument("--force", action="store_true", help="write over an existing file")
+    sub = add("init", init, "write a run.toml with every setting explained")
+    sub.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        default=Path("run.toml"),
+        help="file to write (default: run.toml)",
+    )
+    sub.add_argument("--force", action="store_true", help="overwrite an existing file")
     _add_set(sub)
 
-    sub = add("train", train_command, "train the model of a run.toml")
+    sub = add("train", train_command, "train a model")
     add_config(sub, required=False)  # --resume may have it instead
     sub.add_argument(
         "--resume",
@@ -128,56 +134,87 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
-        help="continue from this checkpoint or run folder; without a value, from this run's newest",
+        help="continue from this checkpoint or run folder (default: this run's newest checkpoint)",
     )
 
-    sub = add("plan", plan_command, "say what a run will cost before anyone waits")
+    sub = add("plan", plan_command, "estimate a run's cost before starting it")
     add_config(sub, required=True)
     sub.add_argument(
         "--tflops",
         type=number(float, above=0),
-        help="rate of each stage's machine, instead of measuring",
+        help="compute rate of each stage in TFLOP/s, instead of measuring this machine",
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    sub = add("eval", eval_command, "measure a checkpoint on its run's validation data")
-    sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
+    sub = add("eval", eval_command, "compute a checkpoint's validation loss")
     sub.add_argument(
-        "--batches", type=number(int, 0), default=0, help="microbatches; 0 = as in training"
+        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
+    )
+    sub.add_argument(
+        "--batches",
+        type=number(int, 0),
+        default=0,
+        help="validation microbatches (default: as in training)",
     )
     _add_compression(sub)
     _add_plugins(sub)
-    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    sub.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda", "mps"),
+        help="device to compute on (default: auto)",
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    sub = add("generate", generate_command, "continue a prompt with a checkpoint")
-    sub.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run")
-    sub.add_argument("--prompt", default="def ", help="text to continue")
-    sub.add_argument("--tokens", type=number(int, 1), default=64)
+    sub = add("generate", generate_command, "generate text from a checkpoint")
     sub.add_argument(
-        "--temperature", type=number(float, 0), default=0.8, help="0 = always the likeliest"
+        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
+    )
+    sub.add_argument("--prompt", default="def ", help='text to continue (default: "def ")')
+    sub.add_argument(
+        "--tokens", type=number(int, 1), default=64, help="tokens to generate (default: 64)"
     )
     sub.add_argument(
-        "--top-k", type=number(int, 0), default=40, help="choose among so many; 0 = all"
+        "--temperature",
+        type=number(float, 0),
+        default=0.8,
+        help="sampling temperature (default: 0.8); 0 = greedy",
     )
-    sub.add_argument("--seed", type=number(int), default=0)
+    sub.add_argument(
+        "--top-k",
+        type=number(int, 0),
+        default=40,
+        help="sample from the K likeliest tokens (default: 40); 0 = all",
+    )
+    sub.add_argument(
+        "--seed", type=number(int), default=0, help="seed of the sampling (default: 0)"
+    )
     _add_compression(sub)
     _add_plugins(sub)
-    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    sub.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda", "mps"),
+        help="device to compute on (default: auto)",
+    )
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
-    sub = add("completion", completion_command, "print a script that completes commands with Tab")
-    sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
+    sub = add("completion", completion_command, "print a shell completion script")
+    sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
 
-    sub = add("bench", bench_command, "measure the runtime and the links on this machine")
-    sub.add_argument("--json", type=Path, help="also write the figures to this file")
+    sub = add("bench", bench_command, "benchmark the runtime and the links on this machine")
+    sub.add_argument("--json", type=Path, help="also write the results to this JSON file")
     return parser
 
 
 def _add_set(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--set", action="append", default=[], metavar="section.key=value", help="override one key"
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override one setting; repeatable",
     )
 
 
@@ -185,7 +222,7 @@ def _add_plugins(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--allow-plugins",
         action="store_true",
-        help="import the codec plugins that a checkpoint or a run's folder names: they are code",
+        help="import (that is, run) the codec plugins that a checkpoint or run folder names",
     )
 
 
@@ -194,7 +231,7 @@ def _add_compression(sub: argparse.ArgumentParser) -> None:
         "--compression",
         default="on",
         choices=("on", "off"),
-        help="whether activations pass the run's codecs at its cuts (default: on)",
+        help="apply the run's codecs at its cuts (default: on)",
     )
 
 

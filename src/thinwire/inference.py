@@ -141,7 +141,7 @@ class Model:
         """
         if self.settings.model.sees_images:
             raise ConfigError(
-                f"{self.checkpoint.folder} holds a model that tells images apart: it has no text "
+                f"{self.checkpoint.folder} holds a model that classifies images: it has no text "
                 "to continue. `thinwire eval` says how well it does"
             )
         if tokens < 1 or temperature < 0 or top_k < 0:

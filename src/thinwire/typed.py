@@ -193,7 +193,7 @@ def _literal(value: Any) -> str:
 def _type_name(wanted: Any) -> str:
     if typing.get_origin(wanted) is list:
         inner = typing.get_args(wanted)[0]
-        several = {int: "whole numbers", float: "numbers", str: "texts"}
+        several = {int: "integers", float: "numbers", str: "strings"}
         return f"a list of {several.get(inner, str(inner))}"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     return names.get(wanted, str(wanted))

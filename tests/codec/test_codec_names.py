@@ -140,13 +140,13 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
         ("step(13)", "step(13): bits must lie between 1.25 and 12"),
         ("step(12.0000001)", "step(12.0000001): bits must lie between 1.25 and 12"),
         ("step(1)", "bits must lie between 1.25 and 12"),
-        ("int4(grup=64)", "int4 takes group=whole number, tensor, hadamard, not (grup=64)"),
-        ("int4(group)", "int4 takes group=whole number"),
-        ("int4(group=a)", "int4 takes group=whole number"),
-        ("int4(group=6.5)", "int4 takes group=whole number"),
+        ("int4(grup=64)", "int4 takes group=integer, tensor, hadamard, not (grup=64)"),
+        ("int4(group)", "int4 takes group=integer"),
+        ("int4(group=a)", "int4 takes group=integer"),
+        ("int4(group=6.5)", "int4 takes group=integer"),
         ("int4(group=64,group=64)", '"group=64" cannot be read'),
         ("int4(group=)", '"group=" cannot be read'),
-        ("int4(hadamard=1)", "int4 takes group=whole number, tensor, hadamard"),
+        ("int4(hadamard=1)", "int4 takes group=integer, tensor, hadamard"),
         ("int4(group=2)", "at least 4"),
         ("int4(group=48,hadamard)", "power of two"),
         ("int4(tensor,group=64)", "no group, no hadamard"),
@@ -157,9 +157,9 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
         (f"int4(group={'9' * 5000})", '"999999999..." is too long a number'),
         (f"lowrank({'9' * 5000})", "too long a number"),
         ("randk(1.5)", "above 0 and at most 1"),
-        ("lowrank(1.5)", "lowrank takes rank=whole number"),
+        ("lowrank(1.5)", "lowrank takes rank=integer"),
         ("int4+zstd(0)", "between 1"),
-        ("int4+zstd(fast)", "zstd takes level=whole number, not (fast)"),
+        ("int4+zstd(fast)", "zstd takes level=integer, not (fast)"),
         ("int4+ef(3)", "ef takes no arguments"),
         ("int4+ef+ef21", "one kind of feedback"),
         ("int4+ef-mixed", "no budget to halve"),
@@ -239,7 +239,7 @@ def test_a_registered_codec_is_read_by_its_signature(monkeypatch: pytest.MonkeyP
     assert type(codec.arguments[1]) is float
     assert parse_codec("rounded(3)+zstd").name == "fp32+zstd"
     for wrong in ("", "(2.5)", "(3,base=x)", "(3,note)", "(3,exact=1)", "(other=1)"):
-        with pytest.raises(ConfigError, match="digits=whole number, base=number, exact, note=word"):
+        with pytest.raises(ConfigError, match="digits=integer, base=number, exact, note=word"):
             parse_codec(f"rounded{wrong}")
     with pytest.raises(ConfigError, match='did you mean "rounded"'):
         parse_codec("roundet(3)")

@@ -158,7 +158,7 @@ def test_a_trained_model_is_tested_with_compression_and_without(
     assert on["images"] == off["images"] == TEST and "perplexity" not in on
     few = Model(folder, "cpu").evaluate(PlainDisplay(StringIO()), batches=2)
     assert few["images"] == 2 * settings.microbatch_size
-    with pytest.raises(ConfigError, match="tells images apart: it has no text to continue"):
+    with pytest.raises(ConfigError, match="classifies images: it has no text to continue"):
         Model(folder, "cpu").generate("def ", 5, temperature=0, top_k=0, seed=0)
 
 
@@ -204,7 +204,7 @@ def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
         ({"boundary__rank": 2}, "rank = 2 cannot work"),
         ({"pipeline__recompute": True}, "batch norms would count every microbatch twice"),
         ({"optim__name": "muon"}, "for matrices, not convolutions; use sgd or adamw"),
-        ({"data__source": "stdlib"}, 'tells images apart, but data.source = "stdlib" has none'),
+        ({"data__source": "stdlib"}, 'classifies images, but data.source = "stdlib" has none'),
         ({"data__tokenizer": "t.json"}, 'of no use with data.source = "images"'),
         ({"data__valid_fraction": 0.1}, "brings its own test images"),
         ({"train__batch": 9}, "train.batch = 9 images do not divide"),

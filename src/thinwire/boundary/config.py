@@ -16,28 +16,29 @@ class BoundaryConfig:
 
     mode: str = option(
         "dense",
-        "dense: the whole activation; subspace: weights held in a subspace; reparam: the same by "
-        "construction; projected: weights free, narrow at the cut only",
+        "dense: send whole activations; subspace: constrain the weights to a subspace; reparam: "
+        "the same by parametrization; projected: free weights, compress at the cut only",
         ("dense", *NARROW),
     )
-    rank: int = option(0, "width of what crosses, below model.dim; 0 for dense")
-    basis_seed: int = option(0, "decides the basis and the fixed token table on every stage")
+    rank: int = option(0, "dimension of the subspace, less than model.dim; 0 for dense")
+    basis_seed: int = option(0, "seed of the basis and of the fixed token table")
     basis_update_every: int = option(
-        0, "steps between moves of the shared basis; 0 = never", most=10**9
+        0, "steps between updates of the shared basis; 0 = never", most=10**9
     )
-    basis_rate: float = option(0.5, "size of such a move; 1 is about a power iteration")
+    basis_rate: float = option(0.5, "step size of such an update; 1 is about one power iteration")
     basis: str = option(
-        "shared", "projected: one basis for all cuts, or each its own", ("shared", "per-cut")
+        "shared", "projected: one basis for all cuts, or one per cut", ("shared", "per-cut")
     )
-    learn: bool = option(False, "projected: train the basis of each cut, kept orthonormal")
+    learn: bool = option(False, "projected: train the basis of each cut (kept orthonormal)")
     anchor: str = option(
         "auto",
-        "what is known of a token on both sides: none, fixed (random table), trainable (table of "
+        "token table that both sides know and need not send: none, fixed (random), trainable (on "
         "the receiver); auto = fixed for subspace and reparam, none for projected",
         ("auto", "none", "fixed", "trainable"),
     )
     free_layers: int = option(
-        -1, "last blocks left unconstrained by subspace and reparam; -1 = those of the last stage"
+        -1,
+        "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
     )
 
     @property

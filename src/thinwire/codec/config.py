@@ -23,21 +23,22 @@ class CodecConfig:
 
     forward: str = option(
         "bf16",
-        "activations: fp32 bf16 fp16 fp8, int2..int8, step(bits), topk(share), randk(share), "
-        "lowrank(rank); and behind it +ef, +ef-mixed, +ef21 or +aqsgd, and +zstd",
+        "codec of activations: fp32 bf16 fp16 fp8, int2..int8, step(bits), topk(share), "
+        "randk(share), lowrank(rank); append +ef, +ef-mixed, +ef21 or +aqsgd, and +zstd",
     )
     backward: str = option(
-        "bf16", "gradients: the same choice, and topk(shared) for what topk sent forward"
+        "bf16",
+        "codec of gradients: the same, and topk(shared), with the positions of forward",
     )
     cuts: list[str] = option(  # noqa: RUF009 -- option makes a fresh list each time
-        [], 'single cuts that differ, the first is 0, such as "2: forward=int8 backward=bf16"'
+        [], 'exceptions for single cuts, counted from 0, such as "2: forward=int8 backward=bf16"'
     )
     plugins: list[str] = option(  # noqa: RUF009 -- as above
-        [], "modules that register codecs of your own; every process imports them"
+        [], "Python modules that register your own codecs; every process imports them"
     )
     memory_mb: int = option(
         1024,
-        "megabytes that each end of a direction of a cut may keep of examples (+aqsgd)",
+        "+aqsgd: memory in MB for stored examples, per cut, direction and side",
         most=10**9,
     )
 

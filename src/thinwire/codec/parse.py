@@ -27,7 +27,7 @@ Factory = Callable[..., Codec]
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?(?:\+|$)")
-_WORDS = {bool: "", int: "=whole number", float: "=number", str: "=word"}
+_WORDS = {bool: "", int: "=integer", float: "=number", str: "=word"}
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?")
 
 

@@ -48,21 +48,23 @@ SLOWEST_MBPS = 1e-3
 class RunConfig:
     """`[run]`: what the run is called and where it computes."""
 
-    name: str = option("run", "name of the run: its folder is OUT/NAME")
-    out: str = option("runs", "folder that holds runs")
-    seed: int = option(0, "decides weights, data order and everything else that is random")
-    device: str = option("auto", "where stages compute", ("auto", "cpu", "cuda", "mps"))
+    name: str = option("run", "name of the run; its folder is OUT/NAME")
+    out: str = option("runs", "parent folder of all runs")
+    seed: int = option(0, "seed of the initial weights, the data order and all other randomness")
+    device: str = option("auto", "device of the stages", ("auto", "cpu", "cuda", "mps"))
     precision: str = option(
         "fp32",
-        "fp32, bf16 (autocast, weights stay fp32), or fp64 for exact tests",
+        "fp32; bf16 (autocast, weights stay fp32); fp64 (for exact tests)",
         PRECISIONS,
     )
-    threads: int = option(0, "compute threads per stage; 0 = share this machine's cores", most=1024)
+    threads: int = option(
+        0, "CPU threads per stage; 0 = an equal share of this machine's cores", most=1024
+    )
     patience: float = option(
-        900.0, "seconds without any progress after which a run ends; 0 = wait for ever"
+        900.0, "seconds without progress after which a run is ended; 0 = wait forever"
     )
     compile: bool = option(
-        False, "compile layers with torch.compile: a slower start, faster steps on a GPU"
+        False, "compile the layers with torch.compile: slower start, faster steps on a GPU"
     )
 
 
@@ -70,16 +72,20 @@ class RunConfig:
 class TrainConfig:
     """`[train]`: how long, how much at once, how often to look and to save."""
 
-    steps: int = option(200, "optimizer updates", most=10**9)
-    batch: int = option(16, "sequences or images per step, over all microbatches", most=2**24)
+    steps: int = option(200, "optimizer steps", most=10**9)
+    batch: int = option(
+        16, "global batch: sequences or images per step, over all microbatches", most=2**24
+    )
     eval_every: int = option(50, "steps between validations; 0 = only first and last", most=10**9)
-    eval_batches: int = option(8, "microbatches per validation; 0 = all there are", most=10**9)
+    eval_batches: int = option(
+        8, "microbatches per validation; 0 = the whole validation set", most=10**9
+    )
     checkpoint_every: int = option(
-        100, "steps between checkpoints; 0 = only the last, -1 = none", most=10**9
+        100, "steps between checkpoints; 0 = only at the end, -1 = none", most=10**9
     )
     keep: int = option(
         3,
-        "checkpoints kept; older ones are removed, but never the last one known to be good",
+        "checkpoints to keep; older ones are deleted, but never the last known good one",
         most=10**6,
     )
 
@@ -295,7 +301,7 @@ def _check_data(settings: Settings) -> None:
     preset, source = settings.model.preset, settings.data.source
     if settings.model.sees_images and source != "images":
         raise ConfigError(
-            f'model.preset = "{preset}" tells images apart, but data.source = "{source}" has none: '
+            f'model.preset = "{preset}" classifies images, but data.source = "{source}" has none: '
             'set data.source = "images" and data.path'
         )
     if not settings.model.sees_images and source == "images":

@@ -40,9 +40,9 @@ class ModelConfig:
     A key left at 0 takes the preset's value; one that is of no use to the preset stays at 0.
     """
 
-    preset: str = option("tiny", "model to start from", tuple(PRESETS))
+    preset: str = option("tiny", "model size to start from", tuple(PRESETS))
     layers: int = option(
-        0, "blocks, which are split over the stages; 0 = the preset's", most=10_000
+        0, "number of blocks, which are split over the stages; 0 = the preset's", most=10_000
     )
     dim: int = option(
         0,

@@ -18,24 +18,22 @@ class OptimConfig:
 
     name: str = option(
         "adamw",
-        "adamw; muon for the blocks' matrices with adamw elsewhere; or sgd with momentum",
+        "adamw; muon (matrices of the blocks; adamw for the rest); sgd (with momentum)",
         ("adamw", "muon", "sgd"),
     )
     lr: float = option(3e-3, "peak learning rate")
     weight_decay: float = option(
         0.1,
-        "decoupled decay of matrices, not of gains; with sgd a part of every parameter's gradient",
+        "adamw, muon: decoupled weight decay of matrices; sgd: L2 penalty of all parameters",
     )
-    momentum: float = option(0.9, "of sgd; 0 = none")
+    momentum: float = option(0.9, "sgd: momentum; 0 = none")
     warmup: int = option(-1, "steps of linear warmup; -1 = 20, or half of a shorter run")
     schedule: str = option(
-        "cosine", "decay after the warmup", ("cosine", "linear", "wsd", "constant")
+        "cosine", "learning-rate schedule after the warmup", ("cosine", "linear", "wsd", "constant")
     )
-    floor: float = option(0.1, "where cosine ends, as a share of lr")
-    basis_lr: float = option(
-        0.1, "learning rate of a learned basis (boundary.learn), as a share of lr"
-    )
-    clip: float = option(1.0, "largest global gradient norm over all stages; 0 = no clipping")
+    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr")
+    basis_lr: float = option(0.1, "boundary.learn: learning rate of the basis as a fraction of lr")
+    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
 
     def resolved(self, steps: int) -> "OptimConfig":
         """The same config with the warmup filled in for a run of `steps` steps."""
