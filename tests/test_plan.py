@@ -140,7 +140,7 @@ def test_each_boundary_is_planned_with_its_own_codecs(make_settings: MakeSetting
     packed = plan_text(make_plan(slow_link(make_settings, codec__forward="int4+zstd"), RATE))
     assert "each cut, per microbatch: at most " in packed
     alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
-    assert "each cut, per microbatch" in alike and "boundary 0" not in alike
+    assert "each cut, per microbatch" in alike and "cut 0" not in alike
 
 
 @pytest.mark.parametrize(
