@@ -22,7 +22,7 @@ FLOORS = [
     {"boundary", "optim"},
     {"model"},
     {"engine"},
-    {"timings", "summary", "plan", "outlook", "train", "inference", "lab"},
+    {"timings", "summary", "plan", "outlook", "resume", "train", "inference", "lab"},
     {"config", "completion", "demo", "cli"},
     {"__main__"},
 ]
@@ -32,7 +32,7 @@ NEIGHBOURS = {
     "typed": {"errors"},
     "paths": {"errors"},
     "summary": {"timings"},
-    "train": {"summary"},
+    "train": {"resume", "summary"},
     "plan": {"summary"},
     "outlook": {"plan", "summary"},
     "inference": {"summary", "train"},

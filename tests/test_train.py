@@ -22,7 +22,8 @@ from thinwire.engine.checkpoint import checkpoints_folder, commit, partial_folde
 from thinwire.engine.claim import claim_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
-from thinwire.train import FIXED_ON_RESUME, Interrupted, _Run, _stopping, open_resume, train
+from thinwire.resume import FIXED_ON_RESUME, open_resume
+from thinwire.train import Interrupted, _Run, _stopping, train
 
 
 def save(run: Path, settings: Settings, step: int = 2) -> Path:

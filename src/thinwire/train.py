@@ -19,7 +19,7 @@ import torch
 
 from thinwire.data import Corpus, ImageSet, prepare, prepare_images
 from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
-from thinwire.engine.build import check_devices, choose_device, parameter_count
+from thinwire.engine.build import check_devices, parameter_count
 from thinwire.engine.checkpoint import (
     Shard,
     commit,
@@ -28,35 +28,17 @@ from thinwire.engine.checkpoint import (
     set_aside_later,
 )
 from thinwire.engine.claim import claim_folder
-from thinwire.engine.cut import check_memory
 from thinwire.engine.feed import Data, Feed
-from thinwire.engine.proof import Proof, begin_proof, choose_checkpoint, is_proven
+from thinwire.engine.proof import Proof, begin_proof, is_proven
 from thinwire.engine.remarks import remarks
-from thinwire.engine.settings import threads_per_stage
 from thinwire.engine.worker import check_agreement, divergence, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
-from thinwire.optim import rate_change
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
+from thinwire.resume import open_resume
 from thinwire.summary import Ledger, bits_per_byte
 from thinwire.typed import to_plain, to_toml
-
-FIXED_ON_RESUME = {
-    "model.*",
-    "boundary.*",
-    "data.source",
-    "data.tokenizer",
-    "data.valid_fraction",
-    "data.text_key",
-    "data.augment",
-    "run.seed",
-    "run.precision",
-    "optim.name",
-    "train.batch",
-}
-"""Settings that say what the weights mean and what comes next; all others may change."""
-
 
 DataT = TypeVar("DataT", Corpus, ImageSet)
 
@@ -152,65 +134,6 @@ def _announced(data: DataT, settings: Settings, display: Display) -> DataT:
         display.note(note)
     Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
     return data
-
-
-def open_resume(
-    place: Path, settings: Settings, display: Display, allow_plugins: bool = False
-) -> Checkpoint:
-    """The checkpoint to go on from, verified and compatible with the settings."""
-    chosen, why = choose_checkpoint(place)
-    if why:
-        display.note(why)
-    checkpoint = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
-    checkpoint.verify()
-    for weakness in checkpoint.weaknesses():
-        display.note(weakness)
-    saved = checkpoint.settings
-    before, now = saved.to_plain(), settings.to_plain()
-    changed = {
-        f"{section}.{key}": before[section][key]
-        for section, keys in now.items()
-        for key in keys
-        if {f"{section}.*", f"{section}.{key}"} & FIXED_ON_RESUME
-        and before[section][key] != now[section][key]
-    }
-    if changed:
-        raise ConfigError(
-            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} "
-            f"(there: {changed}): they decide what the weights mean. Start a new run instead"
-        )
-    if checkpoint.step >= settings.train.steps:
-        raise ConfigError(
-            f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
-            f"(now {settings.train.steps}) to go on"
-        )
-    exact = _crosses_exactly(saved) and _crosses_exactly(settings)
-    if saved.split() != settings.split() and not exact:
-        display.note(
-            "the layers are split at other places than before, and what crosses a cut is rounded: "
-            "the run goes on, but not bit for bit as it would have"
-        )
-    threads = threads_per_stage(saved), threads_per_stage(settings)
-    if threads[0] != threads[1] and choose_device(settings.run.device, 0).type == "cpu":
-        display.note(
-            f"each stage computes with {threads[1]} threads, before with {threads[0]}, and adds "
-            "sums up in another order: the run goes on, but not bit for bit as it would "
-            f"have. For that set run.threads = {threads[0]}"
-        )
-    for note in check_memory(settings, checkpoint):
-        display.note(note)
-    steps = saved.train.steps, settings.train.steps
-    if rate := rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step):
-        display.note(rate)
-    return checkpoint
-
-
-def _crosses_exactly(settings: Settings) -> bool:
-    """Whether a cut changes no bit, so that it does not matter where the cuts are."""
-    exact = {"fp64"} if settings.run.precision == "fp64" else {"fp32", "fp64"}
-    cuts = range(settings.pipeline.stages - 1)
-    used = {name for cut in cuts for name in settings.codec.names(cut)}
-    return settings.boundary.mode == "dense" and used <= exact
 
 
 class _Run:

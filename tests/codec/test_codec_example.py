@@ -21,7 +21,7 @@ from thinwire.engine.checkpoint import commit, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, WireError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.train import open_resume
+from thinwire.resume import open_resume
 from thinwire.typed import to_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
