@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +32,7 @@ from thinwire.plan import (
     stage_parameters,
 )
 from thinwire.schedule import build
+from thinwire.typed import to_toml
 from thinwire.wire import Frame, FrameKind, encode
 
 RATE = 5e9  # FLOP/s: compute and links of the tiny run then matter alike
@@ -67,6 +71,33 @@ def test_what_crosses_is_known_from_the_settings_alone(
     monkeypatch.setattr("thinwire.engine.build.fixed_table", derived)
     plan = make_plan(settings, RATE)
     assert plan.parameters == [stage_parameters(settings, stage) for stage in range(4)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        NARROW,
+        {"boundary__mode": "subspace", "boundary__rank": 3},
+        {"boundary__mode": "reparam", "boundary__rank": 3},
+    ],
+    ids=["dense", "projected", "subspace", "reparam"],
+)
+def test_a_plan_does_not_import_torchs_compiler(
+    changes: dict[str, object], make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    """Its import was half of the time of `thinwire plan`: counting parameters needs none of it."""
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(slow_link(make_settings, **changes)))
+    program = (
+        "import sys; from thinwire.cli import main\n"
+        f"main(['plan', {str(config)!r}, '--tflops', '1'])\n"
+        "print('compiler' if 'torch._dynamo' in sys.modules else 'no compiler')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "estimate:" in done.stdout
+    assert done.stdout.splitlines()[-1] == "no compiler"
 
 
 def test_the_frames_of_a_learned_basis_are_counted(make_settings: MakeSettings) -> None:

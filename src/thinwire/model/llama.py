@@ -37,7 +37,12 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(context: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU."""
+    """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU.
+
+    On the meta device only their shape: torch imports its compiler to compute there, for seconds.
+    """
+    if torch.get_default_device().type == "meta":
+        return torch.empty(context, head_dim), torch.empty(context, head_dim)
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle_TE = torch.outer(torch.arange(context, dtype=torch.float32), frequency).repeat(1, 2)
     return angle_TE.cos(), angle_TE.sin()
@@ -137,7 +142,9 @@ def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[Laye
 
     def embedding() -> nn.Module:
         if narrow is None:
-            return nn.Embedding(config.vocab, config.dim)
+            # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
+            empty_VD = torch.empty(config.vocab, config.dim)
+            return nn.Embedding.from_pretrained(empty_VD, freeze=False)
         kind = ReparamEmbedding if narrow.reparam else SplitEmbedding
         return kind(config.vocab, config.dim, narrow.space)
 
