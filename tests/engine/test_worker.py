@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from thinwire.engine.port import AFTER_VALIDATION
 from thinwire.engine.worker import Worker, sent_spans
 from thinwire.wire import Frame, FrameKind, Link, Span
 from thinwire.wire import link as link_module
@@ -102,11 +101,23 @@ def test_a_step_s_last_frames_are_in_its_own_row(
         assert [after - before for before, after in itertools.pairwise(sent)] == [1, 1, 1]
 
 
+def test_what_ends_a_validation_is_not_billed_as_training(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """It was a verdict as that of a step, and added to the bytes per token of a cut."""
+    settings = make_settings(pipeline__stages=2, train__eval_every=1)
+    outcome = run_in_threads(settings)
+    *_, last = (r for r in outcome.reports[0] if r["type"] == "step")
+    sent = last["meters"]["boundary-0"]["sent"]
+    assert sent["VERDICT"]["frames"] == settings.train.steps
+    assert sent["VALIDATED"]["frames"] == settings.train.steps, "one before each step so far"
+
+
 def test_spans_of_other_steps_and_kinds_are_left_out() -> None:
     sent: list[Span] = [
         ("VERDICT", 6, 0, 0.0, 0.1),
         ("EVALUATE", 7, 0, 0.1, 0.2),
-        ("VERDICT", 7, AFTER_VALIDATION, 0.15, 0.2),
+        ("VALIDATED", 7, 0, 0.15, 0.2),
         ("FORWARD", 7, 3, 0.2, 0.3),
         ("BACKWARD", 7, 1, 0.3, 0.4),
         ("TALLY", 7, 0, 0.4, 0.5),

@@ -202,7 +202,16 @@ def test_an_empty_summary_is_all_dashes():
 
 def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     assert "bytes sent" not in as_text(summary_table(summary)), "not said, so not shown"
-    sent = {"by_kind": {"FORWARD": 3_000_000, "EVALUATE": 500_000, "BYE": 64}, "total": 3_500_064}
+    sent = {
+        "by_kind": {
+            "FORWARD": 3_000_000,
+            "EVALUATE": 400_000,
+            "PROBE": 60_000,
+            "VALIDATED": 40_000,
+            "BYE": 64,
+        },
+        "total": 3_500_064,
+    }
     text = as_text(summary_table(summary | {"bytes_sent": sent}))
     assert line_with(text, "bytes sent").endswith(
         "3.5 MB between stages, 500.0 kB of it for validations"

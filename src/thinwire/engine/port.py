@@ -26,13 +26,12 @@ PROBES = 2  # a move of the basis is scored just before it and just after
 _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
     FrameKind.TALLY: unpack_tally,
     FrameKind.VERDICT: Verdict.from_bytes,
+    FrameKind.VALIDATED: Verdict.from_bytes,
 }
 # Validations send no gradients back, so nothing but this window keeps a fast stage from piling up
 # its activations on a slow uplink, or before a slow stage. Training is bounded by its schedule.
 EVALUATION_WINDOW = 4
-# A basis may come from above and from below within a step; a verdict ends a step or a validation.
-_NUMBERS = {FrameKind.BASIS: 2, FrameKind.VERDICT: 2}
-AFTER_VALIDATION = 1  # the number of a verdict that ends the validation before its step
+_NUMBERS = {FrameKind.BASIS: 2}  # one may come from above and from below within a step
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ class Due:
     @classmethod
     def from_below(cls, first_step: int, validation_batches: int, basis_bytes: set[int]) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts."""
-        kinds = {FrameKind.FORWARD, FrameKind.EVALUATE, FrameKind.VERDICT, FrameKind.BASIS}
+        kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
+        kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
         kinds |= {FrameKind.PROBE} if basis_bytes else set()
         return cls(frozenset(kinds), 1, first_step, validation_batches, frozenset(basis_bytes))
 
@@ -148,7 +148,7 @@ class Port:
     def take_evaluated(self, step: int, microbatch: int, expected: Versions) -> Tensor | None:
         """The neighbour's tensor of a validation, waiting for it; None if that is over."""
         key = (FrameKind.EVALUATE, step, microbatch)
-        over = (FrameKind.VERDICT, step, AFTER_VALIDATION)
+        over = (FrameKind.VALIDATED, step, 0)
         if self._mailbox.wait_for_either(key, over) == over:
             return None
         return self.take_tensor(FrameKind.EVALUATE, step, microbatch, expected)
@@ -197,7 +197,7 @@ class Port:
 
     def _on_message(self, frame: Frame) -> None:
         payload, most = bytes(frame.payload), _NUMBERS.get(frame.kind, 1)
-        ends_validation = frame.kind is FrameKind.VERDICT and frame.microbatch == AFTER_VALIDATION
+        ends_validation = frame.kind is FrameKind.VALIDATED
         if frame.microbatch >= most or (ends_validation and frame.step != self._open_step + 1):
             raise WireError(f"{self._described(frame)} does not exist")
         try:

@@ -22,7 +22,7 @@ from torch import Tensor
 from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.port import AFTER_VALIDATION, Port, Versions
+from thinwire.engine.port import Port, Versions
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.engine.watch import Progress
@@ -137,13 +137,11 @@ class Runner:
         """Pass the verdict up that ends a validation: whether all stages leave now."""
         if self._below is not None:
             self._progress.begin(f"waits for the end of the validation after step {step}")
-            payload = self._below.take_message(FrameKind.VERDICT, step, AFTER_VALIDATION)
-            verdict = Verdict.from_bytes(payload)
+            verdict = Verdict.from_bytes(self._below.take_message(FrameKind.VALIDATED, step))
         else:
             verdict = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
         if self._above is not None:
-            message = verdict.to_bytes()
-            self._above.send_message(FrameKind.VERDICT, step, message, AFTER_VALIDATION)
+            self._above.send_message(FrameKind.VALIDATED, step, verdict.to_bytes())
         return verdict.stop
 
     def _take_validation(self, kind: FrameKind, step: int, number: int) -> Tensor | None:

@@ -22,7 +22,7 @@ from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import AFTER_VALIDATION, Due, Port
+from thinwire.engine.port import Due, Port
 from thinwire.engine.runner import Runner
 from thinwire.engine.settings import Settings
 from thinwire.engine.verdict import Verdict
@@ -325,7 +325,5 @@ def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, fl
     return [
         ("send", labels[kind].format(microbatch), start, end)
         for kind, step, microbatch, start, end in sent
-        if step == of_step
-        and kind in labels
-        and (kind, microbatch) != ("VERDICT", AFTER_VALIDATION)
+        if step == of_step and kind in labels
     ]

@@ -18,6 +18,7 @@ from thinwire.report.human import ABSENT, SHORT, elapsed, human_bytes, loss_text
 
 Summary = Mapping[str, Any]
 
+_VALIDATION_KINDS = ("EVALUATE", "VALIDATED", "PROBE")  # what a run sends only to be scored
 # Eight rows of a box, of which only the third, the rule under the head, is drawn.
 _HEAD_RULE = Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
 
@@ -202,8 +203,9 @@ def _bytes_at_cuts(summary: Summary) -> str:
 
 
 def _bytes_sent(sent: Summary) -> str:
-    validations = human_bytes(sent["by_kind"].get("EVALUATE", 0))
-    return f"{human_bytes(sent['total'])} between stages, {validations} of it for validations"
+    validations = sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS)
+    total = human_bytes(sent["total"])
+    return f"{total} between stages, {human_bytes(validations)} of it for validations"
 
 
 def _add_space(grid: Table, space: Summary) -> None:
