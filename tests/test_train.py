@@ -181,7 +181,7 @@ def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Pa
         claim_folder(folder, None).__enter__()
     (folder / "metrics.jsonl").unlink()
     saved = save(folder, make_settings())
-    with pytest.raises(ConfigError, match="already holds a run: go on with --resume"):
+    with pytest.raises(ConfigError, match="already holds a run: continue it with --resume"):
         claim_folder(folder, None).__enter__()
     with claim_folder(folder, Checkpoint.open(saved)):
         pass
@@ -191,7 +191,7 @@ def test_a_resume_never_takes_over_another_run(make_settings: Callable, tmp_path
     theirs, ours, free = (tmp_path / name for name in ("A", "B", "C"))
     checkpoint = Checkpoint.open(save(theirs, make_settings()))
     save(ours, make_settings())
-    with pytest.raises(ConfigError, match=r"another run than .*choose a new name"):
+    with pytest.raises(ConfigError, match=r"but not that of .*choose a new name"):
         claim_folder(ours, checkpoint).__enter__()
     with claim_folder(free, checkpoint), claim_folder(theirs, checkpoint):
         pass
@@ -234,7 +234,7 @@ def test_a_device_that_is_not_here_is_refused_first(
     make_settings: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match="no such device"):
+    with pytest.raises(ConfigError, match="torch finds none on this machine"):
         train(make_settings(run__device="cuda"), silent())
     assert not (tmp_path / "cache").exists(), "nothing was tokenised"
     assert not (tmp_path / "test").exists()

@@ -98,7 +98,7 @@ class Model:
         if data.fingerprint != self.checkpoint.manifest["corpus"]:
             raise DataError(
                 "the data is no longer what this checkpoint was trained on, so its validation "
-                "part may contain what was trained on: restore the data"
+                "set may contain training data: restore the original data"
             )
         feed, score = Feed(data, settings, self.device, batches), Score()
         for microbatch in range(feed.validation_count):
@@ -142,7 +142,7 @@ class Model:
         if self.settings.model.sees_images:
             raise ConfigError(
                 f"{self.checkpoint.folder} holds a model that classifies images: it has no text "
-                "to continue. `thinwire eval` says how well it does"
+                "to continue. `thinwire eval` measures its accuracy"
             )
         if tokens < 1 or temperature < 0 or top_k < 0:
             raise ConfigError("tokens must be at least 1, temperature and top-k not negative")

@@ -55,7 +55,7 @@ def open_resume(
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(
             f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
-            f"(now {settings.train.steps}) to go on"
+            f"(now {settings.train.steps}) to continue"
         )
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:

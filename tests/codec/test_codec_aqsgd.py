@@ -222,7 +222,7 @@ def test_training_without_examples_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="not told which examples"):
         ends.receiver.unpack(bytes(144), spec_of(normal(0)), at(0, None))
     ends.send(normal(0), at(0, None, training=False))
-    with pytest.raises(ConfigError, match="prepare it"):
+    with pytest.raises(ConfigError, match="call prepare first"):
         AQSGD(TopK(0.2)).pack(normal(0), at(0, [0, 1, 2]))
     with pytest.raises(ValueError, match="2 examples were named for 3 rows"):
         ends.sender.pack(normal(0), at(0, [0, 1]))
@@ -320,7 +320,7 @@ def test_another_memory_is_not_loaded() -> None:
     smaller = ExampleMemory(ROW, Surroundings(EXAMPLES - 1, 10**6), CPU)
     with pytest.raises(ValueError, match="a memory of examples has"):
         memory.load_state_tensors(smaller.state_tensors())
-    with pytest.raises(ConfigError, match="prepare it"):
+    with pytest.raises(ConfigError, match="call prepare first"):
         AQSGD(TopK(0.2)).load_state_tensors(memory.state_tensors())
     fresh = memory.fingerprint()
     memory.write([0], torch.ones(1, 24))

@@ -166,7 +166,7 @@ def test_a_device_without_float64_is_refused_for_fp64_alone() -> None:
     for name in NAMES:
         for codec in (Cast(name), parse_codec(f"{name}+ef+zstd")):
             if name == "fp64":
-                with pytest.raises(ConfigError, match="MPS has not: choose fp32"):
+                with pytest.raises(ConfigError, match="MPS has none: choose fp32"):
                     codec.prepare(spec, Surroundings(0, 0))
             else:
                 codec.prepare(spec, Surroundings(0, 0))

@@ -222,5 +222,5 @@ def test_names_ranks_and_halves() -> None:
     with pytest.raises(ConfigError, match="cannot be halved"):
         LowRank(1).halved()
     for rank in (0, -1, 1.5):
-        with pytest.raises(ConfigError, match="whole number, 1 or more"):
+        with pytest.raises(ConfigError, match="integer, 1 or more"):
             LowRank(rank)  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_unknown_words_are_lost():
 
 
 def test_what_loses_most_of_the_text_is_refused(monkeypatch):
-    with pytest.raises(DataError, match=r"of no use for this text: it loses 6 of 10 characters"):
+    with pytest.raises(DataError, match=r"does not fit this text: it loses 6 of 10 characters"):
         lost(byte_level("a"), "aaaabbbbbb")
     monkeypatch.setattr(encode, "_JUDGED_CHARACTERS", 100)
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)

@@ -135,7 +135,9 @@ def test_files_without_permission_are_named(tmp_path):
 
 @pytest.mark.parametrize("read", [text_files, find_shards, find_images, Tokenizer.load])
 def test_home_of_nobody_is_named(read):
-    with pytest.raises(DataError, match=r"data\.(path|tokenizer) = ~nosuchuser/x names a home"):
+    with pytest.raises(
+        DataError, match=r"data\.(path|tokenizer) = ~nosuchuser/x names an unknown home"
+    ):
         read("~nosuchuser/x")
 
 
@@ -150,7 +152,7 @@ def test_only_unsupported_kinds_are_listed(tmp_path):
     write(tmp_path, "a.pdf", "b.html")
     with pytest.raises(DataError, match=r"only \.html, \.pdf; supported: \.txt"):
         text_files(str(tmp_path))
-    with pytest.raises(DataError, match=r"a\.pdf is of a kind"):
+    with pytest.raises(DataError, match=r"a\.pdf is not a kind"):
         text_files(str(tmp_path / "a.pdf"))
 
 

@@ -77,7 +77,7 @@ def test_impossible_sizes_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_too_few_images_and_no_such_microbatch() -> None:
-    with pytest.raises(DataError, match="fewer training images than one batch takes, 20 of 21"):
+    with pytest.raises(DataError, match="20 training images, fewer than one batch of 21"):
         ImageOrder(labelled(20), 21, 1, 0)
     order = ImageOrder(labelled(20), 6, 3, 0)
     for step, microbatch in ((-1, 0), (0, 3), (0, -1)):

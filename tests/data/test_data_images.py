@@ -222,7 +222,7 @@ def test_a_path_that_holds_no_images_says_what_was_expected(tmp_path: Path, cach
     refused(tmp_path / "nowhere", cache, "does not exist")
     refused(tmp_path, cache, r"no images in .*expected CIFAR-10's binary batches.*npz.*train/CLASS")
     (tmp_path / "a.txt").write_text("text")
-    refused(tmp_path / "a.txt", cache, "a.txt is no set of images: expected")
+    refused(tmp_path / "a.txt", cache, "a.txt is not an image dataset: expected")
     with pytest.raises(DataError, match=r"needs data\.path"):
         prepare_images("", cache)
 
@@ -236,12 +236,12 @@ def test_damaged_batches_are_refused(cifar: Path, cache: Path) -> None:
     path.write_bytes(raw[: 2 * 3073] + b"\x0a" + raw[2 * 3073 + 1 :])
     refused(cifar, cache, r"batch_3.bin: image 2 has the label 10, .*classes are numbered 0..9")
     path.unlink()
-    refused(cifar, cache, "lacks data_batch_3.bin: CIFAR-10 has five training batches")
+    refused(cifar, cache, "has no data_batch_3.bin: CIFAR-10 has five training batches")
     path.write_bytes(raw)
     (cifar / "data_batch_1.bin").write_bytes(b"")
     refused(cifar, cache, "data_batch_1.bin has 0 bytes, but at least one image")
     (cifar / "test_batch.bin").unlink()
-    refused(cifar, cache, "lacks test_batch.bin")
+    refused(cifar, cache, "has no test_batch.bin")
 
 
 def test_damaged_archives_are_refused(tmp_path: Path, cifar: Path, cache: Path) -> None:
@@ -252,7 +252,7 @@ def test_damaged_archives_are_refused(tmp_path: Path, cifar: Path, cache: Path) 
     path.write_bytes(b"no archive at all")
     refused(path, cache, "cannot read")
     (cifar / "data_batch_2.bin").unlink()
-    refused(write_archive(path, cifar), cache, "c.tar.gz lacks data_batch_2.bin")
+    refused(write_archive(path, cifar), cache, "c.tar.gz has no data_batch_2.bin")
 
 
 def test_pickles_are_never_opened(tmp_path: Path, cache: Path) -> None:
@@ -282,7 +282,7 @@ def test_pickles_are_never_opened(tmp_path: Path, cache: Path) -> None:
         ({"x_test": TEST[..., 0]}, "x_test has images of 1 x 32 x 32"),
         ({"y_train": TRAIN_LABELS[:19]}, r"y_train has the shape \(19,\).*each of the 20 images"),
         ({"y_train": np.eye(10, dtype=int)[TRAIN_LABELS]}, r"y_train has the shape \(20, 10\)"),
-        ({"y_train": TRAIN_LABELS / 1}, "y_train .*holds float64: one whole number"),
+        ({"y_train": TRAIN_LABELS / 1}, "y_train .*holds float64: one integer"),
         ({"y_train": TRAIN_LABELS - 1}, "y_train: image 0 has the label -1"),
         ({"y_train": TRAIN_LABELS + 1}, "y_train goes up to 10, but no image has the label 0"),
         ({"y_test": TEST_LABELS + 1}, "y_test: image 3 has the label 10, but the 10 classes"),
@@ -297,12 +297,12 @@ def test_damaged_npz_files_are_refused(tmp_path: Path, cache: Path) -> None:
     path = write_npz(tmp_path / "a.npz")
     raw = path.read_bytes()
     path.write_bytes(raw[: len(raw) // 2])
-    refused(path, cache, "a.npz is no .npz file, or a truncated one")
+    refused(path, cache, "a.npz is not an .npz file, or is truncated")
     path.write_bytes(raw[:5000] + bytes(200) + raw[5200:])
     refused(path, cache, "cannot read .*a.npz")
     with path.open("wb") as stream:
         np.save(stream, TRAIN)
-    refused(path, cache, "a.npz is no .npz file")
+    refused(path, cache, "a.npz is not an .npz file")
 
 
 def test_archives_that_grow_without_measure_are_refused(
@@ -340,7 +340,7 @@ def test_wrong_pictures_are_refused(tmp_path: Path, cache: Path) -> None:
     refused(broken, cache, "cannot read .*cat/0006.png")
     strange = with_change("strange")
     shutil.copytree(strange / "test" / "cat", strange / "test" / "yak")
-    refused(strange, cache, r"yak/0001.png is of class yak, of which there are no training")
+    refused(strange, cache, r"yak/0001.png has class yak, which has no training")
     loose = with_change("loose")
     shutil.copy(cat, loose / "test" / "lost.png")
     refused(loose, cache, r"test/lost.png is in no class: move it to test/CLASS/lost.png")

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_the_earlier_format_opens_and_says_what_is_weaker(tmp_pa
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("manifest_sha256")
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="does not have the hash"):
+    with pytest.raises(CheckpointError, match="does not match its hash"):
         Checkpoint.open(folder)
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     earlier = Checkpoint.open(folder)

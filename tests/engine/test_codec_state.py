@@ -263,7 +263,7 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(
     words = r"delta remembers on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
     with pytest.raises(CheckpointError, match=words) as caught:
         check_memory(elsewhere, Checkpoint.open(saved))
-    assert "cannot be split anew" in str(caught.value)
+    assert "cannot be re-split" in str(caught.value)
     forgetful = settings_with(pipeline__split=[1, 3], codec__forward="fp32", codec__backward="fp32")
     notes = check_memory(forgetful, Checkpoint.open(saved))
     assert [note.partition(":")[0] for note in notes] == [

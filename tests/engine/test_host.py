@@ -60,7 +60,7 @@ STEP = {"type": "step", "step": 3}
         # ... and says who sent it, whatever the sender complains of
         ([(0, failed("b-0", accuses=(1,))), (1, failed("b", "BreachError", convicts=(0,)))], 0),
         ([(1, failed("b", "BreachError", convicts=(0,))), (1, exit_with(1))], 0),
-        ([(1, {"type": "breach", "error": "a 'step' message lacks"}), (1, exit_with(1))], 1),
+        ([(1, {"type": "breach", "error": "a 'step' message has no field"}), (1, exit_with(1))], 1),
         ([(0, STEP), (1, exit_with(0))], 0),
     ],
 )
@@ -165,7 +165,7 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
 def test_a_place_for_logs_that_is_none_is_named(make_host: Callable, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("a file where the folder should be")
-    with pytest.raises(ConfigError, match=r"cannot make the folder .*/logs for the stages' logs"):
+    with pytest.raises(ConfigError, match=r"cannot create the folder .*/logs for the stages' logs"):
         make_host().launch()
 
 

@@ -205,7 +205,7 @@ def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
         ({"pipeline__recompute": True}, "batch norms would count every microbatch twice"),
         ({"optim__name": "muon"}, "for matrices, not convolutions; use sgd or adamw"),
         ({"data__source": "stdlib"}, 'classifies images, but data.source = "stdlib" has none'),
-        ({"data__tokenizer": "t.json"}, 'of no use with data.source = "images"'),
+        ({"data__tokenizer": "t.json"}, 'have no effect with data.source = "images"'),
         ({"data__valid_fraction": 0.1}, "brings its own test images"),
         ({"train__batch": 9}, "train.batch = 9 images do not divide"),
         ({"train__batch": 2}, "leave a batch norm a single value: raise train.batch"),
@@ -232,7 +232,7 @@ def test_text_models_read_no_images(npz: Path) -> None:
         ({"model__side": 16}, "images are of 3 x 8 x 8, but the model reads 3 x 16 x 16: set"),
         ({"model__channels": 1}, "model.channels = 3 and model.side = 8"),
         ({"model__classes": 2}, "of 3 classes, but model.classes = 2: set it to 3"),
-        ({"train__batch": 42}, "fewer training images than one batch takes, 40 of 42"),
+        ({"train__batch": 42}, "40 training images, fewer than one batch of 42"),
     ],
 )
 def test_images_that_the_model_is_not_made_for_are_refused(

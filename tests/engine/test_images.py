@@ -232,10 +232,12 @@ def test_a_checkpoint_without_statistics_or_momentum_is_refused(
         return lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith(ending)]
 
     rewrite(folder, without("momentum_buffer"))
-    with pytest.raises(CheckpointError, match="lacks the optimizer's state"):
+    with pytest.raises(CheckpointError, match="has no optimizer state"):
         run_images(settings, resume=folder, folder=tmp_path / "a")
     rewrite(folder, without("running_var"))
-    with pytest.raises(CheckpointError, match=r"lacks \d+ tensors, such as bn1.running_var"):
+    with pytest.raises(
+        CheckpointError, match=r"\d+ tensors are missing .*, such as bn1.running_var"
+    ):
         run_images(settings, resume=folder, folder=tmp_path / "b")
 
 

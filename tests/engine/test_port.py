@@ -167,7 +167,7 @@ def test_a_tensor_is_remembered_once(is_held: bool) -> None:
     pair.send(frame)
     before = pair.remembered()
     pair.raw.send(frame)
-    with pytest.raises(WireError, match="FORWARD of step 4, microbatch 0 has come before"):
+    with pytest.raises(WireError, match="FORWARD of step 4, microbatch 0 arrived twice"):
         pair.mailbox.take(("never",))
     assert pair.remembered() == before
 
@@ -179,7 +179,9 @@ def test_a_step_that_is_not_due_is_refused(step: int) -> None:
     pair.send(pair.frame(4, 0))
     before = pair.remembered()
     pair.raw.send(pair.frame(step, 1))
-    with pytest.raises(WireError, match=f"step {step}, microbatch 1 is neither of the step"):
+    with pytest.raises(
+        WireError, match=f"step {step}, microbatch 1 belongs neither to the current step"
+    ):
         pair.mailbox.take(("never",))
     assert pair.remembered() == before
 
@@ -187,7 +189,7 @@ def test_a_step_that_is_not_due_is_refused(step: int) -> None:
 def test_a_step_that_is_over_is_refused_also_where_it_was_held() -> None:
     pair = Remembering(first_step=3)
     pair.send(pair.frame(3, 0))
-    with pytest.raises(WireError, match="step 3, microbatch 0 is neither"):
+    with pytest.raises(WireError, match="step 3, microbatch 0 belongs neither"):
         pair.receiver.open_step(4)
     assert pair.remembered() == ""
 
@@ -197,7 +199,7 @@ def test_no_more_is_held_than_a_step_has() -> None:
     for microbatch in range(MICROBATCHES):
         pair.send(pair.frame(7, microbatch))
     pair.raw.send(pair.frame(7, MICROBATCHES - 1))
-    with pytest.raises(WireError, match="has come before"):
+    with pytest.raises(WireError, match="arrived twice"):
         pair.mailbox.take(("never",))
     assert len(pair.receiver._held) == MICROBATCHES
 
@@ -283,9 +285,13 @@ def test_the_stage_above_cannot_be_a_step_ahead() -> None:
 @pytest.mark.parametrize(
     ("kind", "payload", "words"),
     [
-        (FrameKind.TALLY, bytes(13), "a tally has 8 bytes for each parameter, 13 arrived"),
+        (FrameKind.TALLY, bytes(13), "a tally has 8 bytes for each parameter, but 13 arrived"),
         (FrameKind.TALLY, pack_tally([1.0, -1.0]), "below zero"),
-        (FrameKind.BASIS, bytes(BASIS_BYTES + 4), "a basis of 28 bytes arrived, agreed were 24"),
+        (
+            FrameKind.BASIS,
+            bytes(BASIS_BYTES + 4),
+            "a basis of 28 bytes arrived, but 24 were agreed",
+        ),
     ],
 )
 def test_a_malformed_message_from_above_convicts_its_sender(

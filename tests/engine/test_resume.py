@@ -126,7 +126,7 @@ def other_tokenizer(folder: Path) -> None:
     [
         (damaged, "stage-1.safetensors is altered"),
         (truncated, "stage-0.safetensors is truncated"),
-        (lacking, "lacks stage-1.safetensors"),
+        (lacking, "has no file stage-1.safetensors"),
         (other_tokenizer, "tokenizer.json is altered"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_shape_is_refused(
     settings = exact(make_settings)
     outcome = run_in_threads(settings)
     folder = commit_all(outcome, settings, tmp_path / "run", corpus)[6]
-    with pytest.raises(CheckpointError, match="lacks 9 tensors"):
+    with pytest.raises(CheckpointError, match="9 tensors are missing"):
         run_in_threads(exact(make_settings, model__layers=5), resume=folder)
     with pytest.raises(CheckpointError, match="has shape"):
         run_in_threads(exact(make_settings, model__ffn=64), resume=folder)
@@ -230,10 +230,10 @@ NARROW = {"boundary__mode": "subspace", "boundary__rank": 8}
 @pytest.mark.parametrize(
     ("changes", "harm", "words"),
     [
-        ({}, lambda t: [t.pop(n) for n in list(t) if n.startswith("optimizer/")], "lacks the opt"),
+        ({}, lambda t: [t.pop(n) for n in list(t) if n.startswith("optimizer/")], "has no opt"),
         ({}, dropped("q_proj.weight/exp_avg"), "exp_avg_sq.*this optimizer keeps"),
         ({}, cut("q_proj.weight/exp_avg"), "q_proj.weight.*this optimizer keeps"),
-        ({"optim__name": "muon"}, dropped("/momentum_buffer"), "lacks the optimizer's state"),
+        ({"optim__name": "muon"}, dropped("/momentum_buffer"), "has no optimizer state"),
         ({"optim__name": "muon"}, cut("/momentum_buffer"), "this optimizer keeps"),
         (NARROW, cut("down_proj.weight/exp_avg"), "this optimizer keeps"),
         (NARROW, dropped("down_proj.weight/exp_avg_sq"), "this optimizer keeps"),

@@ -67,7 +67,7 @@ def test_arms_are_chosen_by_pattern() -> None:
     assert [c.name for c in found["scratch"]] == ["dense", "fw2-bw8"]
     assert {c.name for c in found["tune"]} >= {"dense", "fw2-bw8", "topk10", "topk10+aqsgd"}
     assert codecs.choose("lm", "tune/*", True)["scratch"] == []
-    with pytest.raises(ConfigError, match=r'"topk11" fits none of cifar/dense'):
+    with pytest.raises(ConfigError, match=r'"topk11" matches none of cifar/dense'):
         codecs.choose("cifar", "topk11", False)
 
 

@@ -404,7 +404,7 @@ def test_links_of_one_host_share_its_uplink():
 
 
 def test_an_unstarted_link_closes_and_a_started_one_starts_once(direct_ends):
-    with pytest.raises(WireError, match="started before"):
+    with pytest.raises(WireError, match="already started"):
         direct_ends[0].link.start(print, print)
     here, there = memory_pair()
     Link(here, Meter(), None, "idle", 100).close()
@@ -447,7 +447,10 @@ def test_the_transport_s_own_time_passes_within_the_modelled_one():
 
 @pytest.mark.parametrize(
     ("message", "reason"),
-    [(b"short", "bears no stamp"), (stamp(encode(forward(1)), float("nan")), "arrives at nan")],
+    [
+        (b"short", "has no time stamp"),
+        (stamp(encode(forward(1)), float("nan")), "arrival time of nan"),
+    ],
 )
 def test_a_message_without_a_sensible_stamp_breaks_an_emulated_link(message, reason):
     here, there = memory_pair()

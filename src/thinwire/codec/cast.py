@@ -49,7 +49,7 @@ class Cast(Codec):
         """Refuse a device that has no such format."""
         if self._format == torch.float64 and spec.device.type == "mps":
             raise ConfigError(
-                "fp64 needs a device with float64, which Apple's MPS has not: choose fp32, or "
+                "fp64 needs a device with float64, and Apple's MPS has none: choose fp32, or "
                 'run.device = "cpu"'
             )
 

@@ -74,7 +74,7 @@ class CodecConfig:
                 raise ConfigError(f'{where} must look like "0: forward=fp32 backward=bf16"')
             cut = int(matched[1])
             if cut in found:
-                raise ConfigError(f"{where}: cut {cut} stands here a second time")
+                raise ConfigError(f"{where}: cut {cut} is listed twice")
             found[cut] = {}
             before, *parts = _LEG.split(matched[2])
             if before.strip():
@@ -83,7 +83,7 @@ class CodecConfig:
                 if leg not in LEGS:
                     raise ConfigError(f'{where}: unknown leg "{leg}"{nearest(leg, LEGS)}')
                 if leg in found[cut]:
-                    raise ConfigError(f"{where}: {leg} stands here a second time")
+                    raise ConfigError(f"{where}: {leg} is given twice")
                 found[cut][leg] = name.strip()
         return found
 

@@ -318,7 +318,9 @@ class AQSGD(Feedback):
 
     def _room(self) -> ExampleMemory:
         if self._memory is None:
-            raise ConfigError(f"{self.name} needs to know how many examples there are: prepare it")
+            raise ConfigError(
+                f"{self.name} needs the number of training examples: call prepare first"
+            )
         return self._memory
 
     def _examples(self, place: Place) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class LowRank(Codec):
 
     def __init__(self, rank: int):
         if rank != int(rank) or rank < 1:
-            raise ConfigError(f"lowrank({rank}): the rank must be a whole number, 1 or more")
+            raise ConfigError(f"lowrank({rank}): the rank must be an integer, 1 or more")
         self.rank = int(rank)
         self._last_Q: Tensor | None = None
 

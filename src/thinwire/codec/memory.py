@@ -34,7 +34,7 @@ class ExampleMemory:
         need = bytes_needed(row_shape, count)
         if need > surroundings.limit_bytes:
             raise ConfigError(
-                f"to remember {row:,} numbers for each of {count:,} training examples takes "
+                f"storing {row:,} numbers for each of {count:,} training examples takes "
                 f"{need:,} bytes at each end, and the limit is {surroundings.limit_bytes:,}: raise "
                 f"codec.memory_mb, train on fewer examples, or choose ef21, which keeps one buffer"
             )

@@ -37,15 +37,17 @@ def _integer(
     if not tensor:
         return Integer(bits, group, hadamard)
     if group is not None or hadamard:
-        raise ConfigError(f"int{bits}(tensor) has one scale for all: no group, no hadamard")
+        raise ConfigError(
+            f"int{bits}(tensor) has one scale for the whole tensor: drop group and hadamard"
+        )
     return TensorInteger(bits)
 
 
 def _topk(share: float | None = None, shared: bool = False) -> Codec:
     if (share is None) is not shared:
         raise ConfigError(
-            "topk takes the share of elements that travel, as topk(0.1); or, on the way back, "
-            "topk(shared) for those that went forward"
+            "topk takes the share of elements to send, such as topk(0.1); or, backward, "
+            "topk(shared), the elements that were sent forward"
         )
     return SharedMask() if share is None else TopK(share)
 
@@ -74,9 +76,9 @@ def register_codec(name: str, factory: Factory) -> None:
     Call it at the top level of a module and name that module in `codec.plugins`: docs/codecs.md.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a codec: small letters, digits and - only")
+        raise ValueError(f"{name!r} cannot name a codec: use lower-case letters, digits and - only")
     if name in _SUFFIXES or _CODECS.get(name, factory) is not factory:
-        raise ValueError(f"{name!r} is the name of another codec already")
+        raise ValueError(f"{name!r} is already the name of another codec")
     _CODECS[name] = factory
 
 
@@ -89,8 +91,8 @@ def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg,
     back = parse_codec(backward, f"{where}.backward")
     if any(isinstance(codec, SharedMask) for codec in layers(there)):
         raise ConfigError(
-            f'{where}.forward = "{forward}": topk(shared) is for the way back, after a forward '
-            "codec that chose the elements"
+            f'{where}.forward = "{forward}": topk(shared) is a backward codec: it reuses the '
+            "elements that the forward codec chose"
         )
     try:
         bind_masks(there, back)
@@ -119,7 +121,7 @@ def _terms(text: str) -> list[tuple[str, str]]:
         found.append((term[1], term[2] or ""))
         start = term.end()
     if start < len(text) or not found or text.endswith("+"):
-        raise ConfigError('a codec is written as in "int4(group=64)" or "topk(0.1)+ef21+zstd"')
+        raise ConfigError('write a codec as in "int4(group=64)" or "topk(0.1)+ef21+zstd"')
     return found
 
 
@@ -130,7 +132,7 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
         if name in (_SUFFIXES if is_base else _CODECS):
             hint = f"bf16+{name}" if is_base else f"{name}+zstd"
             place = "behind a codec" if is_base else "first"
-            raise ConfigError(f'"{name}" stands {place}, as in "{hint}"')
+            raise ConfigError(f'"{name}" must stand {place}, as in "{hint}"')
         kind = "a codec" if is_base else "a suffix"
         raise ConfigError(f'"{name}" is not {kind}{nearest(name, factories)}')
     factory = factories[name]
@@ -161,7 +163,7 @@ def _read(arguments: str) -> tuple[list[Any], dict[str, Any]]:
             by_place.append(_value(key))
             continue
         if not key.isidentifier() or key in by_name or (equals and not value):
-            raise ConfigError(f'"{argument}" cannot be read as an argument')
+            raise ConfigError(f'"{argument}" is not a valid argument')
         by_name[key] = _value(value) if equals else True
     return by_place, by_name
 
@@ -172,7 +174,7 @@ def _value(text: str) -> int | float | str:
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:  # Python reads no number of thousands of digits
-        raise ConfigError(f'"{text[:9]}..." is too long a number') from None
+        raise ConfigError(f'"{text[:9]}..." is too long for a number') from None
 
 
 def _fitting(value: Any, parameter: inspect.Parameter) -> Any:

@@ -63,7 +63,7 @@ class PositionCode:
         device = marks.device
         ones = unpack_bits(marks, 8 * len(marks), 1).nonzero().view(-1)
         if len(ones) != B * self.k:
-            raise WireError(f"{len(ones)} positions are marked, agreed were {B * self.k}")
+            raise WireError(f"{len(ones)} positions are marked, but {B * self.k} were agreed")
         mark_Bk = ones.view(B, self.k) - row_starts(B, self.marks, device)
         bits = unpack_bits(lows, 8 * len(lows), 1)
         used, unused = bits[: B * self.k * self.low], bits[B * self.k * self.low :]

@@ -41,7 +41,9 @@ class Integer(Codec):
         if group is not None and group < 4:
             raise ConfigError(f"group={group}: a group must have at least 4 elements")
         if hadamard and group is not None and group & (group - 1):
-            raise ConfigError(f"group={group}: to be rotated, a group must be a power of two long")
+            raise ConfigError(
+                f"group={group}: with hadamard, the group size must be a power of two"
+            )
         self._bits = bits
         self._group = group
         self._hadamard = hadamard
@@ -188,7 +190,7 @@ class Float8(Codec):
 
 def _check_bits(bits: int) -> None:
     if not 2 <= bits <= 8:
-        raise ConfigError(f"int{bits}: whole numbers may have 2 to 8 bits")
+        raise ConfigError(f"int{bits}: integers may have 2 to 8 bits")
 
 
 def _width(shape: Shape) -> int:

@@ -84,7 +84,7 @@ class Sparse(Codec):
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:
             raise ConfigError(
-                f"{self.word}({share}): the share of elements that travel must be above 0 and at "
+                f"{self.word}({share}): the share of elements to send must be above 0 and at "
                 f"most 1; {self.word}(0.1) sends a tenth"
             )
         self.share = float(share)

@@ -54,7 +54,7 @@ class Losses:
     def check(self) -> None:
         """Refuse a tokenizer that loses more than half of the text."""
         if 2 * self._lost.total() > self.characters:
-            raise DataError(f"the tokenizer is of no use for this text: it {self.told()}")
+            raise DataError(f"the tokenizer does not fit this text: it {self.told()}")
 
     def told(self) -> str:
         """What is lost, for the user; empty if nothing is."""

@@ -68,7 +68,7 @@ class ImageOrder:
             )
         if len(images) < batch:
             raise DataError(
-                f"there are fewer training images than one batch takes, {len(images)} of {batch}: "
+                f"there are {len(images)} training images, fewer than one batch of {batch}: "
                 "lower train.batch, or use more images"
             )
         self.images = images

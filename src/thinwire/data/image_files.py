@@ -85,7 +85,7 @@ def _found(root: Path) -> ImageFiles:
             return ImageFiles([file], (), functools.partial(_read_npz, file))
         if root.name.lower().endswith(_ARCHIVES):
             return _cifar([file], functools.partial(_from_archive, file))
-        raise DataError(f"{root} is no set of images: {_EXPECTED}")
+        raise DataError(f"{root} is not an image dataset: {_EXPECTED}")
     if any((root / side).is_dir() for side in SIDES):
         return _find_pictures(root)
     names = [name for side in SIDES for name in CIFAR_BATCHES[side]]
@@ -158,7 +158,7 @@ def _read_batches(batches: Iterator[_Batch]) -> Iterator[Piece]:
             wanted = f"{count} images as in the first batch" if count else "at least one image"
             raise DataError(
                 f"{batch.where} has {size} bytes, but {wanted} of {_RECORD} bytes each would be "
-                f"{max(1, count) * _RECORD}: it is truncated or damaged; get it again"
+                f"{max(1, count) * _RECORD}: it is truncated or damaged; download it again"
             )
         records = np.frombuffer(batch.raw, dtype=np.uint8).reshape(count, _RECORD)
         labels_N = records[:, 0].astype(np.int64)
@@ -171,7 +171,9 @@ def _read_batches(batches: Iterator[_Batch]) -> Iterator[Piece]:
 def _read_npz(file: SourceFile) -> Iterator[Piece]:
     """Images and labels by the names that Keras, MedMNIST and others give them."""
     if not zipfile.is_zipfile(file.path):  # arrays only: nothing that is read here can run
-        raise DataError(f"{file.path} is no .npz file, or a truncated one: get or write it again")
+        raise DataError(
+            f"{file.path} is not an .npz file, or is truncated: download or write it again"
+        )
     try:
         with zipfile.ZipFile(file.path) as packed:
             refuse_bomb(file, sum(member.file_size for member in packed.infolist()))
@@ -216,7 +218,7 @@ def _chosen(file: SourceFile, names: dict[str, str], *wanted: str) -> str:
     holds = ", ".join(names.values()) or "nothing"
     raise DataError(
         f"{file.path} has no array {' or '.join(wanted)} (it holds {holds}): add it, or rename "
-        "the one that is meant"
+        "the right one"
     )
 
 
@@ -241,7 +243,7 @@ def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
 def _plain_labels(labels: np.ndarray, count: int, where: str) -> np.ndarray:
     if labels.shape not in ((count,), (count, 1)) or labels.dtype.kind not in "iu":
         raise DataError(
-            f"{where} has the shape {labels.shape} and holds {labels.dtype}: one whole number is "
+            f"{where} has the shape {labels.shape} and holds {labels.dtype}: one integer is "
             f"needed for each of the {count} images"
         )
     return labels.reshape(count).astype(np.int64)
@@ -271,7 +273,7 @@ def _find_pictures(root: Path) -> ImageFiles:
     unknown = [file for file in found["test"] if _class_of(file) not in classes]
     if unknown:
         raise DataError(
-            f"{unknown[0].path} is of class {_class_of(unknown[0])}, of which there are no "
+            f"{unknown[0].path} has class {_class_of(unknown[0])}, which has no "
             f"training pictures: train/ has {', '.join(classes[:12])}"
         )
     read = functools.partial(_read_pictures, found, classes)
@@ -335,15 +337,15 @@ def _check_labels(labels_N: np.ndarray, classes: int, where: str) -> None:
     if len(outside):
         raise DataError(
             f"{where}: image {outside[0]} has the label {labels_N[outside[0]]}, but the {classes} "
-            f"classes are numbered 0..{classes - 1}: it is damaged, or not such a file"
+            f"classes are numbered 0..{classes - 1}: it is damaged, or of another format"
         )
 
 
 def _refuse_missing(where: Path, missing: set[str]) -> None:
     if missing:
         raise DataError(
-            f"{where} lacks {', '.join(sorted(missing))}: CIFAR-10 has five training batches and "
-            "a test batch; get the others too"
+            f"{where} has no {', '.join(sorted(missing))}: CIFAR-10 has five training batches and "
+            "a test batch; download the others too"
         )
 
 

@@ -183,7 +183,7 @@ class _Writer:
             close_to_disk(stream)
         classes = classes or [str(label) for label in range(self._labels)]
         if len(classes) > np.iinfo(_LABEL).max + 1:
-            raise DataError(f"there are {len(classes)} classes: more than labels have room for")
+            raise DataError(f"there are {len(classes)} classes: more than a label can hold")
         mean_C, std_C = _mean_and_std(self._shades_CV)
         manifest: dict[str, Any] = {
             "kind": KIND,

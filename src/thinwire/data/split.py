@@ -85,10 +85,7 @@ def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
         lowest = min(lowest, document.place)
         highest = max(highest, document.place)
     if size == 0:
-        raise DataError(
-            "the corpus is empty: its files hold no document with anything but white space; "
-            "check data.path"
-        )
+        raise DataError("the corpus is empty: its files hold only white space; check data.path")
     told = _content(content, given_content)
     return Scan(told, count, size, lowest, highest, frozenset(given))
 

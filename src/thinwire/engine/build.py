@@ -23,7 +23,7 @@ def choose_device(wanted: str, stage: int) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if has_cuda else "mps" if has_mps else "cpu"
     if (wanted == "cuda" and not has_cuda) or (wanted == "mps" and not has_mps):
-        raise ConfigError(f'run.device = "{wanted}", but torch finds no such device here')
+        raise ConfigError(f'run.device = "{wanted}", but torch finds none on this machine')
     if wanted == "cuda":
         return torch.device("cuda", stage % torch.cuda.device_count())
     return torch.device(wanted)

@@ -286,14 +286,14 @@ class Checkpoint:
         for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
-                raise CheckpointError(f"checkpoint {self.folder} lacks {shard.file}")
+                raise CheckpointError(f"checkpoint {self.folder} has no file {shard.file}")
             size = path.stat().st_size
             if size != shard.bytes:
                 raise CheckpointError(
                     f"{path} is truncated or altered: {size} bytes, the manifest says {shard.bytes}"
                 )
             if _sha256(path) != shard.sha256:
-                raise CheckpointError(f"{path} is altered: its hash is not the manifest's")
+                raise CheckpointError(f"{path} is altered: its hash differs from the manifest's")
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
@@ -324,8 +324,8 @@ class Checkpoint:
             left -= here
         if left:
             raise CheckpointError(
-                f"checkpoint {self.folder} lacks {len(left)} tensors, such as {min(left)}: "
-                "it was written by a model of another shape"
+                f"{len(left)} tensors are missing from checkpoint {self.folder}, such as "
+                f"{min(left)}: it was written by a model of another shape"
             )
         return found
 
@@ -344,8 +344,8 @@ class Checkpoint:
         wanted = set(parameters)
         if self.manifest["weight_version"] > 0 and not wanted <= owners:
             raise CheckpointError(
-                f"checkpoint {self.folder} lacks the optimizer's state of {min(wanted - owners)}, "
-                f"one of {len(wanted - owners)}: training cannot go on from it as it was"
+                f"checkpoint {self.folder} has no optimizer state for {len(wanted - owners)} "
+                f"parameters, such as {min(wanted - owners)}: training cannot continue exactly"
             )
         names = [n for n in listed if n.removeprefix(OPTIMIZER).rpartition("/")[0] in wanted]
         loaded = self.tensors(names)
@@ -384,7 +384,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
             if Path(shard.file).name != shard.file:
                 raise ValueError(f"{shard.file!r} is not the name of a file beside it")
         if format >= FORMAT and manifest.get(SEAL) != _content_hash(manifest):
-            raise ValueError("its content does not have the hash that it names")
+            raise ValueError("its content does not match its hash")
         named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)
         if named and int(named[1]) != manifest["step"]:
             raise ValueError(f"it is of step {manifest['step']}, its folder of {int(named[1])}")
@@ -412,7 +412,7 @@ def _sha256(path: Path) -> str:
         return "missing"
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {path}: {error.strerror}; give this user the right to read it"
+            f"cannot read {path}: {error.strerror}; give this user permission to read it"
         ) from error
 
 

@@ -53,12 +53,12 @@ def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
     if not saved and not (record.is_file() and record.stat().st_size):
         return
     if checkpoint is None:
-        way = "go on with --resume, or " if saved else ""
+        way = "continue it with --resume, or " if saved else ""
         raise ConfigError(
             f"{folder} already holds a run: {way}choose another name (--set run.name=...)"
         )
     if not checkpoint.folder.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"{folder} already holds another run than {checkpoint.folder}: resume into that run's "
-            "own folder, or choose a new name (--set run.name=...)"
+            f"{folder} already holds a run, but not that of {checkpoint.folder}: resume into that "
+            "run's own folder, or choose a new name (--set run.name=...)"
         )

@@ -241,8 +241,8 @@ def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[st
         return [f"{lost} of the cut {where} is dropped: no cut is there any more"]
     raise CheckpointError(
         f"{checkpoint.folder} holds {lost} of the cut {where}, but this run has no cut there: its "
-        f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. A memory cannot "
-        "be split anew: resume with that pipeline.split or a finer one, or with codecs that "
+        f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. Memory cannot "
+        "be re-split: resume with that pipeline.split or a finer one, or with codecs that "
         "remember nothing"
     )
 

@@ -91,7 +91,7 @@ class Host:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"cannot make the folder {logs} for the stages' logs: {error}"
+                f"cannot create the folder {logs} for the stages' logs: {error}"
             ) from error
         accepting = []
         for stage in range(self.stages):
@@ -176,7 +176,7 @@ class Host:
                 process = self._start(output)
         except OSError as error:
             raise StageError(
-                f"stage {stage} cannot be started, with its log in {log}: {error}"
+                f"stage {stage} cannot be started with its log in {log}: {error}"
             ) from error
         self._processes.append(process)
         assert process.stdin is not None

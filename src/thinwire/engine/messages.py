@@ -26,7 +26,7 @@ _LARGEST = 1 << 63
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
-        raise ValueError("a whole number, 0 or more")
+        raise ValueError("an integer, 0 or more")
     return value
 
 
@@ -293,14 +293,14 @@ def _checked(message: Any) -> Message:
         raise WireError("a control message must be an object with a type")
     kind = _KINDS.get(message["type"])
     if kind is None:
-        raise WireError(f"a control message of no known type: {_quoted(message['type'])}")
+        raise WireError(f"a control message of unknown type: {_quoted(message['type'])}")
     wanted = _CHECKS[kind]
     for name in message.keys() - wanted.keys() - {"type"}:
-        raise WireError(f"a {kind.type!r} message has a field too many: {_quoted(name)}")
+        raise WireError(f"a {kind.type!r} message has an unknown field: {_quoted(name)}")
     values = {}
     for name, check in wanted.items():
         if name not in message:
-            raise WireError(f"a {kind.type!r} message lacks its field {name!r}")
+            raise WireError(f"a {kind.type!r} message has no field {name!r}")
         try:
             values[name] = check(message[name])
         except (ValueError, OverflowError) as error:

@@ -191,8 +191,8 @@ class Port:
         ahead = frame.step - self._open_step
         if not 0 <= ahead <= self._due.steps_ahead:
             raise WireError(
-                f"{self._described(frame)} is neither of the step under way, {self._open_step}, "
-                "nor of the next"
+                f"{self._described(frame)} belongs neither to the current step, {self._open_step}, "
+                "nor to the next"
             )
 
     def _on_message(self, frame: Frame) -> None:
@@ -212,7 +212,7 @@ class Port:
     def _check_basis(self, payload: bytes) -> None:
         if len(payload) not in self._due.basis_bytes:
             agreed = " or ".join(map(str, sorted(self._due.basis_bytes))) or "none"
-            raise WireError(f"a basis of {len(payload)} bytes arrived, agreed were {agreed}")
+            raise WireError(f"a basis of {len(payload)} bytes arrived, but {agreed} were agreed")
 
     def _on_evaluation(self, frame: Frame) -> None:
         """Take in the next frame of a validation: in order, so waiting cannot block."""
@@ -220,9 +220,7 @@ class Port:
         step, number = self._evaluated
         expected = number + 1 if frame.step == step else 0
         if frame.step != self._open_step + 1 or frame.microbatch != expected:
-            raise WireError(
-                f"{self._described(frame)} is not the frame of a validation that is due"
-            )
+            raise WireError(f"{self._described(frame)} is not the validation frame that is due")
         if frame.microbatch >= self._due.validation_batches:
             raise WireError(
                 f"{self._described(frame)} does not exist: a validation has "
@@ -237,7 +235,7 @@ class Port:
         with self._gate:
             place = frame.step, frame.microbatch
             if place in self._seen:
-                raise WireError(f"{self._described(frame)} has come before")
+                raise WireError(f"{self._described(frame)} arrived twice")
             self._admit(frame)
             self._seen.add(place)
 
@@ -276,10 +274,14 @@ class Port:
         if frame.codec != codec.tag:
             raise WireError(f"{what} was not packed by {codec.name}: the ends' codecs differ")
         if frame.shape != self._end.spec.shape:
-            raise WireError(f"{what} has shape {frame.shape}, agreed was {self._end.spec.shape}")
+            raise WireError(
+                f"{what} has shape {frame.shape}, but {self._end.spec.shape} was agreed"
+            )
         limit = codec.payload_limit(frame.shape)
         if len(frame.payload) > limit:
-            raise WireError(f"{what} has {len(frame.payload)} bytes, agreed were at most {limit}")
+            raise WireError(
+                f"{what} has {len(frame.payload)} bytes, but at most {limit} were agreed"
+            )
         return codec
 
     def _on_end(self) -> None:

@@ -56,7 +56,7 @@ class Proof:
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)
             raise CheckpointError(
-                f"cannot write down in {path} which checkpoints are good: {error}"
+                f"cannot record in {path} which checkpoints are good: {error}"
             ) from error
 
 

@@ -423,7 +423,7 @@ def _from_bytes(payload: bytes, like: Tensor) -> Tensor:
     if len(payload) != like.numel() * like.element_size():
         raise StageError(
             f"a basis of shape {tuple(like.shape)} has {like.numel() * like.element_size()} bytes, "
-            f"{len(payload)} arrived"
+            f"but {len(payload)} arrived"
         )
     return (
         torch.frombuffer(bytearray(payload), dtype=like.dtype).reshape(like.shape).to(like.device)

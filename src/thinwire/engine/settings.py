@@ -211,7 +211,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     section, dot, key = place.strip().partition(".")
     if not equals or not dot:
         raise ConfigError(
-            f'--set {override!r} must look like section.key=value, as "train.steps=50"'
+            f'--set {override!r} must look like section.key=value, such as "train.steps=50"'
         )
     sections = typing.get_type_hints(Settings)
     if section not in sections:
@@ -332,7 +332,7 @@ def _check_images(settings: Settings) -> None:
         )
     if data.tokenizer or data.valid_path or data.valid_fraction != DataConfig().valid_fraction:
         raise ConfigError(
-            "data.tokenizer, data.valid_path and data.valid_fraction are of no use with "
+            "data.tokenizer, data.valid_path and data.valid_fraction have no effect with "
             'data.source = "images": a set of images brings its own test images'
         )
 

@@ -31,10 +31,10 @@ class Verdict:
     def from_bytes(cls, payload: bytes) -> "Verdict":
         """The inverse of `to_bytes`; WireError when the payload is not a verdict."""
         if len(payload) != _VERDICT.size:
-            raise WireError(f"a verdict has {_VERDICT.size} bytes, {len(payload)} arrived")
+            raise WireError(f"a verdict has {_VERDICT.size} bytes, but {len(payload)} arrived")
         norm, *flags = _VERDICT.unpack(payload)
         if not {*flags} <= {0, 1}:
-            raise WireError(f"the flags of a verdict are 0 or 1, {flags} arrived")
+            raise WireError(f"the flags of a verdict are 0 or 1, but {flags} arrived")
         commit, checkpoint, stop = map(bool, flags)
         if norm < 0 or (commit and not math.isfinite(norm)):
             raise WireError(f"a verdict cannot {'commit' if commit else 'have'} a norm of {norm}")
@@ -52,10 +52,10 @@ def unpack_tally(payload: bytes) -> list[float]:
     A norm may be infinite or NaN, which refuses the step; a square cannot be below zero.
     """
     if len(payload) % 8:
-        raise WireError(f"a tally has 8 bytes for each parameter, {len(payload)} arrived")
+        raise WireError(f"a tally has 8 bytes for each parameter, but {len(payload)} arrived")
     squares = list(struct.unpack(f"<{len(payload) // 8}d", payload))
     if any(square < 0 for square in squares):
-        raise WireError("a tally of squared norms has one below zero")
+        raise WireError("a tally holds a squared norm below zero")
     return squares
 
 

@@ -113,8 +113,8 @@ class Watch:
         who = "the stages wait for each other" if culprit is None else f"stage {culprit} is stuck"
         raise StageError(
             f"{who}: no progress for {stuck:.0f} s ({self._all_stages()}). If a single piece of "
-            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait for "
-            "ever). Else see the logs, and go on with --resume"
+            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
+            "forever). Otherwise see the logs, and continue with --resume"
         )
 
     @property

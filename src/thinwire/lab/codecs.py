@@ -170,7 +170,7 @@ def choose(task: str, patterns: str | None, quick: bool) -> dict[str, list[Codec
     names = [f"{ground}/{codecs.name}" for ground, all_of in every.items() for codecs in all_of]
     for pattern in wanted:
         if not any(fits(name, pattern) for name in names):
-            raise ConfigError(f'--arms "{pattern}" fits none of {", ".join(names)}')
+            raise ConfigError(f'--arms "{pattern}" matches none of {", ".join(names)}')
     found = {}
     for ground, all_of in every.items():
         mine = [c for c in all_of if any(fits(f"{ground}/{c.name}", p) for p in wanted)]

@@ -125,7 +125,8 @@ def specs(patterns: str | None, quick: bool) -> list[str]:
             known = "; ".join(grid)
             raise ConfigError(
                 f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
-                f'"MODE [RANK] FORWARD/BACKWARD", as "projected d/8 int8/int4". The grid: {known}'
+                f'"MODE [RANK] FORWARD/BACKWARD", such as "projected d/8 int8/int4". '
+                f"The grid: {known}"
             )
         found += fitting or [pattern]
     return list(dict.fromkeys(found))

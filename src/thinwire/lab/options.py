@@ -194,8 +194,8 @@ EXPERIMENTS = {
             (
                 "--arms",
                 {"metavar": "PATTERNS",
-                 "help": 'comma-separated patterns of arms, as "topk*,tune/fw8-*"; dense is always '
-                 "among them (default: all)"},
+                 "help": 'comma-separated patterns of arms, such as "topk*,tune/fw8-*"; dense is '
+                 "always among them (default: all)"},
             ),
             (
                 "--epochs",
@@ -234,9 +234,9 @@ EXPERIMENTS = {
         unused=UNUSED_BY_ARMS,
         more='an arm is "MODE [RANK] FORWARD/BACKWARD": a boundary mode (dense, subspace, reparam '
         "or projected), its rank as a number or as a part of the width (not for dense), and the "
-        'codec of each direction, as "projected d/8 int8/int4", "subspace 12 int4(group=64)/int8" '
-        'or "dense int8/int8". A pattern selects from the grid: "reparam*" or "*/int4". Dense '
-        "bf16/bf16 is always among the arms. Arms that the log in --out holds for the same "
+        'codec of each direction, such as "projected d/8 int8/int4", "subspace 12 int4(group=64)/'
+        'int8" or "dense int8/int8". A pattern selects from the grid: "reparam*" or "*/int4". '
+        "Dense bf16/bf16 is always among the arms. Arms that the log in --out holds for the same "
         "settings and steps are not trained again, and the report shows them too.",
     ),
 }  # fmt: skip

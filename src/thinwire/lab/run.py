@@ -199,7 +199,7 @@ def _on_images(
     if not has_images and not options.quick:
         raise ConfigError(
             "codecs --task cifar needs CIFAR-10: --set data.path=FOLDER of its binary batches, or "
-            "any set of images that docs/data.md names; --quick does without"
+            "any image format that docs/data.md lists; --quick needs none"
         )
     base = _base(options, codecs.CIFAR if has_images else codecs.LETTERS)
     if not has_images:

@@ -146,4 +146,6 @@ def _check_resnet(config: ModelConfig) -> None:
 
 
 def _no_use(key: str, value: float, preset: str, default: float) -> str:
-    return f'model.{key} = {value} is of no use to model.preset = "{preset}": leave it at {default}'
+    return (
+        f'model.{key} = {value} has no effect with model.preset = "{preset}": leave it at {default}'
+    )

@@ -52,7 +52,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedul
         if microbatches < stages:
             raise ConfigError(
                 f"1f1b with pipeline.microbatches = {microbatches} and pipeline.stages = {stages}: "
-                "it needs at least one microbatch per stage or some stages could never work at "
+                "it needs at least one microbatch per stage, or some stages could never work at "
                 f"the same time; raise pipeline.microbatches to {stages} or lower pipeline.stages "
                 f'to {microbatches}, or set pipeline.schedule = "gpipe"'
             )

@@ -124,10 +124,10 @@ def stamp(message: bytes, arrival: float) -> bytes:
 def unstamp(stamped: bytes) -> tuple[float, memoryview]:
     """When a message arrives, and the message; WireError if it bears no stamp."""
     if len(stamped) < STAMP_BYTES:
-        raise WireError(f"a message of {len(stamped)} bytes on an emulated link bears no stamp")
+        raise WireError(f"a message of {len(stamped)} bytes on an emulated link has no time stamp")
     (arrival,) = _STAMP.unpack_from(stamped)
     if not math.isfinite(arrival):
-        raise WireError(f"a message on an emulated link arrives at {arrival}")
+        raise WireError(f"a message on an emulated link has an arrival time of {arrival}")
     return arrival, memoryview(stamped)[STAMP_BYTES:]
 
 

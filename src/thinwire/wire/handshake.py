@@ -29,7 +29,9 @@ def handshake(
     try:
         payload = json.dumps(mine, sort_keys=True).encode()
         if len(payload) > MAX_HELLO:
-            raise WireError(f"handshake of {len(payload)} bytes, at most {MAX_HELLO} are allowed")
+            raise WireError(
+                f"handshake of {len(payload)} bytes, but at most {MAX_HELLO} are allowed"
+            )
         pipe.write(encode(Frame(FrameKind.HELLO, payload=payload)))
         if meter is not None:
             meter.count_sent(FrameKind.HELLO, len(payload))
@@ -92,4 +94,4 @@ def _compare(theirs: dict[str, Any], expect: dict[str, Any]) -> None:
             said = printable(str(theirs[key]), 200)
             differences.append(f"{key}: this stage has {wanted}, the other end has {said}")
     if differences:
-        raise WireError("handshake: the two ends do not fit: " + "; ".join(differences))
+        raise WireError("handshake: the two ends do not match: " + "; ".join(differences))

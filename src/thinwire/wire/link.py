@@ -99,7 +99,7 @@ class Link:
         `on_end`, if given, is called when the other end said goodbye.
         """
         if self._started:
-            raise WireError(f"link {self.name} was started before")
+            raise WireError(f"link {self.name} is already started")
         self._started = True
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         if self._nic is not None:

@@ -94,7 +94,7 @@ class Listener:
         arrival: futures.Future[StreamPipe] = futures.Future()
         with self._lock:
             if name in self._expected:
-                raise WireError(f"{self.address} already waits for {name!r}")
+                raise WireError(f"{self.address} is already waiting for {name!r}")
             self._expected[name] = _Expected(arrival, peer_name)
         try:
             return arrival.result(timeout)
