@@ -218,7 +218,7 @@ def test_a_shared_mask_uses_what_went_forward(forward: str, backward: str) -> No
 def test_a_shared_mask_without_a_mask_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'^codec.backward = "topk\(shared\)": .*forward.*int4'):
         build_codecs("int4", "topk(shared)")
-    with pytest.raises(ConfigError, match=r'^codec.forward = "topk\(shared\)\+ef": .*backward codec'):
+    with pytest.raises(ConfigError, match=r'^codec.forward = "topk\(shared\)\+ef": .*a backward'):
         build_codecs("topk(shared)+ef", "bf16")
 
 
