@@ -218,7 +218,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
     run.wait_for(r"\[save\]")
     stages = run.stages()
     resource.prlimit(stages[1], resource.RLIMIT_FSIZE, (20_000, 20_000))
-    run.wait_for("not written, training goes on")
+    run.wait_for("not written, training continues")
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 4, run.text()
     assert "Earlier checkpoints are untouched" in run.text()

@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
-        help="continue from this checkpoint or run folder (default: this run's newest checkpoint)",
+        help="continue from this checkpoint or run folder (default: this run's newest good one)",
     )
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")

@@ -100,7 +100,7 @@ def _show_sample(summary: Summary) -> None:
         return
     model = Model(Path(summary["paths"]["checkpoint"]), "cpu")
     text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
-    print("What the thin model writes after so few steps:")
+    print("What the thin model writes after this short training:")
     print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
 
 

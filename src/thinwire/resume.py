@@ -50,7 +50,8 @@ def open_resume(
     if changed:
         raise ConfigError(
             f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} "
-            f"(there: {changed}): they decide what the weights mean. Start a new run instead"
+            f"(in the checkpoint: {changed}): they decide what the weights mean. Start a "
+            "new run instead"
         )
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(
@@ -60,15 +61,15 @@ def open_resume(
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:
         display.note(
-            "the layers are split at other places than before, and what crosses a cut is rounded: "
-            "the run goes on, but not bit for bit as it would have"
+            "the layers are split differently than before, and what crosses a cut is rounded: the "
+            "run continues, but not bit for bit as it would have"
         )
     threads = threads_per_stage(saved), threads_per_stage(settings)
     if threads[0] != threads[1] and choose_device(settings.run.device, 0).type == "cpu":
         display.note(
-            f"each stage computes with {threads[1]} threads, before with {threads[0]}, and adds "
-            "sums up in another order: the run goes on, but not bit for bit as it would "
-            f"have. For that set run.threads = {threads[0]}"
+            f"each stage computes with {threads[1]} threads, {threads[0]} before, and so adds up "
+            "sums in another order: the run continues, but not bit for bit as it would have. "
+            f"For that set run.threads = {threads[0]}"
         )
     for note in check_memory(settings, checkpoint):
         display.note(note)

@@ -170,7 +170,7 @@ class _Run:
         if self._resumed is not None:
             resume_step = self._resumed.step
             for moved in set_aside_later(self.folder, resume_step):
-                self.display.note(f"a later checkpoint, of the course now left, is kept as {moved}")
+                self.display.note(f"a later checkpoint, not continued from, is kept as {moved}")
         self._proof = begin_proof(self.folder, self._resumed)
         self._proof.write(self.folder)
         self._proof_is_due = bool(list_checkpoints(self.folder))
@@ -287,7 +287,7 @@ class _Run:
         try:
             write(self._metrics, *values)
         except Exception as error:  # TensorBoard has errors of its own
-            self.display.note(f"metrics are no longer written, training goes on: {error}")
+            self.display.note(f"metrics are no longer written, training continues: {error}")
             with contextlib.suppress(Exception):
                 self._metrics.close()
             self._metrics = None
@@ -304,7 +304,7 @@ class _Run:
         elif message["type"] == "stopping":
             self._stop_asked = True
             self.display.note(
-                "stopping after this step, with a checkpoint; press Ctrl-C again to leave now"
+                "stopping after this step, with a checkpoint; press Ctrl-C again to exit now"
             )
 
     def _on_step(self, stage: int, message: dict[str, Any]) -> None:
@@ -368,7 +368,7 @@ class _Run:
     def _on_failure(self, step: int, error: str) -> None:
         if step not in self._failed:
             self._failed[step] = error
-            self.display.note(f"checkpoint of step {step} not written, training goes on: {error}")
+            self.display.note(f"checkpoint of step {step} not written, training continues: {error}")
 
 
 def text_ratio(feed: Feed, loss: float) -> float | None:

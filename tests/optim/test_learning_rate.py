@@ -125,6 +125,6 @@ def test_a_schedule_that_goes_on_needs_no_word() -> None:
 def test_a_stretched_schedule_is_told_with_both_rates() -> None:
     config = OptimConfig(lr=0.0325, warmup=2, floor=0.0)
     text = rate_change(config, 100, config, 10_000, 99)
-    assert "was 3.34e-05 at the checkpoint and goes on at 0.0325" in text
+    assert "was 3.34e-05 at the checkpoint and continues at 0.0325" in text
     lower = dataclasses.replace(config, lr=0.01, schedule="constant")
-    assert "goes on at 0.01:" in rate_change(config, 100, lower, 100, 50)
+    assert "continues at 0.01:" in rate_change(config, 100, lower, 100, 50)

@@ -66,8 +66,8 @@ class Losses:
         )
         return (
             f"loses {lost:,} of {self.characters:,} characters ({lost / self.characters:.2%}), "
-            f"most often {most}: they do not come back when its ids are decoded. A byte-level "
-            "tokenizer loses none; with an empty data.tokenizer one is trained"
+            f"most often {most}: decoding its ids does not restore them. A byte-level "
+            "tokenizer loses none; leave data.tokenizer empty to train one"
         )
 
 

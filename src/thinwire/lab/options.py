@@ -25,7 +25,7 @@ QUICK: Option = ("--quick", {"action": "store_true", "help": "a small version, f
 SEED: Option = ("--seed", {"type": number(int), "default": 0, "help": "seed (default: 0)"})
 DEVICE: Option = (
     "--device",
-    {"default": "auto", "choices": ("auto", "cpu", "cuda", "mps"), "help": "where to compute"},
+    {"default": "auto", "choices": ("auto", "cpu", "cuda", "mps"), "help": "device to compute on"},
 )
 OUT: Option = (
     "--out",

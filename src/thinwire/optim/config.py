@@ -94,6 +94,6 @@ def rate_change(
         return ""
     last = learning_rate(before, max(0, done - 1), steps_before)
     return (
-        f"the learning rate was {last:.3g} at the checkpoint and goes on at {next_rate:.3g}: its "
-        "schedule is another one (optim.lr, optim.warmup, optim.schedule or train.steps changed)"
+        f"the learning rate was {last:.3g} at the checkpoint and continues at {next_rate:.3g}: its "
+        "schedule is different (optim.lr, optim.warmup, optim.schedule or train.steps changed)"
     )
