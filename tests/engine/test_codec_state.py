@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stopping import stop_in_the_first_step
 from test_resume import commit_all
 from test_verdict import poison
 from torch import Tensor
@@ -286,7 +287,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
         for end in worker._ends():
             for codec in end.codecs.values():
                 assert (codec.last is None) == (end.cut == 0)
-        worker.stop_requested.set()
+        stop_in_the_first_step(worker)
 
     run_in_threads(finer, resume=saved, folder=tmp_path / "other", prepare_worker=look)
     partly = settings_with(
@@ -359,7 +360,7 @@ def test_another_codec_begins_without_memory(
         end = worker.above or worker.below
         assert end.codecs[Leg.FORWARD].last is None
         assert end.codecs[Leg.BACKWARD].last is not None
-        worker.stop_requested.set()
+        stop_in_the_first_step(worker)
 
     run_in_threads(other, resume=saved, folder=tmp_path / "other", prepare_worker=look)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stopping import stop_in_the_first_step
 
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, Settings
@@ -91,10 +92,7 @@ def test_interrupted_run_stops_on_every_stage_and_goes_on(
     settings = exact(make_settings, pipeline__stages=4, train__checkpoint_every=0)
     whole = run_in_threads(settings, folder=tmp_path / "whole")
 
-    def interrupt(worker) -> None:
-        worker.stop_requested.set()
-
-    stopped = run_in_threads(settings, prepare_worker=interrupt)
+    stopped = run_in_threads(settings, prepare_worker=stop_in_the_first_step)
     assert [len(r) for r in (stopped.losses(),)] == [1]
     after_one = commit_all(stopped, settings, tmp_path / "run", corpus)[1]
     resumed = run_in_threads(settings, resume=after_one, folder=tmp_path / "resumed")
