@@ -39,9 +39,18 @@ class Program:
             time.sleep(0.05)
 
     def stages(self) -> list[int]:
-        """Process ids of the stages, in the order they were started."""
+        """Process ids of the stages, in the order they were started.
+
+        One that is still a copy of its coordinator is left out: to stop it then would stop both.
+        """
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.read_text().split()]
+        return [int(pid) for pid in children.read_text().split() if _is_stage(pid)]
+
+
+def _is_stage(pid: str) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"thinwire.engine.peer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def gone(pids: list[int], timeout: float = 20) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import thinwire as thinwire_package
 from programs import gone, long_run
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, step_of
@@ -90,6 +92,24 @@ def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
     run.process.kill()
     run.wait()
     assert gone(stages)
+
+
+@pytest.mark.parametrize("slow", ["numpy", "torch", "grpc"])
+def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
+    slow: str, tmp_path: Path
+) -> None:
+    """Else one that is stopped in its first seconds would outlive a killed coordinator."""
+    told = "import ctypes; tied = ctypes.c_int(); PR_GET_PDEATHSIG = 2\n"
+    told += "ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(tied))\n"
+    (tmp_path / f"{slow}.py").write_text(f"{told}raise SystemExit(tied.value)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(thinwire_package.__file__).parents[1])])
+    stage = subprocess.run(
+        [sys.executable, "-P", "-m", "thinwire.engine.peer"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+    assert stage.returncode == signal.SIGKILL
 
 
 def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +14,7 @@ from thinwire.data import Corpus
 from thinwire.engine import Host
 from thinwire.engine import host as host_module
 from thinwire.engine.control import Channel, Message
+from thinwire.engine.hearing import MOST_UNHEARD, Hearing
 from thinwire.engine.host import blame
 from thinwire.errors import ConfigError, StageError, WireError
 from thinwire.wire import memory_pair
@@ -116,13 +118,13 @@ def test_a_late_request_to_stop_disturbs_nothing(order: str, make_host: Callable
             host._channels[0].send({"type": "stop"})
     finished, shard = {"type": "finished", "meters": {}}, {"type": "shard", "step": 4}
     if order == "after it finished":
-        host._said.put((0, finished))
+        host._said.note(0, finished)
         host.interrupt()
     else:
         host.interrupt()
-        host._said.put((0, finished))
-    host._said.put((1, shard))
-    host._said.put((1, finished))
+        host._said.note(0, finished)
+    host._said.note(1, shard)
+    host._said.note(1, finished)
     heard = [said for said in host.messages() if said[1]["type"] != "stopping"]
     assert heard == [(0, finished), (1, shard), (1, finished)]
 
@@ -205,3 +207,23 @@ def test_a_stage_that_cannot_start_is_named(
     host._start = start_and_die
     with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
         host.launch()
+
+
+def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
+    """What waits to be heard is bounded, for each stage; notes of our own never wait."""
+    ours, theirs = memory_pair(limit=4)
+    said = Hearing(2)
+    Channel(ours, "control of stage 1", lambda message: said.hear(1, message))
+    flooding = Channel(theirs, "flood")
+    total = 4 * MOST_UNHEARD
+    for number in range(total):
+        flooding.send({"type": "pulse", "begun": number, "doing": "floods"})
+    deadline = time.monotonic() + 60
+    while said.waiting < MOST_UNHEARD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # for those that must not come
+    assert said.waiting == MOST_UNHEARD
+    said.note(0, {"type": "stopping"})
+    heard = [said.next(60) for _ in range(total + 1)]
+    assert [m["begun"] for stage, m in heard if stage == 1] == list(range(total))
+    assert (0, {"type": "stopping"}) in heard

@@ -207,6 +207,24 @@ def test_steps_are_reported_one_after_the_other() -> None:
             conduct.check({**STEP, "step": wrong})
 
 
+def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
+    """Else an enrolled peer could have the coordinator pile them up."""
+    conduct = PeerConduct(0, 1)
+    scored = {"type": "evaluation", "step": 3, "loss": 1.0, "accuracy": None, "seconds": 0.1}
+    shard = {**SHARD, "shard": {**SHARD["shard"], "file": "stage-0.safetensors"}}
+    conduct.check(scored)  # before the first step
+    conduct.check({**STEP, "step": 3, "meters": {}})
+    conduct.check({**shard, "step": 4})
+    conduct.check({**scored, "step": 4})
+    failed = {"type": "shard_failed", "step": 4, "error": "disk full"}
+    for again in ({**shard, "step": 4}, failed, {**scored, "step": 4}):
+        with pytest.raises(WireError, match="of step 4 twice"):
+            conduct.check(again)
+    for other in ({**shard, "step": 5}, {**failed, "step": 3}, {**scored, "step": 5}):
+        with pytest.raises(WireError, match="steps after 4"):
+            conduct.check(other)
+
+
 @pytest.mark.parametrize(
     "frame",
     [

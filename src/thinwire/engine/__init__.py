@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from thinwire.engine.settings import RunConfig, Settings, TrainConfig, apply_override
 from thinwire.lazy import on_first_use
 
 if TYPE_CHECKING:
     from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
     from thinwire.engine.host import Host
+    from thinwire.engine.settings import RunConfig, Settings, TrainConfig, apply_override
     from thinwire.engine.worker import Assignment, Worker
 
 __all__ = [
@@ -27,6 +27,7 @@ __getattr__ = on_first_use(
     {
         "checkpoint": ("Checkpoint", "list_checkpoints"),
         "host": ("Host",),
+        "settings": ("RunConfig", "Settings", "TrainConfig", "apply_override"),
         "worker": ("Assignment", "Worker"),
     },
 )

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from thinwire.engine.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
+from thinwire.engine.hearing import Hearing
 from thinwire.engine.messages import PeerConduct
 from thinwire.engine.settings import Settings
 from thinwire.engine.watch import Watch
@@ -55,7 +56,7 @@ class Host:
         self.versions: dict[str, str] = {}
         self._corpus = corpus
         self._resume = resume
-        self._said: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._said = Hearing(self.stages)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: dict[int, Channel] = {}
         self._last_step = [0] * self.stages
@@ -152,7 +153,7 @@ class Host:
 
         Safe in a signal handler: it only queues a note to ourselves.
         """
-        self._said.put((0, {"type": "stopping"}))
+        self._said.note(0, {"type": "stopping"})
 
     def kill(self) -> None:
         """End every peer that still runs, at once."""
@@ -197,20 +198,20 @@ class Host:
         )
 
     def _watch(self, stage: int, process: subprocess.Popen[bytes]) -> None:
-        self._said.put((stage, {"type": "exit", "code": process.wait()}))
+        self._said.note(stage, {"type": "exit", "code": process.wait()})
 
     def _accept(self, stage: int) -> None:
         """Wait for a peer to dial and listen to it; runs on a thread of its own per peer."""
         try:
             pipe = self._listener.accept(f"control-{stage}", None, f"stage-{stage}")
         except WireError as error:
-            self._said.put((stage, {"type": "lost", "error": str(error)}))
+            self._said.note(stage, {"type": "lost", "error": str(error)})
             return
         self._channels[stage] = Channel(
             pipe,
             f"control of stage {stage}",
-            on_message=lambda message: self._said.put((stage, message)),
-            on_lost=lambda error: self._said.put((stage, _lost_by(error))),
+            on_message=lambda message: self._said.hear(stage, message),
+            on_lost=lambda error: self._said.note(stage, _lost_by(error)),
             check=PeerConduct(stage, self.stages).check,
         )
 
@@ -218,7 +219,7 @@ class Host:
         """The next message; StageError when no stage has made any progress for too long."""
         while True:
             try:
-                said = self._said.get(timeout=self._watched.tick)
+                said = self._said.next(self._watched.tick)
             except queue.Empty:
                 said = None
             self._watched.pass_time()
@@ -259,7 +260,7 @@ class Host:
         deadline = time.monotonic() + SETTLE_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             try:
-                heard.append(self._said.get(timeout=left))
+                heard.append(self._said.next(left))
             except queue.Empty:
                 break
         culprit, evidence = blame(heard)

@@ -329,6 +329,7 @@ class PeerConduct:
         cuts = {stage - 1, stage} & set(range(stages - 1))
         self._links = {f"boundary-{cut}" for cut in cuts}
         self._step: int | None = None
+        self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
 
     def check(self, message: Message) -> None:
         """Refuse what does not fit this stage."""
@@ -345,6 +346,8 @@ class PeerConduct:
             self._refuse(kind, "which only the last stage can score")
         if kind == "shard" and message["shard"]["file"] != f"stage-{self._stage}.safetensors":
             self._refuse(kind, f"of the file {message['shard']['file']!r}")
+        if kind in ("evaluation", "shard", "shard_failed"):
+            self._check_order("shard" if kind == "shard_failed" else kind, message["step"])
         if kind == "failed" and not {*message["accuses"], *message["convicts"]} <= self._others:
             self._refuse(kind, "that blames a stage which is not there")
 
@@ -354,6 +357,14 @@ class PeerConduct:
         self._step = message["step"]
         if (message["loss"] is None) == self._is_last:
             self._refuse("step", "with a loss" if message["loss"] else "without its loss")
+
+    def _check_order(self, kind: str, step: int) -> None:
+        """Results of a step come after it, once: else they could be piled up without end."""
+        if self._step is not None and step != self._step + 1:
+            self._refuse(kind, f"of {step} steps after {self._step + 1}")
+        if step <= self._once.get(kind, -1):
+            self._refuse(kind, f"of step {step} twice")
+        self._once[kind] = step
 
     def _refuse(self, kind: str, what: str) -> None:
         raise WireError(f"stage {self._stage} sent a {kind!r} message {what}")

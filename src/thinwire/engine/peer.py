@@ -5,8 +5,11 @@ dial, and its certificate (so private keys never touch a disk). When that input 
 coordinator is gone and the peer leaves at once: no orphans, whatever happened.
 """
 
-import contextlib
-import ctypes
+from thinwire.engine.bond import die_with_coordinator
+
+if __name__ == "__main__":
+    die_with_coordinator()  # before the imports, which take seconds: it may be stopped meanwhile
+
 import json
 import os
 import platform
@@ -32,7 +35,6 @@ from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, hand
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
-_PR_SET_PDEATHSIG = 1
 
 
 def versions() -> dict[str, str]:
@@ -166,20 +168,8 @@ def _leave_with_coordinator() -> None:
     os._exit(3)
 
 
-def _die_with_coordinator() -> None:
-    """Have Linux end this process with the thread that started it, even while it is stopped.
-
-    A stopped process sees no end of its standard input. The coordinator starts stages on the
-    thread that also ends them, so that thread does not end before.
-    """
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Entry point of `python -m thinwire.engine.peer`."""
-    _die_with_coordinator()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
     # A log on a full disk must not keep the reason of a failure from the coordinator.
     with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):
