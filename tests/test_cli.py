@@ -1,5 +1,6 @@
 """The command line itself: what it refuses, how it ends, and whom it does not need to listen."""
 
+import gc
 import os
 import shlex
 import signal
@@ -103,6 +104,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, P
     before = signal.getsignal(signal.SIGINT)
     yield calls
     signal.signal(signal.SIGINT, before)
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,15 @@ def test_an_interrupted_run_shows_its_summary_and_says_so(
     assert "3 of 3" in output.out and "folder:" in output.out
     assert output.err == "interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"
+
+
+def test_an_interrupted_command_ends_without_a_search_for_garbage(
+    training: list[Any], config: Path
+) -> None:
+    """The one at Python's end goes through all of torch: seconds on a busy machine."""
+    gc.unfreeze()
+    assert exit_code("train", config) == 130
+    assert gc.get_freeze_count() > 0
 
 
 def test_an_interrupted_demo_does_not_start_its_second_arm(

@@ -312,6 +312,27 @@ def test_plots_that_fail_cost_no_run(replay: Callable) -> None:
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
 
 
+@pytest.mark.parametrize("moment", ["before the plots", "while they are drawn"])
+def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
+    moment: str, replay: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second Ctrl-C may come when the stages are done: results are kept, plots can wait."""
+    run, host, stream = replay()
+
+    def ask_again(*values: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with _stopping(host, run):
+        run.follow()
+        if moment == "before the plots":
+            ask_again()
+        monkeypatch.setattr("thinwire.report.plots.plot_loss", ask_again)
+        assert run.finish(1.0)["steps"] == 4
+    assert "the plots are left out" in stream.getvalue()
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
+    assert not list((run.folder / "plots").glob("*"))
+
+
 def test_a_summary_holds_no_nan_and_no_infinity(replay: Callable) -> None:
     run, _, _ = replay()
     run.follow()

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -80,6 +81,7 @@ def _run(options: argparse.Namespace) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
         _wait_for_no_reader()
         _say("", error, "interrupted")
+        gc.freeze()  # else Python ends with a search for garbage: all of torch, a second or more
         sys.exit(INTERRUPTED)
     except Exception:
         traceback.print_exc()

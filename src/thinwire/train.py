@@ -155,7 +155,8 @@ class _Run:
         self.host = host
         self.display = display
         self.ledger = Ledger(settings, host.descriptions, resumed.step if resumed else 0)
-        self.is_over = False
+        self.is_over = False  # its stages are done; results are left to write
+        self._is_drawing = self._in_haste = False
         self._metrics: MetricsWriter | None = None
         self._resumed = resumed
         self._stop_asked = False
@@ -217,14 +218,30 @@ class _Run:
         except OSError as error:
             self.display.note(f"summary.json could not be written: {error}")
         try:
+            self._is_drawing = True
             self._draw()
+            self._is_drawing = False
+        except Interrupted:
+            self.display.note("the plots are left out: you asked to end")
         except Exception as error:  # whatever a plot stumbles over, the run itself is done
             self.display.note(f"the plots could not be drawn: {error}")
+        self._is_drawing = False
         if trouble is not None:
             raise trouble
         return summary
 
+    def hurry(self) -> None:
+        """The user asks to end when only results are left: write them, but draw no plots.
+
+        For a signal handler.
+        """
+        self._in_haste = True
+        if self._is_drawing:
+            raise Interrupted
+
     def _draw(self) -> None:
+        if self._in_haste:
+            raise Interrupted
         from thinwire.report.losses import Losses
         from thinwire.report.plots import plot_loss, plot_step  # slow to import
 
@@ -395,13 +412,14 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 def _stopping(host: Host, run: _Run) -> Iterator[None]:
     """First Ctrl-C: finish the step, checkpoint, end. Second: leave at once.
 
-    Once the stages are done only results are left to write: a signal must not cost them.
+    Once the stages are done only results are left to write: a signal costs no more than the plots.
     """
     asked = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         if run.is_over:
+            run.hurry()
             return
         if asked:
             raise Interrupted
