@@ -288,7 +288,7 @@ def test_the_text_answers_what_a_person_asks(make_settings: MakeSettings) -> Non
         f"{architecture(settings.model).parameter_count():,} parameters",
         "20 Mbps up, 30 Mbps down per host, 5 ms one way",
         "window  seconds per step  microbatches held by each stage",
-        "stage  parameters      memory  layers",
+        "stage      parameters     memory  layers",
         "blocks 2..3",
         f"{plan.simulation.step_seconds:.3f} s per step",
         "a machine per stage",
@@ -296,6 +296,14 @@ def test_the_text_answers_what_a_person_asks(make_settings: MakeSettings) -> Non
     ):
         assert wanted in text
     assert text.count("<- this run") == 1
+
+
+def test_columns_stay_in_line_for_a_large_model() -> None:
+    settings = Settings.from_plain({"model": {"preset": "8b"}})
+    lines = plan_text(make_plan(settings, 5e13)).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.endswith("memory  layers"))
+    start = lines[head].index("layers")
+    assert [line.find("blocks ") for line in lines[head + 1 : head + 5]] == [start] * 4
 
 
 def test_the_text_says_what_is_estimated_and_from_what(make_settings: MakeSettings) -> None:

@@ -75,7 +75,11 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: `thinwire init {path}` writes one") from None
+        name = path if path.suffix == ".toml" else "run.toml"  # else a run folder was meant
+        raise ConfigError(
+            f"{path} does not exist: give a settings file (`thinwire init {name}` writes one) or "
+            "the folder of a run"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except RecursionError:

@@ -10,8 +10,10 @@ def expanded(path: str | Path, what: str) -> Path:
     """The path with `~` and `~user` filled in; `what` names it where there is no such user."""
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # no such user, or one without a home
-        raise ConfigError(f"{what} = {str(path)!r}: {error}") from None
+    except RuntimeError:  # no such user, or one without a home
+        raise ConfigError(
+            f"{what} = {path} names an unknown home folder: write the path in full"
+        ) from None
 
 
 def cache_folder() -> Path:

@@ -195,12 +195,12 @@ def plan_text(plan: Plan) -> str:
         "",
         simulation.describe(),
         "",
-        "stage  parameters      memory  layers",
+        f"stage  {'parameters':>14}  {'memory':>9}  layers",
     ]
     for stage, blocks in enumerate(settings.split()):
         names = f"blocks {blocks.start}..{blocks.stop - 1}"
         lines.append(
-            f"{stage:5}  {plan.parameters[stage]:10,}  {human_bytes(plan.memory_bytes[stage]):>10}"
+            f"{stage:5}  {plan.parameters[stage]:14,}  {human_bytes(plan.memory_bytes[stage]):>9}"
             f"  {names}"
         )
     if settings.pipeline.stages > 1:

@@ -71,13 +71,16 @@ def train(
                 f"{checkpoint.manifest['corpus']}, now {data.fingerprint}): resume with the "
                 "same data"
             )
-        display.phase(
-            "start", f"{settings.pipeline.stages} stages as processes, links under mutual TLS"
-        )
-        from_folder = checkpoint.folder if checkpoint else None
+        stages, from_folder = settings.pipeline.stages, checkpoint.folder if checkpoint else None
+        origin = f", from {from_folder}" if from_folder else ""
+        display.phase("start", f"{stages} stages as processes, links under mutual TLS{origin}")
+
+        def on_start(count: int, what: str) -> None:
+            display.progress("start", count, stages, what)
+
         with (
             _scratch(folder),
-            Host(settings, folder, data.folder, from_folder, display.note) as host,
+            Host(settings, folder, data.folder, from_folder, display.note, on_start) as host,
         ):
             host.launch()
             ready = time.monotonic()

@@ -11,7 +11,7 @@ from thinwire.data.files import kind_and_packing, stdlib_files, text_files
 from thinwire.data.image_files import find_images
 from thinwire.data.shards import find_shards
 from thinwire.data.sources import read_documents
-from thinwire.errors import DataError
+from thinwire.errors import ConfigError, DataError
 
 
 def names(folder: Path) -> list[str]:
@@ -136,7 +136,7 @@ def test_files_without_permission_are_named(tmp_path):
 @pytest.mark.parametrize("read", [text_files, find_shards, find_images, Tokenizer.load])
 def test_home_of_nobody_is_named(read):
     with pytest.raises(
-        DataError, match=r"data\.(path|tokenizer) = ~nosuchuser/x names an unknown home"
+        ConfigError, match=r"data\.(path|tokenizer) = ~nosuchuser/x names an unknown home"
     ):
         read("~nosuchuser/x")
 
@@ -152,7 +152,7 @@ def test_only_unsupported_kinds_are_listed(tmp_path):
     write(tmp_path, "a.pdf", "b.html")
     with pytest.raises(DataError, match=r"only \.html, \.pdf; supported: \.txt"):
         text_files(str(tmp_path))
-    with pytest.raises(DataError, match=r"a\.pdf is not a kind"):
+    with pytest.raises(DataError, match=r"a\.pdf is of a kind"):
         text_files(str(tmp_path / "a.pdf"))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.errors import DataError
+from thinwire.paths import expanded
 
 TEXT_KINDS = (".txt", ".md", ".py", ".tokens", ".jsonl", ".parquet")
 PACKINGS = (".xz", ".gz", ".zst")
@@ -64,8 +65,8 @@ def text_files(path: str, setting: str = "data.path") -> list[SourceFile]:
     if not root.is_dir():
         if kind_and_packing(root.name)[0] not in TEXT_KINDS:
             raise DataError(
-                f"{root} is not a kind of file that can be read as text; "
-                f"supported: {supported}, also compressed as {', '.join(PACKINGS)}"
+                f"{root} is of a kind that cannot be read as text; "
+                f"supported: {supported}, also packed as {', '.join(PACKINGS)}"
             )
         return [source_file(root, root.name)]
     found = walk(root, lambda name: not name.startswith("."))
@@ -85,14 +86,6 @@ def existing(path: str, source: str, setting: str = "data.path") -> Path:
     if not os.path.lexists(root):
         raise DataError(f"{setting} = {path} does not exist: correct it or create it")
     return root
-
-
-def expanded(path: str | Path, setting: str) -> Path:
-    """A path of the config with "~" and "~name" put in full."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{setting} = {path} names an unknown home folder: {error}") from error
 
 
 def source_file(path: Path, name: str) -> SourceFile:

@@ -41,17 +41,15 @@ class DataConfig:
     """Where tokens or images come from."""
 
     source: str = option("stdlib", "what to train on", SOURCES)
-    path: str = option("", 'file or folder, for all sources but "stdlib"')
-    tokenizer: str = option("", "path of a tokenizer.json; empty: train one on the corpus")
+    path: str = option("", 'file or folder to read; not used by "stdlib"')
+    tokenizer: str = option("", "path of a tokenizer.json; empty = train one on the corpus")
     valid_fraction: float = option(
-        0.02, "share of a text kept for validation; images bring their own"
+        0.02, "fraction of text or tokens held out for validation; images have a test set"
     )
-    valid_path: str = option(
-        "", "text or tokens to validate on, in place of a share: a file or a folder"
-    )
-    text_key: str = option("text", "what holds the text in .jsonl (a key) and .parquet (a column)")
+    valid_path: str = option("", "separate validation file or folder; replaces valid_fraction")
+    text_key: str = option("text", "key (.jsonl) or column (.parquet) that holds the text")
     augment: bool = option(
-        True, "images: in training shift each by up to 4 pixels, and mirror half of them"
+        True, "images: random shifts of up to 4 pixels and horizontal flips in training"
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.data.files import expanded
 from thinwire.data.interrupt import Fuse, interruptible
 from thinwire.data.pieces import pieces_of
 from thinwire.errors import DataError
+from thinwire.paths import expanded
 
 # Said before the library is loaded: encode on all cores, and print no warning when a process
 # that did so starts another one. A setting of the user's own is kept.

@@ -35,6 +35,8 @@ from thinwire.wire import Authority, Listener, raise_descriptor_limit
 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 LOG_LINES = 12
+# What takes time before training: importing torch, then building and filling the layers.
+_STARTING = {"hello": "stages are running", "ready": "stages have their layers"}
 
 
 class Host:
@@ -47,8 +49,9 @@ class Host:
         corpus: Path,
         resume: Path | None,
         on_wait: Callable[[str], None] = lambda text: None,
+        on_start: Callable[[int, str], None] = lambda stages, what: None,
     ):
-        """`on_wait` is told when stages make no progress for long."""
+        """`on_wait` is told when stages make no progress for long, `on_start` how many are up."""
         self.settings = settings
         self.stages = settings.pipeline.stages
         self.run_folder = run_folder
@@ -61,6 +64,7 @@ class Host:
         self._channels: dict[int, Channel] = {}
         self._last_step = [0] * self.stages
         self._on_wait = on_wait
+        self._on_start = on_start
         self._watched = Watch(self.stages, settings.run.patience)
         raise_descriptor_limit()  # for the stages too, which inherit it
         authority = Authority.create(settings.run.name)
@@ -244,6 +248,8 @@ class Host:
             if message["type"] != wanted:
                 raise self._explain(stage, message)
             got[stage] = message
+            if wanted in _STARTING:
+                self._on_start(len(got), _STARTING[wanted])
         return [got[stage] for stage in range(self.stages)]
 
     def _tell_all(self, message: Message) -> None:

@@ -15,19 +15,21 @@ FORWARD_ONLY = "forward"
 class PipelineConfig:
     """How the layers are spread over stages and in which order microbatches pass them."""
 
-    stages: int = option(4, "number of stages, one per peer", most=1024)
+    stages: int = option(4, "number of pipeline stages, one process each", most=1024)
     split: list[int] = option(  # noqa: RUF009 -- option makes a fresh list each time
-        [], "layers of each stage; empty spreads them evenly"
+        [], "blocks per stage, such as [1, 1, 2]; empty = spread evenly"
     )
     microbatches: int = option(8, "microbatches per training step", most=4096)
-    schedule: str = option("1f1b", "order of forwards and backwards", NAMES)
+    schedule: str = option("1f1b", "order of forward and backward passes", NAMES)
     window: int = option(
         0,
-        "most microbatches in flight on the first stage; "
-        "0 takes the schedule's own: stages for 1f1b, all for gpipe",
+        "maximum number of microbatches in flight on the first stage; "
+        "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
         most=10**9,
     )
-    recompute: bool = option(False, "recompute activations in the backward instead of keeping them")
+    recompute: bool = option(
+        False, "recompute activations in the backward pass instead of storing them"
+    )
 
 
 def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedule:

@@ -42,11 +42,13 @@ class LinkConfig:
 
     mbps_up: float = option(80.0, "uplink rate of each host in Mbit/s; 0 = unlimited")
     mbps_down: float = option(80.0, "downlink rate of each host in Mbit/s; 0 = unlimited")
-    latency_ms: float = option(25.0, "delay of a link, one way, in milliseconds")
-    jitter_ms: float = option(0.0, "largest additional delay of a message, in milliseconds")
-    emulate: bool = option(True, "hold messages back as a network of these rates would")
+    latency_ms: float = option(25.0, "one-way delay of each link in milliseconds")
+    jitter_ms: float = option(0.0, "maximum extra random delay of a message in milliseconds")
+    emulate: bool = option(
+        True, "emulate these rates and delays; false = links as fast as they are"
+    )
     listen: str = option("127.0.0.1", "address on which stages and coordinator accept links")
-    port: int = option(0, "port of the coordinator; 0 = any free one")
+    port: int = option(0, "port of the coordinator; 0 = any free port")
 
     def nic(self, seed: int = 0) -> Nic | None:
         """The emulated network card of one host, or None when messages are not held back."""
