@@ -266,7 +266,7 @@ class SharedMask(Codec):
     def _bound(self) -> Codec:
         if self._forward is None:
             raise ConfigError(
-                "topk(shared) is for the backward direction of a boundary whose forward codec is "
+                "topk(shared) is for the backward direction of a cut whose forward codec is "
                 "topk or randk, and was not bound to one"
             )
         return self._forward

@@ -217,7 +217,7 @@ def figure(rows: list[Row], base: Values, flops_per_s: float) -> Figure:
         axes[1].plot([t * per_token / 1e9 for t in tokens], losses, **style)
         axes[2].plot(hours, losses, **style)
     axes[0].set(xlabel="million tokens", ylabel="validation loss", title="over tokens")
-    axes[1].set(xlabel="GB over one boundary, both ways", xscale="log", title="over bytes")
+    axes[1].set(xlabel="GB over one cut, both ways", xscale="log", title="over bytes")
     axes[2].set(xlabel="hours", xscale="log", title="over time at 80 Mbps + 25 ms (simulated)")
     for axis in axes:
         axis.grid(alpha=0.3)

@@ -227,7 +227,7 @@ def _shared_mask(harms: Harms) -> Decision:
     more = {name: harms.on(name) - harms.on(f"topk{share}") for share, name in both.items()}
     listed = _listed(harms, both, more.__getitem__)
     verdict = _verdict([harms.differs(value) for value in more.values()])
-    return Decision(verdict, f"own choice on the way back: {listed}")
+    return Decision(verdict, f"its own positions backward: {listed}")
 
 
 def _verdict(parts: list[bool | None]) -> str:
