@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,22 @@ def test_a_dead_stage_leaves_the_command_that_goes_on(
     assert exit_code("train", run_folder, "--resume") == 6
     shown = capsys.readouterr().err
     assert shown == f"error: stage 1 died\nto continue: thinwire train '{run_folder}' --resume\n"
+
+
+def test_a_run_that_left_no_checkpoint_says_how_to_start_again(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next attempt was told only that the folder holds a run already."""
+
+    def dies(*_: object) -> None:
+        shutil.rmtree(run_folder / "checkpoints")
+        (run_folder / "metrics.jsonl").write_text("{}\n")
+        raise StageError("stage 1 died")
+
+    monkeypatch.setattr(thinwire.train, "train", dies)
+    assert exit_code("train", run_folder, "--resume") == 6
+    wanted = f"no checkpoint was saved: to start again, delete {run_folder} or set another run.name"
+    assert capsys.readouterr().err == f"error: stage 1 died\n{wanted}\n"
 
 
 def test_an_interrupted_run_shows_its_summary_and_says_so(

@@ -426,7 +426,10 @@ def test_a_run_that_ends_badly_points_to_the_last_good_weights(
     run.follow()
     with pytest.raises(StageError, match="not finite") as caught:
         run.finish(1.0)
-    assert (good or "no good checkpoint exists") in str(caught.value)
+    way = (
+        f"{good}. Resume from there with" if good else "no good checkpoint exists. Start a new run"
+    )
+    assert way in str(caught.value)
     assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is False
 
 

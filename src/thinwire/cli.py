@@ -17,7 +17,7 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import number
-from thinwire.errors import ConfigError, StageError, ThinwireError, WireError
+from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.lab.options import add_experiments
 from thinwire.report.stream import SafeStream
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # commands import what they need when they run: --help stays 
 Command = Callable[[argparse.Namespace], None]
 
 INTERRUPTED = 130
+LONGEST_ERROR = 100_000  # characters
 STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 INIT_HEADER = """\
@@ -90,8 +91,12 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _say(start: str, error: BaseException, text: str) -> None:
-    """An error as its own lines, with the notes that it gathered on its way."""
-    print("\n".join([start + text, *getattr(error, "__notes__", [])]), file=sys.stderr)
+    """An error as its own lines, with the notes that it gathered on its way.
+
+    It may quote a file of another's, whose control characters a terminal would obey.
+    """
+    told = "\n".join([start + text, *getattr(error, "__notes__", [])])
+    print(printable(told, LONGEST_ERROR), file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:

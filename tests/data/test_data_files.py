@@ -152,7 +152,7 @@ def test_only_unsupported_kinds_are_listed(tmp_path):
     write(tmp_path, "a.pdf", "b.html")
     with pytest.raises(DataError, match=r"only \.html, \.pdf; supported: \.txt"):
         text_files(str(tmp_path))
-    with pytest.raises(DataError, match=r"a\.pdf is of a kind"):
+    with pytest.raises(DataError, match=r"a\.pdf is not a kind"):
         text_files(str(tmp_path / "a.pdf"))
 
 

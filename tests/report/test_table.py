@@ -191,7 +191,7 @@ def test_one_stage_has_no_boundaries_and_nothing_simulated(summary):
     assert "at each cut" not in text
     assert fact(text, "step time") == "1.23 s measured (median)"
     assert fact(text, "bytes at the cuts") == "-"
-    assert fact(text, "validation loss") == "3.4567 nats per token"
+    assert fact(text, "validation loss") == "3.4567 nats per token (step 200)"
     assert line_with(text, "busiest uplink").split()[-1] == "-"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from thinwire.data.files import SourceFile, kind_and_packing
-from thinwire.data.unpack import BROKEN, unpacked
+from thinwire.data.unpack import BROKEN, refuse_bomb, unpacked
 from thinwire.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
@@ -166,14 +166,16 @@ def _parquet_texts(
                     f'{file.path} has no column "{key}"; its columns: {", ".join(columns)}; set '
                     "data.text_key to the column of the text"
                 )
-            rows = 0
+            rows = size = 0
             for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
                 for value in batch.column(0):  # one at a time: a short file can hold long texts
                     text = value.as_py()
                     if text is not None and not isinstance(text, str):
                         raise DataError(f'{file.path}: column "{key}" holds {type(text).__name__}')
                     rows += 1
+                    size += len(text or "")
                     _refuse_longer(len(text or ""), f"{file.path}, row {rows}")
+                    refuse_bomb(file, size)  # a text that is repeated is stored once
                     yield text or "", file.size * rows // table.metadata.num_rows
         except pyarrow.ArrowException as error:
             raise DataError(f"cannot read {file.path} as Parquet: {error}") from error

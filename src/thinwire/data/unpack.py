@@ -44,7 +44,7 @@ def refuse_bomb(file: SourceFile, size: int) -> None:
         raise DataError(
             f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: over "
             f"{LARGEST_RATIO} times as many (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) are taken for a "
-            "decompression bomb. If you trust the file, decompress it first"
+            "decompression bomb. If you trust the file, decompress it first (.parquet: to .jsonl)"
         )
 
 
