@@ -411,13 +411,17 @@ def _trained(
 
 
 def _add_way_on(error: BaseException, settings: "Settings") -> None:
-    """Say how a run that ended early goes on, if it left a checkpoint to go on from."""
+    """Say how a run that ended early goes on: from its checkpoint, or under another name."""
     from thinwire.engine import list_checkpoints
 
     folder = Path(settings.run.out) / settings.run.name
     if list_checkpoints(folder):
         plugins = " --allow-plugins" if settings.codec.plugins else ""
         error.add_note(f"to continue: thinwire train {shlex.quote(str(folder))} --resume{plugins}")
+    elif (folder / "metrics.jsonl").exists():
+        error.add_note(
+            f"no checkpoint was saved: to start again, delete {folder} or set another run.name"
+        )
 
 
 if __name__ == "__main__":

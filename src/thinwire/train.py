@@ -31,7 +31,7 @@ from thinwire.engine.claim import claim_folder
 from thinwire.engine.feed import Data, Feed
 from thinwire.engine.proof import Proof, begin_proof, is_proven
 from thinwire.engine.remarks import remarks
-from thinwire.engine.worker import check_agreement, divergence, scratch_folder
+from thinwire.engine.worker import check_agreement, divergence, scratch_folder, way_back
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
@@ -264,10 +264,9 @@ class _Run:
         last_losses = [record.loss for record in self.ledger.records[-1:]]
         last_losses += [loss for _, loss in self.ledger.valid_losses[-1:]]
         if self.ledger.refused or not all(map(math.isfinite, last_losses)):
-            kept = f"the last good weights are in {good}" if good else "no good checkpoint exists"
             return StageError(
                 f"the run ended at step {done} with a loss or gradients that are not finite: "
-                f"{kept}. Resume from there with a lower optim.lr"
+                f"{way_back(good)} with a lower optim.lr"
             )
         return CheckpointError(self._failed[done]) if done in self._failed else None
 

@@ -65,8 +65,8 @@ def text_files(path: str, setting: str = "data.path") -> list[SourceFile]:
     if not root.is_dir():
         if kind_and_packing(root.name)[0] not in TEXT_KINDS:
             raise DataError(
-                f"{root} is of a kind that cannot be read as text; "
-                f"supported: {supported}, also packed as {', '.join(PACKINGS)}"
+                f"{root} is not a kind of file that can be read as text; "
+                f"supported: {supported}, also compressed as {', '.join(PACKINGS)}"
             )
         return [source_file(root, root.name)]
     found = walk(root, lambda name: not name.startswith("."))

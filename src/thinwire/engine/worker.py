@@ -297,11 +297,17 @@ def divergence(misses: int, step: int, good: Path | None) -> StageError | None:
     """Why to give up, with a way back, once updates have been refused too often in a row."""
     if misses < PATIENCE:
         return None
-    kept = f"the last good weights are in {good}" if good else "no good checkpoint exists"
     return StageError(
-        f"gradients were not finite in {misses} steps in a row, up to step {step}: {kept}. "
-        'Resume with a lower optim.lr, or with codec.backward = "fp32"'
+        f"gradients were not finite in {misses} steps in a row, up to step {step}: "
+        f'{way_back(good)} with a lower optim.lr, or with codec.backward = "fp32"'
     )
+
+
+def way_back(good: Path | None) -> str:
+    """Where the last good weights of a run are, and what to do with them or without any."""
+    if good is None:
+        return "no good checkpoint exists. Start a new run"
+    return f"the last good weights are in {good}. Resume from there"
 
 
 def check_agreement(step: int, agreements: list[Agreements]) -> None:

@@ -106,9 +106,11 @@ def _validation(summary: Summary) -> str:
     if final == ABSENT:
         return final
     unit = f"nats per {_unit(summary)}"
-    if len(losses) < 2:
+    if not losses:
         return f"{final} {unit}"
     (first_step, first), (last_step, _) = losses[0], losses[-1]
+    if len(losses) == 1:  # an interrupted run: of the start, perhaps, and not of its end
+        return f"{final} {unit} (step {last_step:,})"
     return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,})"
 
 
