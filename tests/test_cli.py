@@ -218,6 +218,20 @@ def test_a_run_that_left_no_checkpoint_says_how_to_start_again(
     assert capsys.readouterr().err == f"error: stage 1 died\n{wanted}\n"
 
 
+def test_what_an_error_quotes_does_not_command_the_terminal(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a manifest of another's may, with the name of a plugin."""
+
+    def refuses(*_: object) -> None:
+        raise StageError("the plugin \x1b[2J\x1b]0;owned\x07evil\r\nis refused")
+
+    monkeypatch.setattr(thinwire.train, "train", refuses)
+    assert exit_code("train", run_folder, "--resume") == 6
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: the plugin [2J]0;ownedevil\nis refused\nto continue: ")
+
+
 def test_an_interrupted_run_shows_its_summary_and_says_so(
     training: list[Any], config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,6 +215,16 @@ def test_what_packs_well_is_read_as_long_as_it_is_not_large(tmp_path, monkeypatc
     assert len(texts(path)[0]) == 1_600_000
 
 
+def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_path, monkeypatch):
+    """Memory holds one text at a time, but the prepared corpus would fill the disk."""
+    path = tmp_path / "a.parquet"
+    path.write_bytes(parquet_bytes(tmp_path, {"text": ["x" * 1000] * 20_000}))
+    assert len(texts(path)) == 20_000
+    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 1_500_000)
+    with pytest.raises(DataError, match=r"a\.parquet .* unpacks to more than"):
+        texts(path)
+
+
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LONGEST_BYTES", 1000)
     path = tmp_path / "a.jsonl.gz"
