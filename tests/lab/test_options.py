@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from thinwire.cli import main
-from thinwire.lab.experiment import Outcome, write_outcome
+from thinwire.lab.experiment import Outcome, markdown_table, write_outcome
 from thinwire.lab.options import EXPERIMENTS
 
 
@@ -113,6 +113,12 @@ def test_a_report_is_overwritten_by_its_own_command_alone(tmp_path: Path) -> Non
     assert json.loads((other / "result.json").read_text())["command"].endswith("--arms x")
     (first / "result.json").write_text("{half")
     assert write_outcome(outcome("thinwire lab map"), tmp_path).name == "map-3"
+
+
+def test_a_table_shows_no_more_places_than_a_figure_has() -> None:
+    row = {"loss": 5.87661, "hours": 165.1343, "rate": 1682.1326, "steps": 400.0, "drift": 2.8e-7}
+    shown = markdown_table([row]).splitlines()[-1]
+    assert shown == "| 5.8766 | 165.13 | 1,682 | 400 | 2.80e-07 |"
 
 
 def test_what_is_too_small_holds_neither_way() -> None:

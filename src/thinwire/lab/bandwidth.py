@@ -99,10 +99,13 @@ def run_bandwidth(
     `curves` are rows of a convergence log: with them the hours are to a loss that every arm
     reaches, without them to a billion tokens.
     """
-    goal, tokens = "1B tokens", dict.fromkeys(study.arms, 1e9)
+    goal, tokens, ways = "1B tokens", dict.fromkeys(study.arms, 1e9), []
     if curves is not None:
         loss, tokens = tokens_to_loss(curves, study.arms)
         goal = f"loss {loss:.3f}"
+        ways = [
+            f"{arm} takes {count / 1e6:,.2f}M tokens to {goal}" for arm, count in tokens.items()
+        ]
     speeds = {arm: measure(study, arm, say) for arm in study.arms}
     rows = table(study, speeds, goal, tokens)
     short = study.dense_microbatches
@@ -119,7 +122,7 @@ def run_bandwidth(
             "measured: processes over emulated links, one run per rate; simulated: the schedule's "
             "simulator with the compute times of the unlimited run, without the cost of transport",
             f"hours: to {goal}",
-            *(f"{arm} takes {count / 1e6:,.2f}M tokens to {goal}" for arm, count in tokens.items()),
+            *ways,
             *([f"dense is measured with {short} microbatches and two steps"] if short else []),
             *size_notes(study.settings(DENSE, UNLIMITED)),
         ],

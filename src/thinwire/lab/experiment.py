@@ -144,5 +144,9 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         small = value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6)
-        return f"{value:.2e}" if small else f"{value:,.4f}".rstrip("0").rstrip(".")
+        if small:
+            return f"{value:.2e}"
+        places = 4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0  # no more than is known
+        text = f"{value:,.{places}f}"
+        return text.rstrip("0").rstrip(".") if places else text
     return str(value)
