@@ -271,10 +271,22 @@ def test_settings_that_cannot_work_are_refused(
         make_settings(**{f"boundary__{k}": v for k, v in changes.items()})
 
 
-def test_muon_leaves_the_subspace_and_is_refused(make_settings: Callable) -> None:
+def test_sgd_leaves_the_subspace_and_is_refused(make_settings: Callable) -> None:
     with pytest.raises(ConfigError, match="leave the subspace"):
-        make_settings(optim__name="muon", **MODES["subspace"])
-    make_settings(optim__name="muon", **MODES["reparam"])
+        make_settings(optim__name="sgd", **MODES["subspace"])
+    make_settings(optim__name="sgd", **MODES["reparam"])
+
+
+@pytest.mark.parametrize("mode", ["subspace", "subspace-moving"])
+def test_muon_keeps_weights_in_the_subspace(
+    mode: str, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    outcome = run_in_threads(make_settings(train__steps=6, optim__name="muon", **MODES[mode]))
+    for worker in outcome.workers:
+        constraint = worker.builder.constraint(worker.stage)
+        assert constraint.drift() < 1e-12
+    losses = outcome.losses()
+    assert losses[-1] < losses[0]
 
 
 def test_the_basis_does_not_move_after_the_last_update(

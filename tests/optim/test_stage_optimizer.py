@@ -31,6 +31,7 @@ GROUPINGS = {
     "uneven": [NAMES[:1], NAMES[1:]],
     "singles": [[name] for name in NAMES],
 }
+EQUAL = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
 optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 
 
@@ -130,7 +131,7 @@ def test_adamw_keeps_two_moments_for_every_parameter() -> None:
 
 
 def test_muon_is_for_the_matrices_of_blocks_only() -> None:
-    muon = Ensemble("whole", OptimConfig(name="muon"))
+    muon = Ensemble("whole", OptimConfig(name="muon", **EQUAL))
     muon.train(range(2))
     by_muon = {n.split("/")[0] for n in muon.state() if n.endswith("/momentum_buffer")}
     by_adamw = {n.split("/")[0] for n in muon.state() if n.endswith("/exp_avg")}
@@ -146,7 +147,7 @@ def test_muon_is_for_the_matrices_of_blocks_only() -> None:
 
 def test_muon_and_adamw_move_matrices_about_as_far() -> None:
     """One learning rate serves both: muon's update has a root mean square near AdamW's 0.2."""
-    ensemble = Ensemble("whole", OptimConfig(name="muon", weight_decay=0.0))
+    ensemble = Ensemble("whole", OptimConfig(name="muon", weight_decay=0.0, **EQUAL))
     before = ensemble.weights()
     ensemble.train(range(1))
     for name in BLOCK_MATRICES:
@@ -160,7 +161,7 @@ def test_muon_and_adamw_move_matrices_about_as_far() -> None:
 def test_matrices_decay_and_gains_never_do(optimizer: str) -> None:
     """With gradients of zero the decay is all that is left of an update."""
     parameters = fresh(torch.float64)
-    part = StageOptimizer(parameters, OptimConfig(name=optimizer, weight_decay=0.25))
+    part = StageOptimizer(parameters, OptimConfig(name=optimizer, weight_decay=0.25, **EQUAL))
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -190,19 +191,32 @@ def test_adamw_is_the_textbook_update() -> None:
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-13)
 
 
-def test_muon_is_torchs_own_on_each_matrix_alone() -> None:
-    ensemble = Ensemble("halves", OptimConfig(name="muon", weight_decay=0.1))
-    ensemble.train(range(4))
-    for name in BLOCK_MATRICES:
-        alone = fresh()[name]
-        muon = torch.optim.Muon(
-            [alone], weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+@optimizers
+def test_rates_are_shares_of_one(optimizer: str) -> None:
+    """Each kind of parameter moves at its own share of the rate; a share of one changes nothing."""
+    shares = {"matrix_lr": 2.0, "table_lr": 3.0, "head_lr": 5.0}
+    moved = {}
+    for chosen in (EQUAL, shares):
+        ensemble = Ensemble(
+            "halves", OptimConfig(name=optimizer, weight_decay=0.0, **chosen), torch.float64
         )
-        for step in range(4):
-            muon.param_groups[0]["lr"] = 0.01 * (step + 1)
-            alone.grad = noise(f"gradient of {name} at {step}", SHAPES[name], alone.dtype)
-            muon.step()
-        assert torch.equal(alone, ensemble.parameters[name])
+        before = ensemble.weights()
+        ensemble.train(range(1))
+        moved[chosen is shares] = {n: w - before[n] for n, w in ensemble.weights().items()}
+    expected = {"model.embed_tokens.weight": 3.0, "lm_head.weight": 5.0}
+    if optimizer == "muon":
+        expected |= dict.fromkeys(BLOCK_MATRICES, 2.0)
+    for name in NAMES:
+        wanted = moved[False][name] * expected.get(name, 1.0)
+        torch.testing.assert_close(moved[True][name], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_shares_left_open_are_those_that_were_measured() -> None:
+    assert OptimConfig(name="adamw").with_shares() == OptimConfig(name="adamw", **EQUAL)
+    muon = OptimConfig(name="muon").with_shares()
+    assert (muon.matrix_lr, muon.table_lr, muon.head_lr) == (3.0, 100.0, 10.0)
+    own = OptimConfig(name="muon", table_lr=0.0).with_shares()
+    assert own.table_lr == 0.0, "what is set stays"
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])

@@ -150,7 +150,9 @@ class StageBuilder:
             return None
         table_VD = None
         if boundary.anchor == "fixed" and self.device.type != "meta":
-            table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed).to(self.device)
+            table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
+                self.device
+            )
         return Space(self._basis(boundary.basis_seed), table_VD)
 
     def _basis(self, seed: int) -> torch.Tensor:

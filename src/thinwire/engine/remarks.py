@@ -16,6 +16,7 @@ class _Use(NamedTuple):
 
 _USES = [
     _Use("optim.momentum", 'optim.name = "sgd"', lambda s: s.optim.name == "sgd"),
+    _Use("optim.matrix_lr", 'optim.name = "muon"', lambda s: s.optim.name == "muon"),
     _Use("optim.floor", 'optim.schedule = "cosine"', lambda s: s.optim.schedule == "cosine"),
     _Use("optim.basis_lr", "boundary.learn = true", lambda s: s.boundary.learn),
     _Use("boundary.basis_seed", "a narrow boundary.mode", lambda s: s.boundary.mode != "dense"),
@@ -39,7 +40,7 @@ def remarks(settings: Settings) -> list[str]:
     if sizes:
         changes = ", ".join(f"{key} {value} (not {own})" for key, (value, own) in sizes.items())
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
-    plain, default = settings.to_plain(), Settings().to_plain()
+    plain, default = settings.relaxed().to_plain(), Settings().to_plain()
     for use in _USES:
         section, key = use.key.split(".")
         value = plain[section][key]

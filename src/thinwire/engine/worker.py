@@ -75,8 +75,7 @@ class Worker:
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
         constraint = self.builder.constraint(self.stage)
-        axes = {held.name: held.axis for held in constraint.held} if constraint else {}
-        self.optimizer = StageOptimizer(self.stage.owned_parameters(), settings.optim, axes)
+        self.optimizer = StageOptimizer(self.stage.owned_parameters(), settings.optim, constraint)
         self.keeper = None
         if self.builder.space is not None:
             self.keeper = Keeper(

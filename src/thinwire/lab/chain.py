@@ -60,8 +60,7 @@ class Chain:
         self.keepers: list[Keeper] = []
         for index, stage in enumerate(self.stages):
             constraint = self.builder.constraint(stage)
-            axes = {held.name: held.axis for held in constraint.held} if constraint else {}
-            optimizer = StageOptimizer(stage.owned_parameters(), settings.optim, axes)
+            optimizer = StageOptimizer(stage.owned_parameters(), settings.optim, constraint)
             self.optimizers.append(optimizer)
             if self.builder.space is not None:
                 first, last = index == 0, index == len(self.stages) - 1

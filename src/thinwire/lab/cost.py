@@ -83,9 +83,8 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
             dense.append(timed(microbatch(model.dim), device))
     stage.incoming, stage.outgoing = ends
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
-    axes = {held.name: held.axis for held in constraint.held} if constraint else {}
     updates = {}
-    for name, chosen in (("adamw", {}), ("subspace", axes)):
+    for name, chosen in (("adamw", None), ("subspace", constraint)):
         optimizer = StageOptimizer(stage.global_parameters(), settings.optim, chosen)
         kept = {p: p.grad for p in stage.parameters()}
 

@@ -11,7 +11,7 @@ from thinwire.typed import option
 _LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 _RESNET = ("layers", "dim", "classes", "channels", "side")
 SIZES = tuple(dict.fromkeys((*_LLAMA, *_RESNET)))
-_LLAMA_REALS = ("rope_theta", "norm_eps")
+_LLAMA_REALS = ("embed_std", "rope_theta", "norm_eps")
 
 
 def _llama(*sizes: int) -> dict[str, int]:
@@ -65,6 +65,7 @@ class ModelConfig:
     side: int = option(
         0, "resnet18: height and width of an image in pixels; 0 = the preset's", most=2**14
     )
+    embed_std: float = option(1.0, "standard deviation of the embedding's starting values")
     rope_theta: float = option(500000.0, "base of the rotary position encoding")
     norm_eps: float = option(1e-5, "epsilon of the RMS norms")
 

@@ -18,6 +18,7 @@ from thinwire.model.past import KeyValues
 
 EMBEDDING = "model.embed_tokens"
 BLOCKS = "model.layers."
+MATRIX_STD = 0.02  # of starting weights
 WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -169,7 +170,11 @@ def initialise(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> 
     if parameter.ndim < 2:
         nn.init.ones_(parameter)
         return
-    spread = 0.02 / (2 * config.layers) ** 0.5 if name.endswith(WRITERS) else 0.02
+    spread = MATRIX_STD
+    if name.endswith(WRITERS):
+        spread /= (2 * config.layers) ** 0.5
+    elif name == f"{EMBEDDING}.weight":
+        spread = config.embed_std
     with torch.no_grad():
         drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
         parameter.copy_(drawn * spread)

@@ -7,9 +7,11 @@ from thinwire.optim.config import OptimConfig, check_optim, learning_rate, rate_
 
 if TYPE_CHECKING:
     from thinwire.optim.build import StageOptimizer
+    from thinwire.optim.muon import Muon
     from thinwire.optim.subspace import SubspaceAdamW
 
 __all__ = [
+    "Muon",
     "OptimConfig",
     "StageOptimizer",
     "SubspaceAdamW",
@@ -18,4 +20,7 @@ __all__ = [
     "rate_change",
 ]
 
-__getattr__ = on_first_use(__name__, {"build": ("StageOptimizer",), "subspace": ("SubspaceAdamW",)})
+__getattr__ = on_first_use(
+    __name__,
+    {"build": ("StageOptimizer",), "muon": ("Muon",), "subspace": ("SubspaceAdamW",)},
+)

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
 from thinwire.optim.config import OptimConfig
+from thinwire.optim.muon import Muon
+from thinwire.optim.roles import Role, role_of
 from thinwire.optim.subspace import SubspaceAdamW
+from thinwire.subspace import Constraint
 
 BETAS = (0.9, 0.95)
-LEARNED_BASIS = ".basis"  # how the global name of a cut's learned basis ends
 
 
 class StageOptimizer:
@@ -25,12 +27,12 @@ class StageOptimizer:
         self,
         parameters: dict[str, nn.Parameter],
         config: OptimConfig,
-        axes: dict[str, int] | None = None,
+        constraint: Constraint | None = None,
     ):
-        """`axes` names the parameters held in a subspace, with their model dimension."""
+        """`constraint` holds some of the parameters in a subspace; their updates stay there."""
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
-        self._optimizers = _build(parameters, config, axes or {})
+        self._optimizers = _build(parameters, config.with_shares(), constraint)
         self._keeps_state = config.name != "sgd" or config.momentum > 0
 
     def step(self, lr: float) -> None:
@@ -98,7 +100,7 @@ def _state_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """What each kind of optimizer keeps of a parameter."""
     shape = tuple(parameter.shape)
-    if isinstance(optimizer, torch.optim.Muon | torch.optim.SGD):
+    if isinstance(optimizer, Muon | torch.optim.SGD):
         return {"momentum_buffer": shape}
     second = shape
     if isinstance(optimizer, SubspaceAdamW):
@@ -116,60 +118,65 @@ def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[
 
 
 def _build(
-    parameters: dict[str, nn.Parameter], config: OptimConfig, axes: dict[str, int]
+    parameters: dict[str, nn.Parameter], config: OptimConfig, constraint: Constraint | None
 ) -> list[torch.optim.Optimizer]:
+    groups = [_group(name, parameter, config) for name, parameter in parameters.items()]
     if config.name == "sgd":
-        return [_sgd(parameters, config)]
-    # Entries of an orthonormal basis are small: at the rate of weights it would turn too fast for
-    # the layers on either side to follow.
-    bases = {n: p for n, p in parameters.items() if n.endswith(LEARNED_BASIS)}
-    matrices = {
-        n: p for n, p in parameters.items() if p.ndim >= 2 and n not in axes and n not in bases
-    }
-    gains = [p for p in parameters.values() if p.ndim < 2]
-    by_muon = {}
-    if config.name == "muon":
-        # Orthogonalised updates are for hidden matrices; tables and heads keep AdamW.
-        by_muon = {n: p for n, p in matrices.items() if n.startswith("model.layers.")}
-    by_adamw = [p for n, p in matrices.items() if n not in by_muon]
-    groups = [
-        {"params": by_adamw, "weight_decay": config.weight_decay},
-        {"params": gains, "weight_decay": 0.0},
-        {"params": [*bases.values()], "weight_decay": 0.0, "lr_share": config.basis_lr},
-    ]
+        # Decay as a part of the gradient: what studies of images are made with.
+        for group in groups:
+            group["weight_decay"] = 0.0 if group["role"] is Role.BASIS else config.weight_decay
+        return [torch.optim.SGD(_merged(groups), lr=config.lr, momentum=config.momentum)]
+    held = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
+    by_muon, in_space, others = [], [], []
+    for name, group in zip(parameters, groups, strict=True):
+        if config.name == "muon" and group["role"] is Role.MATRIX:
+            basis_DK = constraint.basis_DK if constraint and name in held else None
+            by_muon.append({**group, "basis": basis_DK})
+        elif name in held:
+            in_space.append({**group, "axis": held[name]})
+        else:
+            others.append(group)
     optimizers: list[torch.optim.Optimizer] = []
-    if by_adamw or gains or bases:
+    if others:
         fused = all(p.is_cuda for p in parameters.values())
-        chosen = [g for g in groups if g["params"]]
-        optimizers.append(torch.optim.AdamW(chosen, lr=config.lr, betas=BETAS, fused=fused))
-    held = [
-        {"params": [p for n, p in parameters.items() if axes.get(n) == axis], "axis": axis}
-        for axis in sorted(set(axes.values()))
-    ]
-    if held:
-        optimizers.append(
-            SubspaceAdamW(held, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay)
-        )
+        optimizers.append(torch.optim.AdamW(_merged(others), betas=BETAS, fused=fused))
+    if in_space:
+        optimizers.append(SubspaceAdamW(_merged(in_space), betas=BETAS))
     if by_muon:
-        # match_rms_adamw scales the update so that one learning rate serves both optimizers.
-        optimizers.append(
-            torch.optim.Muon(
-                by_muon.values(),
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        optimizers.append(Muon(_merged(by_muon)))
     return optimizers
 
 
-def _sgd(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """Torch's own, with decay as a part of the gradient: what studies of images are made with."""
-    bases = [p for n, p in parameters.items() if n.endswith(LEARNED_BASIS)]
-    others = [p for n, p in parameters.items() if not n.endswith(LEARNED_BASIS)]
-    groups = [
-        {"params": others, "weight_decay": config.weight_decay},
-        {"params": bases, "weight_decay": 0.0, "lr_share": config.basis_lr},
-    ]
-    chosen = [group for group in groups if group["params"]]
-    return torch.optim.SGD(chosen, lr=config.lr, momentum=config.momentum)
+def _group(name: str, parameter: nn.Parameter, config: OptimConfig) -> dict[str, Any]:
+    """One parameter with its rate and decay."""
+    role = role_of(name, parameter)
+    shares = {
+        Role.MATRIX: config.matrix_lr if config.name == "muon" else 1.0,
+        Role.TABLE: config.table_lr,
+        Role.HEAD: config.head_lr,
+        # Entries of an orthonormal basis are small: at the rate of weights it would turn too fast
+        # for the layers on either side to follow.
+        Role.BASIS: config.basis_lr,
+    }
+    decays = role not in (Role.GAIN, Role.BASIS)
+    return {
+        "params": [parameter],
+        "role": role,
+        "lr_share": shares.get(role, 1.0),
+        "weight_decay": config.weight_decay if decays else 0.0,
+    }
+
+
+def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups that differ in their parameters alone as one, for the sake of speed."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        alike = (
+            group["lr_share"],
+            group["weight_decay"],
+            group.get("axis"),
+            id(group.get("basis")),
+        )
+        known = merged.setdefault(alike, {**group, "params": []})
+        known["params"] += group["params"]
+    return list(merged.values())

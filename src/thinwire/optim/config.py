@@ -3,12 +3,15 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.typed import option
 
 AUTO_WARMUP = 20  # steps, in a run of at least twice as many
 NOTICEABLE_CHANGE = 0.05  # of a learning rate, as a share
+EQUAL_SHARES = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
+MUON_SHARES = {"matrix_lr": 3.0, "table_lr": 100.0, "head_lr": 10.0}
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
@@ -32,26 +35,47 @@ class OptimConfig:
         "cosine", "learning-rate schedule after the warmup", ("cosine", "linear", "wsd", "constant")
     )
     floor: float = option(0.1, "cosine: final learning rate as a fraction of lr")
+    matrix_lr: float = option(
+        -1.0, "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3"
+    )
+    table_lr: float = option(
+        -1.0,
+        "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
+        "100 with muon, else 1",
+    )
+    head_lr: float = option(
+        -1.0, "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1"
+    )
     basis_lr: float = option(0.1, "boundary.learn: learning rate of the basis as a fraction of lr")
     clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
 
     def resolved(self, steps: int) -> "OptimConfig":
-        """The same config with the warmup filled in for a run of `steps` steps."""
-        if self.warmup != -1:
-            return self
-        return dataclasses.replace(self, warmup=min(AUTO_WARMUP, steps // 2))
+        """The same config with the warmup and the shares filled in for a run of `steps` steps."""
+        warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
+        return dataclasses.replace(self.with_shares(), warmup=warmup)
+
+    def with_shares(self) -> "OptimConfig":
+        """The same config with every rate that is a share of lr filled in."""
+        auto = MUON_SHARES if self.name == "muon" else EQUAL_SHARES
+        filled: dict[str, Any] = {k: share for k, share in auto.items() if getattr(self, k) == -1}
+        return dataclasses.replace(self, **filled)
 
     def relaxed(self, steps: int) -> "OptimConfig":
-        """The inverse of `resolved`: -1 for a warmup that -1 would give anyway."""
-        auto = dataclasses.replace(self, warmup=-1)
-        return auto if auto.resolved(steps) == self else self
+        """The inverse of `resolved`: -1 for what -1 would give anyway."""
+        auto = self
+        for key in ("warmup", *EQUAL_SHARES):
+            freer: OptimConfig = dataclasses.replace(auto, **{key: -1})  # type: ignore[arg-type]
+            if freer.resolved(steps) == self:
+                auto = freer
+        return auto
 
 
 def check_optim(config: OptimConfig, steps: int) -> None:
     """Refuse values that cannot work in a run of `steps` steps."""
+    config = config.with_shares()
     if not (config.lr > 0 and math.isfinite(config.lr)):
         raise ConfigError(f"optim.lr = {config.lr} must be a positive number")
-    for key in ("weight_decay", "clip", "warmup", "basis_lr"):
+    for key in ("weight_decay", "clip", "warmup", "basis_lr", *EQUAL_SHARES):
         if not 0 <= getattr(config, key) < math.inf:
             raise ConfigError(f"optim.{key} = {getattr(config, key)} must be a number not below 0")
     if not 0 <= config.momentum < 1:

@@ -7,22 +7,25 @@ order by elementwise additions alone. So a basis or a table is a function of its
 """
 
 import hashlib
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_TABLE_SCALE = 2.0**-12  # 127 steps of it: a spread of 0.018, about that of an embedding's start
+_STEPS_STD = 127 / math.sqrt(3)  # of whole numbers, uniform in -127..127
 
 
-def fixed_table(vocab: int, dim: int, seed: int) -> Tensor:
+def fixed_table(vocab: int, dim: int, seed: int, std: float) -> Tensor:
     """T_fixed: a frozen random row per token (vocab, dim), in bfloat16, full rank.
 
-    Each entry is n / 4096 with n uniform in -127..127, which bfloat16 holds exactly.
+    Each entry is a whole number, uniform in -127..127, times a power of two, which bfloat16 holds
+    exactly: of all powers the one that comes nearest to the standard deviation asked for.
     """
+    scale = 2.0 ** round(math.log2(std / _STEPS_STD))
     raw = np.frombuffer(_bits(seed, "table", vocab * dim).tobytes(), dtype=np.uint8)
     steps = np.maximum(raw[: vocab * dim].view(np.int8), -127)
-    table = torch.from_numpy(steps.copy()).to(torch.bfloat16) * _TABLE_SCALE
+    table = torch.from_numpy(steps.copy()).to(torch.bfloat16) * scale
     return table.reshape(vocab, dim)
 
 

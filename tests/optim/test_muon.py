@@ -1,0 +1,96 @@
+"""Muon against a singular value decomposition, against torch's own, and inside a subspace."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire.optim import Muon
+from thinwire.optim.muon import COEFFICIENTS, ITERATIONS, orthogonalised
+from thinwire.subspace import drift, project, random_basis
+
+DIM, RANK, INPUTS = 24, 6, 16
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_singular_values(matrix: Tensor) -> Tensor:
+    """What the iterations do, by the definition of a matrix function."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / torch.linalg.matrix_norm(matrix)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        values = a * values + b * values**3 + c * values**5
+    return left * values @ right
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 7)])
+def test_only_singular_values_change(shape: tuple[int, int]) -> None:
+    matrices = normal(0, 3, *shape)
+    together = orthogonalised(matrices)
+    for matrix, result in zip(matrices, together, strict=True):
+        torch.testing.assert_close(result, by_singular_values(matrix), rtol=1e-9, atol=1e-10)
+    spread = torch.linalg.svdvals(together)
+    assert spread.min() > 0.3 and spread.max() < 1.3
+
+
+def trained(weight: nn.Parameter, gradients: list[Tensor], **options: object) -> Tensor:
+    optimizer = Muon([{"params": [weight], **options}], lr=0.02, weight_decay=0.1)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    return weight.detach()
+
+
+def test_it_is_torchs_own_up_to_bfloat16() -> None:
+    gradients = [normal(step, DIM, INPUTS, dtype=torch.float32) for step in range(5)]
+    ours = trained(nn.Parameter(torch.zeros(DIM, INPUTS)), gradients)
+    theirs = nn.Parameter(torch.zeros(DIM, INPUTS))
+    optimizer = torch.optim.Muon(
+        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        optimizer.step()
+    assert torch.linalg.vector_norm(ours - theirs) < 0.02 * torch.linalg.vector_norm(theirs)
+
+
+def test_a_held_matrix_moves_as_its_coordinates_would() -> None:
+    """So the modes subspace and reparam make the same updates of their writers."""
+    basis_DK = random_basis(DIM, RANK, seed=0)
+    coordinates = normal(1, RANK, INPUTS)
+    gradients = [normal(10 + step, DIM, INPUTS) for step in range(6)]
+    held = trained(
+        nn.Parameter(basis_DK @ coordinates),
+        [project(gradient, basis_DK, 0) for gradient in gradients],
+        basis=basis_DK,
+    )
+    alone = trained(nn.Parameter(coordinates), [basis_DK.T @ gradient for gradient in gradients])
+    torch.testing.assert_close(held, basis_DK @ alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_coordinates", [True, False])
+def test_only_in_coordinates_weights_stay_in_the_subspace(in_coordinates: bool) -> None:
+    """The failing side: the whole matrix in bfloat16, as on a GPU, is rounded out of S."""
+    basis_DK = random_basis(DIM, RANK, seed=0).float()
+    weight = basis_DK @ normal(1, RANK, INPUTS, dtype=torch.float32)
+    for step in range(200):
+        gradient = project(normal(step, DIM, INPUTS, dtype=torch.float32), basis_DK, 0)
+        if in_coordinates:
+            update = basis_DK @ orthogonalised((basis_DK.T @ gradient).bfloat16()).float()
+        else:
+            update = orthogonalised(gradient.bfloat16()).float()
+        weight = weight - 0.02 * update
+    found = drift(weight, basis_DK, 0)
+    assert found < 1e-6 if in_coordinates else found > 1e-3
+
+
+def test_a_shape_of_its_own_and_a_missing_gradient_do_no_harm() -> None:
+    square, wide, idle = (nn.Parameter(normal(i, 4, n)) for i, n in enumerate((4, 9, 4)))
+    before = idle.detach().clone()
+    optimizer = Muon([square, wide, idle], lr=0.1)
+    square.grad, wide.grad = torch.ones_like(square), torch.ones_like(wide)
+    optimizer.step()
+    assert torch.equal(idle, before) and idle not in optimizer.state
+    assert torch.linalg.svdvals(square.detach() - normal(0, 4, 4))[1] < 1e-9, "a gradient of rank 1"
