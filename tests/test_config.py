@@ -201,6 +201,7 @@ RESNET = ["model.preset=resnet18", "data.source=images", "data.path=x", "train.b
 CHANGES = [
     [], ["train.steps=12"], THIN, ["model.preset=160m", "model.vocab=50304"], RESNET,
     [*THIN, "pipeline.stages=2"], ["boundary.mode=projected", "boundary.rank=4"],
+    ["optim.name=muon"], ["optim.name=muon", "optim.table_lr=1", "model.embed_std=0.02"],
 ]  # fmt: skip
 
 
@@ -232,7 +233,8 @@ def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Sett
         boundary__mode="subspace", boundary__rank=4, boundary__free_layers=1, optim__warmup=1
     )
     relaxed = settings.relaxed()
-    assert relaxed.model == dataclasses.replace(settings.model, layers=0, heads=0, kv_heads=0)
+    open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "embed_std": 0.0}
+    assert relaxed.model == dataclasses.replace(settings.model, **open_model)
     assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
     assert relaxed.optim.warmup == 1
     assert relaxed.resolved() == settings

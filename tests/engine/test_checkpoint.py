@@ -229,6 +229,15 @@ def test_a_checkpoint_of_the_earlier_format_opens_and_says_what_is_weaker(tmp_pa
     assert "without a hash of its manifest" in weakness
 
 
+def test_settings_that_came_later_mean_what_they_meant_when_it_was_written(tmp_path: Path) -> None:
+    facts = {**FACTS, "settings": {"optim": {"name": "muon"}}}
+    settings = Checkpoint.open(save(tmp_path, 1, facts=facts)).settings
+    assert (settings.model.embed_std, settings.optim.table_lr) == (0.02, 1.0)
+    named = {"optim": {"name": "muon", "table_lr": 7.0}, "model": {"embed_std": 0.5}}
+    settings = Checkpoint.open(save(tmp_path, 2, facts={**FACTS, "settings": named})).settings
+    assert (settings.model.embed_std, settings.optim.table_lr) == (0.5, 7.0)
+
+
 def test_all_that_is_renamed_is_on_the_disk_before(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,11 @@ FACTS = {
     "shards": list,
 }
 """What every manifest says, beside its format."""
+BEFORE = {
+    "model": {"embed_std": 0.02},
+    "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
+}
+"""What settings meant that a manifest does not name, because they came later."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +262,9 @@ class Checkpoint:
         """The settings of the run that wrote this, as this thinwire understands them."""
         self._check_plugins()
         try:
-            return Settings.from_plain(self.manifest["settings"])
+            values = self.manifest["settings"]
+            older = {key: {**rest, **values.get(key, {})} for key, rest in BEFORE.items()}
+            return Settings.from_plain({**values, **older})
         except PluginError as error:
             raise CheckpointError(f"{self.folder} was written with a plugin: {error}") from error
         except ConfigError as error:

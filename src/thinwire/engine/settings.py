@@ -117,7 +117,9 @@ class Settings:
     def resolved(self) -> "Settings":
         """The same settings with presets and "auto" filled in, refused if they cannot work."""
         run = dataclasses.replace(self.run, out=str(expanded(self.run.out, "run.out")))
-        settings = dataclasses.replace(self, run=run, model=self.model.resolved())
+        settings = dataclasses.replace(
+            self, run=run, model=self.model.resolved(self.optim.embed_std)
+        )
         _check_data(settings)
         if settings.model.sees_images:
             _check_images(settings)
@@ -135,7 +137,7 @@ class Settings:
         """
         return dataclasses.replace(
             self,
-            model=self.model.relaxed(),
+            model=self.model.relaxed(self.optim.embed_std),
             boundary=self.boundary.relaxed(self.model.dim, self.split()),
             optim=self.optim.relaxed(self.train.steps),
         )

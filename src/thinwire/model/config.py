@@ -11,6 +11,7 @@ from thinwire.typed import option
 _LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 _RESNET = ("layers", "dim", "classes", "channels", "side")
 SIZES = tuple(dict.fromkeys((*_LLAMA, *_RESNET)))
+MATRIX_STD = 0.02  # of starting weights
 _LLAMA_REALS = ("embed_std", "rope_theta", "norm_eps")
 
 
@@ -65,7 +66,9 @@ class ModelConfig:
     side: int = option(
         0, "resnet18: height and width of an image in pixels; 0 = the preset's", most=2**14
     )
-    embed_std: float = option(1.0, "standard deviation of the embedding's starting values")
+    embed_std: float = option(
+        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02"
+    )
     rope_theta: float = option(500000.0, "base of the rotary position encoding")
     norm_eps: float = option(1e-5, "epsilon of the RMS norms")
 
@@ -79,10 +82,13 @@ class ModelConfig:
         """Width of one attention head."""
         return self.dim // self.heads
 
-    def resolved(self) -> "ModelConfig":
-        """The same config with every 0 filled from the preset, checked for consistency."""
+    def resolved(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
+        """The same config with every 0 filled from the preset, checked for consistency.
+
+        `embed_std` is the embedding's spread where the config leaves it open.
+        """
         shape = PRESETS[self.preset]
-        filled: dict[str, Any] = {}
+        filled: dict[str, Any] = {"embed_std": self.embed_std or embed_std}
         for key in SIZES:
             value = getattr(self, key)
             if value < 0:
@@ -97,10 +103,12 @@ class ModelConfig:
             _check_llama(full)
         return full
 
-    def relaxed(self) -> "ModelConfig":
+    def relaxed(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
         """The inverse of `resolved`: 0 for every size that is the preset's own."""
         shape = PRESETS[self.preset]
         own: dict[str, Any] = {k: 0 for k, value in shape.items() if getattr(self, k) == value}
+        if self.embed_std == embed_std:
+            own["embed_std"] = 0.0
         return dataclasses.replace(self, **own)
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
-from thinwire.model.config import ModelConfig
+from thinwire.model.config import MATRIX_STD, ModelConfig
 from thinwire.model.narrow import Narrow, ReparamEmbedding, ReparamLinear, SplitEmbedding
 from thinwire.model.past import KeyValues
 
 EMBEDDING = "model.embed_tokens"
 BLOCKS = "model.layers."
-MATRIX_STD = 0.02  # of starting weights
 WRITERS = ("o_proj.weight", "down_proj.weight")
 
 

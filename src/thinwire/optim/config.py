@@ -54,6 +54,11 @@ class OptimConfig:
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
         return dataclasses.replace(self.with_shares(), warmup=warmup)
 
+    @property
+    def embed_std(self) -> float:
+        """The spread of an embedding at the start that was best with this optimizer."""
+        return 1.0 if self.name == "muon" else 0.02
+
     def with_shares(self) -> "OptimConfig":
         """The same config with every rate that is a share of lr filled in."""
         auto = MUON_SHARES if self.name == "muon" else EQUAL_SHARES
