@@ -12,9 +12,10 @@ from thinwire.demo import ARMS, conclusion
 QUICK = ("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0")
 
 
-def summary(loss: float, training: float, sent: int, ratio: float) -> dict[str, Any]:
+def summary(loss: float, tokens: int, training: float, sent: int, ratio: float) -> dict[str, Any]:
     return {
         "final_valid_loss": loss,
+        "tokens": tokens,
         "seconds": {"training": training},
         "bytes_sent": {"total": sent},
         "ratio_vs_bf16": ratio,
@@ -22,19 +23,19 @@ def summary(loss: float, training: float, sent: int, ratio: float) -> dict[str, 
 
 
 def test_the_conclusion_says_bytes_time_and_loss_with_their_direction() -> None:
-    thin = summary(4.5, 20.0, 5_000_000, 26.04)
-    dense = summary(5.0, 70.0, 120_000_000, 0.999)
+    thin = summary(4.25, 90_000, 30.0, 5_000_000, 26.04)
+    dense = summary(4.5, 60_000, 70.0, 120_000_000, 0.999)
     fewer, faster, lower = conclusion({"thin": thin, "dense": dense})
     assert "5.0 MB" in fewer and "120.0 MB" in fewer and "26x fewer" in fewer
-    assert "3.5x faster" in faster
-    assert "4.50" in lower and "5.00" in lower and "10.0% lower" in lower
+    assert "90,000 tokens in 30" in faster and "3.5x faster" in faster
+    assert "4.25" in lower and "4.50" in lower and "lower, and sooner" in lower
 
 
 def test_a_thin_run_that_is_worse_is_called_worse() -> None:
-    thin = summary(5.0, 70.0, 5_000_000, 26.0)
-    dense = summary(4.0, 35.0, 120_000_000, 1.0)
+    thin = summary(5.0, 60_000, 70.0, 5_000_000, 26.0)
+    dense = summary(4.0, 60_000, 35.0, 120_000_000, 1.0)
     _, slower, higher = conclusion({"thin": thin, "dense": dense})
-    assert "2.0x slower" in slower and "25.0% higher" in higher
+    assert "2.0x slower" in slower and "higher, and later" in higher
 
 
 def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
@@ -44,7 +45,7 @@ def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
     main(["demo", *overrides])
     shown = capsys.readouterr().out
     assert [path.name for path in sorted(tmp_path.iterdir())] == sorted(f"demo-{a}" for a in ARMS)
-    assert re.search(r"sent .* where the dense one sent .*: 2\dx fewer bytes", shown)
+    assert re.search(r"sent .*, the dense run .*: 2\dx fewer bytes", shown)
     assert re.search(r"\n  dense bf16 .* tokens/s\n  projected .* tokens/s\n", shown)
     assert (tmp_path / "demo-thin" / "plots" / "compare.png").stat().st_size > 0
     lines = shown.split("[start]")[0].splitlines()
