@@ -12,7 +12,7 @@ from test_verdict import poison
 
 from thinwire.data import Corpus, Order
 from thinwire.engine import Settings
-from thinwire.engine.build import StageBuilder
+from thinwire.engine.build import StageBuilder, parameter_count
 from thinwire.errors import ConfigError, WireError
 from thinwire.model import token_loss
 
@@ -46,6 +46,12 @@ MODES = {
         "boundary__basis": "per-cut",
         "boundary__learn": True,
         "boundary__anchor": "trainable",
+    },
+    "projected-narrow-table": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__anchor": "trainable",
+        "boundary__table": 3,
     },
 }
 
@@ -258,6 +264,12 @@ def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus
         ({"mode": "subspace", "rank": 4, "free_layers": 3}, "only the 2 blocks of the last"),
         ({"mode": "projected", "rank": 4, "free_layers": 1}, "all its weights are free"),
         ({"mode": "projected", "rank": 4, "learn": True}, "per-cut"),
+        ({"mode": "projected", "rank": 4, "table": 8}, "no meaning without boundary.anchor"),
+        ({"mode": "dense", "table": 8}, "no meaning without boundary.anchor"),
+        (
+            {"mode": "projected", "rank": 4, "anchor": "trainable", "table": 4096},
+            "must lie between 1 and model.dim",
+        ),
         (
             {"mode": "projected", "rank": 4, "basis": "per-cut", "basis_update_every": 5},
             "could not follow",
@@ -271,22 +283,30 @@ def test_settings_that_cannot_work_are_refused(
         make_settings(**{f"boundary__{k}": v for k, v in changes.items()})
 
 
-def test_sgd_leaves_the_subspace_and_is_refused(make_settings: Callable) -> None:
-    with pytest.raises(ConfigError, match="leave the subspace"):
-        make_settings(optim__name="sgd", **MODES["subspace"])
-    make_settings(optim__name="sgd", **MODES["reparam"])
-
-
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
 @pytest.mark.parametrize("mode", ["subspace", "subspace-moving"])
-def test_muon_keeps_weights_in_the_subspace(
-    mode: str, make_settings: Callable, run_in_threads: Callable
+def test_other_optimizers_keep_weights_in_the_subspace_too(
+    mode: str, optimizer: str, make_settings: Callable, run_in_threads: Callable
 ) -> None:
-    outcome = run_in_threads(make_settings(train__steps=6, optim__name="muon", **MODES[mode]))
+    outcome = run_in_threads(make_settings(train__steps=6, optim__name=optimizer, **MODES[mode]))
     for worker in outcome.workers:
         constraint = worker.builder.constraint(worker.stage)
         assert constraint.drift() < 1e-12
     losses = outcome.losses()
     assert losses[-1] < losses[0]
+
+
+def test_a_narrow_table_has_fewer_parameters_and_learns(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    settings = make_settings(train__steps=4, optim__name="muon", **MODES["projected-narrow-table"])
+    wide = make_settings(**{**MODES["projected-narrow-table"], "boundary__table": 0})
+    vocab, dim, width = settings.model.vocab, settings.model.dim, 3
+    spared = vocab * dim - (vocab * width + width * dim)
+    assert parameter_count(wide) - parameter_count(settings) == spared
+    receiver = run_in_threads(settings).workers[-1].stage.incoming
+    assert bool(receiver.table.any()), "it starts at zero and the gradient reaches it"
+    assert receiver.widen.shape == (dim, width)
 
 
 def test_the_basis_does_not_move_after_the_last_update(

@@ -15,4 +15,5 @@ def build_boundary(
         return DenseBoundary(dim)
     if config.is_constrained:
         return SubspaceBoundary(space)
-    return ProjectedBoundary(space, config.anchor, vocab, config.learn, receives)
+    table = (vocab, config.table) if receives and config.table else None
+    return ProjectedBoundary(space, config.anchor == "fixed", config.learn, table)

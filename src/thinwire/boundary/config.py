@@ -36,6 +36,9 @@ class BoundaryConfig:
         "the receiver); auto = fixed for subspace and reparam, none for projected",
         ("auto", "none", "fixed", "trainable"),
     )
+    table: int = option(
+        0, "anchor = trainable: width of the token table, widened by a matrix; 0 = model.dim"
+    )
     free_layers: int = option(
         -1,
         "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
@@ -49,6 +52,11 @@ class BoundaryConfig:
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
         last_stage = len(split[-1])
+        if self.table and self.anchor != "trainable":
+            raise ConfigError(
+                f"boundary.table = {self.table} has no meaning without boundary.anchor = "
+                '"trainable", whose table it narrows: leave it at 0'
+            )
         if self.mode == "dense":
             return self._resolved_dense(dim)
         if not 0 < self.rank < dim:
@@ -78,12 +86,18 @@ class BoundaryConfig:
                 "use boundary.learn = true, or the shared basis"
             )
         anchor = "none" if self.anchor == "auto" else self.anchor
-        return dataclasses.replace(self, anchor=anchor, free_layers=0)
+        table = (self.table or dim) if anchor == "trainable" else 0
+        if not 0 <= table <= dim:
+            raise ConfigError(
+                f"boundary.table = {self.table} must lie between 1 and model.dim = {dim}: a wider "
+                "table holds nothing more"
+            )
+        return dataclasses.replace(self, anchor=anchor, table=table, free_layers=0)
 
     def relaxed(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The inverse of `resolved`: auto and -1 where they give the same."""
         auto = self
-        for key, value in (("anchor", "auto"), ("free_layers", -1)):
+        for key, value in (("anchor", "auto"), ("table", 0), ("free_layers", -1)):
             freer = dataclasses.replace(auto, **{key: value})  # type: ignore[arg-type]
             if freer.resolved(dim, split) == self:
                 auto = freer

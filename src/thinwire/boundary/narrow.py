@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.boundary.base import Boundary
-from thinwire.subspace import Space
+from thinwire.subspace import Space, fixed_table
 
 # Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
 # orthonormal, and the error would be the same for every token.
@@ -81,18 +81,23 @@ class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
     With `learn`, each end holds the basis as a parameter; the sender's is the one that is
-    updated, with both ends' gradients, and sent to the receiver. A trainable anchor is a token
-    table on the receiver's side alone: taking it off at the sender too would only shift the
-    coordinates by something the receiver knows.
+    updated, with both ends' gradients, and sent to the receiver. `table` gives the receiver a
+    trainable token table of (vocab, width): taking it off at the sender too would only shift the
+    coordinates by something the receiver knows. Where it is narrower than the stream, which saves
+    memory with large vocabularies, a matrix widens its rows.
     """
 
-    def __init__(self, space: Space, anchor: str, vocab: int, learn: bool, receives: bool):
-        super().__init__(space, anchored=anchor == "fixed")
+    def __init__(
+        self, space: Space, anchored: bool, learn: bool, table: tuple[int, int] | None = None
+    ):
+        super().__init__(space, anchored)
         self.basis = nn.Parameter(space.basis_DK.clone()) if learn else None
-        self.table = None
-        if anchor == "trainable" and receives:
-            dim = space.basis_DK.shape[0]
-            self.table = nn.Parameter(space.basis_DK.new_zeros(vocab, dim))
+        self.table = self.widen = None
+        if table is not None:
+            (vocab, width), dim = table, space.basis_DK.shape[0]
+            self.table = nn.Parameter(space.basis_DK.new_zeros(vocab, width))
+            if width < dim:
+                self.widen = nn.Parameter(_widening(dim, width).to(space.basis_DK))
             self.needs_ids = True
 
     @property
@@ -112,5 +117,14 @@ class ProjectedBoundary(SubspaceBoundary):
         x_BTD = super().decode(z, ids_BT)
         if self.table is not None:
             assert ids_BT is not None, "an anchored boundary reads token ids"
-            x_BTD = x_BTD + F.embedding(ids_BT, self.table)
+            known = F.embedding(ids_BT, self.table)
+            x_BTD = x_BTD + (known if self.widen is None else F.linear(known, self.widen))
         return x_BTD
+
+
+def _widening(dim: int, width: int) -> Tensor:
+    """Where a widening matrix starts: the same bits on every machine, columns of length about 1.
+
+    The table itself starts at zero, so the cut starts as one without a table.
+    """
+    return fixed_table(dim, width, seed=0, std=width**-0.5)

@@ -52,11 +52,11 @@ FACTS = {
     "shards": list,
 }
 """What every manifest says, beside its format."""
-BEFORE = {
+MUON_BEFORE = {
     "model": {"embed_std": 0.02},
     "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
 }
-"""What settings meant that a manifest does not name, because they came later."""
+"""What runs with Muon meant before these settings existed."""
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,7 @@ class Checkpoint:
         """The settings of the run that wrote this, as this thinwire understands them."""
         self._check_plugins()
         try:
-            values = self.manifest["settings"]
-            older = {key: {**rest, **values.get(key, {})} for key, rest in BEFORE.items()}
-            return Settings.from_plain({**values, **older})
+            return Settings.from_plain(_as_meant(self.manifest["settings"]))
         except PluginError as error:
             raise CheckpointError(f"{self.folder} was written with a plugin: {error}") from error
         except ConfigError as error:
@@ -431,3 +429,11 @@ def _flush(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _as_meant(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a manifest, with what those that came later would have been."""
+    optim = values.get("optim", {})
+    if not isinstance(optim, dict) or optim.get("name") != "muon":
+        return values
+    return {**values, **{key: {**rest, **values.get(key, {})} for key, rest in MUON_BEFORE.items()}}

@@ -288,11 +288,6 @@ def _check(settings: Settings) -> None:
         )
     settings.schedule()
     check_optim(settings.optim, train.steps)
-    if settings.boundary.mode == "subspace" and settings.optim.name == "sgd":
-        raise ConfigError(
-            'optim.name = "sgd" cannot work with boundary.mode = "subspace": its update would '
-            'leave the subspace; use adamw or muon, or boundary.mode = "reparam"'
-        )
     settings.codec.check(pipeline.stages - 1)
     if settings.model.sees_images:
         _check_norms(settings)

@@ -88,7 +88,9 @@ class ModelConfig:
         `embed_std` is the embedding's spread where the config leaves it open.
         """
         shape = PRESETS[self.preset]
-        filled: dict[str, Any] = {"embed_std": self.embed_std or embed_std}
+        filled: dict[str, Any] = {}
+        if not self.sees_images:
+            filled["embed_std"] = self.embed_std or embed_std
         for key in SIZES:
             value = getattr(self, key)
             if value < 0:

@@ -8,7 +8,7 @@ from torch import Tensor
 class Role(Enum):
     """Parameters that are treated alike."""
 
-    MATRIX = "matrix"  # of a transformer's block: what Muon is for
+    MATRIX = "matrix"  # between hidden states, in blocks and at cuts: what Muon is for
     TABLE = "table"  # a row per token: the embedding, and what a cut's receiver knows of a token
     HEAD = "head"
     BASIS = "basis"  # of a cut, learned
@@ -26,4 +26,5 @@ def role_of(name: str, parameter: Tensor) -> Role:
         return Role.TABLE
     if name == "lm_head.weight":
         return Role.HEAD
-    return Role.MATRIX if name.startswith("model.layers.") else Role.OTHER
+    is_matrix = name.startswith("model.layers.") or name.endswith(".widen")
+    return Role.MATRIX if is_matrix else Role.OTHER
