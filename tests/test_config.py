@@ -201,6 +201,8 @@ RESNET = ["model.preset=resnet18", "data.source=images", "data.path=x", "train.b
 CHANGES = [
     [], ["train.steps=12"], THIN, ["model.preset=160m", "model.vocab=50304"], RESNET,
     [*THIN, "pipeline.stages=2"], ["boundary.mode=projected", "boundary.rank=4"],
+    ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable"],
+    ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable", "boundary.table=8"],
     ["optim.name=muon"], ["optim.name=muon", "optim.table_lr=1", "model.embed_std=0.02"],
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """`[boundary]`: what crosses the cut, and which combinations can work."""
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -95,12 +96,13 @@ class BoundaryConfig:
         return dataclasses.replace(self, anchor=anchor, table=table, free_layers=0)
 
     def relaxed(self, dim: int, split: list[range]) -> "BoundaryConfig":
-        """The inverse of `resolved`: auto and -1 where they give the same."""
+        """The inverse of `resolved`: auto, 0 and -1 where they give the same."""
         auto = self
-        for key, value in (("anchor", "auto"), ("table", 0), ("free_layers", -1)):
+        for key, value in (("table", 0), ("anchor", "auto"), ("free_layers", -1)):
             freer = dataclasses.replace(auto, **{key: value})  # type: ignore[arg-type]
-            if freer.resolved(dim, split) == self:
-                auto = freer
+            with contextlib.suppress(ConfigError):  # a table of its own width needs its anchor
+                if freer.resolved(dim, split) == self:
+                    auto = freer
         return auto
 
     def _resolved_dense(self, dim: int) -> "BoundaryConfig":
