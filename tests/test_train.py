@@ -5,8 +5,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -17,25 +15,12 @@ import torch
 
 from thinwire.codec import parse
 from thinwire.data import Corpus
-from thinwire.engine import Checkpoint, Settings, list_checkpoints
-from thinwire.engine.checkpoint import checkpoints_folder, commit, partial_folder, write_shard
-from thinwire.engine.claim import claim_folder
+from thinwire.engine import Checkpoint, list_checkpoints
+from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
-from thinwire.resume import FIXED_ON_RESUME, open_resume
+from thinwire.resume import open_resume
 from thinwire.train import Interrupted, _Run, _stopping, train
-
-
-def save(run: Path, settings: Settings, step: int = 2) -> Path:
-    """A complete checkpoint of one tensor under these settings."""
-    shard = write_shard(partial_folder(run, step), 0, {"w": torch.zeros(2)})
-    facts = {
-        "settings": settings.to_plain(),
-        "corpus": "c",
-        "weight_version": step,
-        "basis_version": 0,
-    }
-    return commit(run, step, [shard], facts, None)
 
 
 def kept(run: Path) -> list[str]:
@@ -46,187 +31,6 @@ def kept(run: Path) -> list[str]:
 
 def silent() -> PlainDisplay:
     return PlainDisplay(StringIO())
-
-
-def test_what_is_fixed_on_resume_exists() -> None:
-    plain = Settings().to_plain()
-    places = {f"{section}.{key}" for section, keys in plain.items() for key in keys}
-    assert places | {f"{section}.*" for section in plain} >= FIXED_ON_RESUME
-
-
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"model__ffn": 64}, "model.ffn"),
-        ({"model__rope_theta": 1.0e4}, "model.rope_theta"),
-        ({"boundary__mode": "subspace", "boundary__rank": 4}, "boundary.mode"),
-        ({"data__source": "stdlib", "data__path": ""}, "data.source"),
-        ({"data__tokenizer": "other.json"}, "data.tokenizer"),
-        ({"data__valid_fraction": 0.2}, "data.valid_fraction"),
-        ({"run__seed": 5}, "run.seed"),
-        ({"run__precision": "fp32"}, "run.precision"),
-        ({"optim__name": "muon"}, "optim.name"),
-        ({"train__batch": 16}, "train.batch"),
-    ],
-)
-def test_what_the_weights_mean_cannot_change_on_resume(
-    change: dict[str, Any], place: str, make_settings: Callable, tmp_path: Path
-) -> None:
-    saved = save(tmp_path, make_settings())
-    with pytest.raises(ConfigError, match=f"other values of .*{place}"):
-        open_resume(saved, make_settings(**change), silent())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"train__steps": 9, "train__eval_every": 3, "train__keep": 1},
-        {"optim__lr": 1e-4, "optim__clip": 1.0, "optim__warmup": 1, "optim__schedule": "wsd"},
-        {"codec__forward": "bf16", "link__emulate": True, "link__mbps_up": 5.0},
-        {"run__name": "other", "run__threads": 2, "data__path": "moved"},
-        {"pipeline__stages": 4, "pipeline__microbatches": 8, "pipeline__window": 6},
-    ],
-)
-def test_everything_else_may_change_on_resume(
-    change: dict[str, Any], make_settings: Callable, tmp_path: Path
-) -> None:
-    saved = save(tmp_path, make_settings())
-    assert open_resume(saved, make_settings(**change), silent()).folder == saved
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "noted"),
-    [
-        ({}, {"pipeline__stages": 4}, False),
-        ({"codec__forward": "fp32"}, {"pipeline__stages": 4}, True),
-        ({"codec__backward": "bf16"}, {"pipeline__stages": 4}, True),
-        ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, False),
-        ({"codec__backward": "bf16"}, {"pipeline__stages": 1}, True),
-        ({}, {"pipeline__stages": 3, "codec__cuts": ["1: forward=bf16"]}, True),
-        (
-            {},
-            {
-                "pipeline__stages": 3,
-                "codec__forward": "bf16",
-                "codec__cuts": ["0: forward=fp64", "1: forward=fp64"],
-            },
-            False,
-        ),
-        ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
-        ({"codec__forward": "fp16"}, {"pipeline__split": [1, 3]}, True),
-        ({"boundary__mode": "projected", "boundary__rank": 4}, {"pipeline__stages": 4}, True),
-    ],
-)
-def test_a_split_anew_says_whether_it_is_exact(
-    before: dict[str, Any],
-    after: dict[str, Any],
-    noted: bool,
-    make_settings: Callable,
-    tmp_path: Path,
-) -> None:
-    saved = save(tmp_path, make_settings(**before))
-    stream = StringIO()
-    open_resume(saved, make_settings(**before, **after), PlainDisplay(stream))
-    assert ("not bit for bit" in stream.getvalue()) == noted
-
-
-@pytest.mark.parametrize(("threads", "noted"), [(0, True), (1, False), (2, False)])
-def test_other_threads_on_resume_are_said(
-    threads: int,
-    noted: bool,
-    make_settings: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Shared out over more stages, a machine's cores are fewer for each, and round otherwise."""
-    monkeypatch.setattr("thinwire.engine.settings.machine_cores", lambda: 4)
-    saved = save(tmp_path, make_settings(run__threads=threads))
-    stream = StringIO()
-    more = make_settings(run__threads=threads, pipeline__stages=4)
-    open_resume(saved, more, PlainDisplay(stream))
-    assert ("not bit for bit" in stream.getvalue()) == noted
-    assert ("run.threads = 2" in stream.getvalue()) == noted
-
-
-def test_another_rate_is_told_on_resume(make_settings: Callable, tmp_path: Path) -> None:
-    saved = save(tmp_path, make_settings())
-    noted = []
-    for rate in (make_settings().optim.lr, 1e-4):
-        stream = StringIO()
-        open_resume(saved, make_settings(optim__lr=rate), PlainDisplay(stream))
-        noted.append("the learning rate was" in stream.getvalue())
-    assert noted == [False, True]
-
-
-def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
-    remembering = {"codec__forward": "int8+ef21"}
-    saved = save(tmp_path, make_settings(**remembering))
-    open_resume(saved, make_settings(**remembering), silent())
-    with pytest.raises(CheckpointError, match=r"int8\+ef21 .* before block 2, .* no cut there"):
-        open_resume(saved, make_settings(**remembering, pipeline__split=[1, 3]), silent())
-    open_resume(saved, make_settings(codec__forward="int8", pipeline__split=[1, 3]), silent())
-    open_resume(saved, make_settings(**remembering, pipeline__stages=4), silent())  # finer
-    stream = StringIO()
-    open_resume(saved, make_settings(codec__forward="int4+ef21"), PlainDisplay(stream))
-    assert "int4+ef21 is new on the forward leg of cut 0" in stream.getvalue()
-
-
-def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with claim_folder(folder, None):
-        (folder / "metrics.jsonl").touch()  # as a launch that failed may leave it
-    with claim_folder(folder, None):
-        (folder / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="already holds a run: choose another"):
-        claim_folder(folder, None).__enter__()
-    (folder / "metrics.jsonl").unlink()
-    saved = save(folder, make_settings())
-    with pytest.raises(ConfigError, match="already holds a run: continue it with --resume"):
-        claim_folder(folder, None).__enter__()
-    with claim_folder(folder, Checkpoint.open(saved)):
-        pass
-
-
-def test_a_resume_never_takes_over_another_run(make_settings: Callable, tmp_path: Path) -> None:
-    theirs, ours, free = (tmp_path / name for name in ("A", "B", "C"))
-    checkpoint = Checkpoint.open(save(theirs, make_settings()))
-    save(ours, make_settings())
-    with pytest.raises(ConfigError, match=r"but not that of .*choose a new name"):
-        claim_folder(ours, checkpoint).__enter__()
-    with claim_folder(free, checkpoint), claim_folder(theirs, checkpoint):
-        pass
-
-
-def test_leftovers_go_when_a_folder_is_claimed_and_when_it_is_left(tmp_path: Path) -> None:
-    partial = partial_folder(tmp_path, 3)
-    partial.mkdir(parents=True)
-    with claim_folder(tmp_path, None):
-        assert not partial.exists()
-        partial.mkdir()
-    assert not partial.exists()
-
-
-def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
-    """A real second process; killed, it leaves no lock behind."""
-    pytest.importorskip("fcntl")
-    program = (
-        "import sys, pathlib, time\n"
-        "from thinwire.engine.claim import claim_folder\n"
-        "with claim_folder(pathlib.Path(sys.argv[1]), None):\n"
-        "    print('held', flush=True)\n"
-        "    time.sleep(120)\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "held\n"
-            with pytest.raises(ConfigError, match="another process is training in this folder"):
-                claim_folder(tmp_path, None).__enter__()
-        finally:
-            other.kill()
-            other.wait()
-    with claim_folder(tmp_path, None):
-        pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without cuda")

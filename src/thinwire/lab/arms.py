@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,17 +71,17 @@ class Arm(Protocol):
         """The arm in a few words, for a line of progress."""
 
 
-class TrainingArm:
+class TrainingArm(ABC):
     """An arm that changes some settings of a base model, data set and batch."""
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """The arm in a line of progress."""
-        raise NotImplementedError
 
+    @abstractmethod
     def changes(self) -> Values:
         """The settings that this arm has and the base has not."""
-        raise NotImplementedError
 
     def settings(self, base: Values) -> Settings:
         """The settings of this arm on a base."""
