@@ -20,8 +20,8 @@ demo: install
 	$(BIN)/thinwire demo
 
 lint: install
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
 
 test: install lint

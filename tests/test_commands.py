@@ -31,7 +31,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def perform(tmp_path: Path, cache: Path) -> Iterator[Callable[[Words, dict[str, str]], str]]:
     """Runs a command in a folder of its own, and gives what it printed."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "tools"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
 
     def run(words: Words, variables: dict[str, str]) -> str:
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
