@@ -372,7 +372,10 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
 
     thread = threading.Thread(target=send_all, daemon=True)
     thread.start()
-    thread.join(1.0)
+    deadline = time.monotonic() + 30
+    while len(pair.mailbox._items) < EVALUATION_WINDOW and time.monotonic() < deadline:
+        time.sleep(0.01)
+    thread.join(0.5)  # unhindered, the others would have come in this time
     assert len(pair.mailbox._items) == EVALUATION_WINDOW
     assert len(sent) < VALIDATION_BATCHES - 5
     for number in range(VALIDATION_BATCHES):

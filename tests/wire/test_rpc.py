@@ -184,7 +184,7 @@ def test_an_address_of_another_machine_cannot_be_listened_on(authority):
 def test_dialing_where_nothing_listens_is_an_error(authority, listener):
     listener.close()
     with pytest.raises(WireError, match="nothing listens there; is that process running"):
-        dial(listener.address, "peer", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
+        dial(listener.address, "peer", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
 
 
 def test_a_proxy_of_the_environment_is_not_used(connect, monkeypatch):
@@ -205,13 +205,13 @@ def test_an_empty_message_is_refused(connect):
 
 def test_an_unexpected_name_is_refused(authority, listener):
     with pytest.raises(WireError, match="'stranger' is not expected there"):
-        dial(listener.address, "stranger", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
+        dial(listener.address, "stranger", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
 
 
 def test_a_second_dial_by_the_same_name_is_refused(authority, listener, connect):
     connect("peer")
     with pytest.raises(WireError, match="'peer' is not expected there"):
-        dial(listener.address, "peer", authority.issue("peer"), "host", 0.5, MAX_MESSAGE)
+        dial(listener.address, "peer", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
 
 
 def test_peers_are_told_apart_by_name_and_may_dial_before_they_are_expected(authority, listener):
@@ -342,7 +342,7 @@ def test_a_dialer_with_the_certificate_of_another_is_refused(authority, listener
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "boundary-0", PATIENCE, "stage-1")
         with pytest.raises(WireError, match="'boundary-0' is expected from 'stage-1', not from"):
-            dial(listener.address, "boundary-0", wrong, "host", 0.5, MAX_MESSAGE)
+            dial(listener.address, "boundary-0", wrong, "host", 3.0, MAX_MESSAGE)
         assert not accepted.done()
         dialed = dial(listener.address, "boundary-0", right, "host", PATIENCE, MAX_MESSAGE)
         dialed.write(b"let in")
