@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -212,6 +213,34 @@ def test_a_second_dial_by_the_same_name_is_refused(authority, listener, connect)
     connect("peer")
     with pytest.raises(WireError, match="'peer' is not expected there"):
         dial(listener.address, "peer", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
+
+
+def test_a_refusal_outweighs_the_silence_of_later_attempts(authority, listener):
+    """A dial cut short by its own deadline said "no answer" though it had been answered before."""
+    front = socket.create_server(("127.0.0.1", 0))
+    held = []
+
+    def serve() -> None:
+        inner, port = listener.address.split(":")
+        caller, _ = front.accept()
+        behind = socket.create_connection((inner, int(port)))
+        held.extend((caller, behind))
+        for source, target in ((caller, behind), (behind, caller)):
+            threading.Thread(target=forward, args=(source, target), daemon=True).start()
+        held.append(front.accept()[0])  # the second attempt, never answered
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed under us when the test ends
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    threading.Thread(target=serve, daemon=True).start()
+    address = "{}:{}".format(*front.getsockname())
+    with pytest.raises(WireError, match="'peer' is not expected there"):
+        dial(address, "peer", authority.issue("peer"), "host", 6.0, MAX_MESSAGE)
+    assert len(held) == 3, "the second attempt was made"
+    for connection in (front, *held):
+        connection.close()
 
 
 def test_peers_are_told_apart_by_name_and_may_dial_before_they_are_expected(authority, listener):

@@ -34,6 +34,7 @@ from thinwire.wire.tls import Identity
 _SERVICE, _METHOD = "thinwire.Wire", "Exchange"
 # "-bin" lets gRPC metadata carry any bytes, so any name will do.
 _NAME_KEY, _ACCEPTED_KEY = "thinwire-name-bin", "thinwire-accepted"
+_CUT_SHORT = "Locally cancelled"  # how gRPC words a call that we ended
 _RETRY_S = 0.2
 # Anyone who reaches the port can open connections. Until they have shown a certificate of the run
 # they cost a descriptor each, so they have little time to do so, and there are never many.
@@ -166,16 +167,19 @@ def dial(
     `server_name` is the name of the identity that the listener must prove to have.
     """
     deadline = time.monotonic() + timeout
+    reason = ""
     while True:
         outcome = _try_to_dial(
             address, name, identity, server_name, deadline, max_message, keepalive
         )
         if isinstance(outcome, Pipe):
             return outcome
+        if not reason or _CUT_SHORT not in outcome:  # an answer says more than our own deadline
+            reason = outcome
         if time.monotonic() + _RETRY_S >= deadline:
             raise WireError(
                 f"cannot open a link to {server_name!r} at {address} as {name!r} within "
-                f"{timeout:g} s: {_plainly(outcome)}"
+                f"{timeout:g} s: {_plainly(reason)}"
             )
         time.sleep(_RETRY_S)
 
@@ -255,7 +259,7 @@ def _plainly(reason: str) -> str:
         "Hostname Verification": "another process of this run listens there",
         "CERTIFICATE_VERIFY_FAILED": "a process of another run listens there",
         "Socket closed": "it hung up; was this identity issued by the same run?",
-        "Locally cancelled": "no answer; is the address right and the port open?",
+        _CUT_SHORT: "no answer; is the address right and the port open?",
     }
     hints = [text for sign, text in advice.items() if sign in reason]
     return f"{hints[0]} ({reason})" if hints else reason
