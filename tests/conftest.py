@@ -12,7 +12,8 @@ import torch
 from programs import Program
 from settings_values import with_changes
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine import Assignment, Settings, Worker
+from thinwire.engine import Assignment, Worker
+from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
 

@@ -49,7 +49,7 @@ class Program:
 
 def _is_stage(pid: str) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return b"thinwire.engine.peer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"thinwire.run.peer" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

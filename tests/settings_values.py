@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from thinwire.engine import Settings
+from thinwire.settings import Settings
 
 
 def with_changes(values: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Settings:

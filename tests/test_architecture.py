@@ -21,9 +21,11 @@ FLOORS = [
     {"codec", "wire", "schedule", "data", "subspace", "report"},
     {"boundary", "optim"},
     {"model"},
+    {"settings"},
     {"engine"},
-    {"timings", "summary", "plan", "outlook", "resume", "train", "inference", "lab"},
-    {"config", "completion", "demo", "cli"},
+    {"run"},
+    {"timings", "summary", "plan", "outlook", "train", "inference", "lab"},
+    {"completion", "demo", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -32,12 +34,12 @@ NEIGHBOURS = {
     "typed": {"errors"},
     "paths": {"errors"},
     "summary": {"timings"},
-    "train": {"resume", "summary"},
+    "train": {"summary"},
     "plan": {"summary"},
     "outlook": {"plan", "summary"},
     "inference": {"summary", "train"},
     "lab": {"summary", "plan", "train", "inference"},
-    "cli": {"config", "completion", "demo"},
+    "cli": {"completion", "demo"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -131,16 +133,24 @@ def test_rooms_import_only_downward() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
     [
-        ("thinwire.codec.cast", "from thinwire.engine import Settings", "engine is above codec"),
+        (
+            "thinwire.codec.cast",
+            "from thinwire.settings import Settings",
+            "settings is above codec",
+        ),
         ("thinwire.codec.cast", "import thinwire.engine.runner", "engine is above codec"),
         ("thinwire.codec.cast", "from thinwire import engine", "engine is above codec"),
         ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
         ("thinwire.optim.build", "import thinwire.boundary", "optim and boundary share a floor"),
-        ("thinwire.engine.host", "def f():\n    import thinwire.train", "train is above engine"),
+        (
+            "thinwire.run.coordinator",
+            "def f():\n    import thinwire.train",
+            "train is above run",
+        ),
         ("thinwire.model", "if x:\n    from thinwire.cli import main", "cli is above model"),
         ("thinwire.summary", "import thinwire.train", "summary and train share a floor"),
         ("thinwire.train", "import thinwire.plan", "train and plan share a floor"),
-        ("thinwire.config", "import thinwire.cli", "config and cli share a floor"),
+        ("thinwire.settings", "import thinwire.cli", "cli is above settings"),
         ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),
         ("thinwire.data.order", "from .. import errors", "write the whole name"),
         ("thinwire.lab.bench", "import thinwire.attic", "attic is on no floor"),
@@ -157,10 +167,10 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
     [
         ("thinwire.codec.cast", "from thinwire.errors import WireError\nimport torch"),
         ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
-        ("thinwire.engine.peer", "import thinwire\nfrom thinwire import __version__"),
+        ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
         ("thinwire.lab.bench", "import thinwire.train, thinwire.plan, thinwire.wire"),
         ("thinwire.inference", "from thinwire.train import prepare_corpus"),
-        ("thinwire.cli", "from thinwire.config import load_settings"),
+        ("thinwire.cli", "from thinwire.settings import load_settings"),
     ],
 )
 def test_an_import_downward_is_welcome(module: str, source: str) -> None:

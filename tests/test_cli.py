@@ -15,8 +15,8 @@ import pytest
 
 import thinwire.train
 from thinwire.cli import main
-from thinwire.engine import Settings
 from thinwire.errors import StageError
+from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
 

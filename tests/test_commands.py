@@ -12,8 +12,7 @@ import pytest
 
 from doc_commands import Block, find_blocks, pages
 from thinwire.cli import main, make_parser
-from thinwire.config import load_settings
-from thinwire.engine import apply_override
+from thinwire.settings import apply_override, load_settings
 
 ROOT = Path(__file__).parent.parent
 SHORT = ["train.steps=2", "optim.warmup=-1", "train.eval_every=0", "train.eval_batches=1"]

@@ -7,7 +7,7 @@ import pytest
 
 from thinwire.cli import make_parser
 from thinwire.completion import SHELLS, completion_script, setting_names
-from thinwire.engine import Settings
+from thinwire.settings import Settings
 
 
 def completions(*words: str) -> list[str]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Shard, commit, partial_folder, sealed, write_shard
 from thinwire.errors import CheckpointError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
+from thinwire.settings import Settings
 from thinwire.train import prepare_corpus
 
 

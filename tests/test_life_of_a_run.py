@@ -104,7 +104,7 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
     (tmp_path / f"{slow}.py").write_text(f"{told}raise SystemExit(tied.value)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(thinwire_package.__file__).parents[1])])
     stage = subprocess.run(
-        [sys.executable, "-P", "-m", "thinwire.engine.peer"],
+        [sys.executable, "-P", "-m", "thinwire.run.peer"],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         timeout=120,

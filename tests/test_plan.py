@@ -12,9 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
-from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, wire_shape
-from thinwire.engine.settings import machine_cores
 from thinwire.model import architecture
 from thinwire.model.config import PRESETS
 from thinwire.outlook import compare_cuts
@@ -32,6 +30,7 @@ from thinwire.plan import (
     stage_parameters,
 )
 from thinwire.schedule import build
+from thinwire.settings import Settings, machine_cores
 from thinwire.typed import to_toml
 from thinwire.wire import Frame, FrameKind, encode
 
@@ -384,7 +383,7 @@ def test_it_is_measured_with_the_threads_that_a_stage_has(
 ) -> None:
     used: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    monkeypatch.setattr("thinwire.engine.settings.machine_cores", lambda: 6)
+    monkeypatch.setattr("thinwire.settings.tree.machine_cores", lambda: 6)
     before = torch.get_num_threads()
     measure_flops(make_settings(run__precision="fp32", run__threads=0), repeats=1)
     assert used == [3, before], "half of six cores for each of two stages"

@@ -6,7 +6,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from test_plan import RATE
 from thinwire.codec import Leg, Place, parse_codec
-from thinwire.engine import Settings
 from thinwire.model import Stage, architecture
 from thinwire.plan import (
     frame_bytes,
@@ -15,6 +14,7 @@ from thinwire.plan import (
     plan_text,
     plan_to_plain,
 )
+from thinwire.settings import Settings
 
 
 def image_settings(**changes: object) -> Settings:

@@ -17,8 +17,9 @@ import pytest
 
 from programs import Program, gone, long_run
 from thinwire.cli import main
-from thinwire.engine import Checkpoint, Settings, list_checkpoints
+from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
 pytestmark = pytest.mark.skipif(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.engine import Settings
 from thinwire.schedule import Costs, simulate
+from thinwire.settings import Settings
 from thinwire.summary import Ledger, bits_per_byte, network_of, next_free_name
 
 MakeSettings = Callable[..., Settings]

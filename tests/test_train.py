@@ -19,7 +19,7 @@ from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
-from thinwire.resume import open_resume
+from thinwire.run.resume import open_resume
 from thinwire.train import Interrupted, _Run, _stopping, train
 
 

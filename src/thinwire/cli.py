@@ -22,8 +22,8 @@ from thinwire.lab.options import add_experiments
 from thinwire.report.stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
-    from thinwire.engine import Settings
     from thinwire.inference import Model
+    from thinwire.settings import Settings
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -251,7 +251,7 @@ def demo(options: argparse.Namespace) -> None:
 
 def init(options: argparse.Namespace) -> None:
     """Write run.toml."""
-    from thinwire.config import load_asked
+    from thinwire.settings import load_asked
     from thinwire.typed import to_toml
 
     if options.path.exists() and not options.force:
@@ -270,7 +270,7 @@ def init(options: argparse.Namespace) -> None:
 
 def train_command(options: argparse.Namespace) -> None:
     """Train, or go on from a checkpoint."""
-    from thinwire.config import load_settings
+    from thinwire.settings import load_settings
 
     config, resume = _config_and_resume(options)
     settings = load_settings(config, options.set, options.allow_plugins)
@@ -298,9 +298,9 @@ def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
 
 def plan_command(options: argparse.Namespace) -> None:
     """Print the plan of a run."""
-    from thinwire.config import load_settings
-    from thinwire.engine.remarks import remarks
     from thinwire.plan import make_plan, plan_text, plan_to_plain
+    from thinwire.settings import load_settings
+    from thinwire.settings.remarks import remarks
 
     settings = load_settings(options.config, options.set, options.allow_plugins)
     for remark in remarks(settings):

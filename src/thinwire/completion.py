@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from thinwire.engine import Settings
+from thinwire.settings import Settings
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from thinwire.engine import Settings
 from thinwire.model import architecture
 from thinwire.plan import estimate_costs
 from thinwire.report.human import human_count
 from thinwire.schedule import simulate
+from thinwire.settings import Settings
 from thinwire.summary import network_of
 
 

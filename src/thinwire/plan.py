@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from thinwire.codec import Codec, build_codecs
-from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, wire_shape
 from thinwire.engine.precision import WEIGHT_TYPES
-from thinwire.engine.settings import machine_cores, threads_per_stage
 from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
+from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.summary import BF16_BYTES, network_of
 from thinwire.wire import HEADER_BYTES
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine import Settings
 from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline
 from thinwire.schedule import Costs, Network, Simulation, simulate
+from thinwire.settings import Settings
 from thinwire.timings import Report, StepTimes, Timings, spans_of, step_seconds
 
 BF16_BYTES = 2

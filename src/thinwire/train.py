@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from thinwire.data import Corpus, ImageSet, prepare, prepare_images
-from thinwire.engine import Checkpoint, Host, Settings, list_checkpoints
+from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.build import check_devices, parameter_count
 from thinwire.engine.checkpoint import (
     Shard,
@@ -27,16 +27,18 @@ from thinwire.engine.checkpoint import (
     prune,
     set_aside_later,
 )
-from thinwire.engine.claim import claim_folder
 from thinwire.engine.feed import Data, Feed
-from thinwire.engine.proof import Proof, begin_proof, is_proven
-from thinwire.engine.remarks import remarks
 from thinwire.engine.worker import check_agreement, divergence, scratch_folder, way_back
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
-from thinwire.resume import open_resume
+from thinwire.run.claim import claim_folder
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.proof import Proof, begin_proof, is_proven
+from thinwire.run.resume import open_resume
+from thinwire.settings import Settings
+from thinwire.settings.remarks import remarks
 from thinwire.summary import Ledger, bits_per_byte
 from thinwire.typed import to_plain, to_toml
 
@@ -80,12 +82,14 @@ def train(
 
         with (
             _scratch(folder),
-            Host(settings, folder, data.folder, from_folder, display.note, on_start) as host,
+            Coordinator(
+                settings, folder, data.folder, from_folder, display.note, on_start
+            ) as coordinator,
         ):
-            host.launch()
+            coordinator.launch()
             ready = time.monotonic()
-            run = _Run(settings, folder, data, host, display, checkpoint)
-            with _stopping(host, run):
+            run = _Run(settings, folder, data, coordinator, display, checkpoint)
+            with _stopping(coordinator, run):
                 run.open_record()
                 run.follow()
                 return run.finish(time.monotonic() - started, ready - started)
@@ -147,7 +151,7 @@ class _Run:
         settings: Settings,
         folder: Path,
         data: Data,
-        host: Host,
+        coordinator: Coordinator,
         display: Display,
         resumed: Checkpoint | None,
     ):
@@ -155,9 +159,9 @@ class _Run:
         self.folder = folder
         self.data = data
         self._feed = Feed(data, settings, torch.device("cpu"))
-        self.host = host
+        self.coordinator = coordinator
         self.display = display
-        self.ledger = Ledger(settings, host.descriptions, resumed.step if resumed else 0)
+        self.ledger = Ledger(settings, coordinator.descriptions, resumed.step if resumed else 0)
         self.is_over = False  # its stages are done; results are left to write
         self._is_drawing = self._in_haste = False
         self._metrics: MetricsWriter | None = None
@@ -189,7 +193,7 @@ class _Run:
     def follow(self) -> None:
         """Handle everything the stages report, until they are done."""
         try:
-            for stage, message in self.host.messages():
+            for stage, message in self.coordinator.messages():
                 self._on_message(stage, message)
         finally:
             self.is_over = True
@@ -202,8 +206,8 @@ class _Run:
         if trouble is None:
             self._write_proof(ended=self.ledger.done)
         summary = {
-            **self.ledger.summary(self.host.versions, total_seconds, start_seconds),
-            "control_bytes": self.host.control_bytes(),
+            **self.ledger.summary(self.coordinator.versions, total_seconds, start_seconds),
+            "control_bytes": self.coordinator.control_bytes(),
             "first_step": self.ledger.first_step,
             "steps_planned": steps,
             "interrupted": self._stop_asked and self.ledger.done < steps,
@@ -411,7 +415,7 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _stopping(host: Host, run: _Run) -> Iterator[None]:
+def _stopping(coordinator: Coordinator, run: _Run) -> Iterator[None]:
     """First Ctrl-C: finish the step, checkpoint, end. Second: leave at once.
 
     Once the stages are done only results are left to write: a signal costs no more than the plots.
@@ -426,7 +430,7 @@ def _stopping(host: Host, run: _Run) -> Iterator[None]:
         if asked:
             raise Interrupted
         asked = True
-        host.interrupt()
+        coordinator.interrupt()
 
     with heeding(on_signal):
         yield

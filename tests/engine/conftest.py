@@ -12,7 +12,7 @@ from remembering import ByExample, Delta
 from settings_values import with_changes
 from thinwire.codec import parse
 from thinwire.data import ImageSet, prepare_images
-from thinwire.engine import Settings
+from thinwire.settings import Settings
 
 
 @pytest.fixture(scope="module")

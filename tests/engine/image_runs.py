@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine import Settings
+from thinwire.settings import Settings
 
 CPU = torch.device("cpu")
 SIDE, CLASSES, TRAIN, TEST = 8, 3, 40, 21

@@ -16,11 +16,11 @@ from thinwire.codec import (
     elements,
 )
 from thinwire.data import Corpus, Order
+from thinwire.engine.chain import Chain
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError
-from thinwire.lab.chain import Chain
 
 # --- places ---
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from thinwire.data import Corpus, Order
-from thinwire.engine import Settings
 from thinwire.model import Stage, llama_layers
+from thinwire.settings import Settings
 
 TOLERANCE = 1e-10
 

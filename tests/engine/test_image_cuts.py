@@ -13,13 +13,13 @@ from torch import Tensor
 
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.data import ImageSet
-from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError, DataError
 from thinwire.inference import Model
-from thinwire.lab.chain import Chain
 from thinwire.report import PlainDisplay
+from thinwire.settings import Settings
 from thinwire.summary import Ledger
 
 # --- cuts that must not be seen ---

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from thinwire.data import ImageSet
 from thinwire.data.image_batches import ImageOrder, augmented, normalised
-from thinwire.engine import Settings
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError
-from thinwire.lab.chain import Chain
 from thinwire.model import Stage, architecture
+from thinwire.settings import Settings
 
 TOLERANCE = 1e-10
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

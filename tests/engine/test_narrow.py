@@ -11,10 +11,10 @@ from test_resume import commit_all
 from test_verdict import poison
 
 from thinwire.data import Corpus, Order
-from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, parameter_count
 from thinwire.errors import ConfigError, WireError
 from thinwire.model import token_loss
+from thinwire.settings import Settings
 
 MODES = {
     "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
-from thinwire.lab.chain import Chain
+from thinwire.settings import Settings
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]

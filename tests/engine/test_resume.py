@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from stopping import stop_in_the_first_step
 
 from thinwire.data import Corpus
-from thinwire.engine import Checkpoint, Settings
+from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import Shard, commit, sealed
 from thinwire.errors import CheckpointError, WireError
+from thinwire.settings import Settings
 
 
 def commit_all(outcome, settings: Settings, folder: Path, corpus: Corpus) -> dict[int, Path]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.engine.build import StageBuilder, autocast_for, weights_rounded_once
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
-from thinwire.lab.chain import Chain
+from thinwire.settings import Settings
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -80,7 +80,9 @@ def test_a_step_begins_with_the_weights_of_the_last_update(
     trained = []
     for forgets in (False, True):
         if forgets:
-            monkeypatch.setattr("thinwire.lab.chain.weights_rounded_once", contextlib.nullcontext)
+            monkeypatch.setattr(
+                "thinwire.engine.chain.weights_rounded_once", contextlib.nullcontext
+            )
         chain = Chain(bf16, Feed(corpus, bf16, CPU))
         losses = [chain.train_step(step) for step in range(3)]
         weights = [p.detach() for stage in chain.stages for p in stage.parameters()]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from thinwire.engine import Settings
 from thinwire.lab import arms as lab
 from thinwire.lab.experiment import Row
+from thinwire.settings import Settings
 
 
 @dataclass(frozen=True)

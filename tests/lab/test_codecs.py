@@ -14,12 +14,11 @@ import torch
 from thinwire.cli import main
 from thinwire.codec import Leg
 from thinwire.data import Corpus
-from thinwire.engine import Settings
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab import codec_report, codecs
 from thinwire.lab.arms import Ground, Session
-from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Row
 from thinwire.lab.findings import (
     FAILS,
@@ -34,6 +33,7 @@ from thinwire.lab.findings import (
     too_small,
 )
 from thinwire.lab.measure import Errors, load_weights, save_weights
+from thinwire.settings import Settings
 
 ALL_GROUNDS = ("cifar", "scratch", "tune")
 

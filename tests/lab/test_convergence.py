@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.lab import convergence as lab
 from thinwire.lab.arms import Session, Values, gap_to_dense, noise_of
 from thinwire.lab.experiment import write_outcome
+from thinwire.settings import Settings
 
 BEFORE: Values = {
     "model": {"preset": "160m", "context": 512},

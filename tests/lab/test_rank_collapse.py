@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.lab import rank_collapse as lab
 from thinwire.lab.experiment import Outcome, write_outcome
 from thinwire.lab.vision import (
@@ -22,6 +21,7 @@ from thinwire.lab.vision import (
     classifier,
 )
 from thinwire.model.llama import WRITERS
+from thinwire.settings import Settings
 
 
 def gaussian(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

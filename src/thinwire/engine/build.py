@@ -10,9 +10,9 @@ from thinwire.boundary import Boundary, ImageBoundary, build_boundary
 from thinwire.codec import TensorSpec
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.precision import WEIGHT_TYPES
-from thinwire.engine.settings import Settings, threads_per_stage
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Narrow, Stage, architecture
+from thinwire.settings import Settings, threads_per_stage
 from thinwire.subspace import Constraint, Space, fixed_table, random_basis
 
 

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data import Tokenizer
-from thinwire.engine.settings import Settings
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.settings import Settings
 from thinwire.typed import from_plain
 
 FORMAT = 2

@@ -24,8 +24,8 @@ from thinwire.codec import (
 )
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
-from thinwire.engine.settings import Settings
 from thinwire.errors import CheckpointError
+from thinwire.settings import Settings
 
 MEMORY = "codec/"
 """What codecs remember is in a checkpoint as codec/BLOCK/LEG/send or receive/NAME."""

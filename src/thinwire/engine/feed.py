@@ -22,8 +22,8 @@ from thinwire.data.image_batches import (
     normalised,
 )
 from thinwire.engine.precision import WEIGHT_TYPES
-from thinwire.engine.settings import Settings
 from thinwire.errors import ConfigError, DataError
+from thinwire.settings import Settings
 
 Data = Corpus | ImageSet
 

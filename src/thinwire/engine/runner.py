@@ -23,9 +23,9 @@ from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
+from thinwire.engine.progress import Progress
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
-from thinwire.engine.watch import Progress
 from thinwire.errors import StageError
 from thinwire.model import Score, Stage
 from thinwire.optim import StageOptimizer

@@ -23,12 +23,12 @@ from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
+from thinwire.engine.progress import Progress
 from thinwire.engine.runner import Runner
-from thinwire.engine.settings import Settings
 from thinwire.engine.verdict import Verdict
-from thinwire.engine.watch import Progress
 from thinwire.errors import CheckpointError, StageError
 from thinwire.optim import StageOptimizer, learning_rate
+from thinwire.settings import Settings
 from thinwire.wire import Link, Span
 
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up

@@ -27,10 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, ClassVar, Protocol
 
-from thinwire.engine import Settings
 from thinwire.errors import ConfigError
 from thinwire.lab.experiment import Row
 from thinwire.report.metrics import without_nan
+from thinwire.settings import Settings
 from thinwire.train import heeding
 
 Values = dict[str, dict[str, Any]]

@@ -15,7 +15,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from thinwire.engine import Settings
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import Values, merged, refuse_overridden
 from thinwire.lab.convergence import best_by_method
@@ -23,6 +22,7 @@ from thinwire.lab.experiment import Outcome, Row
 from thinwire.plan import frame_bytes, size_notes
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
+from thinwire.settings import Settings
 from thinwire.train import train
 
 DENSE = "dense"

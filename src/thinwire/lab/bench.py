@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.engine.feed import Feed
 from thinwire.lab.bench_link import goodput, print_tables
 from thinwire.model import Stage, llama_layers, token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.report import PlainDisplay
+from thinwire.settings import Settings
 from thinwire.train import prepare_corpus, train
 
 STEPS = 30

@@ -17,8 +17,8 @@ import numpy as np
 
 from thinwire.data import Corpus
 from thinwire.data.corpus import TOKENIZER
-from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Data, Feed, open_data
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
@@ -33,12 +33,12 @@ from thinwire.lab.arms import (
     split_patterns,
     train_arms,
 )
-from thinwire.lab.chain import Chain
 from thinwire.lab.experiment import Row
 from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE
 from thinwire.lab.measure import load_weights, save_weights, train_measured
 from thinwire.lab.vision import CHARACTERS, MEAN, SIDE, SPREAD, character_batch
 from thinwire.paths import cache_folder
+from thinwire.settings import Settings
 
 GROUNDS = {"cifar": ("cifar",), "lm": ("scratch", "tune")}
 IMAGE_SHARES = (50, 30, 20, 10, 5, 2)

@@ -1,8 +1,8 @@
 """`thinwire lab convergence`: what narrow cuts cost in loss, at equal tokens.
 
 Every arm trains the same model on the same batches with the same optimizer; arms differ in what
-crosses the cut. Learning rates are swept per arm. An arm is trained in one process (lab/chain.py),
-several arms at a time (lab/arms.py).
+crosses the cut. Learning rates are swept per arm. An arm is trained in one process
+(engine/chain.py), several arms at a time (lab/arms.py).
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from thinwire.data import Corpus
-from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.lab.arms import (
     Ground,
@@ -31,11 +31,11 @@ from thinwire.lab.arms import (
     noise_of,
     train_arms,
 )
-from thinwire.lab.chain import Chain
 from thinwire.lab.decide import noise_note, one_seed, too_short
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.plan import estimate_costs, frame_bytes, size_notes
 from thinwire.schedule import Network, simulate
+from thinwire.settings import Settings
 
 BF16_BYTES = 2
 PARITY = 0.01  # the loss above dense that counts as none lost

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 
 from thinwire.boundary import DenseBoundary
-from thinwire.engine import Settings
 from thinwire.engine.build import (
     StageBuilder,
     autocast_for,
@@ -24,6 +23,7 @@ from thinwire.engine.build import (
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.lab.experiment import Row, machine, markdown_table
 from thinwire.optim import StageOptimizer
+from thinwire.settings import Settings
 from thinwire.subspace import grassmann_step
 
 ROUNDS = 5

@@ -18,6 +18,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from thinwire.data import Corpus
 from thinwire.engine.build import choose_device
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
@@ -32,7 +33,6 @@ from thinwire.lab.arms import (
     split_patterns,
     train_arms,
 )
-from thinwire.lab.chain import Chain
 from thinwire.lab.decide import noise_note, one_seed, too_short
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.labels import Point, name_points

@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from thinwire.boundary import SubspaceBoundary
-from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
-from thinwire.lab.chain import Chain
+from thinwire.engine.chain import Chain
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.model import token_loss
+from thinwire.settings import Settings
 from thinwire.subspace import Space, project, retract
 
 WAYS = list(product(("subspace", "reparam"), (1, 2), (2, 4, 8)))  # mode, blocks, stages

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from thinwire.codec import Leg
-from thinwire.lab.chain import Chain
+from thinwire.engine.chain import Chain
 from thinwire.lab.experiment import Row
 from thinwire.wire import HEADER_BYTES
 

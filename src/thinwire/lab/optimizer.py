@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from thinwire.boundary import DenseBoundary
 from thinwire.data import DataConfig, Order, prepare
-from thinwire.engine import Settings
+from thinwire.engine.chain import Chain
 from thinwire.engine.keeper import REPROJECT_EVERY
-from thinwire.lab.chain import Chain
 from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.model import token_loss
 from thinwire.optim import SubspaceAdamW, learning_rate
 from thinwire.optim.build import BETAS
 from thinwire.paths import cache_folder
+from thinwire.settings import Settings
 from thinwire.subspace import Constraint
 
 STAYS = 1e-6  # what the engine's optimizer must not drift past, in float32

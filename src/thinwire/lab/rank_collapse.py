@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine import Settings
 from thinwire.engine.build import choose_device, prepare_torch
 from thinwire.engine.feed import Feed
 from thinwire.lab.decide import too_short
@@ -32,6 +31,7 @@ from thinwire.model import Stage, llama_layers
 from thinwire.model.llama import WRITERS
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.paths import cache_folder
+from thinwire.settings import Settings
 
 LEAST_STEPS = 200  # in fewer, models have hardly learned and ranks have not settled
 DIM, DEPTH, HIDDEN, VOCAB, CONTEXT = 64, 4, 128, 1024, 64

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from thinwire.data import prepare_images
-from thinwire.engine import Settings, apply_override
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.lab import codec_report, codecs, frontier
@@ -28,6 +27,7 @@ from thinwire.lab.experiment import Outcome, Row, write_outcome
 from thinwire.lab.options import EXPERIMENTS, NOT_IN_COMMAND
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
+from thinwire.settings import Settings, apply_override
 from thinwire.train import prepare_corpus
 
 SMALL: Values = {

@@ -18,16 +18,16 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine import Settings
 from thinwire.engine.build import choose_device
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import GATHER_SHARE
-from thinwire.lab.chain import Chain
 from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Outcome, Row
 from thinwire.lab.rank_collapse import say
 from thinwire.paths import cache_folder
 from thinwire.report.plots import running_mean
+from thinwire.settings import Settings
 from thinwire.subspace import captured_energy, principal_angles
 
 LEAST_STEPS = 500  # shorter runs have too few moves, and models that have hardly learned

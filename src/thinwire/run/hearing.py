@@ -3,7 +3,7 @@
 import queue
 import threading
 
-from thinwire.engine.messages import Message
+from thinwire.run.messages import Message
 
 MOST_UNHEARD = 64
 """Messages of one stage that wait to be heard; its control stream holds back what comes after.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Leg
-from thinwire.engine import Settings
 from thinwire.engine.build import (
     StageBuilder,
     autocast_for,
@@ -24,6 +23,7 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.model import Score
 from thinwire.optim import StageOptimizer, learning_rate
+from thinwire.settings import Settings
 
 
 class Crossing(torch.autograd.Function):

@@ -18,11 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from thinwire.engine.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
-from thinwire.engine.hearing import Hearing
-from thinwire.engine.messages import PeerConduct
-from thinwire.engine.settings import Settings
-from thinwire.engine.watch import Watch
 from thinwire.errors import (
     BreachError,
     ConfigError,
@@ -31,6 +26,11 @@ from thinwire.errors import (
     WireError,
     printable,
 )
+from thinwire.run.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
+from thinwire.run.hearing import Hearing
+from thinwire.run.messages import PeerConduct
+from thinwire.run.watch import Watch
+from thinwire.settings import Settings
 from thinwire.wire import Authority, Listener, raise_descriptor_limit
 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
@@ -39,7 +39,7 @@ LOG_LINES = 12
 _STARTING = {"hello": "stages are running", "ready": "stages have their layers"}
 
 
-class Host:
+class Coordinator:
     """Coordinates one run of peers on this machine; a context manager that leaves no orphans."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Host:
             CONTROL_KEEPALIVE,
         )
 
-    def __enter__(self) -> "Host":
+    def __enter__(self) -> "Coordinator":
         return self
 
     def __exit__(
@@ -193,7 +193,7 @@ class Host:
     def _start(self, output: BinaryIO) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             # -P: a file in the user's folder must not pass for a module
-            [sys.executable, "-P", "-m", "thinwire.engine.peer"],
+            [sys.executable, "-P", "-m", "thinwire.run.peer"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from thinwire.engine import Checkpoint, Settings
+from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.engine.cut import check_memory
-from thinwire.engine.proof import choose_checkpoint
-from thinwire.engine.settings import threads_per_stage
 from thinwire.errors import ConfigError
 from thinwire.optim import rate_change
 from thinwire.report import Display
+from thinwire.run.proof import choose_checkpoint
+from thinwire.settings import Settings, threads_per_stage
 
 FIXED_ON_RESUME = {
     "model.*",

@@ -13,7 +13,7 @@ from thinwire.engine.checkpoint import (
     prune,
     write_shard,
 )
-from thinwire.engine.proof import Proof, begin_proof, choose_checkpoint, is_proven, read_proof
+from thinwire.run.proof import Proof, begin_proof, choose_checkpoint, is_proven, read_proof
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine import Settings, apply_override
 from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig
+from thinwire.settings.tree import Settings, apply_override
 
 CONFIG = "config.toml"  # what a run's folder holds
 

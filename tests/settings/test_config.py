@@ -14,12 +14,17 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from thinwire.config import load_asked, load_settings
-from thinwire.engine import Settings, apply_override
-from thinwire.engine.remarks import remarks
-from thinwire.engine.settings import machine_cores, threads_per_stage
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS
+from thinwire.settings import (
+    Settings,
+    apply_override,
+    load_asked,
+    load_settings,
+    machine_cores,
+    threads_per_stage,
+)
+from thinwire.settings.remarks import remarks
 from thinwire.typed import to_toml
 
 FREE_KEYS = {

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from test_train import silent
-from thinwire.engine import Checkpoint, Settings
+from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import commit, partial_folder, write_shard
-from thinwire.engine.claim import claim_folder
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.report import PlainDisplay
-from thinwire.resume import FIXED_ON_RESUME, open_resume
+from thinwire.run.claim import claim_folder
+from thinwire.run.resume import FIXED_ON_RESUME, open_resume
+from thinwire.settings import Settings
 
 
 def save(run: Path, settings: Settings, step: int = 2) -> Path:
@@ -122,7 +123,7 @@ def test_other_threads_on_resume_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shared out over more stages, a machine's cores are fewer for each, and round otherwise."""
-    monkeypatch.setattr("thinwire.engine.settings.machine_cores", lambda: 4)
+    monkeypatch.setattr("thinwire.settings.tree.machine_cores", lambda: 4)
     saved = save(tmp_path, make_settings(run__threads=threads))
     stream = StringIO()
     more = make_settings(run__threads=threads, pipeline__stages=4)
@@ -194,7 +195,7 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     program = (
         "import sys, pathlib, time\n"
-        "from thinwire.engine.claim import claim_folder\n"
+        "from thinwire.run.claim import claim_folder\n"
         "with claim_folder(pathlib.Path(sys.argv[1]), None):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(120)\n"

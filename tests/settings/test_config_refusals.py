@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.engine import Settings
 from thinwire.errors import ConfigError
+from thinwire.settings import Settings
 
 # The fixture's run has 4 layers, 2 stages, 4 microbatches and 4 steps of 8 sequences.
 

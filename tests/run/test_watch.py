@@ -2,8 +2,8 @@
 
 import pytest
 
-from thinwire.engine.watch import Watch
 from thinwire.errors import StageError
+from thinwire.run.watch import Watch
 
 
 class Wait:

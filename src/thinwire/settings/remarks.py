@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from thinwire.engine.settings import Settings
+from thinwire.settings.tree import Settings
 
 
 class _Use(NamedTuple):

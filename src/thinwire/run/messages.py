@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from thinwire.engine.compact import compact_step, deflate, expand_step, inflate
 from thinwire.errors import WireError, printable
+from thinwire.run.compact import compact_step, deflate, expand_step, inflate
 
 Message = dict[str, Any]
 Check = Callable[[Any], Any]

@@ -11,12 +11,11 @@ from typing import BinaryIO
 import pytest
 
 from thinwire.data import Corpus
-from thinwire.engine import Host
-from thinwire.engine import host as host_module
-from thinwire.engine.control import Channel, Message
-from thinwire.engine.hearing import MOST_UNHEARD, Hearing
-from thinwire.engine.host import blame
 from thinwire.errors import ConfigError, StageError, WireError
+from thinwire.run import coordinator as coordinator_module
+from thinwire.run.control import Channel, Message
+from thinwire.run.coordinator import Coordinator, blame
+from thinwire.run.hearing import MOST_UNHEARD, Hearing
 from thinwire.wire import memory_pair
 
 
@@ -75,18 +74,20 @@ def test_the_stage_that_failed_first_is_blamed(
 @pytest.fixture
 def make_host(
     make_settings: Callable, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Host]]:
+) -> Iterator[Callable[..., Coordinator]]:
     """A coordinator whose processes are ended with the test."""
-    monkeypatch.setattr(host_module, "SETTLE_SECONDS", 0.05)
-    hosts: list[Host] = []
+    monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
+    coordinators: list[Coordinator] = []
 
-    def make(**changes: object) -> Host:
-        hosts.append(Host(make_settings(**changes), tmp_path / "run", corpus.folder, None))
-        return hosts[-1]
+    def make(**changes: object) -> Coordinator:
+        coordinators.append(
+            Coordinator(make_settings(**changes), tmp_path / "run", corpus.folder, None)
+        )
+        return coordinators[-1]
 
     yield make
-    for host in hosts:
-        host.__exit__(None, None, None)
+    for coordinator in coordinators:
+        coordinator.__exit__(None, None, None)
 
 
 def test_an_accused_stage_is_named_with_the_witness(make_host: Callable) -> None:
@@ -95,37 +96,37 @@ def test_an_accused_stage_is_named_with_the_witness(make_host: Callable) -> None
 
 
 def test_only_an_unforeseen_error_shows_its_traceback(make_host: Callable, tmp_path: Path) -> None:
-    host = make_host()
+    coordinator = make_host()
     log = tmp_path / "run" / "logs" / "stage-1.log"
     log.parent.mkdir(parents=True)
     log.write_text("Traceback (most recent call last):\n  a line of ours\n")
-    known = str(host._explain(1, failed("no such device", "ConfigError")))
+    known = str(coordinator._explain(1, failed("no such device", "ConfigError")))
     assert known == f"stage 1 failed at the start: no such device\n  its log is {log}"
-    unknown = str(host._explain(1, failed("ValueError: odd", "ValueError")))
+    unknown = str(coordinator._explain(1, failed("ValueError: odd", "ValueError")))
     assert f"last lines of {log}" in unknown and "| Traceback" in unknown
-    assert "| Traceback" in str(host._explain(1, exit_with(-11)))
+    assert "| Traceback" in str(coordinator._explain(1, exit_with(-11)))
 
 
 @pytest.mark.parametrize("order", ["after it finished", "while it leaves"])
 def test_a_late_request_to_stop_disturbs_nothing(order: str, make_host: Callable) -> None:
     """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
-    host = make_host()
+    coordinator = make_host()
     ours, theirs = memory_pair()
-    host._channels[0] = Channel(ours, "control of stage 0")
+    coordinator._channels[0] = Channel(ours, "control of stage 0")
     Channel(theirs, "control").close()
     with pytest.raises(WireError, match="said goodbye"):  # as soon as the goodbye has come
         while True:
-            host._channels[0].send({"type": "stop"})
+            coordinator._channels[0].send({"type": "stop"})
     finished, shard = {"type": "finished", "meters": {}}, {"type": "shard", "step": 4}
     if order == "after it finished":
-        host._said.note(0, finished)
-        host.interrupt()
+        coordinator._said.note(0, finished)
+        coordinator.interrupt()
     else:
-        host.interrupt()
-        host._said.note(0, finished)
-    host._said.note(1, shard)
-    host._said.note(1, finished)
-    heard = [said for said in host.messages() if said[1]["type"] != "stopping"]
+        coordinator.interrupt()
+        coordinator._said.note(0, finished)
+    coordinator._said.note(1, shard)
+    coordinator._said.note(1, finished)
+    heard = [said for said in coordinator.messages() if said[1]["type"] != "stopping"]
     assert heard == [(0, finished), (1, shard), (1, finished)]
 
 
@@ -139,9 +140,9 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     path = os.environ.get("PYTHONPATH", "")
     absolute = [str(Path(p).absolute()) for p in path.split(os.pathsep) if p]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(absolute))
-    host = make_host(train__steps=2)
-    host.launch()
-    messages = list(host.messages())
+    coordinator = make_host(train__steps=2)
+    coordinator.launch()
+    messages = list(coordinator.messages())
     finished = {stage: m for stage, m in messages if m["type"] == "finished"}
     assert sorted(finished) == [0, 1]
     steps = {stage: m for stage, m in messages if m["type"] == "step"}
@@ -161,7 +162,7 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
         assert lower["sent"][kind] == upper["received"][kind]
     assert json.dumps(messages)
     orders, hellos = 2 * 3_000, 2 * 1_000  # settings go out once
-    assert 2 * 64 < host.control_bytes() < orders + hellos + 4 * 600
+    assert 2 * 64 < coordinator.control_bytes() < orders + hellos + 4 * 600
 
 
 def test_a_place_for_logs_that_is_none_is_named(make_host: Callable, tmp_path: Path) -> None:
@@ -176,12 +177,12 @@ def test_a_full_disk_under_the_logs_hides_no_reason(make_host: Callable, tmp_pat
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs / "stage-0.log").symlink_to("/dev/full")
-    host = make_host(pipeline__stages=1)
-    host._resume = tmp_path / "absent"
+    coordinator = make_host(pipeline__stages=1)
+    coordinator._resume = tmp_path / "absent"
     with pytest.raises(
         StageError, match=r"failed at the start: there is no checkpoint at .*absent"
     ):
-        host.launch()
+        coordinator.launch()
 
 
 def test_a_traceback_is_shown_though_the_log_is_lost(make_host: Callable) -> None:
@@ -195,18 +196,18 @@ def test_a_stage_that_cannot_start_is_named(
     program: str, make_host: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real process that is dead before its order is written, and one that never was."""
-    monkeypatch.setattr(host_module.sys, "executable", program)
-    host = make_host(pipeline__stages=1)
-    start = host._start
+    monkeypatch.setattr(coordinator_module.sys, "executable", program)
+    coordinator = make_host(pipeline__stages=1)
+    start = coordinator._start
 
     def start_and_die(output: BinaryIO) -> subprocess.Popen[bytes]:
         process = start(output)
         process.wait()
         return process
 
-    host._start = start_and_die
+    coordinator._start = start_and_die
     with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
-        host.launch()
+        coordinator.launch()
 
 
 def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:

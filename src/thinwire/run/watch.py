@@ -17,19 +17,6 @@ _USUAL = 10  # a wait may be so many times the longest one that ended well
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
 
 
-class Progress:
-    """What one stage is doing; written by its compute thread, read by the one that sends pulses."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self.doing = "starts"
-
-    def begin(self, doing: str) -> None:
-        """The stage begins another piece of work, or another wait."""
-        self.doing = doing
-        self.begun += 1
-
-
 def pulse_seconds(patience: float) -> float:
     """How often a stage says what it is doing."""
     return min(_PULSE_SECONDS, patience / 4) if patience else _PULSE_SECONDS

@@ -5,7 +5,7 @@ dial, and its certificate (so private keys never touch a disk). When that input 
 coordinator is gone and the peer leaves at once: no orphans, whatever happened.
 """
 
-from thinwire.engine.bond import die_with_coordinator
+from thinwire.run.bond import die_with_coordinator
 
 if __name__ == "__main__":
     die_with_coordinator()  # before the imports, which take seconds: it may be stopped meanwhile
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 import thinwire
-from thinwire.engine.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
-from thinwire.engine.settings import Settings
-from thinwire.engine.watch import Progress, pulse_seconds
+from thinwire.engine.progress import Progress
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
+from thinwire.run.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
+from thinwire.run.watch import pulse_seconds
+from thinwire.settings import Settings
 from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, handshake
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
@@ -169,7 +170,7 @@ def _leave_with_coordinator() -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m thinwire.engine.peer`."""
+    """Entry point of `python -m thinwire.run.peer`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
     # A log on a full disk must not keep the reason of a failure from the coordinator.
     with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):

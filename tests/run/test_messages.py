@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from thinwire.engine.compact import compact_step, deflate
-from thinwire.engine.control import Channel
-from thinwire.engine.messages import MAX_MESSAGE, Message, PeerConduct, pack, unpack
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.run.compact import compact_step, deflate
+from thinwire.run.control import Channel
+from thinwire.run.messages import MAX_MESSAGE, Message, PeerConduct, pack, unpack
 from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 
 METER = Meter()

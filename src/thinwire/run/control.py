@@ -8,8 +8,8 @@ nothing waits for it.
 import queue
 from collections.abc import Callable
 
-from thinwire.engine.messages import MAX_MESSAGE, Message, pack, unpack
 from thinwire.errors import ThinwireError, WireError
+from thinwire.run.messages import MAX_MESSAGE, Message, pack, unpack
 from thinwire.wire import Frame, FrameKind, Keepalive, Link, Meter, Pipe
 
 __all__ = ["CONTROL_KEEPALIVE", "MAX_MESSAGE", "Channel", "Message"]

@@ -1,0 +1,25 @@
+"""All settings of a run: read, checked, resolved and hashed. No torch is needed for that."""
+
+from thinwire.settings.file import CONFIG, load_asked, load_settings
+from thinwire.settings.tree import (
+    PRECISIONS,
+    RunConfig,
+    Settings,
+    TrainConfig,
+    apply_override,
+    machine_cores,
+    threads_per_stage,
+)
+
+__all__ = [
+    "CONFIG",
+    "PRECISIONS",
+    "RunConfig",
+    "Settings",
+    "TrainConfig",
+    "apply_override",
+    "load_asked",
+    "load_settings",
+    "machine_cores",
+    "threads_per_stage",
+]
