@@ -17,7 +17,7 @@ SOURCE = Path(thinwire.__file__).parent
 MAX_LINES = 500
 
 FLOORS = [
-    {"errors", "typed", "paths", "lazy", "arguments"},
+    {"errors", "typed", "paths", "lazy", "arguments", "occupancy"},
     {"codec", "wire", "schedule", "data", "subspace", "report"},
     {"boundary", "optim"},
     {"model"},
@@ -64,6 +64,47 @@ def imported(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             start = "." * node.level + (node.module or "")
             yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Leaves out what only a type checker imports: it is never run."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
+
+
+def drawing(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which modules of the package each of its modules imports, at its top or in a function."""
+    arrows: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        tree = WithoutTypeChecking().visit(ast.parse(source))
+        names = imported(ast.unparse(tree))
+        # `from a import b` imports a.b where that is a module, and else a.
+        targets = {name if name in sources else name.rpartition(".")[0] for name in names}
+        arrows[module] = (targets & sources.keys()) - {PACKAGE}
+    return arrows
+
+
+def circles(sources: dict[str, str]) -> list[set[str]]:
+    """Groups of modules that all lead back to each other."""
+    arrows = drawing(sources)
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = arrows[ahead.pop()] - found
+            found |= new
+            ahead += new
+        return found
+
+    ways = {module: reached(module) for module in arrows}
+    on_a_circle = {module for module, way in ways.items() if module in way}
+    groups = {
+        frozenset(other for other in ways[module] if module in ways[other])
+        for module in on_a_circle
+    }
+    return [set(group) for group in sorted(groups, key=sorted)]
 
 
 def room_of(name: str) -> str | None:
@@ -175,6 +216,24 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
 )
 def test_an_import_downward_is_welcome(module: str, source: str) -> None:
     assert objections(module, source) == []
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    assert circles(modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ("import thinwire.b", "from thinwire import a", [{"thinwire.a", "thinwire.b"}]),
+        ("from thinwire.b import x", "def f(): import thinwire.a", [{"thinwire.a", "thinwire.b"}]),
+        ("import thinwire.a", "x = 1", [{"thinwire.a"}]),
+        ("import thinwire.b", "if TYPE_CHECKING:\n    import thinwire.a", []),
+        ("import thinwire.b", "import thinwire, torch", []),
+    ],
+)
+def test_circles_are_found(first: str, second: str, found: list[set[str]]) -> None:
+    assert circles({"thinwire": "", "thinwire.a": first, "thinwire.b": second}) == found
 
 
 def test_nothing_that_arrives_is_ever_executed() -> None:

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from thinwire.report import EvaluationRecord
-from thinwire.report.display import PlainDisplay, open_display
+from thinwire.report import EvaluationRecord, PlainDisplay, open_display
 from thinwire.report.live import LiveDisplay
 
 

@@ -51,6 +51,12 @@ def test_two_senders_into_one_host_share_its_downlink():
     assert delivered == [pytest.approx(0.125), pytest.approx(0.25)]
 
 
+def test_an_unlimited_downlink_makes_nobody_wait_for_another_sender():
+    receiver = Nic(mbps_up=8, mbps_down=0, latency_ms=0)
+    assert receiver.reserve_down(8 * MEGABIT, arrived=1.0) == 1.0
+    assert receiver.reserve_down(MEGABIT, arrived=0.25) == 0.25
+
+
 def test_a_slower_downlink_decides():
     receiver = Nic(mbps_up=8, mbps_down=2, latency_ms=0)
     # The first byte comes at 0.0, the last at 0.125; passing the downlink takes 0.5.

@@ -8,7 +8,7 @@ from thinwire.wire import Nic
 SIZE = 100_000
 
 
-@pytest.mark.parametrize(("up", "down"), [(8.0, 8.0), (8.0, 2.0), (4.0, 80.0), (0.0, 8.0)])
+@pytest.mark.parametrize(("up", "down"), [(8, 8), (8, 2), (4, 80), (0, 8), (8, 0)])
 def test_frames_leave_and_arrive_when_the_emulator_says(up: float, down: float) -> None:
     costs = Costs([0.01, 0.01], [0.02, 0.02], [0.001, 0.001], [SIZE], [SIZE])
     played = simulate(build("gpipe", 2, 4), costs, Network(up, down, 0.025))

@@ -4,7 +4,8 @@ This room receives plain records and knows nothing of how they come about. The p
 imported from `thinwire.report.plots`, apart from the rest, since matplotlib is slow to load.
 """
 
-from thinwire.report.display import Display, PlainDisplay, open_display
+from thinwire.report.display import Display, PlainDisplay
+from thinwire.report.live import open_display
 from thinwire.report.metrics import MetricsWriter, read_metrics
 from thinwire.report.records import (
     EvaluationRecord,

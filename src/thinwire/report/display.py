@@ -6,7 +6,6 @@ display falls silent then), and none waits for one who has stopped reading: the 
 """
 
 import abc
-import os
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -56,24 +55,6 @@ class Display(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def open_display(stream: TextIO, run: str = "thinwire") -> Display:
-    """The display that suits `stream`: a live panel on a capable terminal, else plain lines.
-
-    A panel needs cursor movement (no TERM=dumb) and Unicode. NO_COLOR keeps the panel
-    and takes its colours away. `run` is the name in the panel's header.
-    """
-    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
-    if not stream.isatty() or dumb or not unicode:
-        return PlainDisplay(stream)
-    # rich is slow to import and of no use to a log file
-    from rich.console import Console
-
-    from thinwire.report.live import LiveDisplay
-
-    return LiveDisplay(Console(file=stream, highlight=False), run)
 
 
 class PlainDisplay(Display):

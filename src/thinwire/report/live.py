@@ -1,6 +1,7 @@
 """The live panel of a run on a terminal: header with the loss, the stages, the links."""
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.report.display import Display
+from thinwire.report.display import Display, PlainDisplay
 from thinwire.report.human import (
     SHORT,
     Curve,
@@ -33,6 +34,19 @@ _SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
 _SPARKLINE_WIDTH = 24
 _LEAST_INTERVAL = 0.25  # seconds between two drawings of the panel
 _COST_SHARE = 0.01  # drawing may take this share of the time, whatever the number of stages
+
+
+def open_display(stream: TextIO, run: str = "thinwire") -> Display:
+    """The display that suits `stream`: a live panel on a capable terminal, else plain lines.
+
+    A panel needs cursor movement (no TERM=dumb) and Unicode. NO_COLOR keeps the panel
+    and takes its colours away. `run` is the name in the panel's header.
+    """
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
+    if not stream.isatty() or dumb or not unicode:
+        return PlainDisplay(stream)
+    return LiveDisplay(Console(file=stream, highlight=False), run)
 
 
 class LiveDisplay(Display):

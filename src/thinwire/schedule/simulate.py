@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from thinwire.errors import ConfigError
+from thinwire.occupancy import Occupancy
 from thinwire.schedule.action import Action, Kind, Schedule
 from thinwire.schedule.build import FORWARD_ONLY, build, in_flight, validate
 
@@ -177,8 +178,8 @@ def simulate(
         step_seconds=seconds,
         spans=[Span(s.stage, s.lane, s.label, s.start - start, s.end - start) for s in play.spans],
         compute_seconds=[sum(map(costs.of, row)) for row in schedule.rows],
-        uplink_utilisation=[_ratio(host.uplink_busy, steps * seconds) for host in play.hosts],
-        downlink_utilisation=[_ratio(host.downlink_busy, steps * seconds) for host in play.hosts],
+        uplink_utilisation=[_ratio(host.uplink.busy, steps * seconds) for host in play.hosts],
+        downlink_utilisation=[_ratio(host.downlink.busy, steps * seconds) for host in play.hosts],
         in_flight=in_flight(schedule),
         cores=cores,
     )
@@ -216,15 +217,13 @@ class _Host:
     """Where one stage stands."""
 
     backwards_left: int
+    uplink: Occupancy
+    downlink: Occupancy
     step: int = 0
     position: int = 0
     running: Action | None = None
     since: float = 0.0  # when it began to run, or else to wait
     inbox: set[tuple[int, str]] = field(default_factory=set)
-    uplink_free: float = 0.0
-    uplink_busy: float = 0.0  # seconds of sending, all steps together
-    downlink_free: float = 0.0
-    downlink_busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class _Message:
     step: int
     label: str  # of the sender's action, or tally, or verdict
     size: int
-    sent: float  # when its last byte left the uplink
+    arrival: float  # of its last byte
 
 
 class _Cores:
@@ -284,7 +283,10 @@ class _Play:
     ) -> None:
         self.schedule, self.costs, self.network, self.steps = schedule, costs, network, steps
         self.top = schedule.stages - 1
-        self.hosts = [_Host(schedule.microbatches) for _ in schedule.rows]
+        self.hosts = [
+            _Host(schedule.microbatches, Occupancy(network.mbps_up), Occupancy(network.mbps_down))
+            for _ in schedule.rows
+        ]
         self.cores = _Cores(cores or schedule.stages)
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[_Message], None], _Message]] = []
@@ -373,25 +375,16 @@ class _Play:
     def send(self, source: int, target: int, label: str, size: int) -> None:
         """Queue on the uplink; the first byte reaches the other end one latency after its start."""
         host = self.hosts[source]
-        taken = _seconds(size, self.network.mbps_up)
-        start = max(self.now, host.uplink_free)
-        host.uplink_free = start + taken
-        host.uplink_busy += taken
+        start, end = host.uplink.carry(size, self.now, self.now)
         shown = f"{label}>" if target > source else f"<{label}"
-        self.record(source, "send", shown, start, host.uplink_free)
-        message = _Message(target, host.step, label, size, sent=host.uplink_free)
+        self.record(source, "send", shown, start, end)
+        message = _Message(target, host.step, label, size, end + self.network.latency_s)
         self.at(start + self.network.latency_s, self.reach_downlink, message)
 
     def reach_downlink(self, message: _Message) -> None:
-        """Queue on the downlink, first come first served; bytes pass on while others follow."""
-        host = self.hosts[message.target]
-        arrived = message.sent + self.network.latency_s
-        if self.network.mbps_down:
-            taken = _seconds(message.size, self.network.mbps_down)
-            arrived = max(arrived, max(self.now, host.downlink_free) + taken)
-            host.downlink_free = arrived
-            host.downlink_busy += taken
-        self.at(arrived, self.deliver, message)
+        downlink = self.hosts[message.target].downlink
+        _, passed = downlink.carry(message.size, self.now, message.arrival)
+        self.at(passed, self.deliver, message)
 
     def deliver(self, message: _Message) -> None:
         stage = message.target
@@ -409,11 +402,6 @@ class _Play:
     def record(self, stage: int, lane: str, label: str, start: float, end: float) -> None:
         if self.hosts[stage].step == self.steps - 1:
             self.spans.append(Span(stage, lane, label, start, end))
-
-
-def _seconds(size: int, mbps: float) -> float:
-    """Time that so many bytes occupy a link of that rate."""
-    return size * 8 / (mbps * 1e6) if mbps else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from thinwire.errors import ConfigError, WireError
+from thinwire.occupancy import Occupancy
 
 T = TypeVar("T")
 
@@ -55,33 +56,28 @@ class Nic:
         jitter_ms: float = 0.0,
         seed: int = 0,
     ) -> None:
-        for name, value in {
-            "mbps_up": mbps_up,
-            "mbps_down": mbps_down,
-            "latency_ms": latency_ms,
-            "jitter_ms": jitter_ms,
-        }.items():
-            if not 0 <= value < float("inf"):
+        rates = {"mbps_up": mbps_up, "mbps_down": mbps_down}
+        delays = {"latency_ms": latency_ms, "jitter_ms": jitter_ms}
+        for name, value in (rates | delays).items():
+            if not 0 <= value < math.inf:
                 raise ConfigError(f"link.{name} = {value} must be a number not below 0")
         if latency_ms + jitter_ms > LONGEST_DELAY_MS:
             raise ConfigError(
                 f"link.latency_ms + link.jitter_ms = {latency_ms + jitter_ms:g} is more than an "
                 f"hour ({LONGEST_DELAY_MS:g} ms)"
             )
-        self._up_s_per_byte = 8e-6 / mbps_up if mbps_up else 0.0
-        self._down_s_per_byte = 8e-6 / mbps_down if mbps_down else 0.0
+        self._up, self._down = Occupancy(mbps_up), Occupancy(mbps_down)
         self._latency_s = latency_ms / 1e3
         self._jitter_s = jitter_ms / 1e3
         self._seed = seed % 2**64
         self._sent = 0
-        self._up_free = self._down_free = self._last_arrival = float("-inf")
+        self._last_arrival = -math.inf
         self._lock = threading.Lock()
 
     def reserve_up(self, size: int, now: float) -> Passage:
         """Queue a message of `size` bytes for the uplink at time `now`."""
         with self._lock:
-            start = max(now, self._up_free)
-            end = self._up_free = start + size * self._up_s_per_byte
+            start, end = self._up.carry(size, now, now)
             arrival = end + self._latency_s + self._jitter()
             # Jitter delays, it never reorders: TCP would not let it be seen either.
             self._last_arrival = max(arrival, self._last_arrival)
@@ -93,21 +89,17 @@ class Nic:
         It was handed over when its first byte went on the uplink, so that it cannot arrive later
         than its passage takes: a stamp beyond is cut down to that.
         """
-        passage = size * self._up_s_per_byte + self._latency_s + self._jitter_s
+        passage = self._up.seconds(size) + self._latency_s + self._jitter_s
         return min(stamp, now + passage)
 
     def reserve_down(self, size: int, arrived: float) -> float:
         """When a message whose last byte came at `arrived` has passed the downlink.
 
-        Its first byte came earlier by the time the sender's uplink took, so a downlink as
-        fast as that uplink adds nothing unless another message occupies it. The sender's
-        rate is not known here; this host's own uplink rate stands in for it.
+        Its first byte came earlier by the time the sender's uplink took. The sender's rate is not
+        known here; this host's own uplink rate stands in for it.
         """
         with self._lock:
-            first_byte = arrived - size * self._up_s_per_byte
-            through = max(first_byte, self._down_free) + size * self._down_s_per_byte
-            self._down_free = max(arrived, through)
-            return self._down_free
+            return self._down.carry(size, arrived - self._up.seconds(size), arrived)[1]
 
     def _jitter(self) -> float:
         # A hash of (seed, counter): the n-th message is delayed alike in every run.
