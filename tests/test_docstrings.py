@@ -17,7 +17,7 @@ def methods() -> Iterator[tuple[str, object]]:
         for kind in vars(module).values():
             if inspect.isclass(kind) and kind.__module__ == info.name:
                 for name, value in vars(kind).items():
-                    is_method = inspect.isroutine(value) and value.__name__ == name
+                    is_method = inspect.isroutine(value) and getattr(kind, name).__name__ == name
                     is_public = "._" not in f".{kind.__qualname__}.{name}"
                     if is_public and (is_method or isinstance(value, property)):
                         yield f"{info.name}.{kind.__qualname__}.{name}", getattr(kind, name)
