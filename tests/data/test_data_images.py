@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from thinwire.data import Corpus, DataConfig, prepare, unpack
-from thinwire.data import cache as cache_module
 from thinwire.data import image_files as files_module
+from thinwire.data import prepared as prepared_module
 from thinwire.data.image_batches import ImageOrder
 from thinwire.data.image_files import CIFAR_CLASSES
 from thinwire.data.images import ImageSet, prepare_images
@@ -149,7 +149,7 @@ def test_grey_images_have_one_channel(tmp_path: Path, cache: Path) -> None:
 def test_a_set_is_read_once_until_it_changes(
     cifar: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1)
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
     reports: list[tuple[str, int, int]] = []
 
     def prepared() -> ImageSet:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, DataConfig, Order, Tokenizer, prepare
-from thinwire.data import cache as cache_module
+from thinwire.data import prepared as prepared_module
 from thinwire.errors import ConfigError, DataError
 from thinwire.typed import from_plain
 
@@ -104,7 +104,7 @@ def test_moved_and_touched_files_are_the_same_corpus(text_folder, cache, tmp_pat
 
 def test_unchanged_old_files_are_not_even_read(text_folder, cache, monkeypatch):
     # The time of last change cannot be set back as the others can, so the clock goes forward.
-    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1)
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
     first = prepare(text_config(text_folder), VOCAB, cache)
     seen = Recorder()
     assert prepare(text_config(text_folder), VOCAB, cache, seen).folder == first.folder
@@ -118,7 +118,7 @@ def test_fresh_files_are_read_again(text_folder, cache):
 
 
 def test_changed_content_of_the_same_size_and_time_is_noticed(text_folder, cache, monkeypatch):
-    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1)
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
     make_old(text_folder)
     first = prepare(text_config(text_folder), VOCAB, cache)
     path = text_folder / "07.txt"
@@ -327,7 +327,7 @@ def test_the_same_files_read_otherwise_are_another_corpus(
     text_folder, valid_folder, cache, monkeypatch, old
 ):
     """Also where their content is only remembered, by path, size and times."""
-    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1 if old else 1 << 62)
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1 if old else 1 << 62)
     both = valid_folder.parent / "both"
     shutil.copytree(text_folder, both)
     shutil.copytree(valid_folder, both / "to validate")

@@ -8,7 +8,7 @@ import pytest
 from test_data_prepare import Recorder
 
 from thinwire.data import DataConfig, Tokenizer, prepare
-from thinwire.data import cache as cache_module
+from thinwire.data import prepared as prepared_module
 from thinwire.errors import DataError
 
 
@@ -86,7 +86,7 @@ def test_token_shards_are_cut_at_the_tokenizers_end_of_text(tmp_path, cache):
 
 
 def test_shard_ids_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(cache_module, "_CLOCK_TICK_NS", -1)
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
     write_shard(tmp_path / "s" / "a_train_1.bin", [1, 2, 3])
     write_shard(tmp_path / "s" / "a_train_2.bin", [1, 4095, 4096])
     config = DataConfig(source="tokens", path=str(tmp_path / "s"))

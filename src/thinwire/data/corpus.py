@@ -9,8 +9,6 @@
 The folder appears under its name only when it is complete, and is never changed afterwards.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.data.prepared import (
-    close_to_disk,
-    damaged,
-    opening,
-    partial_folder,
-    put_in_place,
-    write_manifest,
-)
+from thinwire.data.prepared import FolderWriter, digest, new_folder, opening, settle
 from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 
@@ -55,9 +46,7 @@ class Corpus:
     def open(cls, folder: str | Path) -> "Corpus":
         """Open what `prepare` wrote; refuse a folder that is incomplete or was altered."""
         folder = Path(folder)
-        with opening(folder) as manifest:
-            if manifest["fingerprint"] != _fingerprint(manifest):
-                raise damaged(folder, "the fingerprint does not belong to these files")
+        with opening(folder, _fingerprint) as manifest:
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
             train, valid = (
                 np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
@@ -100,15 +89,13 @@ class Corpus:
 
 
 class CorpusWriter:
-    """Takes token ids for either side, in order, and closes the folder with a manifest."""
+    """Takes token ids for either side, in order."""
 
-    def __init__(self, folder: Path, source: str, vocab: int) -> None:
-        self._folder = folder
+    def __init__(self, writer: FolderWriter, source: str, vocab: int) -> None:
+        self._writer = writer
         self._source = source
         self._vocab = vocab
         self._dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
-        self._streams = {f"{side}.bin": (folder / f"{side}.bin").open("wb") for side in SIDES}
-        self._hashes = {side: hashlib.blake2b(digest_size=16) for side in SIDES}
         self._valid_bytes = 0
 
     def append(self, side: str, ids: np.ndarray, sizes: np.ndarray | None = None) -> None:
@@ -118,61 +105,41 @@ class CorpusWriter:
                 f"token id {ids.max()} was read where ids are below {self._vocab}: the source "
                 "changed while it was being read, or its tokenizer is damaged"
             )
-        raw = ids.astype(self._dtype).tobytes()
-        self._streams[f"{side}.bin"].write(raw)
-        self._hashes[side].update(raw)
+        self._writer.append(f"{side}.bin", ids.astype(self._dtype).tobytes())
         if sizes is not None:
-            if SIZES not in self._streams:
-                self._streams[SIZES] = (self._folder / SIZES).open("wb")
-            self._streams[SIZES].write(sizes.astype(_SIZE).tobytes())
+            self._writer.append(SIZES, sizes.astype(_SIZE).tobytes())
             self._valid_bytes += int(sizes.sum(dtype=np.int64))
 
     def finish(self, tokenizer: Tokenizer | None, documents: int, lost: str = "") -> None:
-        """Write everything to disk and the manifest last; a side without tokens is an error."""
+        """Complete the folder; a side without tokens is an error."""
         for side in SIDES:
-            if self._streams[f"{side}.bin"].tell() == 0:
+            if self._writer.size(f"{side}.bin") == 0:
                 raise DataError(
                     f"no tokens for {side}: the corpus is too small to be split, or all of it is "
                     "in data.valid_path as well"
                 )
-        for stream in self._streams.values():
-            close_to_disk(stream)
-        names = list(self._streams)
         if tokenizer is not None:
-            tokenizer.save(self._folder / TOKENIZER)
-            names.append(TOKENIZER)
-        manifest = {
+            self._writer.append(TOKENIZER, tokenizer.json().encode())
+        facts = {
             "source": self._source,
             "documents": documents,
             "lost": lost,
             "vocab": self._vocab,
             "valid_bytes": self._valid_bytes,
             "dtype": self._dtype.name,
-            "ids": {side: digest.hexdigest() for side, digest in self._hashes.items()},
+            "ids": {side: self._writer.hash(f"{side}.bin") for side in SIDES},
         }
-        manifest["fingerprint"] = _fingerprint(manifest)
-        write_manifest(self._folder, manifest, names)
-
-    def close(self) -> None:
-        """Let go of the files; what was not finished is of no use."""
-        for stream in self._streams.values():
-            stream.close()
+        self._writer.finish({**facts, "fingerprint": _fingerprint(facts)})
 
 
 @contextmanager
 def writing(folder: Path, source: str, vocab: int) -> Iterator[CorpusWriter]:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing."""
-    with partial_folder(folder.parent, folder.name) as partial:
-        writer = CorpusWriter(partial, source, vocab)
-        try:
-            yield writer
-        finally:
-            writer.close()
-        put_in_place(partial, folder)
+    with new_folder(folder.parent, folder.name, [f"{side}.bin" for side in SIDES]) as writer:
+        yield CorpusWriter(writer, source, vocab)
+        settle(writer.folder, folder)
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:
     """A hash of the ids themselves and what is said of them, not of where they came from."""
-    told = {key: manifest[key] for key in ("dtype", "vocab", "valid_bytes", "ids")}
-    text = json.dumps(told, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest({key: manifest[key] for key in ("dtype", "vocab", "valid_bytes", "ids")})

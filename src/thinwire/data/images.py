@@ -10,10 +10,7 @@ changed afterwards, and every stage that needs images maps the same files into m
 Shapes: N images, C channels, S pixels a side.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.data.cache import Reading, found_or_made
-from thinwire.data.image_files import SIDES, ImageFiles, Piece, find_images
+from thinwire.data.image_files import SIDES, ImageFiles, find_images
 from thinwire.data.prepared import (
-    close_to_disk,
+    FolderWriter,
+    Progress,
     damaged,
+    digest,
+    found_or_made,
+    new_folder,
     opening,
-    partial_folder,
-    put_in_place,
-    write_manifest,
+    settle,
 )
 from thinwire.errors import DataError
 
-Progress = Callable[[str, int, int], None]
-
 KIND = "images"
+FILES = [f"{side}.{part}" for side in SIDES for part in ("pixels", "labels")]
 _LABEL = np.dtype("<u2")
 
 
@@ -76,11 +73,9 @@ class ImageSet:
     def open(cls, folder: str | Path) -> "ImageSet":
         """Open what `prepare_images` wrote; refuse a folder that is incomplete or was altered."""
         folder = Path(folder)
-        with opening(folder) as manifest:
+        with opening(folder, _fingerprint) as manifest:
             if manifest["kind"] != KIND:
                 raise damaged(folder, f"it holds {manifest['kind']}, not {KIND}")
-            if manifest["fingerprint"] != _fingerprint(manifest):
-                raise damaged(folder, "the fingerprint does not belong to these files")
             train, test = (_mapped(folder, side, manifest) for side in SIDES)
             return cls(
                 folder=folder,
@@ -121,13 +116,13 @@ def prepare_images(path: str, cache: str | Path, progress: Progress | None = Non
 
         def read() -> _Written:
             """Read everything once: it is written while its content is hashed."""
-            partial = leaving.enter_context(partial_folder(cache, KIND))
-            return _write(found, partial, progress or (lambda phase, done, total: None))
+            writer = leaving.enter_context(new_folder(cache, KIND, FILES))
+            return _write(found, writer, progress or (lambda phase, done, total: None))
 
         def make(written: _Written, folder: Path) -> None:
-            put_in_place(written.folder, folder)
+            settle(written.folder, folder)
 
-        return found_or_made(cache, Reading([found.files]), [KIND], read, make, ImageSet.open)
+        return found_or_made(cache, [found.files], [KIND], read, make, ImageSet.open)
 
 
 @dataclass(frozen=True)
@@ -138,74 +133,35 @@ class _Written:
     content: str
 
 
-def _write(found: ImageFiles, partial: Path, report: Progress) -> _Written:
+def _write(found: ImageFiles, writer: FolderWriter, report: Progress) -> _Written:
     total = sum(file.size for file in found.files)
-    writer = _Writer(partial)
-    try:
-        for piece in found.read():
-            writer.append(piece)
-            report("reading", piece.consumed, total)
-        manifest = writer.finish(found.classes)
-    finally:
-        writer.close()
-    return _Written(partial, f"{manifest['fingerprint']} {manifest['classes']}")
-
-
-class _Writer:
-    """Takes images for either side, in order, and closes the folder with a manifest."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._names = [f"{side}.{part}" for side in SIDES for part in ("pixels", "labels")]
-        self._hashes = {name: hashlib.blake2b(digest_size=16) for name in self._names}
-        self._streams = {name: (folder / name).open("wb") for name in self._names}
-        self._counts = dict.fromkeys(SIDES, 0)
-        self._labels = 0
-        self._shape: tuple[int, ...] = ()
-        self._shades_CV: np.ndarray | None = None
-
-    def append(self, piece: Piece) -> None:
-        """Add images to the end of their side."""
-        side, pixels_NCSS, labels_N, _ = piece
-        self._write(f"{side}.pixels", pixels_NCSS.tobytes())
-        self._write(f"{side}.labels", labels_N.astype(_LABEL).tobytes())
-        self._counts[side] += len(labels_N)
-        self._labels = max(self._labels, int(labels_N.max()) + 1)
-        self._shape = pixels_NCSS.shape[1:]
+    counts = dict.fromkeys(SIDES, 0)
+    labels, shape = 0, ()
+    shades_CV = np.zeros((1, 256), dtype=np.int64)
+    for side, pixels_NCSS, labels_N, consumed in found.read():
+        writer.append(f"{side}.pixels", pixels_NCSS.tobytes())
+        writer.append(f"{side}.labels", labels_N.astype(_LABEL).tobytes())
+        counts[side] += len(labels_N)
+        labels, shape = max(labels, int(labels_N.max()) + 1), pixels_NCSS.shape[1:]
         if side == "train":
-            shades_CV, before_CV = _count_shades(pixels_NCSS), self._shades_CV
-            self._shades_CV = shades_CV if before_CV is None else before_CV + shades_CV
-
-    def finish(self, classes: Sequence[str]) -> dict[str, Any]:
-        """Write everything to disk and the manifest last."""
-        assert self._shades_CV is not None, "whatever was found has training images"
-        for stream in self._streams.values():
-            close_to_disk(stream)
-        classes = classes or [str(label) for label in range(self._labels)]
-        if len(classes) > np.iinfo(_LABEL).max + 1:
-            raise DataError(f"there are {len(classes)} classes: more than a label can hold")
-        mean_C, std_C = _mean_and_std(self._shades_CV)
-        manifest: dict[str, Any] = {
-            "kind": KIND,
-            "shape": self._shape,
-            "counts": self._counts,
-            "classes": classes,
-            "mean": mean_C,
-            "std": std_C,
-            "content": {name: digest.hexdigest() for name, digest in self._hashes.items()},
-        }
-        manifest["fingerprint"] = _fingerprint(manifest)
-        write_manifest(self._folder, manifest, self._names)
-        return manifest
-
-    def close(self) -> None:
-        """Let go of the files; what was not finished is of no use."""
-        for stream in self._streams.values():
-            stream.close()
-
-    def _write(self, name: str, content: bytes) -> None:
-        self._streams[name].write(content)
-        self._hashes[name].update(content)
+            shades_CV = shades_CV + _count_shades(pixels_NCSS)
+        report("reading", consumed, total)
+    classes = found.classes or [str(label) for label in range(labels)]
+    if len(classes) > np.iinfo(_LABEL).max + 1:
+        raise DataError(f"there are {len(classes)} classes: more than a label can hold")
+    mean_C, std_C = _mean_and_std(shades_CV)
+    facts: dict[str, Any] = {
+        "kind": KIND,
+        "shape": shape,
+        "counts": counts,
+        "classes": classes,
+        "mean": mean_C,
+        "std": std_C,
+        "content": {name: writer.hash(name) for name in FILES},
+    }
+    fingerprint = _fingerprint(facts)
+    writer.finish({**facts, "fingerprint": fingerprint})
+    return _Written(writer.folder, f"{fingerprint} {classes}")
 
 
 def _count_shades(pixels_NCSS: np.ndarray) -> np.ndarray:
@@ -244,5 +200,4 @@ def _mapped(folder: Path, side: str, manifest: dict[str, Any]) -> LabelledImages
 def _fingerprint(manifest: dict[str, Any]) -> str:
     """A hash of the images themselves and their classes' number, not of where they came from."""
     told = {key: manifest[key] for key in ("shape", "counts", "mean", "std", "content")}
-    text = json.dumps([told, len(manifest["classes"])], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest([told, len(manifest["classes"])])

@@ -1,16 +1,16 @@
 """From the settings to a prepared corpus: read, train a tokenizer, tokenise, once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thinwire.data.cache import Reading, found_or_made
 from thinwire.data.corpus import Corpus, CorpusWriter, writing
 from thinwire.data.encode import Losses, Passage, encode_passages
 from thinwire.data.files import stdlib_files, text_files
+from thinwire.data.prepared import Progress, found_or_made
 from thinwire.data.shards import (
     ShardContent,
     Shards,
@@ -27,8 +27,6 @@ from thinwire.data.split import Scan, Split, as_scanned, scan_documents
 from thinwire.data.tokenizer import Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.typed import option
-
-Progress = Callable[[str, int, int], None]
 
 TEXT_SOURCES = ("stdlib", "text", "tokens")
 SOURCES = (*TEXT_SOURCES, "images")
@@ -110,8 +108,8 @@ def _text(
             _tokenise(documents("tokenising"), used, split, scan, writer)
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
-    reading = Reading([files, given], config.text_key)
-    return found_or_made(cache, reading, _key(config, encoding), read, make, Corpus.open)
+    key = _key(config, encoding)
+    return found_or_made(cache, [files, given], key, read, make, Corpus.open, config.text_key)
 
 
 def _token_shards(
@@ -138,8 +136,8 @@ def _token_shards(
             writer.finish(tokenizer, documents=0)
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
-    reading = Reading([[shard.file for shard in side] for side in (shards.train, shards.valid)])
-    corpus = found_or_made(cache, reading, _key(config, encoding), read, make, Corpus.open)
+    files = [[shard.file for shard in side] for side in (shards.train, shards.valid)]
+    corpus = found_or_made(cache, files, _key(config, encoding), read, make, Corpus.open)
     _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
     return corpus
 

@@ -1,138 +1,163 @@
-"""What all prepared data has in common: a folder that appears whole, never changes, can be checked.
+"""Prepared data: folders that are found by the content they were made from, and can be checked.
 
-Its manifest names the files beside it with their sizes and hashes, and is written last.
+A folder appears whole and never changes. Its manifest names the files beside it with their sizes
+and hashes, and is written last.
 """
 
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, TypeVar
 
+from thinwire.data.files import SourceFile
 from thinwire.errors import DataError
+from thinwire.folders import flush, partial_folder, put_in_place, replace_file, write_file
 
-try:
-    import fcntl
-except ImportError:  # not everywhere; without it nothing left behind is removed
-    fcntl = None  # type: ignore[assignment]
+Progress = Callable[[str, int, int], None]
+"""Told the phase, and the bytes read so far and in all."""
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_PARTIAL = ".partial-"
-
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
+_CLOCK_TICK_NS = 2_000_000_000  # some filesystems keep times no finer than this
+
+
+class Scanned(Protocol):
+    """What a reading of the source gives: at least a hash of its content."""
+
+    @property
+    def content(self) -> str:
+        """Hash of the documents, tokens or images, in order, wherever they are stored."""
+
+
+ScanT = TypeVar("ScanT", bound=Scanned)
+OpenedT = TypeVar("OpenedT")
+
+
+def found_or_made(
+    cache: Path,
+    files: list[list[SourceFile]],
+    key: list[Any],
+    read: Callable[[], ScanT],
+    make: Callable[[ScanT, Path], None],
+    open: Callable[[Path], OpenedT],
+    text_key: str = "",
+) -> OpenedT:
+    """Open the folder for the content of these files and the settings in `key`.
+
+    The content decides, so moved or touched files are the same data. `files` are listed by what
+    they are read for; those that have not changed since they were last read with this `text_key`,
+    by size and times, are not read again to know their content.
+    """
+    listing = [
+        [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
+        for group in files
+    ]
+    noted = cache / "seen" / digest([FORMAT, [listing, text_key]])
+    try:
+        content = noted.read_text(encoding="ascii")
+        folder = cache / digest([FORMAT, content, *key])
+    except (OSError, ValueError):
+        folder = None
+    if folder is None or not os.path.isdir(folder):
+        scan = read()
+        newest_ns = max(max(file.mtime_ns, file.ctime_ns) for group in files for file in group)
+        if time.time_ns() - newest_ns >= _CLOCK_TICK_NS:  # or a clock tick may hide a change
+            with suppress(OSError):  # a convenience only: without it the files are read again
+                replace_file(noted, scan.content.encode())
+        folder = cache / digest([FORMAT, scan.content, *key])
+        if not os.path.isdir(folder):  # also where it cannot be looked up, and making it says why
+            make(scan, folder)
+    return open(folder)
+
+
+def digest(value: Any) -> str:
+    """A hash of plain values."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class FolderWriter:
+    """Writes the files of a prepared folder side by side, and a manifest at the end."""
+
+    def __init__(self, folder: Path, names: list[str], held: ExitStack) -> None:
+        self.folder = folder
+        self._held = held
+        self._streams: dict[str, IO[bytes]] = {}
+        self._hashes: dict[str, Any] = {}
+        for name in names:
+            self.append(name, b"")
+
+    def append(self, name: str, content: bytes) -> None:
+        """Add to the end of a file, which begins when it is first named."""
+        if name not in self._streams:
+            self._streams[name] = self._held.enter_context((self.folder / name).open("wb"))
+            self._hashes[name] = hashlib.blake2b(digest_size=16)
+        self._streams[name].write(content)
+        self._hashes[name].update(content)
+
+    def size(self, name: str) -> int:
+        """Bytes of a file so far."""
+        return self._streams[name].tell()
+
+    def hash(self, name: str) -> str:
+        """A hash of all that was written to a file."""
+        return self._hashes[name].hexdigest()
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Force everything to the disk, and say last what is there."""
+        for name, stream in self._streams.items():
+            stream.close()
+            flush(self.folder / name)
+        files = {
+            name: {"bytes": path.stat().st_size, "sample": _sample(path)}
+            for name in self._streams
+            for path in [self.folder / name]
+        }
+        manifest = json.dumps({"format": FORMAT, **facts, "files": files}, indent=2)
+        write_file(self.folder / MANIFEST, manifest.encode())
 
 
 @contextmanager
-def partial_folder(cache: Path, name: str) -> Iterator[Path]:
-    """A folder under `cache` to write in; what is not put in its place is gone afterwards.
-
-    What earlier processes left when they were killed is removed as well.
-    """
-    partial: Path | None = None
-    with ExitStack() as held:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            _sweep(cache)
-            partial = _new_folder(cache, name, held)
-            yield partial
-        except OSError as error:
-            raise DataError(f"cannot write the prepared data to {cache}: {error}") from error
-        finally:
-            if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-def _new_folder(cache: Path, name: str, held: ExitStack) -> Path:
-    """A folder that is locked for as long as it is held: nobody sweeps it away."""
-    while True:
-        partial = Path(tempfile.mkdtemp(prefix=f"{name}{_PARTIAL}", dir=cache))
-        partial.chmod(0o755)  # as an ordinary folder: other users may run stages
-        held.enter_context(_locked(partial, wait=True))
-        if partial.is_dir():  # nobody took it for left behind before it was locked
-            return partial
-
-
-def _sweep(cache: Path) -> None:
-    """Remove unfinished folders whose process has ended; the system let go of their locks."""
-    for partial in cache.glob(f"*{_PARTIAL}*"):
-        with _locked(partial, wait=False) as is_ours:
-            if is_ours:
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder, if the system has such locks and no other process holds it."""
-    descriptor = -1
+def new_folder(cache: Path, name: str, files: list[str]) -> Iterator[FolderWriter]:
+    """Write under `cache` what `settle` puts in its place, or leave nothing."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        is_ours = True
-    except (OSError, AttributeError):  # no such folder, held by another, or no locks here
-        is_ours = False
+        with partial_folder(cache, name) as partial, ExitStack() as held:
+            yield FolderWriter(partial, files, held)
+    except OSError as error:
+        raise DataError(f"cannot write the prepared data to {cache}: {error}") from error
+
+
+def settle(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name, unless another run has made the same meanwhile."""
     try:
-        yield is_ours
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name, unless another run has made the same meanwhile.
-
-    Names go to the disk in the order in which they are given: the folder is there whole or not
-    at all, also after a loss of power.
-    """
-    _sync_folder(partial)
-    try:
-        partial.rename(folder)
+        put_in_place(partial, folder)
     except OSError:
         if not folder.is_dir():
             raise
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk, where the system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def close_to_disk(stream: IO[bytes]) -> None:
-    """Close a file once all of it is on the disk."""
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
-    """Write what is said of a folder, with the sizes and hashes of these files in it."""
-    files = {name: _file_entry(folder / name) for name in names}
-    with (folder / MANIFEST).open("wb") as stream:
-        stream.write(json.dumps({"format": FORMAT, **manifest, "files": files}, indent=2).encode())
-        close_to_disk(stream)
 
 
 @contextmanager
-def opening(folder: Path) -> Iterator[dict[str, Any]]:
+def opening(folder: Path, fingerprint: Callable[[Any], str]) -> Iterator[dict[str, Any]]:
     """The manifest of a folder, to open it with; what does not fit is a DataError that says so.
 
-    Every file is checked by size and by a hash of 64 blocks of 1 MiB spread over it,
-    which is all of a file up to 64 MiB.
+    Every file is checked by size and by a hash of 64 blocks of 1 MiB spread over it, which is all
+    of a file up to 64 MiB. `fingerprint` computes from a manifest what it should be.
     """
     manifest = _read_manifest(folder)
     try:
         for name, entry in manifest["files"].items():
-            _check_file(folder, name, entry)
+            size = (folder / name).stat().st_size
+            if size != entry["bytes"]:
+                raise damaged(folder, f"{name} has {size} bytes instead of {entry['bytes']}")
+            if _sample(folder / name) != entry["sample"]:
+                raise damaged(folder, f"{name} was altered")
+        if manifest["fingerprint"] != fingerprint(manifest):
+            raise damaged(folder, "the fingerprint does not belong to these files")
         yield manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
@@ -160,26 +185,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _file_entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sample": _sample(path)}
-
-
 def _sample(path: Path) -> str:
     """Hash of blocks spread evenly over a file: quick for any size, complete for small ones."""
-    digest = hashlib.blake2b(digest_size=16)
+    sample = hashlib.blake2b(digest_size=16)
     size = path.stat().st_size
     stride = max(size // _SAMPLES, _SAMPLE_BYTES)
     with path.open("rb") as stream:
         for at in range(0, size, stride):
             stream.seek(at)
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _check_file(folder: Path, name: str, entry: dict[str, Any]) -> None:
-    path = folder / name
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise damaged(folder, f"{name} has {size} bytes instead of {entry['bytes']}")
-    if _sample(path) != entry["sample"]:
-        raise damaged(folder, f"{name} was altered")
+            sample.update(stream.read(_SAMPLE_BYTES))
+    return sample.hexdigest()

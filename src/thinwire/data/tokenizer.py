@@ -11,6 +11,7 @@ import numpy as np
 from thinwire.data.interrupt import Fuse, interruptible
 from thinwire.data.pieces import pieces_of
 from thinwire.errors import DataError
+from thinwire.folders import write_file
 from thinwire.paths import expanded
 
 # Said before the library is loaded: encode on all cores, and print no warning when a process
@@ -82,12 +83,13 @@ class Tokenizer:
         """A hash of everything that decides how text is encoded."""
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
+    def json(self) -> str:
+        """The text of a tokenizer.json."""
+        return self._backend.to_str(pretty=True)
+
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json, all of it to the disk."""
-        with Path(path).open("wb") as stream:
-            stream.write(self._backend.to_str(pretty=True).encode())
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_file(Path(path), self.json().encode())
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text, without any begin or end token."""

@@ -1,0 +1,119 @@
+"""Files and folders that are complete or absent, whatever ends the process. Floor 0.
+
+What takes time to write bears another name until it is whole: its content is forced to the disk
+first, then one rename gives it its own. That holds after a loss of power too, since names reach
+the disk in the order in which they are given.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not every system has it
+    fcntl = None  # type: ignore[assignment]
+
+_PARTIAL = ".partial-"
+
+
+def flush(path: Path) -> None:
+    """Force a file to the disk, or the names in a folder, where the system can do that."""
+    with suppress(OSError) if path.is_dir() else nullcontext():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and force it to the disk."""
+    path.write_bytes(content)
+    flush(path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in one rename: a reader finds what was there before or all of the content."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(fresh, content)
+        fresh.replace(path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a folder whose files are on the disk its name."""
+    flush(partial)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
+@contextmanager
+def partial_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A folder beside the one to be made; what is not put in its place is gone afterwards.
+
+    What other processes left there when they were killed is removed as well.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    _sweep(parent)
+    with ExitStack() as held:
+        partial = _new_folder(parent, name, held)
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _new_folder(parent: Path, name: str, held: ExitStack) -> Path:
+    """A folder that is locked for as long as it is held: nobody sweeps it away."""
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=f"{name}{_PARTIAL}", dir=parent))
+        partial.chmod(0o755)  # as an ordinary folder: other users may read it
+        held.enter_context(_locked(partial, wait=True))
+        if partial.is_dir():  # nobody took it for left behind before it was locked
+            return partial
+
+
+def _sweep(parent: Path) -> None:
+    """Remove unfinished folders whose process has ended; the system let go of their locks."""
+    for partial in parent.glob(f"*{_PARTIAL}*"):
+        with _locked(partial, wait=False) as is_ours:
+            if is_ours:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool) -> Iterator[bool]:
+    descriptor, is_ours = -1, False
+    try:
+        with suppress(OSError):  # the folder is gone, or another process holds it
+            descriptor = os.open(folder, os.O_RDONLY)
+            is_ours = lock(descriptor, wait)
+        yield is_ours
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends, however it ends.
+
+    BlockingIOError: another process holds it. False: the system or the filesystem has no locks.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True

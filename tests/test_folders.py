@@ -1,0 +1,85 @@
+"""Files and folders are complete or absent, whatever goes wrong on the way."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from thinwire.folders import (
+    flush,
+    lock,
+    partial_folder,
+    put_in_place,
+    replace_file,
+    write_file,
+)
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "a.json"
+    replace_file(path, b"one")
+    replace_file(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "content").mkdir(parents=True)
+    with pytest.raises(OSError):
+        replace_file(tmp_path / "folder", b"no file can take the place of a folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[int | str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", lambda *names: (events.append("name"), rename(*names))[1])
+    monkeypatch.setattr(Path, "replace", lambda *names: (events.append("name"), replace(*names))[1])
+    replace_file(tmp_path / "file", b"content")
+    assert events == [(tmp_path / "file").stat().st_ino, "name"]
+
+    events.clear()
+    with partial_folder(tmp_path, "folder") as partial:
+        write_file(partial / "file", b"content")
+        put_in_place(partial, tmp_path / "folder")
+    inner, outer = (path.stat().st_ino for path in (tmp_path / "folder", tmp_path))
+    assert events == [(tmp_path / "folder" / "file").stat().st_ino, inner, "name", outer]
+
+
+def test_what_is_not_put_in_place_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), partial_folder(tmp_path, "folder") as partial:
+        write_file(partial / "file", b"content")
+        raise KeyError("a failure of any kind")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_holds_is_swept_away_and_what_is_held_stays(tmp_path: Path) -> None:
+    (tmp_path / "dead.partial-123").mkdir()
+    with partial_folder(tmp_path, "one") as one:
+        assert list(tmp_path.iterdir()) == [one]
+        with partial_folder(tmp_path, "two") as two:
+            assert set(tmp_path.iterdir()) == {one, two}
+        assert list(tmp_path.iterdir()) == [one]
+
+
+def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
+        assert lock(mine.fileno())
+        with pytest.raises(BlockingIOError):
+            lock(other.fileno())
+        mine.close()
+        assert lock(other.fileno())
+
+
+def test_flushing_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    flush(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        flush(tmp_path / "none")
