@@ -1,12 +1,10 @@
-"""Numbers as people read them: bytes, counts, durations, shares, and a curve in one line."""
+"""Numbers as people read them: bytes, counts, durations, shares."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
 ABSENT = "-"  # stands for a number that is unknown; ASCII, so that every terminal can show it
 SHORT = {"token": "tok", "image": "img"}  # what is counted, where there is little room
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def _scaled(number: float, suffixes: Sequence[str]) -> tuple[float, str]:
@@ -41,16 +39,11 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return ABSENT
     total = max(0, round(seconds))
-    minutes, second = divmod(total, 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d{hour:02d}h"
-    if hours:
-        return f"{hours}h{minute:02d}m"
-    if minutes:
-        return f"{minutes}m{second:02d}s"
-    return f"{second}s"
+    for large, small, size, count in ("d", "h", 3600, 24), ("h", "m", 60, 60), ("m", "s", 1, 60):
+        whole, rest = divmod(total // size, count)
+        if whole:
+            return f"{whole}{large}{rest:02d}{small}"
+    return f"{total}s"
 
 
 def elapsed(seconds: float | None) -> str:
@@ -94,63 +87,3 @@ def meter_bar(fraction: float, width: int = 10) -> str:
         return ""
     filled = round(width * min(1.0, max(0.0, fraction)))
     return "█" * filled + "░" * (width - filled)
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The curve of `values` in at most `width` characters; a gap where nothing is finite.
-
-    More values than characters are averaged in equal runs, so the whole curve stays in view.
-    """
-    cells = min(width, len(values))
-    edges = [index * len(values) // cells for index in range(cells + 1)] if cells else []
-    means = [finite_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
-    known = [mean for mean in means if math.isfinite(mean)]
-    if not known:
-        return " " * cells
-    # halves, because the distance between two huge values would overflow
-    low, span = min(known) / 2, max(known) / 2 - min(known) / 2
-    top = len(_BLOCKS) - 1
-
-    def block(mean: float) -> str:
-        if not math.isfinite(mean):
-            return " "
-        return _BLOCKS[round((mean / 2 - low) / span * top)] if span > 0 else _BLOCKS[top // 2]
-
-    return "".join(block(mean) for mean in means)
-
-
-def finite_mean(values: Sequence[float]) -> float:
-    """The mean of the finite values, nan when there is none."""
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
-
-
-class Curve:
-    """A whole run's curve in bounded memory, for a sparkline.
-
-    Holds means over runs of equal length; when full, neighbours are merged and the run
-    length doubles, so the cost of drawing does not grow with the number of steps.
-    """
-
-    def __init__(self, capacity: int = 256) -> None:
-        self._capacity = capacity
-        self._run_length = 1
-        self._points: list[float] = []
-        self._open_run: list[float] = []
-
-    def add(self, value: float) -> None:
-        """Append the next value."""
-        self._open_run.append(value)
-        if len(self._open_run) < self._run_length:
-            return
-        self._points.append(finite_mean(self._open_run))
-        self._open_run = []
-        if len(self._points) >= self._capacity:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [finite_mean(pair) for pair in pairs]
-            self._run_length *= 2
-
-    @property
-    def points(self) -> list[float]:
-        """The curve so far, the newest (perhaps incomplete) run last."""
-        return self._points + ([finite_mean(self._open_run)] if self._open_run else [])

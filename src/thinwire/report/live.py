@@ -1,6 +1,7 @@
 """The live panel of a run on a terminal: header with the loss, the stages, the links."""
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -14,10 +15,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.report.display import Display, PlainDisplay
+from thinwire.report.curve import Curve, sparkline
+from thinwire.report.display import Display, PlainDisplay, padded_tag
 from thinwire.report.human import (
     SHORT,
-    Curve,
     amount,
     duration,
     human_bytes,
@@ -25,13 +26,13 @@ from thinwire.report.human import (
     loss_text,
     meter_bar,
     percent,
-    sparkline,
 )
 from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
 from thinwire.report.stream import safe_stream
 
 _SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
 _SPARKLINE_WIDTH = 24
+_CURVE_POINTS = 256
 _LEAST_INTERVAL = 0.25  # seconds between two drawings of the panel
 _COST_SHARE = 0.01  # drawing may take this share of the time, whatever the number of stages
 
@@ -65,16 +66,15 @@ class LiveDisplay(Display):
         self._run = run
         self._clock = clock
         self._live: Live | None = None
-        self._due = -float("inf")
+        self._due = -math.inf
         self._bar: RenderableType | None = None
         self._record: StepRecord | None = None
         self._evaluation: EvaluationRecord | None = None
-        self._losses = Curve()
+        self._losses = Curve(_CURVE_POINTS)
         # a caller that dies without `with` must not leave a hidden cursor behind
         atexit.register(self.close)
 
     def phase(self, tag: str, text: str) -> None:
-        """Print the text above the panel; it stays in the scrollback."""
         self._say(tag, text, "cyan")
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
@@ -83,18 +83,12 @@ class LiveDisplay(Display):
             self._bar = None
             self._draw(at_once=True)
             self._say(tag, f"{amount(done, total, unit)} done", "cyan")
-            return
-        row = Table.grid(padding=(0, 1), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        bar = ProgressBar(total=total, completed=done)
-        row.add_row(_tag(tag, "cyan"), bar, Text(amount(done, total, unit)))
-        self._bar = row
-        self._draw()
+        else:
+            bar = ProgressBar(total=total, completed=done)
+            self._bar = _row(_tag(tag, "cyan"), bar, Text(amount(done, total, unit)))
+            self._draw()
 
     def step(self, record: StepRecord) -> None:
-        """Take over the step's numbers; redraw if it is time."""
         self._record = record
         self._bar = None
         self._losses.add(record.loss)
@@ -107,7 +101,6 @@ class LiveDisplay(Display):
         self._draw(at_once=True)
 
     def note(self, text: str) -> None:
-        """Print the warning above the panel."""
         self._say("note", text, "yellow")
 
     def close(self) -> None:
@@ -147,26 +140,23 @@ class LiveDisplay(Display):
         parts: list[RenderableType] = []
         if self._record is not None:
             parts.append(Rule(style="dim"))  # parts the panel from the lines above it
-            parts.append(self._header(self._record))
+            parts += self._header(self._record)
             parts.append(_tables(self._record, self._console.width))
         if self._bar is not None:
             parts.append(self._bar)
         return Group(*parts)
 
-    def _header(self, record: StepRecord) -> RenderableType:
-        top = Table.grid(padding=(0, 1), expand=True)
-        top.add_column(no_wrap=True, max_width=self._console.width // 3)
-        top.add_column(no_wrap=True)
-        top.add_column(ratio=1)
-        top.add_column(no_wrap=True)
-        top.add_row(
-            Text(self._run, style="bold cyan", overflow="ellipsis"),
+    def _header(self, record: StepRecord) -> list[RenderableType]:
+        run = Text(self._run, style="bold cyan")
+        run.truncate(self._console.width // 3, overflow="ellipsis")
+        top = _row(
+            run,
             Text(f"step {record.step:,}/{record.steps:,}"),
             ProgressBar(total=max(1, record.steps), completed=record.step),
             Text(f"ETA {duration(record.eta_seconds)}", style="bold"),
         )
         losses: list[str | tuple[str, str]] = ["loss ", (loss_text(record.loss), "bold"), " "]
-        losses.append((sparkline(self._losses.points, _SPARKLINE_WIDTH), "magenta"))
+        losses.append((sparkline(self._losses.column(-1), _SPARKLINE_WIDTH), "magenta"))
         if self._evaluation is not None:
             losses += ["   valid ", (loss_text(self._evaluation.loss), "bold green")]
             if self._evaluation.accuracy is not None:
@@ -177,12 +167,22 @@ class LiveDisplay(Display):
             f"   {human_count(record.tokens)} {record.unit}s   lr {record.lr:.1e}   "
             f"grad {record.grad_norm:.2f}"
         )
-        return Group(
+        return [
             top,
             Text.assemble(*losses, no_wrap=True, overflow="ellipsis"),
             Text(facts, no_wrap=True, overflow="ellipsis"),
             "",
-        )
+        ]
+
+
+def _row(*cells: RenderableType) -> Table:
+    """Cells in one line, in which a bar takes all the room that the others leave."""
+    row = Table.grid(padding=(0, 1), expand=True)
+    for cell in cells:
+        is_bar = isinstance(cell, ProgressBar)
+        row.add_column(no_wrap=not is_bar, ratio=1 if is_bar else None)
+    row.add_row(*cells)
+    return row
 
 
 def _tables(record: StepRecord, width: int) -> RenderableType:
@@ -204,27 +204,20 @@ def _stage_table(stages: list[StageRecord], step_seconds: float, text_width: int
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=text_width)
     for name in ("compute", "wait", "update"):
         table.add_column(name, justify="right", no_wrap=True)
-
-    def share(seconds: float) -> str:
-        return percent(seconds / step_seconds if step_seconds > 0 else None)
-
     for stage in stages:
-        table.add_row(
-            str(stage.stage),
-            Text(stage.layers),
-            Text(stage.device),
-            share(stage.compute_s),
-            share(stage.wait_s),
-            share(stage.update_s),
-        )
+        shares = [
+            percent(seconds / step_seconds if step_seconds > 0 else None)
+            for seconds in (stage.compute_s, stage.wait_s, stage.update_s)
+        ]
+        table.add_row(str(stage.stage), Text(stage.layers), Text(stage.device), *shares)
     return table
 
 
 def _link_table(links: list[LinkRecord]) -> Table:
     table = _bare_table()
     table.add_column("link", no_wrap=True)
-    table.add_column("fwd/step", justify="right", no_wrap=True)
-    table.add_column("bwd/step", justify="right", no_wrap=True)
+    for name in ("fwd/step", "bwd/step"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("uplink busy", no_wrap=True)
     for link in links:
         busy = f"{percent(link.utilisation):>5}"
@@ -242,4 +235,4 @@ def _bare_table() -> Table:
 
 
 def _tag(tag: str, style: str) -> Text:
-    return Text(f"[{tag}]".ljust(7), style=style)
+    return Text(padded_tag(tag), style=style)

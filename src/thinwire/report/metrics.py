@@ -4,33 +4,26 @@ metrics.jsonl is the record that plots and summaries are made from; TensorBoard 
 convenience on top and may be missing.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
+import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError
-from thinwire.report.records import (
-    EvaluationRecord,
-    LinkRecord,
-    StageRecord,
-    StepLoss,
-    StepRecord,
-)
+from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-_BLOCK = 1 << 16  # bytes read at a time from the end of a file
-_NO_RECORD = "it is not the record of a step"
 
-T = TypeVar("T")
+Step = TypeVar("Step", StepRecord, StepLoss)
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends steps and evaluations to a run's folder, each visible to readers at once.
 
     `resume_step=k` drops what an interrupted run wrote after step k, so that a curve has
@@ -61,8 +54,7 @@ class MetricsWriter:
         for link in record.links:
             for name in ("forward_bytes", "backward_bytes", "utilisation"):
                 scalars[f"link/{link.boundary}/{name}"] = getattr(link, name)
-        for name, value in record.measures.items():
-            scalars[f"space/{name}"] = value
+        scalars |= {f"space/{name}": value for name, value in record.measures.items()}
         self._plot(scalars, record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -73,8 +65,7 @@ class MetricsWriter:
             "loss/valid_bits_per_byte": record.bits_per_byte,
             "accuracy/valid": record.accuracy,
         }
-        known = {name: value for name, value in scalars.items() if value is not None}
-        self._plot(known, record.step)
+        self._plot(scalars, record.step)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -82,15 +73,7 @@ class MetricsWriter:
         if self._scalars is not None:
             self._scalars.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
@@ -98,12 +81,22 @@ class MetricsWriter:
         self._file.write(json.dumps(without_nan(values), allow_nan=False) + "\n")
         self._file.flush()
 
-    def _plot(self, scalars: dict[str, float], step: int) -> None:
-        if self._scalars is None:
-            return
+    def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
         for name, value in scalars.items():
-            if math.isfinite(value):  # a gap reads better than a broken axis
+            # where a number is not finite, a gap reads better than a broken axis
+            if self._scalars is not None and value is not None and math.isfinite(value):
                 self._scalars.add_scalar(name, value, step)
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity; both become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return value
 
 
 def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationRecord]]:
@@ -120,31 +113,87 @@ def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationR
 
 def metrics_of(folder: str | Path) -> Iterator[StepRecord | EvaluationRecord]:
     """The same one by one, as they were written: a long run need not fit into memory."""
-    return _records(folder, _step_record)
+    return _records(folder, StepRecord)
 
 
 def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
     """Of each step its loss alone, which takes a fraction of the time."""
-    return _records(folder, _step_loss)
+    return _records(folder, StepLoss)
 
 
-def _records(
-    folder: str | Path, revive_step: Callable[[dict[str, Any]], T]
-) -> Iterator[T | EvaluationRecord]:
+def _records(folder: str | Path, step: type[Step]) -> Iterator[Step | EvaluationRecord]:
     path = Path(folder) / FILE_NAME
     for number, values in _complete_lines(path):
         try:
             if values["kind"] == "step":
-                yield revive_step(values)
+                yield revived(step, values)
             elif values["kind"] == "evaluation":
-                yield _revived(EvaluationRecord, values)
+                yield revived(EvaluationRecord, values)
         except (KeyError, TypeError) as error:
             raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
 
 
-def _step_loss(values: dict[str, Any]) -> StepLoss:
-    loss = math.nan if values["loss"] is None else values["loss"]
-    return StepLoss(values["step"], values["tokens"], loss, values.get("unit", "token"))
+def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each line and the record in it."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                values = _record_in(line, is_last=not file.peek(1))
+            except ValueError as error:
+                raise _damaged(path, number, str(error)) from None
+            if values is not None:
+                yield number, values
+
+
+def _drop_after(path: Path, last_step: int | None) -> None:
+    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off.
+
+    It is read from its end, where what is dropped stands: the rest may be long.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = _end_of(last_step, content, path)
+            if content[end : end + 2] == b"\n":
+                return
+        file.truncate(end)
+        file.seek(end)
+        file.write(b"\n" if end else b"")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _end_of(last_step: int | None, content: mmap.mmap, path: Path) -> int:
+    """Where the last line ends whose step is not beyond `last_step`; 0 if there is none."""
+    end = len(content)
+    while end > 0:
+        start = content.rfind(b"\n", 0, end) + 1
+        try:
+            values = _record_in(content[start:end], is_last=end >= len(content) - 1)
+        except ValueError as error:
+            raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
+        if values is not None and (last_step is None or values["step"] <= last_step):
+            return end
+        end = start - 1
+    return 0
+
+
+def _record_in(line: bytes, is_last: bool) -> dict[str, Any] | None:
+    """The object in a line; None in an empty one, and in a last one that a crash has cut off."""
+    if not line.strip():
+        return None
+    try:
+        values = json.loads(line)
+    except ValueError:
+        if is_last:
+            return None
+        raise ValueError("it is not JSON") from None
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        raise ValueError("it is not the record of a step")
+    return values
 
 
 def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
@@ -155,135 +204,6 @@ def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
     # TensorBoard hides what earlier event files hold from the purge step on
     purge_step = None if resume_step is None else resume_step + 1
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
-
-
-def without_nan(value: Any) -> Any:
-    """JSON knows neither nan nor infinity; both become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
-    return value
-
-
-def _step_record(values: dict[str, Any]) -> StepRecord:
-    stages = [_revived(StageRecord, stage) for stage in values["stages"]]
-    links = [_revived(LinkRecord, link) for link in values["links"]]
-    return _revived(StepRecord, {**values, "stages": stages, "links": links})
-
-
-def _revived(cls: type[T], values: dict[str, Any]) -> T:
-    """The record `cls` from a JSON object: null is nan again where a number is required.
-
-    A field that has a default may be missing: earlier versions did not write it.
-    """
-    arguments = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name not in values and _has_default(field):
-            continue
-        value = values[field.name]
-        arguments[field.name] = math.nan if value is None and field.type is float else value
-    return cls(**arguments)
-
-
-def _has_default(field: "dataclasses.Field[Any]") -> bool:
-    missing = dataclasses.MISSING
-    return field.default is not missing or field.default_factory is not missing
-
-
-def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line's number and object. Only the last may be unreadable: a crash cuts it off there."""
-    if not path.exists():
-        return
-    unreadable = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            if unreadable:
-                raise _damaged(path, unreadable, "it is not JSON")
-            try:
-                values = json.loads(line)
-            except ValueError:
-                unreadable = number
-                continue
-            if not _is_record(values):
-                raise _damaged(path, number, _NO_RECORD)
-            yield number, values
-
-
-def _is_record(values: Any) -> bool:
-    return isinstance(values, dict) and isinstance(values.get("step"), int)
-
-
-def _drop_after(path: Path, last_step: int | None) -> None:
-    """Cut the file off behind `last_step`, and in any case a line that a crash has cut off.
-
-    It is read from its end, where what is dropped stands: the rest may be long.
-    """
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end, is_last = 0, True
-        for start, line in _lines_from_end(file):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except ValueError:
-                if not is_last:
-                    raise _damaged(path, _line_number(file, start), "it is not JSON") from None
-                is_last = False
-                continue
-            is_last = False
-            if not _is_record(values):
-                raise _damaged(path, _line_number(file, start), _NO_RECORD)
-            if last_step is None or values["step"] <= last_step:
-                end = start + len(line)
-                break
-        _end_at(file, end)
-
-
-def _end_at(file: BinaryIO, end: int) -> None:
-    """Let the file end with the line that ends there, or be empty."""
-    file.seek(end)
-    if file.read(2) == b"\n" or (end == 0 and not file.seek(0, os.SEEK_END)):
-        return
-    file.truncate(end)
-    if end:
-        file.seek(end)
-        file.write(b"\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, the last one first, each with where it starts."""
-    position, rest = file.seek(0, os.SEEK_END), b""
-    while position > 0:
-        size = min(_BLOCK, position)
-        position -= size
-        file.seek(position)
-        first, *others = (file.read(size) + rest).split(b"\n")
-        start, lines = position + len(first) + 1, []
-        for line in others:
-            lines.append((start, line))
-            start += len(line) + 1
-        yield from reversed(lines)
-        rest = first  # it may begin before this block
-    yield 0, rest
-
-
-def _line_number(file: BinaryIO, start: int) -> int:
-    """The number of the line that starts there."""
-    file.seek(0)
-    number, left = 1, start
-    while left > 0 and (block := file.read(min(_BLOCK, left))):
-        number += block.count(b"\n")
-        left -= len(block)
-    return number
 
 
 def _damaged(path: Path, line: int, why: str) -> ThinwireError:

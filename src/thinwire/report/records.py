@@ -4,8 +4,13 @@ Byte counts are what left the sender in one step, frame headers included; second
 those of one step unless a name says otherwise.
 """
 
+import dataclasses
+import math
+import typing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,14 @@ class StepRecord:
     unit: str = "token"  # or "image": what is counted
 
 
-class StepLoss(NamedTuple):
+@dataclass(frozen=True)
+class StepLoss:
     """Of a StepRecord what a curve of the loss needs."""
 
     step: int
     tokens: int
     loss: float
-    unit: str
+    unit: str = "token"
 
 
 @dataclass(frozen=True)
@@ -85,3 +91,21 @@ class TraceSpan:
     label: str  # "F0", "B3", "U" on compute; "F0>", "<B0" on send
     start: float
     end: float
+
+
+def revived(cls: type[T], values: dict[str, Any]) -> T:
+    """The record `cls` from a JSON object: null is NaN again where a number is required.
+
+    TypeError if a field is missing that has no default; earlier versions did not write the others.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return cls(
+        **{f.name: _revived_value(f.type, values[f.name]) for f in fields if f.name in values}
+    )
+
+
+def _revived_value(kind: Any, value: Any) -> Any:
+    if isinstance(value, list):
+        (record,) = typing.get_args(kind)
+        return [revived(record, inner) for inner in value]
+    return math.nan if value is None and kind is float else value

@@ -7,10 +7,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from thinwire.errors import ThinwireError
-from thinwire.report.records import StageRecord, TraceSpan
+from thinwire.report.records import StageRecord, TraceSpan, revived
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,8 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
 def read_timeline(path: Path) -> Timeline:
     """What `write_timeline` wrote; ThinwireError when it cannot be read."""
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-        stages = [StageRecord(**stage) for stage in values["stages"]]
-        spans = [TraceSpan(**span) for span in values["spans"]]
-        return Timeline(**{**values, "stages": stages, "spans": spans})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return revived(Timeline, json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ThinwireError(
             f"{path} is not the timeline of a step: {error}. `thinwire train` writes one "
             "when a run ends"
