@@ -19,7 +19,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -34,6 +33,7 @@ from torch import Tensor
 from thinwire.codec import PluginError
 from thinwire.data import Tokenizer
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.folders import flush, put_in_place, write_file
 from thinwire.settings import Settings
 from thinwire.typed import from_plain
 
@@ -86,7 +86,7 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
         path.chmod(0o644)  # the library writes 0600: another user could not even verify it
-        _flush(path)
+        flush(path)
         return Shard(path.name, _sha256(path), path.stat().st_size, sorted(tensors))
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
@@ -109,17 +109,13 @@ def commit(
     try:
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
-            _flush(partial / TOKENIZER)
             manifest["tokenizer_sha256"] = _sha256(partial / TOKENIZER)
-        (partial / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1))
-        _flush(partial / MANIFEST)
-        _flush(partial)  # the names of all files in it, before the folder takes its own
+        write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
         replaced = _hidden(final, "replaced")
         if final.exists():  # the same step again, after a resume from an earlier one
             final.rename(replaced)
-        partial.rename(final)
+        put_in_place(partial, final)
         shutil.rmtree(replaced, ignore_errors=True)
-        _flush(final.parent)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be completed in {partial}: {error}. "
@@ -419,16 +415,6 @@ def _sha256(path: Path) -> str:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; give this user permission to read it"
         ) from error
-
-
-def _flush(path: Path) -> None:
-    """Force a file or a folder's entries to the disk, where the system can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_meant(values: dict[str, Any]) -> dict[str, Any]:

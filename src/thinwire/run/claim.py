@@ -3,15 +3,10 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from thinwire.engine.checkpoint import Checkpoint, discard_partial, list_checkpoints
 from thinwire.errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # not everywhere; without it two processes can meet in one folder
-    fcntl = None  # type: ignore[assignment]
+from thinwire.folders import lock
 
 
 @contextlib.contextmanager
@@ -19,32 +14,23 @@ def claim_folder(folder: Path, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Hold the run's folder: never over another run, never beside a process that trains in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
+        held = (folder / ".lock").open("a")
     except OSError as error:
         raise ConfigError(f"cannot use the run's folder {folder}: {error}") from error
-    with lock:
-        _lock(lock, folder)
+    with held:
+        try:
+            lock(held.fileno())  # a filesystem without locks is no reason not to train
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is training in this folder, {folder}: wait for it, stop it, or "
+                "choose another name (--set run.name=...)"
+            ) from None
         _refuse_other_run(folder, checkpoint)
         discard_partial(folder)
         try:
             yield
         finally:
             discard_partial(folder)
-
-
-def _lock(file: TextIO, folder: Path) -> None:
-    """Take the lock, which the system gives back when this process ends, however it ends."""
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another process is training in this folder, {folder}: wait for it, stop it, or "
-            "choose another name (--set run.name=...)"
-        ) from None
-    except OSError:
-        return  # a filesystem without locks is no reason not to train
 
 
 def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:

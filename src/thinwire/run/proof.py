@@ -6,9 +6,7 @@ proven once a step that began with its weights, or with later ones, was committe
 checkpoint of a run that ended in good order is taken on trust; it never displaces a proven one.
 """
 
-import contextlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from thinwire.engine.checkpoint import (
     step_of,
 )
 from thinwire.errors import CheckpointError
+from thinwire.folders import replace_file
 
 FILE = "proven.json"
 
@@ -44,17 +43,9 @@ class Proof:
     def write(self, run_folder: Path) -> None:
         """Keep this for whoever resumes; in one rename, so that it is never half written."""
         path = checkpoints_folder(run_folder) / FILE
-        fresh = path.with_name(f".{FILE}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with fresh.open("w", encoding="utf-8") as file:
-                json.dump(vars(self), file)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(path)
+            replace_file(path, json.dumps(vars(self)).encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                fresh.unlink(missing_ok=True)
             raise CheckpointError(
                 f"cannot record in {path} which checkpoints are good: {error}"
             ) from error
