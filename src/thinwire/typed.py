@@ -8,15 +8,26 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import re
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
+Scope = typing.Literal["result", "keeping", "machine"]
+"""Whose affair a setting is: it decides the result, so that every peer must have the same; it says
+how a run is named, watched and kept; or it is each machine's own."""
+_HOLDS = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
 
@@ -30,14 +41,31 @@ def nearest(word: str, candidates: typing.Iterable[str]) -> str:
 
 
 def option(
-    default: Any, help: str, choices: tuple[str, ...] = (), most: float | None = None
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    auto: float | None = None,
+    scope: Scope = "result",
 ) -> Any:
     """A config field with its default, its one-line explanation, and its allowed values.
 
-    `most` bounds a number where more cannot work anywhere, so that a slip of the keyboard is
-    refused at once and not by a machine that runs out of memory.
+    Bounds refuse what cannot work anywhere, so that a slip of the keyboard is refused at once and
+    not by a machine that runs out of memory. `auto` is a number outside them that stands for a
+    choice of our own, or for none.
     """
-    metadata = {"help": help, "choices": choices, "most": most}
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "bounds": {words: bound for words, bound in bounds.items() if bound is not None},
+        "auto": auto,
+        "scope": scope,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,9 +94,7 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
         choices = fields[key].metadata.get("choices", ())
         if choices and checked not in choices:
             raise ConfigError(f"{place} = {value!r} is not allowed{nearest(str(value), choices)}")
-        most = fields[key].metadata.get("most")
-        if most is not None and checked > most:
-            raise ConfigError(f"{place} = {_brief(value)} is too large: at most {most:,}")
+        _check_bounds(checked, fields[key].metadata, place)
         arguments[key] = checked
     return cls(**arguments)
 
@@ -157,6 +183,19 @@ def _checked(value: Any, wanted: Any, place: str) -> Any:
             raise ConfigError(f"{place} = {_brief(value)} must fit into 64 bits")
         return value
     raise ConfigError(f"{place} must be {_type_name(wanted)}, got {_brief(value)}")
+
+
+def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
+    auto = metadata.get("auto")
+    for words, bound in metadata.get("bounds", {}).items():
+        if value != auto and not _HOLDS[words](value, bound):
+            other = "" if auto is None else f", or {auto}"
+            raise ConfigError(f"{place} = {_brief(value)} must be {words} {bound:,}{other}")
+
+
+def scopes(cls: type) -> dict[str, Scope]:
+    """The scope of each key of a config dataclass."""
+    return {f.name: f.metadata["scope"] for f in dataclasses.fields(cls)}
 
 
 def _brief(value: Any) -> str:

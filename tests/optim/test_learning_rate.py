@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.optim import OptimConfig, check_optim, learning_rate, rate_change
+from thinwire.optim import OptimConfig, learning_rate, rate_change
+from thinwire.typed import from_plain
 
 PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -95,25 +96,25 @@ def test_the_rate_remembers_nothing(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, "optim.lr = 0.0 must be a positive number"),
+        ({"lr": 0.0}, "optim.lr = 0.0 must be above 0"),
         ({"lr": -1.0}, "optim.lr"),
         ({"lr": float("nan")}, "optim.lr"),
         ({"lr": float("inf")}, "optim.lr"),
-        ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must be a number not below 0"),
+        ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must be at least 0"),
         ({"clip": -1.0}, "optim.clip"),
-        ({"momentum": 1.0}, "optim.momentum = 1.0 must be at least 0 and below 1"),
+        ({"momentum": 1.0}, "optim.momentum = 1.0 must be below 1"),
         ({"momentum": -0.1}, "optim.momentum = -0.1"),
-        ({"floor": 1.5}, "optim.floor = 1.5 must lie in 0..1"),
+        ({"floor": 1.5}, "optim.floor = 1.5 must be at most 1"),
         ({"floor": -0.5}, "optim.floor = -0.5"),
-        ({"warmup": -1}, "optim.warmup"),
+        ({"warmup": -2}, "optim.warmup = -2 must be at least 0, or -1"),
         ({"warmup": 101}, "optim.warmup = 101 is longer than train.steps = 100"),
     ],
 )
 def test_values_that_cannot_work_are_refused(changes: dict[str, float], message: str) -> None:
-    good = OptimConfig(warmup=100)
-    check_optim(good, steps=100)
+    good = {"warmup": 100}
+    from_plain(OptimConfig, good, "optim").resolved(steps=100)
     with pytest.raises(ConfigError, match=message):
-        check_optim(dataclasses.replace(good, **changes), steps=100)
+        from_plain(OptimConfig, {**good, **changes}, "optim").resolved(steps=100)
 
 
 def test_a_schedule_that_goes_on_needs_no_word() -> None:

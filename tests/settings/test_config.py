@@ -25,13 +25,17 @@ from thinwire.settings import (
     threads_per_stage,
 )
 from thinwire.settings.remarks import remarks
-from thinwire.typed import to_toml
+from thinwire.typed import Scope, to_toml
+from thinwire.wire import LinkConfig
 
-FREE_KEYS = {
-    ("run", "patience"),
-    ("run", "name"), ("run", "out"), ("link", "listen"), ("link", "port"), ("data", "path"),
-    ("data", "valid_path"), ("data", "text_key"),
-    ("codec", "memory_mb"), ("train", "keep"), ("train", "checkpoint_every"),
+KEEPING = {
+    ("run", "name"), ("run", "out"), ("run", "patience"),
+    ("train", "keep"), ("train", "checkpoint_every"),
+}  # fmt: skip
+MACHINE = {
+    ("run", "device"), ("run", "threads"), ("codec", "memory_mb"),
+    ("data", "path"), ("data", "valid_path"), ("data", "text_key"),
+    *(("link", key.name) for key in dataclasses.fields(LinkConfig)),
 }  # fmt: skip
 KEYS = [
     (section.name, key.name)
@@ -348,13 +352,13 @@ def test_written_settings_explain_every_key() -> None:
     [
         ("model.dim=" + "9" * 30, "model.dim = 9+ must fit into 64 bits"),
         ("model.dim=" + "9" * 5000, r"model.dim: cannot read '9+\.\.\. \(5,002 char"),
-        ("model.vocab=99999999", "model.vocab = 99999999 is too large: at most 16,777,216"),
-        ("train.batch=9999999999", "train.batch = 9999999999 is too large: at most"),
-        ("pipeline.microbatches=8000000", "pipeline.microbatches = 8000000 is too large"),
+        ("model.vocab=99999999", "model.vocab = 99999999 must be at most 16,777,216"),
+        ("train.batch=9999999999", "train.batch = 9999999999 must be at most"),
+        ("pipeline.microbatches=8000000", "pipeline.microbatches = 8000000 must be at most 4,096"),
         ("pipeline.microbatches=4096", "do not divide into pipeline.microbatches = 4096"),
-        ("run.threads=100000", "run.threads = 100000 is too large: at most 1,024"),
+        ("run.threads=100000", "run.threads = 100000 must be at most 1,024"),
         ("link.latency_ms=1e13", "link.latency_ms"),
-        ("link.mbps_up=1e-9", "link.mbps_up = 1e-09 is too slow for any run"),
+        ("link.mbps_up=1e-9", "link.mbps_up = 1e-09 must be at least 0.001, or 0"),
         ("run.out=~no-such-user/x", "run.out = ~no-such-user/x names an unknown home"),
         ("run.name=" + "漢" * 70, "it takes 210 bytes"),
         ("codec.plugins=" + "[" * 100_000, r"codec.plugins: cannot read '\[+\.\.\."),
@@ -418,7 +422,18 @@ def test_the_hash_names_what_is_computed(section: str, key: str) -> None:
     settings = Settings.from_plain({})
     changed = with_key(settings, section, key, other_value(getattr(
         getattr(settings, section), key)))  # fmt: skip
-    assert (changed.hash == settings.hash) == ((section, key) in FREE_KEYS)
+    assert (changed.hash == settings.hash) == ((section, key) in KEEPING | MACHINE)
+
+
+def test_every_setting_belongs_to_one_scope() -> None:
+    settings = Settings.from_plain({})
+    scopes: tuple[Scope, ...] = ("result", "keeping", "machine")
+    found = {
+        scope: {(s, key) for s, keys in settings.of_scope(scope).items() for key in keys}
+        for scope in scopes
+    }
+    assert found["keeping"] == KEEPING and found["machine"] == MACHINE
+    assert found["result"] == set(KEYS) - KEEPING - MACHINE
 
 
 def test_the_hash_is_the_same_for_the_same_settings_said_otherwise() -> None:

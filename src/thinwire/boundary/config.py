@@ -21,12 +21,14 @@ class BoundaryConfig:
         "the same by parametrization; projected: free weights, compress at the cut only",
         ("dense", *NARROW),
     )
-    rank: int = option(0, "dimension of the subspace, less than model.dim; 0 for dense")
+    rank: int = option(0, "dimension of the subspace, less than model.dim; 0 for dense", least=0)
     basis_seed: int = option(0, "seed of the basis and of the fixed token table")
     basis_update_every: int = option(
-        0, "steps between updates of the shared basis; 0 = never", most=10**9
+        0, "steps between updates of the shared basis; 0 = never", least=0, most=10**9
     )
-    basis_rate: float = option(0.5, "step size of such an update; 1 is about one power iteration")
+    basis_rate: float = option(
+        0.5, "step size of such an update; 1 is about one power iteration", above=0
+    )
     basis: str = option(
         "shared", "projected: one basis for all cuts, or one per cut", ("shared", "per-cut")
     )
@@ -38,11 +40,15 @@ class BoundaryConfig:
         ("auto", "none", "fixed", "trainable"),
     )
     table: int = option(
-        0, "anchor = trainable: width of the token table, widened by a matrix; 0 = model.dim"
+        0,
+        "anchor = trainable: width of the token table, widened by a matrix; 0 = model.dim",
+        least=0,
     )
     free_layers: int = option(
         -1,
         "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
+        least=0,
+        auto=-1,
     )
 
     @property
@@ -65,10 +71,6 @@ class BoundaryConfig:
                 f"boundary.rank = {self.rank} must lie between 1 and model.dim - 1 = {dim - 1} "
                 f'with boundary.mode = "{self.mode}": at the full width nothing is saved, use dense'
             )
-        if self.basis_update_every < 0 or not 0 < self.basis_rate < float("inf"):
-            raise ConfigError(
-                "boundary.basis_update_every must not be negative, basis_rate positive"
-            )
         if self.is_constrained:
             return self._resolved_constrained(last_stage)
         if self.free_layers > 0:
@@ -88,7 +90,7 @@ class BoundaryConfig:
             )
         anchor = "none" if self.anchor == "auto" else self.anchor
         table = (self.table or dim) if anchor == "trainable" else 0
-        if not 0 <= table <= dim:
+        if table > dim:
             raise ConfigError(
                 f"boundary.table = {self.table} must lie between 1 and model.dim = {dim}: a wider "
                 "table holds nothing more"

@@ -39,7 +39,9 @@ class CodecConfig:
     memory_mb: int = option(
         1024,
         "+aqsgd: memory in MB for stored examples, per cut, direction and side",
+        least=1,
         most=10**9,
+        scope="machine",
     )
 
     def names(self, cut: int) -> tuple[str, str]:
@@ -50,8 +52,6 @@ class CodecConfig:
     def check(self, cuts: int) -> None:
         """Import the plugins, then refuse codecs that do not exist, of cuts that do not exist."""
         self._import_plugins()
-        if self.memory_mb < 1:
-            raise ConfigError(f"codec.memory_mb = {self.memory_mb} must be at least 1")
         default = CodecConfig()
         if (self.forward, self.backward, self.cuts) == (default.forward, default.backward, []):
             return  # known to exist, without torch, which codecs need

@@ -39,13 +39,20 @@ class DataConfig:
     """Where tokens or images come from."""
 
     source: str = option("stdlib", "what to train on", SOURCES)
-    path: str = option("", 'file or folder to read; not used by "stdlib"')
+    path: str = option("", 'file or folder to read; not used by "stdlib"', scope="machine")
     tokenizer: str = option("", "path of a tokenizer.json; empty = train one on the corpus")
     valid_fraction: float = option(
-        0.02, "fraction of text or tokens held out for validation; images have a test set"
+        0.02,
+        "fraction of text or tokens held out for validation; images have a test set",
+        above=0,
+        below=1,
     )
-    valid_path: str = option("", "separate validation file or folder; replaces valid_fraction")
-    text_key: str = option("text", "key (.jsonl) or column (.parquet) that holds the text")
+    valid_path: str = option(
+        "", "separate validation file or folder; replaces valid_fraction", scope="machine"
+    )
+    text_key: str = option(
+        "text", "key (.jsonl) or column (.parquet) that holds the text", scope="machine"
+    )
     augment: bool = option(
         True, "images: random shifts of up to 4 pixels and horizontal flips in training"
     )

@@ -1,7 +1,6 @@
 """The shape of a model: presets, and single keys that override them."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,34 +42,42 @@ class ModelConfig:
 
     preset: str = option("tiny", "model size to start from", tuple(PRESETS))
     layers: int = option(
-        0, "number of blocks, which are split over the stages; 0 = the preset's", most=10_000
+        0,
+        "number of blocks, which are split over the stages; 0 = the preset's",
+        least=0,
+        most=10_000,
     )
     dim: int = option(
         0,
         "width of the residual stream; resnet18: of its first group; 0 = the preset's",
+        least=0,
         most=2**20,
     )
-    heads: int = option(0, "attention heads; 0 = the preset's", most=2**16)
+    heads: int = option(0, "attention heads; 0 = the preset's", least=0, most=2**16)
     kv_heads: int = option(
-        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", most=2**16
+        0, "key/value heads, shared by groups of heads (GQA); 0 = the preset's", least=0, most=2**16
     )
-    ffn: int = option(0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", most=2**22)
+    ffn: int = option(
+        0, "hidden width of the SwiGLU feed-forward; 0 = the preset's", least=0, most=2**22
+    )
     vocab: int = option(
-        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", most=2**24
+        0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", least=0, most=2**24
     )
-    context: int = option(0, "tokens per training sequence; 0 = the preset's", most=2**24)
-    classes: int = option(0, "resnet18: number of classes; 0 = the preset's", most=2**20)
+    context: int = option(0, "tokens per training sequence; 0 = the preset's", least=0, most=2**24)
+    classes: int = option(0, "resnet18: number of classes; 0 = the preset's", least=0, most=2**20)
     channels: int = option(
-        0, "resnet18: channels of an image, 3 or 1; 0 = the preset's", most=2**10
+        0, "resnet18: channels of an image, 3 or 1; 0 = the preset's", least=0, most=2**10
     )
     side: int = option(
-        0, "resnet18: height and width of an image in pixels; 0 = the preset's", most=2**14
+        0, "resnet18: height and width of an image in pixels; 0 = the preset's", least=0, most=2**14
     )
     embed_std: float = option(
-        0.0, "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02"
+        0.0,
+        "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02",
+        least=0,
     )
-    rope_theta: float = option(500000.0, "base of the rotary position encoding")
-    norm_eps: float = option(1e-5, "epsilon of the RMS norms")
+    rope_theta: float = option(500000.0, "base of the rotary position encoding", above=0)
+    norm_eps: float = option(1e-5, "epsilon of the RMS norms", above=0)
 
     @property
     def sees_images(self) -> bool:
@@ -93,8 +100,6 @@ class ModelConfig:
             filled["embed_std"] = self.embed_std or embed_std
         for key in SIZES:
             value = getattr(self, key)
-            if value < 0:
-                raise ConfigError(f"model.{key} = {value} must not be negative")
             if value and key not in shape:
                 raise ConfigError(_no_use(key, value, self.preset, 0))
             filled[key] = value or shape.get(key, 0)
@@ -125,9 +130,6 @@ class ModelConfig:
 
 
 def _check_llama(config: ModelConfig) -> None:
-    for key in _LLAMA_REALS:
-        if not 0 < getattr(config, key) < math.inf:
-            raise ConfigError(f"model.{key} = {getattr(config, key)} must be a positive number")
     if config.dim % config.heads or config.head_dim % 2:
         raise ConfigError(
             f"model.dim = {config.dim} must split into model.heads = {config.heads} heads of even "

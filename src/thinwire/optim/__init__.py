@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from thinwire.lazy import on_first_use
-from thinwire.optim.config import OptimConfig, check_optim, learning_rate, rate_change
+from thinwire.optim.config import OptimConfig, learning_rate, rate_change
 
 if TYPE_CHECKING:
     from thinwire.optim.build import StageOptimizer
@@ -15,7 +15,6 @@ __all__ = [
     "OptimConfig",
     "StageOptimizer",
     "SubspaceAdamW",
-    "check_optim",
     "learning_rate",
     "rate_change",
 ]

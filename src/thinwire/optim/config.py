@@ -24,34 +24,52 @@ class OptimConfig:
         "adamw; muon (matrices of the blocks; adamw for the rest); sgd (with momentum)",
         ("adamw", "muon", "sgd"),
     )
-    lr: float = option(3e-3, "peak learning rate")
+    lr: float = option(3e-3, "peak learning rate", above=0)
     weight_decay: float = option(
         0.1,
         "adamw, muon: decoupled weight decay of matrices; sgd: L2 penalty of all parameters",
+        least=0,
     )
-    momentum: float = option(0.9, "sgd: momentum; 0 = none")
-    warmup: int = option(-1, "steps of linear warmup; -1 = 20, or half of a shorter run")
+    momentum: float = option(0.9, "sgd: momentum; 0 = none", least=0, below=1)
+    warmup: int = option(
+        -1, "steps of linear warmup; -1 = 20, or half of a shorter run", least=0, auto=-1
+    )
     schedule: str = option(
         "cosine", "learning-rate schedule after the warmup", ("cosine", "linear", "wsd", "constant")
     )
-    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr")
+    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr", least=0, most=1)
     matrix_lr: float = option(
-        -1.0, "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3"
+        -1.0,
+        "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3",
+        least=0,
+        auto=-1,
     )
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
         "100 with muon, else 1",
+        least=0,
+        auto=-1,
     )
     head_lr: float = option(
-        -1.0, "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1"
+        -1.0,
+        "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1",
+        least=0,
+        auto=-1,
     )
-    basis_lr: float = option(0.1, "boundary.learn: learning rate of the basis as a fraction of lr")
-    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping")
+    basis_lr: float = option(
+        0.1, "boundary.learn: learning rate of the basis as a fraction of lr", least=0
+    )
+    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
 
     def resolved(self, steps: int) -> "OptimConfig":
         """The same config with the warmup and the shares filled in for a run of `steps` steps."""
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
+        if warmup > steps:
+            raise ConfigError(
+                f"optim.warmup = {warmup} is longer than train.steps = {steps}: the learning rate "
+                "would never reach its peak"
+            )
         return dataclasses.replace(self.with_shares(), warmup=warmup)
 
     @property
@@ -73,25 +91,6 @@ class OptimConfig:
             if freer.resolved(steps) == self:
                 auto = freer
         return auto
-
-
-def check_optim(config: OptimConfig, steps: int) -> None:
-    """Refuse values that cannot work in a run of `steps` steps."""
-    config = config.with_shares()
-    if not (config.lr > 0 and math.isfinite(config.lr)):
-        raise ConfigError(f"optim.lr = {config.lr} must be a positive number")
-    for key in ("weight_decay", "clip", "warmup", "basis_lr", *EQUAL_SHARES):
-        if not 0 <= getattr(config, key) < math.inf:
-            raise ConfigError(f"optim.{key} = {getattr(config, key)} must be a number not below 0")
-    if not 0 <= config.momentum < 1:
-        raise ConfigError(f"optim.momentum = {config.momentum} must be at least 0 and below 1")
-    if not 0 <= config.floor <= 1:
-        raise ConfigError(f"optim.floor = {config.floor} must lie in 0..1: a share of optim.lr")
-    if config.warmup > steps:
-        raise ConfigError(
-            f"optim.warmup = {config.warmup} is longer than train.steps = {steps}: the learning "
-            "rate would never reach its peak"
-        )
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -15,16 +15,17 @@ FORWARD_ONLY = "forward"
 class PipelineConfig:
     """How the layers are spread over stages and in which order microbatches pass them."""
 
-    stages: int = option(4, "number of pipeline stages, one process each", most=1024)
+    stages: int = option(4, "number of pipeline stages, one process each", least=1, most=1024)
     split: list[int] = option(  # noqa: RUF009 -- option makes a fresh list each time
         [], "blocks per stage, such as [1, 1, 2]; empty = spread evenly"
     )
-    microbatches: int = option(8, "microbatches per training step", most=4096)
+    microbatches: int = option(8, "microbatches per training step", least=1, most=4096)
     schedule: str = option("1f1b", "order of forward and backward passes", NAMES)
     window: int = option(
         0,
         "maximum number of microbatches in flight on the first stage; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
+        least=0,
         most=10**9,
     )
     recompute: bool = option(

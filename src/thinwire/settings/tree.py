@@ -19,49 +19,44 @@ from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig
-from thinwire.optim import OptimConfig, check_optim
+from thinwire.optim import OptimConfig
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
-from thinwire.typed import from_plain, nearest, option, parse_literal, to_plain
+from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, scopes, to_plain
 from thinwire.wire import LinkConfig
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 
-_NOT_HASHED = (
-    ("run", "name"),
-    ("run", "out"),
-    ("run", "patience"),
-    ("link", "listen"),
-    ("link", "port"),
-    ("data", "path"),
-    ("data", "valid_path"),
-    ("data", "text_key"),
-    ("codec", "memory_mb"),
-    ("train", "keep"),
-    ("train", "checkpoint_every"),
-)
 LONGEST_NAME = 200  # bytes of a folder's name, with room for what is put behind it
-SLOWEST_MBPS = 1e-3
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """`[run]`: what the run is called and where it computes."""
 
-    name: str = option("run", "name of the run; its folder is OUT/NAME")
-    out: str = option("runs", "parent folder of all runs")
+    name: str = option("run", "name of the run; its folder is OUT/NAME", scope="keeping")
+    out: str = option("runs", "parent folder of all runs", scope="keeping")
     seed: int = option(0, "seed of the initial weights, the data order and all other randomness")
-    device: str = option("auto", "device of the stages", ("auto", "cpu", "cuda", "mps"))
+    device: str = option(
+        "auto", "device of the stages", ("auto", "cpu", "cuda", "mps"), scope="machine"
+    )
     precision: str = option(
         "fp32",
         "fp32; bf16 (autocast, weights stay fp32); fp64 (for exact tests)",
         PRECISIONS,
     )
     threads: int = option(
-        0, "CPU threads per stage; 0 = an equal share of this machine's cores", most=1024
+        0,
+        "CPU threads per stage; 0 = an equal share of this machine's cores",
+        least=0,
+        most=1024,
+        scope="machine",
     )
     patience: float = option(
-        900.0, "seconds without progress after which a run is ended; 0 = wait forever"
+        900.0,
+        "seconds without progress after which a run is ended; 0 = wait forever",
+        least=0,
+        scope="keeping",
     )
     compile: bool = option(
         False, "compile the layers with torch.compile: slower start, faster steps on a GPU"
@@ -72,21 +67,32 @@ class RunConfig:
 class TrainConfig:
     """`[train]`: how long, how much at once, how often to look and to save."""
 
-    steps: int = option(200, "optimizer steps", most=10**9)
+    steps: int = option(200, "optimizer steps", least=1, most=10**9)
     batch: int = option(
-        16, "global batch: sequences or images per step, over all microbatches", most=2**24
+        16,
+        "global batch: sequences or images per step, over all microbatches",
+        least=1,
+        most=2**24,
     )
-    eval_every: int = option(50, "steps between validations; 0 = only first and last", most=10**9)
+    eval_every: int = option(
+        50, "steps between validations; 0 = only first and last", least=0, most=10**9
+    )
     eval_batches: int = option(
-        8, "microbatches per validation; 0 = the whole validation set", most=10**9
+        8, "microbatches per validation; 0 = the whole validation set", least=0, most=10**9
     )
     checkpoint_every: int = option(
-        100, "steps between checkpoints; 0 = only at the end, -1 = none", most=10**9
+        100,
+        "steps between checkpoints; 0 = only at the end, -1 = none",
+        least=-1,
+        most=10**9,
+        scope="keeping",
     )
     keep: int = option(
         3,
         "checkpoints to keep; older ones are deleted, but never the last known good one",
+        least=1,
         most=10**6,
+        scope="keeping",
     )
 
 
@@ -146,17 +152,21 @@ class Settings:
         """Nested dictionaries that `from_plain` reads back to the same settings."""
         return to_plain(self)
 
+    def of_scope(self, scope: Scope) -> dict[str, Any]:
+        """The part of the settings that decides the result, keeps the run, or is a machine's own.
+
+        What decides the result is what all peers must agree on; the path of the data is not in it,
+        for its content has a fingerprint of its own.
+        """
+        return {
+            section: {key: value for key, value in keys.items() if _SCOPES[section][key] == scope}
+            for section, keys in self.to_plain().items()
+        }
+
     @property
     def hash(self) -> str:
-        """Names what is computed, not how it is called, where it happens or what is kept of it.
-
-        So the path of the data stays out (its content has a fingerprint of its own), while
-        run.threads stays in: another number of threads may round otherwise.
-        """
-        plain = self.to_plain()
-        for section, key in _NOT_HASHED:
-            del plain[section][key]
-        text = json.dumps(plain, sort_keys=True)
+        """Names the result, whatever the run is called and on which machines it is computed."""
+        text = json.dumps(self.of_scope("result"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
@@ -207,6 +217,9 @@ class Settings:
         return done == self.train.steps or (every > 0 and done % every == 0)
 
 
+_SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
+
+
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Put one `section.key=value` into the plain values, read as the key's own type."""
     place, equals, text = override.partition("=")
@@ -239,31 +252,8 @@ def threads_per_stage(settings: Settings) -> int:
 
 def _check(settings: Settings) -> None:
     """Everything that one section alone cannot know."""
-    train, pipeline, link = settings.train, settings.pipeline, settings.link
-    for key in ("steps", "batch", "keep"):
-        if getattr(train, key) < 1:
-            raise ConfigError(f"train.{key} = {getattr(train, key)} must be at least 1")
-    for key in ("eval_every", "eval_batches"):
-        if getattr(train, key) < 0:
-            raise ConfigError(f"train.{key} = {getattr(train, key)} must not be negative")
-    if train.checkpoint_every < -1:
-        raise ConfigError(
-            f"train.checkpoint_every = {train.checkpoint_every} must be -1 (none), 0 (only the "
-            "last) or a number of steps"
-        )
-    for key in ("mbps_up", "mbps_down", "latency_ms", "jitter_ms"):
-        if getattr(link, key) < 0:
-            raise ConfigError(f"link.{key} = {getattr(link, key)} must be a number not below 0")
-        if key.startswith("mbps") and 0 < getattr(link, key) < SLOWEST_MBPS:
-            raise ConfigError(
-                f"link.{key} = {getattr(link, key)} is too slow for any run: 0 for unlimited, or "
-                f"at least {SLOWEST_MBPS}"
-            )
-    link.nic()  # refuses what no link can be
-    if not 0 < settings.data.valid_fraction < 1:
-        raise ConfigError(
-            f"data.valid_fraction = {settings.data.valid_fraction} must lie between 0 and 1"
-        )
+    train, pipeline = settings.train, settings.pipeline
+    settings.link.nic()  # refuses what no link can be
     if not re.fullmatch(r"[^\W_](?:[\w .@+-]{0,98}[\w@+-])?", settings.run.name):
         raise ConfigError(
             f"run.name = {settings.run.name!r} must be the name of a folder: letters, digits, "
@@ -274,20 +264,13 @@ def _check(settings: Settings) -> None:
             f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
             f"{len(settings.run.name.encode())} bytes, at most {LONGEST_NAME} are sure to fit"
         )
-    if not 0 <= settings.run.patience < math.inf:
-        raise ConfigError(f"run.patience = {settings.run.patience} must be a number not below 0")
-    if settings.run.threads < 0:
-        raise ConfigError(f"run.threads = {settings.run.threads} must not be negative")
-    if not 0 <= link.port < 65536:
-        raise ConfigError(f"link.port = {link.port} must lie in 0..65535; 0 = any free one")
     rows = "images" if settings.model.sees_images else "sequences"
-    if pipeline.microbatches > 0 and train.batch % pipeline.microbatches:
+    if train.batch % pipeline.microbatches:
         raise ConfigError(
             f"train.batch = {train.batch} {rows} do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     settings.schedule()
-    check_optim(settings.optim, train.steps)
     settings.codec.check(pipeline.stages - 1)
     if settings.model.sees_images:
         _check_norms(settings)

@@ -35,20 +35,45 @@ _MOST_UNTAKEN = 8  # frames that are due, and read while the receiver is not don
 # had said goodbye before.
 _LAST_WORD_S = 2.0
 
+SLOWEST_MBPS = 1e-3  # below it no run ends
+
 
 @dataclass(frozen=True)
 class LinkConfig:
     """The network between stages: its emulated rates, and where the coordinator listens."""
 
-    mbps_up: float = option(80.0, "uplink rate of each host in Mbit/s; 0 = unlimited")
-    mbps_down: float = option(80.0, "downlink rate of each host in Mbit/s; 0 = unlimited")
-    latency_ms: float = option(25.0, "one-way delay of each link in milliseconds")
-    jitter_ms: float = option(0.0, "maximum extra random delay of a message in milliseconds")
-    emulate: bool = option(
-        True, "emulate these rates and delays; false = links as fast as they are"
+    mbps_up: float = option(
+        80.0,
+        "uplink rate of each host in Mbit/s; 0 = unlimited",
+        least=SLOWEST_MBPS,
+        auto=0,
+        scope="machine",
     )
-    listen: str = option("127.0.0.1", "address on which stages and coordinator accept links")
-    port: int = option(0, "port of the coordinator; 0 = any free port")
+    mbps_down: float = option(
+        80.0,
+        "downlink rate of each host in Mbit/s; 0 = unlimited",
+        least=SLOWEST_MBPS,
+        auto=0,
+        scope="machine",
+    )
+    latency_ms: float = option(
+        25.0, "one-way delay of each link in milliseconds", least=0, scope="machine"
+    )
+    jitter_ms: float = option(
+        0.0,
+        "maximum extra random delay of a message in milliseconds",
+        least=0,
+        scope="machine",
+    )
+    emulate: bool = option(
+        True, "emulate these rates and delays; false = links as fast as they are", scope="machine"
+    )
+    listen: str = option(
+        "127.0.0.1", "address on which stages and coordinator accept links", scope="machine"
+    )
+    port: int = option(
+        0, "port of the coordinator; 0 = any free port", least=0, most=65535, scope="machine"
+    )
 
     def nic(self, seed: int = 0) -> Nic | None:
         """The emulated network card of one host, or None when messages are not held back."""
