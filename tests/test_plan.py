@@ -12,25 +12,23 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
-from thinwire.engine.build import StageBuilder, wire_shape
+from thinwire.engine.build import StageBuilder
 from thinwire.model import architecture
 from thinwire.model.config import PRESETS
 from thinwire.outlook import compare_cuts
 from thinwire.plan import (
-    basis_bytes,
     estimate_costs,
-    frame_bytes,
     make_plan,
     measure_flops,
     plan_text,
     plan_to_plain,
     short_grid,
-    size_notes,
     stage_memory,
     stage_parameters,
 )
 from thinwire.schedule import build
 from thinwire.settings import Settings, machine_cores
+from thinwire.settings.crossing import basis_bytes, frame_bytes, size_notes, wire_shape
 from thinwire.typed import to_toml
 from thinwire.wire import Frame, FrameKind, encode
 

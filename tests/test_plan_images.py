@@ -8,13 +8,13 @@ from test_plan import RATE
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.model import Stage, architecture
 from thinwire.plan import (
-    frame_bytes,
     make_plan,
     measure_flops,
     plan_text,
     plan_to_plain,
 )
 from thinwire.settings import Settings
+from thinwire.settings.crossing import frame_bytes, stream_width
 
 
 def image_settings(**changes: object) -> Settings:
@@ -64,7 +64,7 @@ def test_each_cut_of_an_image_model_is_planned_with_its_own_size() -> None:
             payload = parse_codec(name).pack(torch.randn(shape), Place(leg, 0, 0))
             wanted.append(len(payload) + 64)
         assert frame_bytes(settings, cut) == tuple(wanted)
-        assert settings.stream_width(cut) == shape[1] * shape[2]
+        assert stream_width(settings, cut) == shape[1] * shape[2]
     plan = make_plan(settings, RATE)
     assert sum(plan.parameters) == architecture(settings.model).parameter_count()
     assert plan.memory_bytes[0] > plan.memory_bytes[1], "the first group has the most pixels"

@@ -11,7 +11,8 @@ import pytest
 
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
-from thinwire.summary import Ledger, bits_per_byte, network_of, next_free_name
+from thinwire.settings.crossing import network_of
+from thinwire.summary import Ledger, bits_per_byte, next_free_name
 
 MakeSettings = Callable[..., Settings]
 FRAME = 1064  # bytes of one frame, header included

@@ -7,7 +7,7 @@ from thinwire.plan import estimate_costs
 from thinwire.report.human import human_count
 from thinwire.schedule import simulate
 from thinwire.settings import Settings
-from thinwire.summary import network_of
+from thinwire.settings.crossing import network_of
 
 
 @dataclass(frozen=True)

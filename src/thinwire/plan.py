@@ -11,16 +11,21 @@ from typing import Any
 
 import torch
 
-from thinwire.codec import Codec, build_codecs
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device, wire_shape
-from thinwire.engine.precision import WEIGHT_TYPES
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device
 from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
 from thinwire.report.table import against_bf16
 from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
 from thinwire.settings import Settings, machine_cores, threads_per_stage
-from thinwire.summary import BF16_BYTES, network_of
-from thinwire.wire import HEADER_BYTES
+from thinwire.settings.crossing import (
+    basis_bytes,
+    frame_bytes,
+    network_of,
+    sizes_vary,
+    stream_width,
+)
+from thinwire.settings.precision import WEIGHT_TYPES
+from thinwire.summary import BF16_BYTES
 
 BACKWARD_PER_FORWARD = 2.0  # a backward multiplies each matrix twice
 TABLE_BYTES = 2  # the fixed token table is kept in bf16
@@ -80,38 +85,6 @@ def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
     return Costs(forward, backward, update, out, back, [basis_bytes(settings)] * len(sizes))
-
-
-def size_notes(settings: Settings) -> list[str]:
-    """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
-    notes = []
-    if any(codec.size_varies for codec in _codecs(settings, 0)):
-        notes.append("bytes: the most that these codecs may send; what they send varies")
-    if settings.codec.cuts:
-        notes.append("bytes: of the first cut; codec.cuts makes others differ")
-    return notes
-
-
-def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
-    """Bytes of one microbatch's frame forward and backward at a cut, headers included.
-
-    Where sizes depend on the data (+zstd) they are the most that a frame can have.
-    """
-    shape = wire_shape(settings, cut)
-    out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
-    return out, back
-
-
-def basis_bytes(settings: Settings) -> int:
-    """Bytes of the frame that carries a learned basis up, or its gradient down, once a step."""
-    if not settings.boundary.learn:
-        return 0
-    numbers = settings.model.dim * settings.boundary.rank
-    return numbers * WEIGHT_TYPES[settings.run.precision].itemsize + HEADER_BYTES
-
-
-def _codecs(settings: Settings, cut: int) -> list[Codec]:
-    return list(build_codecs(*settings.codec.names(cut)).values())
 
 
 def stage_parameters(settings: Settings, stage: int) -> int:
@@ -236,13 +209,13 @@ def _cut_lines(settings: Settings) -> list[str]:
     """What crosses per microbatch: one line for all cuts, or for each where they differ."""
     tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
-    alike = len({(settings.codec.names(cut), settings.stream_width(cut)) for cut in cuts}) == 1
+    alike = len({(settings.codec.names(cut), stream_width(settings, cut)) for cut in cuts}) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
         out, back = frame_bytes(settings, cut)
         which = "each cut" if alike else f"cut {cut}"
-        most = "at most " if any(c.size_varies for c in _codecs(settings, cut)) else ""
-        ratio = 2 * BF16_BYTES * settings.stream_width(cut) * tokens / (out + back)
+        most = "at most " if sizes_vary(settings, cut) else ""
+        ratio = 2 * BF16_BYTES * stream_width(settings, cut) * tokens / (out + back)
         lines.append(
             f"{which}, per microbatch: {most}{human_bytes(out)} forward "
             f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "

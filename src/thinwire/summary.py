@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline
-from thinwire.schedule import Costs, Network, Simulation, simulate
+from thinwire.schedule import Costs, Simulation, simulate
 from thinwire.settings import Settings
+from thinwire.settings.crossing import network_of, stream_width
 from thinwire.timings import Report, StepTimes, Timings, spans_of, step_seconds
 
 BF16_BYTES = 2
@@ -279,7 +280,7 @@ class Ledger:
         seconds = self._times.total
         rows = []
         for b, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
-            dense = BF16_BYTES * self.settings.stream_width(b)
+            dense = BF16_BYTES * stream_width(self.settings, b)
             codecs = self.settings.codec.names(b)
             rows.append(
                 {
@@ -362,14 +363,6 @@ def _merged_measures(reports: list[Report]) -> dict[str, float]:
         for name, value in report["measures"].items():
             merged[name] = max(value, merged.get(name, value))
     return merged
-
-
-def network_of(settings: Settings) -> Network | None:
-    """The simulator's network for these settings; None when links are not emulated."""
-    link = settings.link
-    if not link.emulate:
-        return None
-    return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
 
 
 def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:

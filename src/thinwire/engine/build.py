@@ -9,10 +9,11 @@ import torch
 from thinwire.boundary import Boundary, ImageBoundary, build_boundary
 from thinwire.codec import TensorSpec
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.precision import WEIGHT_TYPES
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Narrow, Stage, architecture
 from thinwire.settings import Settings, threads_per_stage
+from thinwire.settings.crossing import wire_shape
+from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.subspace import Constraint, Space, fixed_table, random_basis
 
 
@@ -82,17 +83,6 @@ def weights_rounded_once() -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-
-
-def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
-    """The shape of what crosses a cut, by the settings alone: nothing is made to find out."""
-    block = settings.split()[cut].stop
-    stream = architecture(settings.model).stream_shape(block, settings.microbatch_size)
-    if settings.model.sees_images:
-        batch, channels, side, _ = stream
-        return batch, side * side, channels
-    batch, context, dim = stream
-    return batch, context, dim if settings.boundary.mode == "dense" else settings.boundary.rank
 
 
 class StageBuilder:

@@ -21,9 +21,9 @@ from thinwire.data.image_batches import (
     evaluation_batch_count,
     normalised,
 )
-from thinwire.engine.precision import WEIGHT_TYPES
 from thinwire.errors import ConfigError, DataError
 from thinwire.settings import Settings
+from thinwire.settings.precision import WEIGHT_TYPES
 
 Data = Corpus | ImageSet
 

@@ -19,10 +19,10 @@ from thinwire.errors import ConfigError
 from thinwire.lab.arms import Values, merged, refuse_overridden
 from thinwire.lab.convergence import best_by_method
 from thinwire.lab.experiment import Outcome, Row
-from thinwire.plan import frame_bytes, size_notes
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.settings import Settings
+from thinwire.settings.crossing import frame_bytes, size_notes
 from thinwire.train import train
 
 DENSE = "dense"

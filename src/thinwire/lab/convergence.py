@@ -33,9 +33,10 @@ from thinwire.lab.arms import (
 )
 from thinwire.lab.decide import noise_note, one_seed, too_short
 from thinwire.lab.experiment import Outcome, Row
-from thinwire.plan import estimate_costs, frame_bytes, size_notes
+from thinwire.plan import estimate_costs
 from thinwire.schedule import Network, simulate
 from thinwire.settings import Settings
+from thinwire.settings.crossing import frame_bytes, size_notes
 
 BF16_BYTES = 2
 PARITY = 0.01  # the loss above dense that counts as none lost

@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.codec import Leg
 from thinwire.engine.chain import Chain
 from thinwire.lab.experiment import Row
+from thinwire.settings.crossing import stream_width
 from thinwire.wire import HEADER_BYTES
 
 BF16_BYTES = 2
@@ -75,7 +76,7 @@ def crossed(chain: Chain) -> Row:
     header = HEADER_BYTES / settings.tokens_per_microbatch
     forward, backward = (chain.payload_bytes_per_token(leg) + header for leg in Leg)
     cuts = range(len(chain.cuts))
-    width = sum(settings.stream_width(cut) for cut in cuts) / max(1, len(cuts))
+    width = sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
     return {
         "bytes_forward": forward,
         "bytes_backward": backward,

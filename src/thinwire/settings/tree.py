@@ -7,7 +7,6 @@ resolved tree (every default filled in) is what travels to the stages, is saved,
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import typing
@@ -197,14 +196,6 @@ class Settings:
     def split(self) -> list[range]:
         """The blocks of each stage."""
         return split_layers(self.model.layers, self.pipeline.split, self.pipeline.stages)
-
-    def stream_width(self, cut: int) -> int:
-        """Numbers that a dense cut carries for each token; an image counts as one token."""
-        from thinwire.model import architecture  # which needs torch
-
-        family = architecture(self.model)
-        shape = family.stream_shape(self.split()[cut].stop, self.microbatch_size)
-        return math.prod(shape) // self.tokens_per_microbatch
 
     def is_checkpoint_step(self, done: int) -> bool:
         """Whether a checkpoint follows the update after which `done` updates are done."""

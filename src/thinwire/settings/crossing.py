@@ -1,0 +1,75 @@
+"""What crosses a cut, by the settings alone: shapes, bytes, links. Nothing is built for it."""
+
+import math
+
+from thinwire.codec import Codec, build_codecs
+from thinwire.model import architecture
+from thinwire.schedule import Network
+from thinwire.settings.precision import WEIGHT_TYPES
+from thinwire.settings.tree import Settings
+from thinwire.wire import HEADER_BYTES
+
+
+def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
+    """The shape of one microbatch's tensor at a cut."""
+    stream = _stream_shape(settings, cut)
+    if settings.model.sees_images:
+        batch, channels, side, _ = stream
+        return batch, side * side, channels
+    batch, context, dim = stream
+    return batch, context, dim if settings.boundary.mode == "dense" else settings.boundary.rank
+
+
+def stream_width(settings: Settings, cut: int) -> int:
+    """Numbers that a dense cut carries for each token; an image counts as one token."""
+    return math.prod(_stream_shape(settings, cut)) // settings.tokens_per_microbatch
+
+
+def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
+    """Bytes of one microbatch's frame forward and backward at a cut, headers included.
+
+    Where sizes depend on the data (+zstd) they are the most that a frame can have.
+    """
+    shape = wire_shape(settings, cut)
+    out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
+    return out, back
+
+
+def sizes_vary(settings: Settings, cut: int) -> bool:
+    """Whether the content decides how large the frames of a cut are."""
+    return any(codec.size_varies for codec in _codecs(settings, cut))
+
+
+def basis_bytes(settings: Settings) -> int:
+    """Bytes of the frame that carries a learned basis up, or its gradient down, once a step."""
+    if not settings.boundary.learn:
+        return 0
+    numbers = settings.model.dim * settings.boundary.rank
+    return numbers * WEIGHT_TYPES[settings.run.precision].itemsize + HEADER_BYTES
+
+
+def size_notes(settings: Settings) -> list[str]:
+    """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
+    notes = []
+    if sizes_vary(settings, 0):
+        notes.append("bytes: the most that these codecs may send; what they send varies")
+    if settings.codec.cuts:
+        notes.append("bytes: of the first cut; codec.cuts makes others differ")
+    return notes
+
+
+def network_of(settings: Settings) -> Network | None:
+    """The simulator's network for these settings; None when links are not emulated."""
+    link = settings.link
+    if not link.emulate:
+        return None
+    return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
+
+
+def _stream_shape(settings: Settings, cut: int) -> tuple[int, ...]:
+    block = settings.split()[cut].stop
+    return architecture(settings.model).stream_shape(block, settings.microbatch_size)
+
+
+def _codecs(settings: Settings, cut: int) -> list[Codec]:
+    return list(build_codecs(*settings.codec.names(cut)).values())
