@@ -114,12 +114,6 @@ def make_parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    def add_config(sub: argparse.ArgumentParser, required: bool) -> None:
-        nargs = None if required else "?"
-        sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run folder")
-        _add_set(sub)
-        _add_plugins(sub)
-
     _add_set(add("demo", demo, "train a small model over slow links, thin and dense, and compare"))
 
     sub = add("init", init, "write a run.toml with every setting explained")
@@ -134,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_set(sub)
 
     sub = add("train", train_command, "train a model")
-    add_config(sub, required=False)  # --resume may have it instead
+    _add_config(sub, nargs="?")  # --resume may have it instead
     sub.add_argument(
         "--resume",
         type=Path,
@@ -145,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
-    add_config(sub, required=True)
+    _add_config(sub)
     sub.add_argument(
         "--tflops",
         type=number(float, above=0),
@@ -154,56 +148,17 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("eval", eval_command, "compute a checkpoint's validation loss")
-    sub.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
-    )
-    sub.add_argument(
-        "--batches",
-        type=number(int, 0),
-        default=0,
-        help="validation microbatches (default: as in training)",
-    )
-    _add_compression(sub)
-    _add_plugins(sub)
-    sub.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda", "mps"),
-        help="device to compute on (default: auto)",
-    )
+    _add_checkpoint(sub)
+    _add_value(sub, "--batches", number(int, 0), "validation microbatches; 0 = as in training", 0)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("generate", generate_command, "generate text from a checkpoint")
-    sub.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
-    )
-    sub.add_argument("--prompt", default="def ", help='text to continue (default: "def ")')
-    sub.add_argument(
-        "--tokens", type=number(int, 1), default=64, help="tokens to generate (default: 64)"
-    )
-    sub.add_argument(
-        "--temperature",
-        type=number(float, 0),
-        default=0.8,
-        help="sampling temperature (default: 0.8); 0 = greedy",
-    )
-    sub.add_argument(
-        "--top-k",
-        type=number(int, 0),
-        default=40,
-        help="sample from the K likeliest tokens (default: 40); 0 = all",
-    )
-    sub.add_argument(
-        "--seed", type=number(int), default=0, help="seed of the sampling (default: 0)"
-    )
-    _add_compression(sub)
-    _add_plugins(sub)
-    sub.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda", "mps"),
-        help="device to compute on (default: auto)",
-    )
+    _add_checkpoint(sub)
+    _add_value(sub, "--prompt", str, "text to continue", "def ")
+    _add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
+    _add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
+    _add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
+    _add_value(sub, "--seed", number(int), "seed of the sampling", 0)
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
@@ -213,6 +168,12 @@ def make_parser() -> argparse.ArgumentParser:
     sub = add("bench", bench_command, "benchmark the runtime and the links on this machine")
     sub.add_argument("--json", type=Path, help="also write the results to this JSON file")
     return parser
+
+
+def _add_config(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run folder")
+    _add_set(sub)
+    _add_plugins(sub)
 
 
 def _add_set(sub: argparse.ArgumentParser) -> None:
@@ -233,13 +194,29 @@ def _add_plugins(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_compression(sub: argparse.ArgumentParser) -> None:
+def _add_checkpoint(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
+    )
     sub.add_argument(
         "--compression",
         default="on",
         choices=("on", "off"),
         help="apply the run's codecs at its cuts (default: on)",
     )
+    _add_plugins(sub)
+    sub.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda", "mps"),
+        help="device to compute on (default: auto)",
+    )
+
+
+def _add_value(
+    sub: argparse.ArgumentParser, flag: str, read: Callable[[str], Any], help: str, default: Any
+) -> None:
+    sub.add_argument(flag, type=read, default=default, help=f"{help} (default: {default})")
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -276,7 +253,7 @@ def train_command(options: argparse.Namespace) -> None:
     settings = load_settings(config, options.set, options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else Path(settings.run.out) / settings.run.name
-    _train(settings, resume, options.allow_plugins)
+    _trained(settings, resume, options.allow_plugins, show=_show_summary)
 
 
 def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
@@ -368,11 +345,6 @@ def _open_model(options: argparse.Namespace) -> "Model":
 
     is_on = options.compression == "on"
     return Model(options.checkpoint, options.device, is_on, allow_plugins=options.allow_plugins)
-
-
-def _train(settings: "Settings", resume: Path | None, allow_plugins: bool = False) -> None:
-    """Train, and print the summary, also of an interrupted run."""
-    _trained(settings, resume, allow_plugins, show=_show_summary)
 
 
 def _show_summary(summary: dict[str, Any]) -> None:
