@@ -50,7 +50,7 @@ def test_the_costs_of_images_are_those_that_torch_counts(blocks: range) -> None:
         FlopCounterMode(display=False) as counter,
         torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved),
     ):
-        stage(None, x.requires_grad_(not is_first))
+        stage(x.requires_grad_(not is_first))
     assert family.forward_flops(blocks, images) == counter.get_total_flops()
     assert family.kept_bytes(blocks, images, 4, 4) == pytest.approx(sum(kept.values()), rel=0.03)
 
@@ -92,5 +92,5 @@ def test_a_machine_is_measured_with_a_block_of_images() -> None:
     assert family.probe(100, 1e15).shape[0] == 100
     stage = Stage([one.plan])
     with FlopCounterMode(display=False) as counter:
-        stage(None, torch.randn(one.shape))
+        stage(torch.randn(one.shape))
     assert one.flops == counter.get_total_flops()

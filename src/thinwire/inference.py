@@ -11,11 +11,11 @@ from torch import Tensor
 from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device, load_weights
-from thinwire.engine.cut import Cut
+from thinwire.engine.build import choose_device, load_weights
+from thinwire.engine.chain import Joined
 from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import Past, Score
+from thinwire.model import Past
 from thinwire.report import Display
 from thinwire.train import prepare_data, text_ratio
 
@@ -38,38 +38,26 @@ class Model:
         self.checkpoint.verify()
         self.settings = self.checkpoint.settings
         self.device = choose_device(device, 0)
-        builder = StageBuilder(self.settings, self.device)
         self.compression = compression
-        self.stages = [builder.build(index) for index in range(self.settings.pipeline.stages)]
+        self._joined = Joined(self.settings, self.device)
+        self.stages = self._joined.stages
         for stage in self.stages:
-            load_weights(stage, builder.space, self.checkpoint)
+            load_weights(stage, self._joined.builder.space, self.checkpoint)
             stage.eval()
-        self._cuts = [
-            Cut(self.settings, index, builder.wire_spec(index))
-            for index in range(len(self.stages) - 1 if compression else 0)
-        ]
-        self._autocast = autocast_for(self.settings.run.precision, self.device)
 
     @property
     def crosses_by_token(self) -> bool:
         """Whether every codec of this model lets each token cross by itself."""
-        return all(cut.lower.codecs[Leg.FORWARD].by_token for cut in self._cuts)
+        cuts = self._joined.cuts if self.compression else []
+        return all(cut.lower.codecs[Leg.FORWARD].by_token for cut in cuts)
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
         """Logits of every position or image; `number` tells a microbatch or token from the next.
 
         With the past of each stage, of the positions that follow those in it.
         """
-        x = None
-        for index, stage in enumerate(self.stages):
-            if x is not None and self.compression:
-                cut = self._cuts[index - 1]
-                cut.at, cut.training = (self.checkpoint.step, number), False
-                x = cut.forward(x)
-            with self._autocast():
-                x = stage(x, inputs) if pasts is None else stage.extend(x, inputs, pasts[index])
-        assert x is not None
-        return x
+        self._joined.go_to(self.checkpoint.step, number, training=False)
+        return self._joined.logits(inputs, self.compression, pasts)
 
     def notes(self) -> list[str]:
         """What whoever generates text with this model should know."""
@@ -88,7 +76,6 @@ class Model:
             )
         return Tokenizer.load(self.checkpoint.tokenizer)
 
-    @torch.no_grad()
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
         """Loss on the run's own validation data, over as many microbatches as training used."""
         settings = self.settings
@@ -100,14 +87,12 @@ class Model:
                 "the data is no longer what this checkpoint was trained on, so its validation "
                 "set may contain training data: restore the original data"
             )
-        feed, score = Feed(data, settings, self.device, batches), Score()
-        for microbatch in range(feed.validation_count):
-            batch = feed.validation(microbatch)
-            logits = self(batch.inputs, microbatch)
-            with self._autocast():
-                loss = self.stages[-1].loss(logits, batch.targets)
-            score.add(loss, logits, batch.targets)
-            display.progress("eval", microbatch + 1, feed.validation_count, "microbatches")
+
+        def told(done: int, of: int) -> None:
+            display.progress("eval", done, of, "microbatches")
+
+        feed, step = Feed(data, settings, self.device, batches), self.checkpoint.step
+        score = self._joined.validate(feed, step, self.compression, told)
         found = {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,

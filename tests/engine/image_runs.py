@@ -37,5 +37,5 @@ def accuracies(outcome: Any) -> list[float]:
 def momentum(outcome: Any) -> dict[str, Tensor]:
     found = {}
     for worker in outcome.workers:
-        found |= worker.optimizer.state_tensors()
+        found |= worker.update.optimizer.state_tensors()
     return found

@@ -34,7 +34,7 @@ def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[st
         parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
         inputs = torch.from_numpy(np.concatenate([b.inputs_BT for b in parts]))
         targets = torch.from_numpy(np.concatenate([b.targets_BT for b in parts]))
-        loss = F.cross_entropy(model(None, inputs).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)

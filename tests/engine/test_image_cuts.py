@@ -29,11 +29,10 @@ def gradients(settings: Settings, pixels: Tensor, labels: Tensor) -> dict[str, T
     """Of one microbatch that crosses its cuts as tensors of their own, there and back."""
     builder = StageBuilder(settings, CPU)
     stages = [builder.build(index) for index in range(settings.pipeline.stages)]
-    received: list[Tensor | None] = [None]
-    sent: list[Tensor] = []
+    received, sent = [pixels], []
     for stage in stages:
         builder.initialise(stage)
-        sent.append(stage(received[-1], pixels))
+        sent.append(stage(received[-1]))
         received.append(sent[-1].detach().clone().requires_grad_())
     stages[-1].loss(sent[-1], labels).backward()
     for output, later in reversed(list(zip(sent[:-1], received[1:-1], strict=True))):

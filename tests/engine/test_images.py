@@ -63,7 +63,7 @@ class PlainLoop:
         order = ImageOrder(self.images.train, self.settings.train.batch, 2, self.settings.run.seed)
         batch = order.microbatch(step, microbatch)
         pixels = augmented(torch.from_numpy(batch.pixels_BCSS), order.seed, batch.place)
-        logits = self.model(None, self.normalised(pixels))
+        logits = self.model(self.normalised(pixels))
         loss = F.cross_entropy(logits, torch.from_numpy(batch.labels_B)) / 2
         loss.backward()
         return loss.item()
@@ -71,7 +71,7 @@ class PlainLoop:
     @torch.no_grad()
     def score(self) -> tuple[float, float]:
         self.model.eval()
-        logits = self.model(None, self.normalised(torch.tensor(self.images.test.pixels_NCSS)))
+        logits = self.model(self.normalised(torch.tensor(self.images.test.pixels_NCSS)))
         self.model.train()
         labels = torch.tensor(self.images.test.labels_N.astype(np.int64))
         right = (logits.argmax(1) == labels).double().mean().item()

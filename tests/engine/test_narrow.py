@@ -89,7 +89,7 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
         for m in range(settings.pipeline.microbatches):
             batch = order.microbatch(step, m)
             ids = torch.from_numpy(batch.inputs_BT)
-            x = None
+            x = ids
             for stage in stages:
                 x = stage(x, ids)
             loss = token_loss(x, torch.from_numpy(batch.targets_BT))
@@ -371,10 +371,10 @@ def test_a_refused_step_counts_in_no_move(
     def prepare(worker) -> None:
         if worker.index == 0:
             poison(0, {1, 3})(worker)
-        keeper, gather = worker.keeper, worker.keeper._gather
+        keeper, gather = worker.update.keeper, worker.update.keeper._gather
         if worker.index == 1:
             # In the second window no gradient is seen: what is left of the first must not count.
-            worker.keeper._stage.watch_gradient(
+            worker.update.keeper._stage.watch_gradient(
                 keeper._watched_layer(), lambda g: gather(g) if runs["window"] < 2 else None
             )
             begin = keeper.begin_step
@@ -389,7 +389,7 @@ def test_a_refused_step_counts_in_no_move(
     outcome = run_in_threads(
         make_settings(train__steps=7, **MODES["subspace-moving"]), prepare_worker=prepare
     )
-    keeper = outcome.workers[-1].keeper
+    keeper = outcome.workers[-1].update.keeper
     assert [w.builder.space.version for w in outcome.workers] == [1, 1]
     measures = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
     assert not any("energy_after" in found for found in measures), "nothing was gathered to move by"

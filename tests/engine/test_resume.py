@@ -76,8 +76,8 @@ def test_optimizer_state_matters(
     middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
 
     def forget(worker) -> None:
-        worker.optimizer.load_state_tensors({})
-        for optimizer in worker.optimizer._optimizers:
+        worker.update.optimizer.load_state_tensors({})
+        for optimizer in worker.update.optimizer._optimizers:
             optimizer.state.clear()
 
     forgetful = run_in_threads(
@@ -191,7 +191,7 @@ def test_links_of_unlike_runs_do_not_mix(make_settings: Callable, run_in_threads
     """A frame from other weights than this stage's is an error, not a wrong gradient."""
 
     def ahead(worker) -> None:
-        worker.version = worker.index
+        worker.update.version = worker.index
 
     with pytest.raises(WireError, match="weight version"):
         run_in_threads(exact(make_settings), prepare_worker=ahead)

@@ -57,7 +57,7 @@ def gradients(settings: Settings, keep: Any) -> tuple[list[Tensor], Counter[int]
         outputs = []
         for microbatch in ids_BT:
             with autocast():
-                outputs.append(stage.loss(stage(None, microbatch), microbatch))
+                outputs.append(stage.loss(stage(microbatch), microbatch))
         for output in outputs:
             output.backward()
     found = stage.global_parameters()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.engine.runner import _not_finite
+from thinwire.engine.update import not_finite
 from thinwire.engine.verdict import Verdict
 from thinwire.engine.worker import PATIENCE, divergence
 from thinwire.errors import StageError, WireError
@@ -92,15 +92,15 @@ def test_weights_that_are_not_finite_end_the_run(
     def prepare(worker) -> None:
         if worker.index != 1:
             return
-        update, name = worker.optimizer.step, "lm_head.weight"
+        update, name = worker.update.optimizer.step, "lm_head.weight"
 
         def overflow(lr: float) -> None:
             update(lr)
-            if worker.optimizer.state_tensors()[f"{name}/step"] == 2:
+            if worker.update.optimizer.state_tensors()[f"{name}/step"] == 2:
                 with torch.no_grad():
                     worker.stage.owned_parameters()[name].view(-1)[7] = value
 
-        worker.optimizer.step = overflow
+        worker.update.optimizer.step = overflow
 
     settings = make_settings(train__checkpoint_every=1)
     expected = r"weights of lm_head.weight are not finite after step 2: .* lower optim\.lr"
@@ -132,9 +132,9 @@ def test_an_infinite_second_moment_ends_the_run(
 
 def test_finite_values_whose_sum_overflows_are_no_reason_to_end() -> None:
     large = torch.full((4,), 3e38)
-    assert _not_finite({"large": large, "count": torch.tensor(math.inf)}) is None
+    assert not_finite({"large": large, "count": torch.tensor(math.inf)}) is None
     large[2] = math.nan
-    assert _not_finite({"small": torch.ones(2), "large": large}) == "large"
+    assert not_finite({"small": torch.ones(2), "large": large}) == "large"
 
 
 def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Callable) -> None:

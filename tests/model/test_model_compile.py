@@ -10,10 +10,9 @@ from thinwire.model import Stage
 
 
 def step(stages: list[Stage], ids_BT: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    z = None
+    z = ids_BT
     for stage in stages:
         z = stage(z, ids_BT)
-    assert z is not None
     loss = stages[-1].loss(z, ids_BT)
     loss.backward()
     named = [item for stage in stages for item in stage.global_parameters().items()]

@@ -109,7 +109,7 @@ def test_the_model_is_transformers_llama(shape: str) -> None:
     assert {n: p.shape for n, p in ours.items()} == {n: p.shape for n, p in theirs.items()}
 
     ids_BT, targets_BT = tokens(config)
-    logits = stage(None, ids_BT)
+    logits = stage(ids_BT)
     slopes = gradients(logits, targets_BT, ours)
     for tolerance in (FLOAT32, EXACT):
         expected = model(ids_BT).logits
@@ -125,7 +125,7 @@ def test_float32_weights_give_transformers_float32_logits() -> None:
     stage = lively_stage(config)
     model = transformers_model(config, stage.global_parameters()).float()
     ids_BT, _ = tokens(config)
-    ours, theirs = stage.float()(None, ids_BT), model(ids_BT).logits
+    ours, theirs = stage.float()(ids_BT), model(ids_BT).logits
     assert ours.dtype == theirs.dtype == torch.float32
     assert distance(ours.double(), theirs.double()) < FLOAT32
 
@@ -193,7 +193,7 @@ def test_the_model_is_the_decoder_written_out(shape: str, context: int) -> None:
     use_exact_tables(stage, config)
     weights: dict[str, Tensor] = dict(stage.global_parameters())
     ids_BT, targets_BT = tokens(config, context)
-    ours, theirs = stage(None, ids_BT), plain_logits(weights, config, ids_BT)
+    ours, theirs = stage(ids_BT), plain_logits(weights, config, ids_BT)
     assert distance(ours, theirs) < EXACT
     slopes = gradients(ours, targets_BT, weights)
     assert largest_distance(slopes, gradients(theirs, targets_BT, weights)) < EXACT
@@ -228,7 +228,7 @@ def test_no_position_sees_a_later_token() -> None:
     ids_BT, _ = tokens(config)
     changed_BT = ids_BT.clone()
     changed_BT[:, 9] = (changed_BT[:, 9] + 1) % config.vocab
-    before, after = stage(None, ids_BT), stage(None, changed_BT)
+    before, after = stage(ids_BT), stage(changed_BT)
     assert torch.equal(before[:, :9], after[:, :9])
     assert (before[:, 9:] != after[:, 9:]).any(-1).all()
 

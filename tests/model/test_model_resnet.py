@@ -137,7 +137,7 @@ def test_the_model_is_the_network_written_out(shape: str, training: bool) -> Non
     before = {name: value.clone() for name, value in state_of(stage).items()}
     weights: dict[str, Tensor] = dict(stage.global_parameters())
     theirs, statistics = written_out({**before, **weights}, images, training)
-    ours = stage(None, images)
+    ours = stage(images)
     assert distance(ours, theirs) < EXACT
     expected = gradients(theirs, labels_B, weights)
     found = gradients(ours, labels_B, weights)
@@ -161,7 +161,7 @@ def test_the_comparison_sees_a_small_difference(change: str) -> None:
     if change == "statistics":
         state["layer4.1.bn2.running_var"] = state["layer4.1.bn2.running_var"] * (1 + 1e-6)
     theirs, _ = written_out(state, images, False, 1.001 * EPS if change == "eps" else EPS)
-    assert distance(stage(None, images), theirs) > 10 * EXACT
+    assert distance(stage(images), theirs) > 10 * EXACT
 
 
 @pytest.mark.parametrize("split", [[8], [2, 2, 2, 2], [1] * 8, [1, 4, 3], [7, 1]])
@@ -169,7 +169,7 @@ def test_every_split_is_the_whole_model(split: list[int]) -> None:
     whole = lively_stage(TINY)
     state = {name: value.detach().clone() for name, value in state_of(whole).items()}
     images, labels_B = pictures(TINY)
-    logits = whole(None, images)
+    logits = whole(images)
     expected = gradients(logits, labels_B, dict(whole.global_parameters()))
 
     x, weights, after = images, {}, {}
@@ -178,7 +178,7 @@ def test_every_split_is_the_whole_model(split: list[int]) -> None:
         with torch.no_grad():
             for name, value in state_of(stage).items():
                 value.copy_(state[name])
-        x = stage(None, x)
+        x = stage(x)
         if blocks.stop < BLOCKS:
             assert tuple(x.shape) == ResNet(TINY).stream_shape(blocks.stop, len(images))
         weights |= stage.global_parameters()

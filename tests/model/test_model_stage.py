@@ -114,14 +114,13 @@ def test_stages_in_a_row_are_the_whole_model_bit_for_bit(
 ) -> None:
     ids_BT, targets_BT = batch()
     whole = whole_model(dtype)
-    logits = whole(None, ids_BT)
+    logits = whole(ids_BT)
     token_loss(logits, targets_BT).backward()
 
     stages = stages_of(split, dtype)
-    received: list[Tensor | None] = [None]
-    sent: list[Tensor] = []
+    received, sent = [ids_BT], []
     for stage in stages:
-        sent.append(stage(received[-1], ids_BT if stage.needs_inputs else None))
+        sent.append(stage(received[-1]))
         received.append(sent[-1].detach().requires_grad_())
     assert torch.equal(sent[-1], logits)
 
@@ -140,7 +139,7 @@ def test_a_stage_of_other_weights_is_noticed() -> None:
     changed = whole_model()
     with torch.no_grad():
         next(iter(changed.global_parameters().values()))[ids_BT[0, 0], 0] += 1e-3
-    assert not torch.equal(changed(None, ids_BT), whole_model()(None, ids_BT))
+    assert not torch.equal(changed(ids_BT), whole_model()(ids_BT))
     assert not same_bits(dict(changed.global_parameters()), dict(whole_model().global_parameters()))
 
 
@@ -157,7 +156,7 @@ def test_recompute_gives_the_same_gradients(dtype: torch.dtype) -> None:
             count[0] += 1
 
         stage.layers[1].mlp.register_forward_pre_hook(note)
-        token_loss(stage(None, ids_BT), targets_BT).backward()
+        token_loss(stage(ids_BT), targets_BT).backward()
         results.append(gradients(stage))
         calls.append(count[0])
     assert calls == [1, 2], "with recompute a block runs again in the backward"
@@ -167,12 +166,12 @@ def test_recompute_gives_the_same_gradients(dtype: torch.dtype) -> None:
 def test_recompute_does_not_cost_a_validation_anything() -> None:
     ids_BT, _ = batch()
     with torch.no_grad():
-        kept, recomputed = whole_model()(None, ids_BT), whole_model(recompute=True)(None, ids_BT)
+        kept, recomputed = whole_model()(ids_BT), whole_model(recompute=True)(ids_BT)
     assert torch.equal(kept, recomputed)
 
 
-def test_only_the_first_stage_reads_inputs_over_dense_boundaries() -> None:
-    assert [stage.needs_inputs for stage in stages_of([1, 2, 1])] == [True, False, False]
+def test_no_stage_needs_ids_over_dense_boundaries() -> None:
+    assert [stage.needs_ids for stage in stages_of([1, 2, 1])] == [False, False, False]
 
 
 @pytest.mark.parametrize("end", ["incoming", "outgoing"])
@@ -182,9 +181,9 @@ def test_a_boundary_may_ask_for_ids_on_either_side(end: str) -> None:
 
     ends = {"incoming": DenseBoundary(CONFIG.dim), "outgoing": DenseBoundary(CONFIG.dim)}
     plans = architecture(CONFIG).stage_layers(range(1, 3))
-    assert not Stage(plans, **ends).needs_inputs
+    assert not Stage(plans, **ends).needs_ids
     ends[end] = IdsBoundary(CONFIG.dim)
-    assert Stage(plans, **ends).needs_inputs
+    assert Stage(plans, **ends).needs_ids
 
 
 @pytest.mark.parametrize(

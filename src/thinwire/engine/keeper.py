@@ -102,13 +102,17 @@ class Keeper:
         self._proposed = grassmann_step(covariance_DD, basis_DK, self._config.basis_rate)
         return self._proposed.basis_DK.to(basis_DK.dtype)
 
-    @torch.no_grad()
     def switch(self, basis_DK: Tensor) -> None:
         """Take the new basis, now that the step is committed; weights and momentum follow it."""
-        self._move, self._proposed = self._proposed, None
         old_DK = self.space.basis_DK.clone()
-        new_DK = basis_DK.to(old_DK)
-        self.space.move(new_DK)
+        self.space.move(basis_DK)
+        self.follow(old_DK)
+
+    @torch.no_grad()
+    def follow(self, old_DK: Tensor) -> None:
+        """Weights and momentum into the basis that the space has moved to."""
+        self._move, self._proposed = self._proposed, None
+        new_DK = self.space.basis_DK
         if self._constraint is not None:
             self._constraint.project_weights()
             for held in self._constraint.held:

@@ -12,7 +12,7 @@ step's first activation. Nobody waits an extra round trip for it.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -25,10 +25,10 @@ from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
 from thinwire.engine.progress import Progress
 from thinwire.engine.trace import StepTrace
+from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.errors import StageError
 from thinwire.model import Score, Stage
-from thinwire.optim import StageOptimizer
 from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
 
@@ -54,34 +54,27 @@ class Runner:
         self,
         stage: Stage,
         feed: Feed,
-        optimizer: StageOptimizer,
+        update: StageUpdate,
         below: Port | None,
         above: Port | None,
         schedule: Schedule,
         index: int,
-        clip: float,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-        keeper: Keeper | None = None,
         progress: Progress | None = None,
     ):
         self.stage = stage
-        self.version = 0
         self.trace = StepTrace()
         self._progress = progress or Progress()
         self._feed = feed
-        self._optimizer = optimizer
+        self._update = update
         self._below, self._above = below, above
         self._schedule, self._index = schedule, index
         *self._actions, last = schedule.rows[index]
         assert last.kind is Kind.U, "a validated training schedule ends with an update"
-        self._clip = clip
         self._autocast = autocast
-        self._keeper = keeper
         self._device = next(stage.parameters()).device
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
-        self._buffers = stage.global_buffers()
-        self._buffers_before: dict[str, Tensor] = {}
 
     def train_step(self, step: int, lr: float, decide: Decide) -> tuple[Verdict, float | None]:
         """All of this stage's actions of one step; the loss is known on the last stage only."""
@@ -92,14 +85,12 @@ class Runner:
 
         self.trace = StepTrace(on_begin=on_begin)
         self._losses = []
-        self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
-        if self._keeper is not None:
-            self._keeper.begin_step(step)
+        self._update.begin(step)
         with weights_rounded_once():
             for action in self._actions:
                 work = self._forward if action.kind is Kind.F else self._backward
                 work(step, action.microbatch)
-        verdict = self._update(step, lr, decide)
+        verdict = self._end_step(step, lr, decide)
         loss = float(torch.stack(self._losses).sum()) if self._losses else None
         return verdict, loss
 
@@ -160,18 +151,13 @@ class Runner:
     ) -> None:
         """One forward without gradients: to the stage above, or into the score."""
         with self._autocast():
-            output = self.stage(received, self._inputs(batch))
+            output = self._run_layers(received, batch)
             if self._above is None:
                 loss = self.stage.loss(output, batch.targets)
                 score.add(loss, output, batch.targets)
         if self._above is not None:
             self._sync()
             self._above.send_tensor(kind, output, step, number, self._made_with())
-
-    @property
-    def basis_version(self) -> int:
-        """How often the shared basis has moved."""
-        return self._keeper.space.version if self._keeper is not None else 0
 
     def costs(self) -> dict[str, float]:
         """Mean seconds of a forward, a backward and an update in the last step."""
@@ -198,7 +184,7 @@ class Runner:
             received.requires_grad_()
         with self.trace.span("compute", f"F{microbatch}"):
             with self._autocast():
-                output = self.stage(received, self._inputs(batch))
+                output = self._run_layers(received, batch)
                 if self._above is None:
                     # Each microbatch has as many tokens or images: the step's loss is their mean.
                     loss = self.stage.loss(output, batch.targets)
@@ -210,8 +196,9 @@ class Runner:
             sent = output.detach()
             self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self._made_with())
 
-    def _inputs(self, batch: DeviceBatch) -> Tensor | None:
-        return batch.inputs if self.stage.needs_inputs else None
+    def _run_layers(self, received: Tensor | None, batch: DeviceBatch) -> Tensor:
+        x = batch.inputs if received is None else received
+        return self.stage(x, batch.inputs if self.stage.needs_ids else None)
 
     def _backward(self, step: int, microbatch: int) -> None:
         kept = self._in_flight.pop(microbatch)
@@ -232,32 +219,32 @@ class Runner:
                 FrameKind.BACKWARD, kept.received.grad, step, microbatch, self._made_with()
             )
 
-    def _update(self, step: int, lr: float, decide: Decide) -> Verdict:
-        new_basis_DK = None
-        if self._keeper is not None:
+    def _end_step(self, step: int, lr: float, decide: Decide) -> Verdict:
+        update, keeper, new_basis_DK = self._update, self._update.keeper, None
+        if keeper is not None:
             with self.trace.span("compute", "norm"):
-                self._keeper.project_gradients()
+                update.project()
                 self._sync()
-            self._gather_learned(step, self._keeper)
-            if self._keeper.moves_after(step):
-                new_basis_DK = self._pass_move_down(step, self._keeper)
+            self._gather_learned(step, keeper)
+            if keeper.moves_after(step):
+                new_basis_DK = self._pass_move_down(step, keeper)
         with self.trace.span("compute", "norm"):
-            tally = self._squared_norms()
+            tally = update.squared_norms()
         with self.trace.span("wait", "U"):
             verdict = self._agree(step, tally, decide)
         with self.trace.span("compute", "U"):
             if verdict.commit:
-                self._commit(step, lr, verdict.grad_norm)
+                update.commit(step, lr, verdict.grad_norm)
             else:
-                self._withdraw(step)
+                update.withdraw(step)
             self._sync()
         if verdict.commit:
-            if self._keeper is not None and new_basis_DK is not None:
-                self._move_basis(step, self._keeper, new_basis_DK)
-            if self._keeper is not None:
-                self._share_learned(step, self._keeper)
+            if keeper is not None and new_basis_DK is not None:
+                self._move_basis(step, keeper, new_basis_DK)
+            if keeper is not None:
+                self._share_learned(step, keeper)
             with self.trace.span("compute", "U"):
-                self._check_weights(step)
+                update.check(step)
         return verdict
 
     def _move_basis(self, step: int, keeper: Keeper, basis_DK: Tensor) -> None:
@@ -309,12 +296,6 @@ class Runner:
             self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
         return _from_bytes(payload, keeper.space.basis_DK)
 
-    def _squared_norms(self) -> list[float]:
-        """The squared gradient norm of each parameter, in float64."""
-        gradients = [p.grad for p in self.stage.owned_parameters().values() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        return [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
-
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
         if self._above is not None:
@@ -330,51 +311,6 @@ class Runner:
         if self._above is not None:
             self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
         return verdict
-
-    def _commit(self, step: int, lr: float, norm: float) -> None:
-        """Change the weights."""
-        self._clip_gradients(norm)
-        self._optimizer.step(lr)
-        self.version += 1
-        if self._keeper is not None:
-            self._keeper.after_update(step)
-
-    @torch.no_grad()
-    def _withdraw(self, step: int) -> None:
-        """Leave everything as it was before the step: what batch norms have seen, too."""
-        self._optimizer.zero_grad()
-        if self._keeper is not None:
-            self._keeper.withdraw(step)
-        for name, buffer in self._buffers.items():
-            buffer.copy_(self._buffers_before[name])
-
-    def _clip_gradients(self, norm: float) -> None:
-        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        if self._clip <= 0 or scale >= 1:
-            return
-        for parameter in self.stage.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-
-    @torch.no_grad()
-    def _check_weights(self, step: int) -> None:
-        """End the run before weights or moments that are not finite reach a checkpoint.
-
-        An infinite second moment does no visible harm: its weight just never changes again.
-        """
-        name = _not_finite(self.stage.owned_parameters())
-        if name is not None:
-            raise StageError(
-                f"weights of {name} are not finite after step {step + 1}: the update "
-                "overflowed, and is in no checkpoint. Resume with a lower optim.lr"
-            )
-        state = _not_finite(self._optimizer.state_tensors())
-        if state is not None:
-            raise StageError(
-                f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
-                "was too large, and its weights would not learn again. It is in no checkpoint. "
-                "Resume with a lower optim.lr, or with optim.clip"
-            )
 
     def _share_learned(self, step: int, keeper: Keeper) -> None:
         """The owner of a learned basis sends it up; the receiver's copy follows."""
@@ -397,21 +333,7 @@ class Runner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _made_with(self) -> Versions:
-        return Versions(self.version, self.basis_version)
-
-
-def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first of these whose entries are not all finite.
-
-    A sum is not finite if any of its terms is not, and it reads a tensor only once. As finite
-    terms may overflow too, a sum that is not finite is looked into.
-    """
-    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
-    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
-    for (name, tensor), total in zip(named.items(), sums, strict=True):
-        if not math.isfinite(total) and not bool(torch.isfinite(tensor).all()):
-            return name
-    return None
+        return Versions(self._update.version, self._update.basis_version)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -20,14 +20,14 @@ from thinwire.engine.build import (
 from thinwire.engine.checkpoint import OPTIMIZER, Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed, open_data
-from thinwire.engine.keeper import Keeper
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.runner import Runner
+from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict
 from thinwire.errors import CheckpointError, StageError
-from thinwire.optim import StageOptimizer, learning_rate
+from thinwire.optim import learning_rate
 from thinwire.settings import Settings
 from thinwire.wire import Link, Span
 
@@ -74,22 +74,9 @@ class Worker:
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
-        constraint = self.builder.constraint(self.stage)
-        self.optimizer = StageOptimizer(self.stage.owned_parameters(), settings.optim, constraint)
-        self.keeper = None
-        if self.builder.space is not None:
-            self.keeper = Keeper(
-                settings.boundary,
-                self.stage,
-                self.optimizer,
-                self.builder.space,
-                constraint,
-                settings.train.steps,
-                is_first=self.index == 0,
-                is_last=self.index == self.last,
-            )
+        self.update = StageUpdate.build(self.builder, self.stage, self.index)
         self.below, self.above = self._end(self.index - 1), self._end(self.index)
-        self.first_step = self.version = 0
+        self.first_step = 0
         if assignment.resume is None:
             self.builder.initialise(self.stage)
         else:
@@ -135,7 +122,7 @@ class Worker:
             if done == self.first_step or self.settings.is_evaluation_step(done):
                 stop = self._evaluate(runner, done, report)
                 if stop and unsaved:
-                    self._checkpoint(runner, done, report)
+                    self._checkpoint(done, report)
                 self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
                     port.link.flush(None)  # the next step's clock must not pay for this traffic
@@ -148,7 +135,7 @@ class Worker:
             done, stop = done + 1, verdict.stop
             unsaved = verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
-                self._checkpoint(runner, done, report)
+                self._checkpoint(done, report)
         if not stop:
             self._evaluate(runner, done, report)
         self.progress.begin("waits for its links to send what is queued")
@@ -165,6 +152,7 @@ class Worker:
             # may still be on its way to the uplink, and belongs to this step too.
             port.link.settle()
             spans += sent_spans(port.link.take_spans(), step)
+        keeper = self.update.keeper
         report(
             {
                 "type": "step",
@@ -178,7 +166,7 @@ class Worker:
                 "wait": runner.trace.seconds("wait"),
                 "costs": runner.costs(),
                 "spans": spans,
-                "measures": self.keeper.measures(step) if self.keeper else {},
+                "measures": keeper.measures(step) if keeper else {},
                 "meters": {port.link.name: port.link.meter.snapshot() for port in self._ports},
                 "dropped": self.mailbox.dropped,
             }
@@ -213,12 +201,12 @@ class Worker:
             )
         return stop
 
-    def _checkpoint(self, runner: Runner, done: int, report: Report) -> None:
+    def _checkpoint(self, done: int, report: Report) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
         tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}
-        if self.keeper is not None:
-            tensors.update(self.keeper.state_tensors())
-        for name, tensor in self.optimizer.state_tensors().items():
+        if self.update.keeper is not None:
+            tensors.update(self.update.keeper.state_tensors())
+        for name, tensor in self.update.optimizer.state_tensors().items():
             tensors[OPTIMIZER + name] = tensor
         for end in self._ends():
             tensors.update(end.state_tensors())
@@ -228,7 +216,8 @@ class Worker:
         except CheckpointError as error:
             report({"type": "shard_failed", "step": done, "error": str(error)})
             return
-        versions = {"weight_version": runner.version, "basis_version": runner.basis_version}
+        update = self.update
+        versions = {"weight_version": update.version, "basis_version": update.basis_version}
         report(
             {
                 "type": "shard",
@@ -241,37 +230,34 @@ class Worker:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         load_weights(self.stage, self.builder.space, checkpoint)
-        remembered = self.optimizer.remembered()
-        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors(remembered))
-        if self.keeper is not None:
-            self.keeper.load(checkpoint)
+        optimizer, keeper = self.update.optimizer, self.update.keeper
+        optimizer.load_state_tensors(checkpoint.optimizer_tensors(optimizer.remembered()))
+        if keeper is not None:
+            keeper.load(checkpoint)
         for end in self._ends():
             end.load(checkpoint)
-        self.version = checkpoint.manifest["weight_version"]
+        self.update.version = checkpoint.manifest["weight_version"]
         self.first_step = checkpoint.step
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         settings = self.settings
-        sizes = self.keeper.basis_bytes() if self.keeper else set()
+        keeper = self.update.keeper
+        sizes = keeper.basis_bytes() if keeper else set()
         from_below = Due.from_below(self.first_step, self.feed.validation_count, sizes)
         from_above = Due.from_above(self.first_step, sizes)
         below_port = self._port(below, self.below, from_below)
         above_port = self._port(above, self.above, from_above)
-        runner = Runner(
+        return Runner(
             self.stage,
             self.feed,
-            self.optimizer,
+            self.update,
             below_port,
             above_port,
             settings.schedule(),
             self.index,
-            settings.optim.clip,
             autocast_for(settings.run.precision, self.device),
-            self.keeper,
             self.progress,
         )
-        runner.version = self.version
-        return runner
 
     def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
         if link is None or end is None:

@@ -102,5 +102,5 @@ def load_weights(chain: Chain, path: Path) -> None:
     """Start from kept weights."""
     tensors = load_file(path)
     for stage in chain.stages:
-        for name, parameter in stage.owned_parameters().items():
+        for name, parameter in stage.global_parameters().items():
             parameter.copy_(tensors[name])

@@ -52,14 +52,17 @@ class Stage(nn.Module):
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
     @property
-    def needs_inputs(self) -> bool:
-        """Whether this stage reads the model's inputs: to start from them, or at a boundary."""
+    def needs_ids(self) -> bool:
+        """Whether a boundary reads token ids beside what this stage receives."""
         ends = (self.incoming, self.outgoing)
-        return self.incoming is None or any(end is not None and end.needs_ids for end in ends)
+        return self.incoming is not None and any(end is not None and end.needs_ids for end in ends)
 
-    def forward(self, received: Tensor | None, inputs: Tensor | None) -> Tensor:
-        """From what was received (or the inputs, on the first stage) to what is sent on."""
-        x = self._start(received, inputs)
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """From the model's inputs, or from what was received, to what is sent on.
+
+        `ids` are the token ids of what was received, where `needs_ids`.
+        """
+        x, ids = self._start(x, ids)
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index and x.requires_grad:
                 x.register_hook(self._watched[1])
@@ -67,29 +70,25 @@ class Stage(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
                 x = layer(x)
-        return x if self.outgoing is None else self.outgoing.encode(x, inputs)
+        return x if self.outgoing is None else self.outgoing.encode(x, ids)
 
-    def _start(self, received: Tensor | None, inputs: Tensor | None) -> Tensor:
-        """What the first layer reads."""
-        if self.incoming is None:
-            assert inputs is not None, "the first stage starts from the model's inputs"
-            return inputs
-        assert received is not None, "a later stage starts from what crossed the boundary"
-        return self.incoming.decode(received, inputs)
+    def _start(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the first layer reads, and the ids that boundaries read: a first stage's inputs."""
+        return (x, x) if self.incoming is None else (self.incoming.decode(x, ids), ids)
 
     def new_past(self) -> Past:
         """The past of each block before the first position, for `extend`."""
         return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
 
-    def extend(self, received: Tensor | None, inputs: Tensor | None, past: Past) -> Tensor:
+    def extend(self, x: Tensor, past: Past, ids: Tensor | None = None) -> Tensor:
         """As `forward`, of the positions that follow those in the past, which takes them in.
 
         Layers are not compiled here: every position would be another shape to them.
         """
-        x = self._start(received, inputs)
+        x, ids = self._start(x, ids)
         for layer, own in zip(self.layers, past, strict=True):
             x = layer.forward(x) if own is None else layer.forward(x, own)
-        return x if self.outgoing is None else self.outgoing.encode(x, inputs)
+        return x if self.outgoing is None else self.outgoing.encode(x, ids)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph."""

@@ -1,0 +1,138 @@
+"""The end of a stage's step: what becomes of the gradients that its backwards have left.
+
+    begin, forwards and backwards, project, squared_norms, then commit or withdraw
+
+The norm and the decision belong to all stages together. Whoever drives a stage brings them: the
+runner of a pipeline over its ports, the chain in one process by itself. What a stage then does is
+written here alone, so both train the same weights.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.keeper import Keeper
+from thinwire.errors import StageError
+from thinwire.model import Stage
+from thinwire.optim import StageOptimizer
+
+
+class StageUpdate:
+    """One stage's weights, with all that changes them or takes the change back."""
+
+    def __init__(
+        self, stage: Stage, optimizer: StageOptimizer, clip: float, keeper: Keeper | None = None
+    ):
+        self.optimizer = optimizer
+        self.keeper = keeper
+        self.version = 0  # updates committed
+        self._stage = stage
+        self._clip = clip
+        self._buffers = stage.global_buffers()
+        self._buffers_before: dict[str, Tensor] = {}
+
+    @classmethod
+    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
+        """With the optimizer that the settings name, and a keeper where stages share a space."""
+        settings, constraint = builder.settings, builder.constraint(stage)
+        optimizer = StageOptimizer(stage.owned_parameters(), settings.optim, constraint)
+        keeper = None
+        if builder.space is not None:
+            keeper = Keeper(
+                settings.boundary,
+                stage,
+                optimizer,
+                builder.space,
+                constraint,
+                settings.train.steps,
+                is_first=index == 0,
+                is_last=index == settings.pipeline.stages - 1,
+            )
+        return cls(stage, optimizer, settings.optim.clip, keeper)
+
+    @property
+    def basis_version(self) -> int:
+        """How often the shared basis has moved."""
+        return self.keeper.space.version if self.keeper is not None else 0
+
+    def begin(self, step: int) -> None:
+        """Before the first forward: note what a refused step must leave as it was."""
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        if self.keeper is not None:
+            self.keeper.begin_step(step)
+
+    def project(self) -> None:
+        """Drop what leads out of the shared space: before the norm, clipping and the moments."""
+        if self.keeper is not None:
+            self.keeper.project_gradients()
+
+    def squared_norms(self) -> list[float]:
+        """The squared gradient norm of each parameter, in float64."""
+        gradients = [p.grad for p in self._stage.owned_parameters().values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        return [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
+
+    def commit(self, step: int, lr: float, norm: float) -> None:
+        """Change the weights; `norm` is that of the gradients of all stages.
+
+        A move of the basis follows by itself (`Keeper.switch`): losses are measured in between.
+        """
+        self._clip_gradients(norm)
+        self.optimizer.step(lr)
+        self.version += 1
+        if self.keeper is not None:
+            self.keeper.after_update(step)
+
+    @torch.no_grad()
+    def withdraw(self, step: int) -> None:
+        """Leave everything as it was before the step: what batch norms have seen, too."""
+        self.optimizer.zero_grad()
+        if self.keeper is not None:
+            self.keeper.withdraw(step)
+        for name, before in self._buffers_before.items():
+            self._buffers[name].copy_(before)
+
+    @torch.no_grad()
+    def check(self, step: int) -> None:
+        """End the run before weights or moments that are not finite reach a checkpoint.
+
+        An infinite second moment does no visible harm: its weight just never changes again.
+        """
+        name = not_finite(self._stage.owned_parameters())
+        if name is not None:
+            raise StageError(
+                f"weights of {name} are not finite after step {step + 1}: the update "
+                "overflowed, and is in no checkpoint. Resume with a lower optim.lr"
+            )
+        state = not_finite(self.optimizer.state_tensors())
+        if state is not None:
+            raise StageError(
+                f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
+                "was too large, and its weights would not learn again. It is in no checkpoint. "
+                "Resume with a lower optim.lr, or with optim.clip"
+            )
+
+    def _clip_gradients(self, norm: float) -> None:
+        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        if self._clip <= 0 or scale >= 1:
+            return
+        for parameter in self._stage.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The first of these whose entries are not all finite.
+
+    A sum is not finite if any of its terms is not, and it reads a tensor only once. As finite
+    terms may overflow too, a sum that is not finite is looked into.
+    """
+    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
+    for (name, tensor), total in zip(named.items(), sums, strict=True):
+        if not math.isfinite(total) and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None

@@ -1,0 +1,91 @@
+"""The chain in one process trains what the pipeline trains, bit for bit."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_narrow import MODES
+from test_verdict import poison
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.settings import Settings
+
+CPU = torch.device("cpu")
+EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": EXACT,
+    "lossy": {**EXACT, "codec__forward": "int8", "codec__backward": "int4"},
+    "remembering": {**EXACT, "codec__forward": "topk(0.2)+ef21"},
+    "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
+    "muon": {**EXACT, "optim__name": "muon"},
+    **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "learned" in mode},
+}
+
+
+def trained(settings: Settings, feed: Feed, refused: set[int] | None = None) -> Any:
+    """What a chain and its steps give: losses, weights with statistics, moments, the last score."""
+    chain = Chain(settings, feed)
+    for index, stage in enumerate(chain.stages):
+        worker = SimpleNamespace(index=index, settings=settings, stage=stage)
+        poison(1, refused or set())(worker)
+    losses = [chain.train_step(step) for step in range(settings.train.steps)]
+    return losses, *state(chain.stages, chain.updates), chain.evaluate()
+
+
+def state(stages: list, updates: list) -> tuple[dict, dict]:
+    weights, moments = {}, {}
+    for stage, update in zip(stages, updates, strict=True):
+        weights |= stage.global_parameters() | stage.global_buffers()
+        moments |= update.optimizer.state_tensors()
+    return weights, moments
+
+
+def assert_same(outcome: Any, chain: tuple) -> None:
+    losses, weights, moments, valid = chain
+    assert outcome.losses() == losses
+    stages = [worker.stage for worker in outcome.workers]
+    theirs = state(stages, [worker.update for worker in outcome.workers])
+    for ours, others in zip((weights, moments), theirs, strict=True):
+        assert ours.keys() == others.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, others[name]), name
+    assert outcome.valid_losses()[-1] == valid
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chain_is_its_pipeline(
+    case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = make_settings(pipeline__stages=3, train__steps=5, **CASES[case])
+    outcome = run_in_threads(settings)
+    norms = [r["grad_norm"] for r in outcome.reports[0] if r["type"] == "step"]
+    assert min(norms) > settings.optim.clip, "the norm of all stages decides every update"
+    assert_same(outcome, trained(settings, Feed(corpus, settings, CPU)))
+
+
+@pytest.mark.parametrize("case", ["dense", "subspace-moving", "projected-learned", "muon"])
+def test_both_refuse_the_same_step(
+    case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = make_settings(pipeline__stages=3, train__steps=5, **CASES[case])
+    outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
+    committed = [r["committed"] for r in outcome.reports[0] if r["type"] == "step"]
+    assert committed == [True, False, True, True, True]
+    feed = Feed(corpus, settings, CPU)
+    assert_same(outcome, trained(settings, feed, {1}))
+    _, weights, *_ = trained(settings, feed)
+    assert not torch.equal(weights["lm_head.weight"], outcome.weights()["lm_head.weight"])
+
+
+@pytest.mark.parametrize("refused", [set(), {1}])
+def test_batch_norms_have_seen_the_same(
+    refused: set[int], image_settings: Callable, run_images: Callable, images: Any
+) -> None:
+    settings = image_settings(pipeline__stages=3, run__precision="fp32", codec__forward="fp32",
+                              codec__backward="fp32")  # fmt: skip
+    outcome = run_images(settings, prepare_worker=poison(1, refused))
+    assert_same(outcome, trained(settings, Feed(images, settings, CPU), refused))
