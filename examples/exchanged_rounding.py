@@ -9,9 +9,15 @@ import dataclasses
 
 from torch import Tensor
 
-from thinwire.codec import Leg, Place, TensorSpec, parse_codec, register_codec
-from thinwire.codec.base import Parts
-from thinwire.codec.wrapper import Wrapper
+from thinwire.codec import (
+    Leg,
+    Parts,
+    Place,
+    TensorSpec,
+    Wrapper,
+    parse_codec,
+    register_codec,
+)
 
 
 class Exchanged(Wrapper):

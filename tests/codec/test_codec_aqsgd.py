@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, spec_of
+from thinwire.codec.aqsgd import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.entropy import Zstd
-from thinwire.codec.feedback import AQSGD
 from thinwire.codec.lowrank import LowRank
-from thinwire.codec.memory import ExampleMemory, bytes_needed
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.errors import ConfigError, WireError

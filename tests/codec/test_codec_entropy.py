@@ -16,13 +16,13 @@ from thinwire.codec import (
     Place,
     Surroundings,
     TensorSpec,
+    Wrapper,
     cross,
     parse_codec,
     spec_of,
 )
 from thinwire.codec.base import Parts, Payload, Shape
 from thinwire.codec.entropy import Zstd
-from thinwire.codec.wrapper import Wrapper
 from thinwire.errors import ConfigError, WireError
 
 CPU = torch.device("cpu")
@@ -184,6 +184,8 @@ def test_compressing_twice_is_refused() -> None:
 
 class Deflated(Wrapper):
     """A wrapper of one's own that changes bytes and not parts."""
+
+    content_decides_size = True
 
     @property
     def name(self) -> str:

@@ -383,9 +383,7 @@ def test_gradients_come_back_where_activations_went(way: str, back: str) -> None
 
 
 def sparse_in(codec: Codec) -> TopK | RandK:
-    while not isinstance(codec, TopK | RandK):
-        codec = codec.inner
-    return codec
+    return next(inner for _, inner in codec.walk() if isinstance(inner, TopK | RandK))
 
 
 def test_the_mask_is_that_of_the_activation() -> None:

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import (
-    Codec,
     Layout,
     Part,
     Parts,
     Place,
     Shape,
+    Stateful,
     Surroundings,
     TensorSpec,
     elements,
 )
 
 
-class Delta(Codec):
+class Delta(Stateful):
     """Sends in bf16 by how much a tensor differs from the last one; both ends add that up."""
 
     name = "delta"
@@ -51,15 +51,15 @@ class Delta(Codec):
         if place.training:
             self.last = now
 
-    def agreement(self) -> str:
+    def fingerprint(self) -> str:
         if self.last is None:
             return ""
         return hashlib.sha256(self.last.numpy().tobytes()).hexdigest()[:12]
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def own_state(self) -> dict[str, Tensor]:
         return {} if self.last is None else {"last": self.last}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
         assert self.prepared is not None
         wanted, found = self.prepared[0].shape, tuple(tensors["last"].shape)
         if found != wanted:

@@ -180,6 +180,7 @@ class Growing(Delta):
     """Its payload is longer with every tensor: only packing tells its size."""
 
     name = "growing"
+    content_decides_size = True
 
     def to_bytes(self, parts: Parts) -> bytes:
         return bytes(super().to_bytes(parts)) + bytes(32 * len(self.places))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Payload,
         Place,
         Shape,
+        Stateful,
         Surroundings,
         TensorSpec,
         cross,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     )
     from thinwire.codec.cast import Cast
     from thinwire.codec.parse import build_codecs, parse_codec, register_codec
+    from thinwire.codec.wrapper import Wrapper
 
 __all__ = [
     "Cast",
@@ -36,8 +38,10 @@ __all__ = [
     "Place",
     "PluginError",
     "Shape",
+    "Stateful",
     "Surroundings",
     "TensorSpec",
+    "Wrapper",
     "build_codecs",
     "cross",
     "elements",
@@ -58,6 +62,7 @@ __getattr__ = on_first_use(
             "Payload",
             "Place",
             "Shape",
+            "Stateful",
             "Surroundings",
             "TensorSpec",
             "cross",
@@ -66,5 +71,6 @@ __getattr__ = on_first_use(
         ),
         "cast": ("Cast",),
         "parse": ("build_codecs", "parse_codec", "register_codec"),
+        "wrapper": ("Wrapper",),
     },
 )

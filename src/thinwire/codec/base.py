@@ -3,56 +3,28 @@
 A codec sees the tensor that a boundary has encoded (forward leg) or the gradient of that
 tensor (backward leg). It knows nothing of frames or links; it owns the payload's bytes.
 
-To write one, say three things: the `layout` of the payload (runs of elements, in order), how to
+To write one, say its `name`, the `layout` of the payload (runs of elements, in order), how to
 `encode` a tensor into such parts on its own device, and how to `decode` them. Bytes, sizes and the
-refusal of what does not fit follow from these. One codec object is one end of one direction of one
-boundary: it either only encodes or only decodes, so what it remembers is its own.
+refusal of what does not fit follow from these. What else there is to know of it, it declares: facts
+as class attributes, and that it remembers by being `Stateful`. One codec object is one end of one
+direction of one cut: it either only encodes or only decodes, so what it remembers is its own.
 """
 
-import hashlib
 import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from thinwire.codec.leg import Leg
-from thinwire.errors import WireError
+from thinwire.codec.place import Leg, Place
+from thinwire.errors import ConfigError, WireError
 
 Payload = bytes | bytearray | memoryview
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the run a tensor is packed, the same on both ends.
-
-    Codecs with state or with random rounding key it by this, so that runs repeat exactly.
-    """
-
-    leg: Leg
-    step: int
-    microbatch: int
-    cut: int = 0
-    seed: int = 0
-    training: bool = True
-    """False in a validation or when text is generated: then nothing is remembered."""
-    examples: tuple[int, ...] | None = None
-    """Which training examples the rows are, for codecs that remember examples."""
-    salt: int = 0
-    """For a codec that needs more than one key at a place."""
-
-    @property
-    def key(self) -> int:
-        """63 bits that differ from place to place: the key of everything random here."""
-        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}"
-        text = f"{self.seed}/{where}/{self.salt}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -96,9 +68,6 @@ Layout = tuple[Part, ...]
 class Codec(ABC):
     """One way to turn a tensor into bytes. Implementations are small and keep no globals."""
 
-    inner: "Codec | None" = None
-    """The codec that this one wraps, if it does."""
-
     @property
     @abstractmethod
     def name(self) -> str:
@@ -116,6 +85,52 @@ class Codec(ABC):
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """The tensor of `spec` from parts on its device; WireError when they cannot be one."""
 
+    # Facts. A codec declares its own as a class attribute, such as `by_token = True`.
+
+    @property
+    def by_token(self) -> bool:
+        """Whether, in evaluation, each token crosses by itself: others beside it change nothing.
+
+        Then text can be generated token by token; otherwise the whole window must cross each time.
+        """
+        return False
+
+    @property
+    def content_decides_size(self) -> bool:
+        """Whether the size is known only once a tensor is packed; otherwise the layout says it.
+
+        To be declared by a codec whose `to_bytes` is its own.
+        """
+        return False
+
+    @property
+    def size_varies(self) -> bool:
+        """Whether payloads of one shape differ in size: `payload_limit` is then only a bound."""
+        return self.content_decides_size
+
+    @property
+    def remembers_examples(self) -> bool:
+        """Whether it remembers training examples: places then name those that the rows are."""
+        return any(codec.remembers_examples for codec in self.inside().values())
+
+    # What a codec may do in a way of its own.
+
+    def inside(self) -> dict[str, "Codec"]:
+        """The codecs in here that see the tensors of a training, by name; most have none."""
+        return {}
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """Called once before the first tensor; ConfigError when there is not enough room."""
+        for codec in self.inside().values():
+            codec.prepare(spec, surroundings)
+
+    def halved(self) -> "Codec":
+        """A new codec of half the budget, as `+ef-mixed` needs it; ConfigError if there is none."""
+        raise ConfigError(
+            f"ef-mixed spends half of the budget on the tensor and half on the error, but "
+            f"{self.name} has no budget to halve; topk, randk and lowrank have"
+        )
+
     def hand_over(self, tensor: Tensor, receiver: "Codec", place: Place) -> Tensor:
         """What the receiver decodes, in one process that holds both ends.
 
@@ -123,15 +138,6 @@ class Codec(ABC):
         be as if the tensor had travelled.
         """
         return receiver.decode(self.encode(tensor, place), spec_of(tensor), place)
-
-    def pack(self, tensor: Tensor, place: Place) -> Payload:
-        """The payload for `tensor`. May be called off the compute thread."""
-        return self.to_bytes(self.encode(tensor.detach(), place))
-
-    def unpack(self, payload: Payload, spec: TensorSpec, place: Place) -> Tensor:
-        """The tensor of `spec` from a payload; WireError when the payload cannot be one."""
-        parts = self.from_bytes(payload, spec, place)
-        return self.decode(tuple(part.to(spec.device) for part in parts), spec, place)
 
     def to_bytes(self, parts: Parts) -> Payload:
         """The parts one after the other, little-endian; shares memory where there is only one."""
@@ -160,78 +166,81 @@ class Codec(ABC):
         """The most bytes `pack` may need for this shape: a receiver refuses anything larger."""
         return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
 
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:  # noqa: B027
-        """Called once before the first tensor; ConfigError when there is not enough room."""
+    # What users of codecs call.
 
-    @property
-    def remembers(self) -> bool:
-        """Whether anything is kept from one tensor to the next; a wrapper asks what it wraps.
+    def pack(self, tensor: Tensor, place: Place) -> Payload:
+        """The payload for `tensor`. May be called off the compute thread."""
+        return self.to_bytes(self.encode(tensor.detach(), place))
 
-        If so, checkpoints hold it, and tensors of a step wait until the step before is saved.
-        """
-        return type(self).state_tensors is not Codec.state_tensors
-
-    @property
-    def remembers_examples(self) -> bool:
-        """Whether it remembers training examples: places then name those that the rows are."""
-        return False
-
-    @property
-    def by_token(self) -> bool:
-        """Whether, in evaluation, each token crosses by itself: others beside it change nothing.
-
-        Then text can be generated token by token; otherwise the whole window must cross each time.
-        """
-        return False
-
-    @property
-    def size_varies(self) -> bool:
-        """Whether payloads of one shape differ in size: `payload_limit` is then only a bound."""
-        return self.content_decides_size
-
-    @property
-    def content_decides_size(self) -> bool:
-        """Whether the size is known only once a tensor is packed; otherwise the layout says it."""
-        return type(self).to_bytes is not Codec.to_bytes
-
-    def agreement(self) -> str:
-        """A fingerprint of what both ends must remember alike; empty where there is no such."""
-        return ""
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """What this end remembers from one tensor to the next, for checkpoints; often nothing."""
-        return {}
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave."""
-        if tensors:
-            raise ValueError(f"{self.name} remembers nothing, but was given {sorted(tensors)}")
+    def unpack(self, payload: Payload, spec: TensorSpec, place: Place) -> Tensor:
+        """The tensor of `spec` from a payload; WireError when the payload cannot be one."""
+        parts = self.from_bytes(payload, spec, place)
+        return self.decode(tuple(part.to(spec.device) for part in parts), spec, place)
 
     @property
     def tag(self) -> int:
         """Four bytes that name the codec in every frame, so that ends cannot disagree unseen."""
         return zlib.crc32(self.name.encode())
 
+    def walk(self, prefix: str = "") -> Iterator[tuple[str, "Codec"]]:
+        """This codec and all inside it, outermost first, each with the prefix of its state."""
+        yield prefix, self
+        for name, codec in self.inside().items():
+            yield from codec.walk(f"{prefix}{name}.")
 
-@runtime_checkable
-class Budgeted(Protocol):
-    """A codec whose payload can be halved, as `+ef-mixed` needs it."""
+    def stateful(self) -> "dict[str, Stateful]":
+        """All that remembers in here, by the prefix of its tensors' names in a checkpoint."""
+        return {prefix: codec for prefix, codec in self.walk() if isinstance(codec, Stateful)}
 
-    def halved(self) -> Codec:
-        """A new codec of half the budget; ConfigError where there is no half."""
+    @property
+    def remembers(self) -> bool:
+        """Whether anything in here is kept from one tensor to the next.
+
+        If so, checkpoints hold it, and tensors of a step wait until the step before is saved.
+        """
+        return bool(self.stateful())
+
+    def agreement(self) -> str:
+        """The fingerprints of all that both ends must remember alike; empty where there is none."""
+        return "".join(codec.fingerprint() for codec in self.stateful().values())
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What this end remembers from one tensor to the next, for checkpoints; often nothing."""
+        return {
+            prefix + name: tensor
+            for prefix, codec in self.stateful().items()
+            for name, tensor in codec.own_state().items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; ValueError when it is another codec's."""
+        rest = dict(tensors)
+        for prefix, codec in reversed(self.stateful().items()):  # the longest prefixes first
+            own = [name for name in rest if name.startswith(prefix)]
+            codec.load_own_state({name.removeprefix(prefix): rest.pop(name) for name in own})
+        if rest:
+            raise ValueError(f"{self.name} does not remember {sorted(rest)}")
+
+
+class Stateful(Codec):
+    """A codec that remembers something from one tensor of a training to the next."""
+
+    @abstractmethod
+    def own_state(self) -> dict[str, Tensor]:
+        """What it remembers itself, without what codecs inside it remember."""
+
+    @abstractmethod
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `own_state` gave; ValueError when it cannot be that."""
+
+    def fingerprint(self) -> str:
+        """A hash of what both ends must remember alike; empty where only one end remembers."""
+        return ""
 
 
 def cross(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
     """What the receiver would unpack, without bytes: for one process that holds both ends."""
     return sender.hand_over(tensor.detach(), receiver, place)
-
-
-def layers(codec: Codec) -> Iterator[Codec]:
-    """A codec, the one it wraps, the one that this wraps, and so on."""
-    current: Codec | None = codec
-    while current is not None:
-        yield current
-        current = current.inner
 
 
 def elements(shape: Shape) -> int:

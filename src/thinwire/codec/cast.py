@@ -31,22 +31,14 @@ class Cast(Codec):
     the step's verdict then sees: prefer bf16 for gradients.
     """
 
+    name = ""
+    by_token = True
+
     def __init__(self, name: str):
-        self._name = name
+        self.name = name
         self._format = FORMATS[name]
 
-    @property
-    def name(self) -> str:
-        """The format's name."""
-        return self._name
-
-    @property
-    def by_token(self) -> bool:
-        """Elements are rounded one by one."""
-        return True
-
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        """Refuse a device that has no such format."""
         if self._format == torch.float64 and spec.device.type == "mps":
             raise ConfigError(
                 "fp64 needs a device with float64, and Apple's MPS has none: choose fp32, or "
@@ -54,13 +46,10 @@ class Cast(Codec):
             )
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """The elements and nothing else."""
         return (Part(self._format, elements(shape)),)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """The rounded elements; shares memory with the tensor when no cast is needed."""
         return (tensor.to(self._format).contiguous().reshape(-1),)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """The elements in the receiver's type."""
         return parts[0].reshape(spec.shape).to(spec.dtype)

@@ -4,7 +4,7 @@ import importlib
 import re
 from dataclasses import dataclass
 
-from thinwire.codec.leg import Leg
+from thinwire.codec.place import Leg
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest, option
 

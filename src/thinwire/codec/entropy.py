@@ -2,7 +2,7 @@
 
 import zstandard
 
-from thinwire.codec.base import Codec, Parts, Payload, Place, Shape, TensorSpec, layers
+from thinwire.codec.base import Codec, Parts, Payload, Place, Shape, TensorSpec
 from thinwire.codec.wrapper import Wrapper
 from thinwire.errors import ConfigError, WireError
 
@@ -16,13 +16,15 @@ class Zstd(Wrapper):
     must come out, and refuses a frame that says another before any memory is taken for it.
     """
 
+    content_decides_size = True
+
     def __init__(self, inner: Codec, level: int = DEFAULT_LEVEL):
         if not 1 <= level <= zstandard.MAX_COMPRESSION_LEVEL:
             raise ConfigError(
                 f"zstd({level}): the level must lie between 1 (fast) and "
                 f"{zstandard.MAX_COMPRESSION_LEVEL} (small)"
             )
-        if any(isinstance(codec, Zstd) for codec in layers(inner)):
+        if any(isinstance(codec, Zstd) for _, codec in inner.walk()):
             raise ConfigError(f"{inner.name}+zstd: compressing twice saves nothing")
         super().__init__(inner)
         self._level = level
@@ -31,21 +33,17 @@ class Zstd(Wrapper):
 
     @property
     def name(self) -> str:
-        """The inner codec's, and the level where it is not the usual one."""
         suffix = "zstd" if self._level == DEFAULT_LEVEL else f"zstd({self._level})"
         return f"{self.inner.name}+{suffix}"
 
     @property
     def by_token(self) -> bool:
-        """The inner codec's: bytes change nothing of what arrives."""
         return self.inner.by_token
 
     def to_bytes(self, parts: Parts) -> Payload:
-        """The inner codec's bytes in one frame."""
         return self._compressor.compress(self.inner.to_bytes(parts))
 
     def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
-        """The inverse; WireError when the payload is not exactly one frame of the right size."""
         least, most = self._sizes_inside(spec.shape, place)
         try:
             size = zstandard.frame_content_size(payload)
@@ -69,13 +67,7 @@ class Zstd(Wrapper):
         return size, size
 
     def payload_limit(self, shape: Shape) -> int:
-        """The inner codec's limit, and what Zstandard may add where nothing can be saved."""
-        return _worst_case(self.inner.payload_limit(shape))
-
-
-def _worst_case(size: int) -> int:
-    """The most bytes of a frame: blocks of 128 KiB as they are, each with a header of 3 bytes.
-
-    The frame itself adds magic (4), descriptor (1), window (1), size (8) and checksum (4) at most.
-    """
-    return size + 3 * (size // 2**17 + 1) + 18
+        size = self.inner.payload_limit(shape)
+        # What cannot be compressed: blocks of 128 KiB as they are, each with a header of 3 bytes,
+        # and magic (4), descriptor (1), window (1), size (8) and checksum (4) of the frame.
+        return size + 3 * (size // 2**17 + 1) + 18

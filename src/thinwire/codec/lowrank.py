@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.base import (
-    Codec,
     Layout,
     Part,
     Parts,
     Place,
     Shape,
+    Stateful,
     TensorSpec,
     elements,
     working,
@@ -24,7 +24,7 @@ _COLD_ROUNDS = 3
 _SEED = 0
 
 
-class LowRank(Codec):
+class LowRank(Stateful):
     """M is sent as P (R x r, orthonormal) and Q = M^T P, both in bf16, and arrives as P Q^T.
 
     The last dimension gives the columns and all others the rows; of an image (four dimensions) the
@@ -52,24 +52,20 @@ class LowRank(Codec):
 
     @property
     def name(self) -> str:
-        """With its rank."""
         return f"lowrank({self.rank})"
 
     def halved(self) -> "LowRank":
-        """A new codec with half the rank, rounded down."""
         if self.rank < 2:
             raise ConfigError("lowrank(1) cannot be halved: choose lowrank(2) or more")
         return LowRank(self.rank // 2)
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """P and Q, or the elements."""
         if self._whole(shape):
             return (Part(FACTORS, elements(shape)),)
         rows, columns = _matrix_shape(shape)
         return (Part(FACTORS, rows * self.rank), Part(FACTORS, columns * self.rank))
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """Power iterations in the tensor's type, float32 at least."""
         if self._whole(tuple(tensor.shape)):
             return (tensor.to(FACTORS).reshape(-1),)
         M = _as_matrix(tensor).to(_machine(tensor.device), working(tensor.dtype))
@@ -91,20 +87,18 @@ class LowRank(Codec):
         return P.reshape(-1), Q.reshape(-1)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """The product of the two."""
         if self._whole(spec.shape):
             return parts[0].reshape(spec.shape).to(spec.dtype)
         factors = (part.view(-1, self.rank).to(_machine(spec.device)) for part in parts)
         P, Q = (factor.to(torch.float64) for factor in factors)
         return _from_matrix((P @ Q.T).to(spec.dtype), spec.shape).to(spec.device)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The Q to start from, once there is one."""
+    def own_state(self) -> dict[str, Tensor]:
         return {} if self._last_Q is None else {"q": self._last_Q}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from the Q of a checkpoint."""
-        super().load_state_tensors({name: t for name, t in tensors.items() if name != "q"})
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        if tensors.keys() - {"q"}:
+            raise ValueError(f"{self.name} remembers Q, but was given {sorted(tensors)}")
         self._last_Q = tensors.get("q")
 
     def _whole(self, shape: Shape) -> bool:

@@ -7,7 +7,7 @@ exactly and no state has to be saved.
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import Leg, Place
+from thinwire.codec.place import Leg, Place
 
 _STRIDE = -0x61C88647  # 2**32 over the golden ratio, modulo 2**32: neighbours land far apart
 _FACTORS = (-0x7A143595, -0x3D4D51CB)  # those of MurmurHash3's last mix, as signed numbers

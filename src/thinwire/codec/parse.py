@@ -12,11 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from thinwire.codec.base import Codec, Leg, layers
+from thinwire.codec.aqsgd import AQSGD
+from thinwire.codec.base import Codec
 from thinwire.codec.cast import FORMATS, Cast
 from thinwire.codec.entropy import Zstd
-from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
+from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
+from thinwire.codec.place import Leg
 from thinwire.codec.quantize import Float8, Integer, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.codec.step import Step
@@ -89,7 +91,7 @@ def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg,
     """
     there = parse_codec(forward, f"{where}.forward")
     back = parse_codec(backward, f"{where}.backward")
-    if any(isinstance(codec, SharedMask) for codec in layers(there)):
+    if any(isinstance(codec, SharedMask) for _, codec in there.walk()):
         raise ConfigError(
             f'{where}.forward = "{forward}": topk(shared) is a backward codec: it reuses the '
             "elements that the forward codec chose"

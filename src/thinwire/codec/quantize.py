@@ -34,7 +34,11 @@ class Integer(Codec):
     leave three levels, so there the four levels -3/2, -1/2, 1/2, 3/2 times the scale are used: a
     third less error at worst, at the price that a zero beside others is not kept.
     With `hadamard` a row is rotated first, in blocks that do not cross groups.
+
+    Payload: the scales row by row, then the codes.
     """
+
+    by_token = True
 
     def __init__(self, bits: int, group: int | None = None, hadamard: bool = False):
         _check_bits(bits)
@@ -52,26 +56,17 @@ class Integer(Codec):
 
     @property
     def name(self) -> str:
-        """The bits, and what differs from one scale per row."""
         arguments = [f"group={self._group}"] if self._group else []
         arguments += ["hadamard"] if self._hadamard else []
         return f"int{self._bits}" + (f"({','.join(arguments)})" if arguments else "")
 
-    @property
-    def by_token(self) -> bool:
-        """Each has scales of its own."""
-        return True
-
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """The scales row by row, then the codes."""
-        count = elements(shape)
-        width = _width(shape)
+        count, width = elements(shape), _width(shape)
         scales = count // width * -(-width // (self._group or width))
         codes = packed_bytes(count, self._bits)
         return Part(torch.bfloat16, scales), Part(torch.uint8, codes)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """Scales and packed codes."""
         x_RD = _rows(tensor)
         if self._hadamard:
             x_RD = rotate(x_RD, self._group or x_RD.shape[1])
@@ -85,7 +80,6 @@ class Integer(Codec):
         return scale_RG1.reshape(-1), pack_bits(codes_RD.reshape(-1), self._bits)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Codes times scales: one rounding at most, so every device gives the same."""
         scales, packed = parts
         width, count = _width(spec.shape), elements(spec.shape)
         codes = unpack_bits(packed, count, self._bits).view(torch.int8) - self._center
@@ -96,6 +90,7 @@ class Integer(Codec):
             levels_RD = rotate(levels_RD, self._group or width, back=True)
         levels_RGW = self._grouped(levels_RD)
         scale_RG1 = scales.to(torch.float32).view(*levels_RGW.shape[:2], 1)
+        # One rounding at most, so every device gives the same.
         x_RD = levels_RGW.mul_(scale_RG1).flatten(1)[:, :width]
         return x_RD.reshape(spec.shape).to(spec.dtype)
 
@@ -111,6 +106,8 @@ class TensorInteger(Codec):
     """`intN(tensor)`: whole numbers of N bits over the span from the least element to the greatest.
 
     One offset (the least element, kept exactly) and one step for the whole tensor, in float32.
+
+    Payload: offset and step (nothing for an empty tensor), then the codes.
     """
 
     def __init__(self, bits: int):
@@ -119,17 +116,14 @@ class TensorInteger(Codec):
 
     @property
     def name(self) -> str:
-        """The bits, and that the scale is shared by all."""
         return f"int{self._bits}(tensor)"
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """Offset and step (nothing for an empty tensor), then the codes."""
         count = elements(shape)
         codes = packed_bytes(count, self._bits)
         return Part(torch.float32, 2 if count else 0), Part(torch.uint8, codes)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """Offset and step, and the packed codes."""
         x = tensor.to(torch.float32).reshape(-1)
         if not len(x):
             return x, x.to(torch.uint8)
@@ -142,12 +136,11 @@ class TensorInteger(Codec):
         return torch.stack((least, step)), pack_bits(codes, self._bits)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Offset plus code times step, rounded after each: every device gives the same."""
         span, packed = parts
         x = unpack_bits(packed, elements(spec.shape), self._bits).to(torch.float32)
         if len(x):
             least, step = span
-            x.mul_(step).add_(least)
+            x.mul_(step).add_(least)  # rounded after each: every device gives the same
         return x.reshape(spec.shape).to(spec.dtype)
 
 
@@ -156,33 +149,24 @@ class Float8(Codec):
 
     The scale, in bfloat16 rounded up, brings the row's largest magnitude to 448 or just below.
     Both directions round to nearest.
+
+    Payload: the scales row by row, then the elements.
     """
 
-    @property
-    def name(self) -> str:
-        """Its one form."""
-        return "fp8"
-
-    @property
-    def by_token(self) -> bool:
-        """Each has a scale of its own."""
-        return True
+    name = "fp8"
+    by_token = True
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """The scales row by row, then the elements."""
         count = elements(shape)
-        scales = count // _width(shape)
-        return Part(torch.bfloat16, scales), Part(torch.float8_e4m3fn, count)
+        return Part(torch.bfloat16, count // _width(shape)), Part(torch.float8_e4m3fn, count)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """Scales and scaled elements."""
         x_RD = _rows(tensor)
         scale_R1 = _scale(x_RD, top=torch.finfo(torch.float8_e4m3fn).max)
         scaled_RD = x_RD * _reciprocal(scale_R1)
         return scale_R1.reshape(-1), scaled_RD.to(torch.float8_e4m3fn).reshape(-1)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Elements times scales, which float32 holds exactly."""
         scales, scaled = parts
         x_RD = scaled.to(torch.float32).view(len(scales), _width(spec.shape))
         return x_RD.mul_(scales.to(torch.float32)[:, None]).reshape(spec.shape).to(spec.dtype)

@@ -11,22 +11,11 @@ arrives as a finite one.
 import math
 import threading
 from abc import abstractmethod
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import (
-    Codec,
-    Layout,
-    Part,
-    Parts,
-    Place,
-    Shape,
-    TensorSpec,
-    elements,
-    layers,
-)
+from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
 from thinwire.codec.positions import PositionCode, drawn, row_starts
 from thinwire.errors import ConfigError, WireError
 
@@ -38,14 +27,6 @@ Positions = Tensor | slice
 EVERY = slice(None)
 
 
-@runtime_checkable
-class Selective(Protocol):
-    """A codec that knows how many elements of a tensor travel."""
-
-    def kept(self, shape: Shape) -> int:
-        """How many elements of such a tensor travel at most."""
-
-
 class Masks:
     """Which positions went forward, until the way back of the same microbatch asks.
 
@@ -55,19 +36,22 @@ class Masks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._positions: dict[tuple[int, int], Positions] = {}
+        self._positions: dict[tuple[int, int], dict[int, Positions]] = {}
 
     def put(self, place: Place, positions: Positions) -> None:
-        """Remember the flat positions kept at a place."""
+        """Remember the flat positions kept at a place, beside those of its other salts."""
         with self._lock:
             for key in [key for key in self._positions if key[0] < place.step - 1]:
                 del self._positions[key]
-            self._positions[place.step, place.microbatch] = positions
+            here = self._positions.setdefault((place.step, place.microbatch), {})
+            here[place.salt] = positions
 
     def take(self, place: Place) -> Positions | None:
         """The positions kept at a place, forgotten from now on; None where there are none."""
         with self._lock:
-            return self._positions.pop((place.step, place.microbatch), None)
+            here = list(self._positions.pop((place.step, place.microbatch), {}).values())
+        tensors = [positions for positions in here if isinstance(positions, Tensor)]
+        return torch.cat(tensors) if len(tensors) > 1 else here[0] if here else None
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -89,21 +73,21 @@ class Sparse(Codec):
             )
         self.share = float(share)
         self.masks: Masks | None = None
-        self.last_positions: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        short = f"{self.share:g}"
+        return f"{self.word}({short if float(short) == self.share else self.share})"
+
+    def halved(self) -> "Sparse":
+        return type(self)(self.share / 2)
 
     @abstractmethod
     def kept(self, shape: Shape) -> int:
         """How many elements of such a tensor travel."""
 
-    @property
-    def name(self) -> str:
-        """The word and the share."""
-        short = f"{self.share:g}"
-        return f"{self.word}({short if float(short) == self.share else self.share})"
-
-    def remember(self, place: Place, positions: Tensor) -> None:
+    def remember(self, place: Place, positions: Positions) -> None:
         """Keep the mask for the way back, if there will be one that asks."""
-        self.last_positions = positions
         if self.masks is not None and place.training:
             self.masks.put(place, positions)
 
@@ -114,30 +98,24 @@ class TopK(Sparse):
     Of equal magnitudes at the limit, those with the lowest position are kept; a NaN counts as
     larger than infinity. So the kept set depends on the tensor alone, on every device.
 
-    Payload: 2 B k + ceil(B marks / 8) + ceil(B k l / 8) bytes, with marks = n if l = 0, otherwise
+    Payload: marks and low bits of the positions, then the values in the order of positions:
+    2 B k + ceil(B marks / 8) + ceil(B k l / 8) bytes, with marks = n if l = 0, otherwise
     k + floor((n - 1) / 2^l), and the l that makes marks + k l least (see PositionCode). Positions
     take about 5.3 bits for each kept element at a share of 0.1, 8.6 bits at 0.01.
     """
 
     word = "topk"
 
-    def halved(self) -> "TopK":
-        """A new codec with half the budget."""
-        return TopK(self.share / 2)
-
     def kept(self, shape: Shape) -> int:
-        """B * k."""
-        B, n = samples(shape)
-        return B * share_of(n, self.share)
+        B, code = self._code(shape)
+        return B * code.k
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """Marks and low bits of the positions, then the values in the order of positions."""
         B, code = self._code(shape)
         marks, lows = code.sizes(B)
         return Part(torch.uint8, marks), Part(torch.uint8, lows), Part(VALUES, B * code.k)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """Select on the tensor's device."""
         B, code = self._code(tuple(tensor.shape))
         x_Bn = tensor.reshape(B, code.n)
         positions = _largest(x_Bn, code.k).view(-1).nonzero().view(-1)
@@ -146,7 +124,6 @@ class TopK(Sparse):
         return *code.write(index_Bk), x_Bn.reshape(-1)[positions].to(VALUES)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Put the values where they were; WireError when the positions cannot be right."""
         B, code = self._code(spec.shape)
         marks, lows, values = parts
         index_Bk = code.read(marks, lows, B)
@@ -155,8 +132,7 @@ class TopK(Sparse):
         return _scattered(values, positions, spec)
 
     def hand_over(self, tensor: Tensor, receiver: Codec, place: Place) -> Tensor:
-        """Without positions, unless the way back asks for them."""
-        if self.masks is not None:
+        if self.masks is not None:  # the way back asks for positions
             return super().hand_over(tensor, receiver, place)
         B, code = self._code(tuple(tensor.shape))
         kept_Bn = _largest(tensor.reshape(B, code.n), code.k)
@@ -164,7 +140,7 @@ class TopK(Sparse):
 
     def _code(self, shape: Shape) -> tuple[int, PositionCode]:
         """B, and how the positions of a sample are written."""
-        B, n = samples(shape)
+        B, n = (1, elements(shape)) if len(shape) < 2 else (shape[0], elements(shape[1:]))
         return B, PositionCode.cheapest(n, share_of(n, self.share))
 
 
@@ -175,36 +151,27 @@ class RandK(Sparse):
     travel. If anything in the tensor is not finite, all that travels is NaN, since what is not
     finite might be among what is left out.
 
-    Payload: 2 K bytes.
+    Payload: the values in the order in which their positions are drawn, 2 K bytes.
     """
 
     word = "randk"
 
-    def halved(self) -> "RandK":
-        """A new codec with half the budget."""
-        return RandK(self.share / 2)
-
     def kept(self, shape: Shape) -> int:
-        """K."""
         return share_of(elements(shape), self.share)
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """The values in the order in which their positions are drawn."""
         return (Part(VALUES, self.kept(shape)),)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """The drawn elements."""
-        shape = tuple(tensor.shape)
-        positions = drawn(elements(shape), self.kept(shape), place.key, tensor.device)
-        self.remember(place, positions)
-        return (_selected(tensor, positions),)
+        return (_selected(tensor, self._drawn(tuple(tensor.shape), place, tensor.device)),)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """The same draw, filled."""
-        total = elements(spec.shape)
-        positions = drawn(total, self.kept(spec.shape), place.key, spec.device)
+        return _scattered(parts[0], self._drawn(spec.shape, place, spec.device), spec)
+
+    def _drawn(self, shape: Shape, place: Place, device: torch.device) -> Tensor:
+        positions = drawn(elements(shape), self.kept(shape), place.key, device)
         self.remember(place, positions)
-        return _scattered(parts[0], positions, spec)
+        return positions
 
 
 class SharedMask(Codec):
@@ -213,55 +180,48 @@ class SharedMask(Codec):
     Both ends know these from the forward tensor of the same step and microbatch, so no indices
     travel. If anything in the gradient is not finite, all that travels is NaN.
 
-    Payload: 2 bytes for each element that the forward codec kept; that is for all of them where
-    the tensor went forward whole (AQSGD at a first visit).
+    Payload: 2 bytes for each element that the forward codec kept, in its order; that is for all of
+    them where the tensor went forward whole (AQSGD at a first visit).
     """
+
+    name = "topk(shared)"
 
     def __init__(self) -> None:
         self._forward: Codec | None = None
         self._masks = Masks()
         self._current: tuple[tuple[int, int], Positions] | None = None
 
-    @property
-    def name(self) -> str:
-        """As users write it."""
-        return "topk(shared)"
-
     def bind(self, forward: Codec) -> None:
         """Use the masks of this end's forward codec, also where it is wrapped."""
-        sources = [codec for codec in layers(forward) if isinstance(codec, Sparse)]
+        sources = sparse_in(forward)
         if not sources:
             raise ConfigError(
                 f"topk(shared) sends back the elements that topk or randk sent forward, but the "
                 f"forward codec is {forward.name}: choose topk or randk there, or give the "
                 f"backward direction a codec of its own, such as topk(0.1)"
             )
-        sources[0].masks = self._masks
+        for source in sources:
+            source.masks = self._masks
         self._forward = forward
 
     @property
     def size_varies(self) -> bool:
-        """Whether the forward codec sometimes sends a tensor whole."""
-        return any(codec.remembers_examples for codec in layers(self._bound()))
+        return self._bound().remembers_examples  # such a codec sends a tensor whole at times
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """The values in the order of the forward codec's positions."""
         positions = self._positions(place)
         count = elements(shape) if isinstance(positions, slice) else len(positions)
         return (Part(VALUES, count),)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """The elements at the forward codec's positions."""
         return (_selected(tensor, self._positions(place)),)
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """The values at the forward codec's positions."""
         return _scattered(parts[0], self._positions(place), spec)
 
     def payload_limit(self, shape: Shape) -> int:
-        """As much as the forward codec, or the outermost wrapper that knows, keeps at most."""
-        knowing = (codec for codec in layers(self._bound()) if isinstance(codec, Selective))
-        return next(knowing).kept(shape) * VALUES.itemsize
+        kept = sum(source.kept(shape) for source in sparse_in(self._bound()))
+        return (elements(shape) if self.size_varies else kept) * VALUES.itemsize
 
     def _bound(self) -> Codec:
         if self._forward is None:
@@ -285,23 +245,22 @@ class SharedMask(Codec):
         return self._current[1]
 
 
+def sparse_in(codec: Codec) -> list[Sparse]:
+    """The codecs in here that choose what travels in training."""
+    return [inner for _, inner in codec.walk() if isinstance(inner, Sparse)]
+
+
 def bind_masks(forward: Codec, backward: Codec) -> None:
     """Let a `topk(shared)` in the backward codec of an end use the masks of its forward codec."""
-    for codec in layers(backward):
+    for _, codec in backward.walk():
         if isinstance(codec, SharedMask):
             codec.bind(forward)
 
 
 def remember_whole(codec: Codec, place: Place) -> None:
     """Tell the way back that a tensor travelled whole, past the sparse codec in `codec`."""
-    for inner in layers(codec):
-        if isinstance(inner, Sparse) and inner.masks is not None:
-            inner.masks.put(place, EVERY)
-
-
-def samples(shape: Shape) -> tuple[int, int]:
-    """B and n of a shape."""
-    return (1, elements(shape)) if len(shape) < 2 else (shape[0], elements(shape[1:]))
+    for source in sparse_in(codec):
+        source.remember(place, EVERY)
 
 
 def share_of(count: int, share: float) -> int:

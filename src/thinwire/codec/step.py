@@ -43,17 +43,14 @@ class Step(Codec):
 
     @property
     def name(self) -> str:
-        """The bits that a Gaussian tensor would need."""
         return f"step({self._bits!r})" if self._bits % 1 else f"step({int(self._bits)})"
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        """The step (none for an empty tensor), all lower bytes, all upper bytes."""
         count = elements(shape)
         plane = Part(torch.uint8, count)
         return Part(torch.float32, min(count, 1)), plane, plane
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        """The step and the two planes of bytes."""
         x = tensor.to(torch.float32).reshape(-1)
         if not len(x):
             return x, x.to(torch.uint8), x.to(torch.uint8)
@@ -68,7 +65,6 @@ class Step(Codec):
         return step.reshape(1), symbols.to(torch.uint8), upper
 
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Symbols times the step: one rounding, so every device gives the same."""
-        step, lower, upper = parts
+        step, lower, upper = parts  # one rounding, so every device gives the same
         symbols = (upper.to(torch.int16) << 8).add_(lower).sub_(_SHIFT)
         return (symbols.to(torch.float32) * step).reshape(spec.shape).to(spec.dtype)

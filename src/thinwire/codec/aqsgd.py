@@ -1,22 +1,144 @@
-"""What a codec remembers of each training example, bounded, in a file or on the device."""
+"""AQ-SGD: feedback that knows every training example, bounded, in a file or on the device."""
 
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import Shape, Surroundings, elements
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Parts,
+    Payload,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+    elements,
+    spec_of,
+    working,
+)
+from thinwire.codec.cast import Cast
+from thinwire.codec.feedback import Feedback, Mirrored
+from thinwire.codec.sparse import remember_whole
 from thinwire.errors import ConfigError
 
 ROWS = torch.bfloat16
 _BOOKKEEPING = 5  # bytes per example: whether it was seen, and the checksum of its row
+
+
+class AQSGD(Mirrored):
+    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer.
+
+    A microbatch with an example that was not seen before travels whole, in bf16. `place.examples`
+    says which examples the entries of the first dimension are, and `prepare` makes room for all of
+    them. If one comes twice in a microbatch, the later row is remembered.
+
+    Payload: 2 N bytes for N elements at a first visit, then the inner codec's.
+    """
+
+    suffix = "aqsgd"
+    remembers_examples = True
+    size_varies = True  # between a first visit and later ones
+
+    def __init__(self, inner: Codec):
+        super().__init__(inner)
+        self._whole = Cast("bf16")
+        self._last: Codec = inner  # the one that encoded the parts to be written next
+        self._memory: ExampleMemory | None = None
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        super().prepare(spec, surroundings)
+        if not spec.shape:
+            raise ConfigError(f"{self.name} needs tensors with one row for each example")
+        self._memory = ExampleMemory(spec.shape[1:], surroundings, spec.device)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        self._last = self._used_at(place)
+        return super().encode(tensor, place)
+
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        if self._used_at(place) is self.inner:
+            return super().encode_training(tensor, place)
+        parts = self._whole.encode(tensor, place)
+        self.decode_training(parts, spec_of(tensor), place)
+        return parts
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        count = len(self._examples(place))
+        if count != spec.shape[0]:
+            raise ValueError(f"{count} examples were named for {spec.shape[0]} rows")
+        if self._used_at(place) is self.inner:
+            return super().decode_training(parts, spec, place)
+        remember_whole(self.inner, place)
+        rows = self._whole.decode(parts, replace(spec, dtype=ROWS), place)
+        return self.learn(rows, rows, place).to(spec.dtype)
+
+    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
+        way = Mirrored if self._used_at(place) is self.inner else Feedback
+        return way.hand_over_training(self, tensor, receiver, place)
+
+    def known(self, spec: TensorSpec, place: Place) -> Tensor:
+        rows = self._room().read(self._examples(place), spec.device)
+        return rows.to(working(spec.dtype)).view(spec.shape)
+
+    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
+        rows = better.to(ROWS)
+        if rows.isfinite().all():
+            self._room().write(self._examples(place), rows)
+        return rows
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return self._used_at(place).layout(shape, place)
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        return self._last.to_bytes(parts)
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        return self._used_at(place).from_bytes(payload, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {} if self._memory is None else self._memory.state_tensors()
+
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        if tensors or self._memory is not None:
+            self._room().load_state_tensors(tensors)
+
+    def fingerprint(self) -> str:
+        return "" if self._memory is None else self._memory.fingerprint()
+
+    def _used_at(self, place: Place) -> Codec:
+        """The codec whose parts travel: bf16 at a first visit, otherwise the inner one."""
+        is_first = place.training and not self._room().seen(self._examples(place))
+        return self._whole if is_first else self.inner
+
+    def _room(self) -> "ExampleMemory":
+        if self._memory is None:
+            raise ConfigError(
+                f"{self.name} needs the number of training examples: call prepare first"
+            )
+        return self._memory
+
+    def _examples(self, place: Place) -> tuple[int, ...]:
+        if place.examples is None:
+            raise ConfigError(
+                f"{self.name} remembers every training example, but is not told which examples "
+                f"a microbatch holds: it needs training data whose examples come back"
+            )
+        return place.examples
 
 
 class ExampleMemory:
@@ -58,10 +180,8 @@ class ExampleMemory:
         """Replace the rows of these examples; of an example that is there twice the last counts."""
         last = {example: number for number, example in enumerate(examples)}
         index = self._checked(list(last))
-        kept = rows[torch.tensor(list(last.values()), dtype=torch.int64, device=rows.device)].to(
-            ROWS
-        )
-        self._rows[torch.from_numpy(index)] = kept.to(self._rows.device)
+        kept = rows[list(last.values())].reshape(len(last), self._rows.shape[1])
+        self._rows[torch.from_numpy(index)] = kept.to(self._rows)
         self._seen[index] = self._unsummed[index] = True
 
     def fingerprint(self) -> str:
@@ -81,9 +201,8 @@ class ExampleMemory:
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `state_tensors` gave; nothing at all empties the memory."""
         if not tensors:
-            self._seen[:] = False
-            self._checksums[:] = 0
-            self._unsummed[:] = False
+            for flags in (self._seen, self._checksums, self._unsummed):
+                flags[:] = 0
             return
         mine = self.state_tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -124,7 +243,7 @@ def _mapped(count: int, folder: Path) -> Tensor:
         if size > (free := shutil.disk_usage(folder).free):
             raise OSError(f"only {free:,} bytes are free")
         with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
+            if sys.platform == "linux":
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)
