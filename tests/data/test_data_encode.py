@@ -5,8 +5,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from thinwire.data import Tokenizer, encode, pieces
-from thinwire.data.encode import Losses, Passage, encode_passages
+from thinwire.data import Tokenizer, encode
+from thinwire.data import tokenizer as tokenizer_module
+from thinwire.data.encode import Losses, encode_passages
 from thinwire.errors import DataError
 
 
@@ -21,10 +22,10 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
     """Pieces of long documents must meet where no token reaches across."""
     tokenizer = Tokenizer.train(texts, 400)
     expected = [tokenizer.encode(text) for text in texts]
-    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 700)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 700)
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
     found: list[list[int]] = [[]]
-    for piece in encode_passages(tokenizer, (Passage(side, text) for text in texts), Losses()):
+    for piece in encode_passages(tokenizer, ((side, text) for text in texts), Losses()):
         assert piece.side == side
         found[-1] += piece.ids.tolist()
         if piece.last:
@@ -40,7 +41,7 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
 def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
     tokenizer = Tokenizer.train(texts, 400)
-    passages = [Passage("valid" if i % 3 else "train", text) for i, text in enumerate(texts)]
+    passages = [("valid" if i % 3 else "train", text) for i, text in enumerate(texts)]
     losses = Losses()
     encoded = list(encode_passages(tokenizer, passages, losses))
     assert [tokenizer.decode(piece.ids) for piece in encoded] == texts
@@ -61,7 +62,7 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
         nonlocal taken
         while True:
             taken += 100
-            yield Passage("train", "x" * 99 + "\n")
+            yield ("train", "x" * 99 + "\n")
 
     encoded = encode_passages(Tokenizer.train(texts, 300), endless(), Losses())
     for _ in range(40):
@@ -71,7 +72,7 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
 
 def lost(backend: tokenizers.Tokenizer, text: str) -> str:
     losses = Losses()
-    list(encode_passages(Tokenizer(backend), [Passage("train", text)], losses))
+    list(encode_passages(Tokenizer(backend), [("train", text)], losses))
     return losses.told()
 
 
@@ -103,7 +104,7 @@ def test_what_loses_most_of_the_text_is_refused(monkeypatch):
         lost(byte_level("a"), "aaaabbbbbb")
     monkeypatch.setattr(encode, "_JUDGED_CHARACTERS", 100)
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
-    endless = itertools.repeat(Passage("train", "b" * 50))
+    endless = itertools.repeat(("train", "b" * 50))
     with pytest.raises(DataError, match="loses 100 of 100 characters"):
         list(encode_passages(Tokenizer(byte_level("a")), endless, Losses()))
 

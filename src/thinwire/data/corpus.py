@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.data.prepared import FolderWriter, digest, new_folder, opening, settle
+from thinwire.data.prepared import FolderWriter, digest, new_folder, opening
 from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 
@@ -137,7 +137,7 @@ def writing(folder: Path, source: str, vocab: int) -> Iterator[CorpusWriter]:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing."""
     with new_folder(folder.parent, folder.name, [f"{side}.bin" for side in SIDES]) as writer:
         yield CorpusWriter(writer, source, vocab)
-        settle(writer.folder, folder)
+        writer.settle(folder)
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Documents to token ids, in batches on all cores and in bounded memory."""
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -8,28 +7,20 @@ from typing import NamedTuple
 import numpy as np
 
 from thinwire.data.interrupt import interruptible
-from thinwire.data.pieces import pieces_of
-from thinwire.data.tokenizer import Tokenizer
+from thinwire.data.tokenizer import Tokenizer, pieces_of
 from thinwire.errors import DataError
 
 BATCH_CHARACTERS = 1_000_000
 _JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
 
 
-class Passage(NamedTuple):
-    """Text for one side of the corpus, a document or a part of one."""
-
-    side: str
-    text: str
-
-
 class Encoded(NamedTuple):
-    """The ids of a piece of a passage."""
+    """The ids of a text, or of a piece of one."""
 
     side: str
     ids: np.ndarray
     sizes: np.ndarray | None  # UTF-8 bytes that each id stands for; None but in validation
-    last: bool  # whether the passage ends here
+    last: bool  # whether the text ends here
 
 
 class Losses:
@@ -72,14 +63,14 @@ class Losses:
 
 
 def encode_passages(
-    tokenizer: Tokenizer, passages: Iterable[Passage], losses: Losses
+    tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: Losses
 ) -> Iterator[Encoded]:
-    """The ids of every passage in turn, with what is lost on the way counted.
+    """The ids of every (side, text) in turn, with what is lost on the way counted.
 
-    One over 128,000 characters comes in pieces that meet at line ends.
+    A text over 128,000 characters comes in pieces that meet at line ends.
     """
     for batch in _batches(passages):
-        yield from interruptible(functools.partial(_encoded, tokenizer, batch, losses))
+        yield from interruptible(lambda pieces: _encoded(tokenizer, list(pieces), losses), batch)
     losses.check()
 
 
@@ -101,11 +92,11 @@ def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[
     return encoded
 
 
-def _batches(passages: Iterable[Passage]) -> Iterator[list[_Piece]]:
+def _batches(passages: Iterable[tuple[str, str]]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
     size = 0
     for side, text in passages:
-        for piece, last in pieces_of([text]):
+        for piece, last in pieces_of(text):
             batch.append(_Piece(side, piece, last))
             size += len(piece)
             if size >= BATCH_CHARACTERS:

@@ -4,6 +4,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,7 @@ def stdlib_files() -> list[SourceFile]:
 
     def belongs(name: str) -> bool:
         # config-* and _sysconfigdata* are generated when Python is built and name local paths.
-        generated = name.startswith(("config-", "_sysconfigdata"))
-        return not generated and name not in _NOT_STDLIB
+        return name not in _NOT_STDLIB and not name.startswith(("config-", "_sysconfigdata"))
 
     names = [name for name in walk(root, belongs) if name.endswith(".py")]
     if not names:
@@ -52,7 +52,7 @@ def stdlib_files() -> list[SourceFile]:
             f"no .py files of the standard library under {root}: this Python was installed "
             'without them; use data.source = "text" with a path of your own'
         )
-    return [source_file(root / name, name) for name in names]
+    return [source_file(root, name) for name in names]
 
 
 def text_files(path: str, setting: str = "data.path") -> list[SourceFile]:
@@ -68,14 +68,14 @@ def text_files(path: str, setting: str = "data.path") -> list[SourceFile]:
                 f"{root} is not a kind of file that can be read as text; "
                 f"supported: {supported}, also compressed as {', '.join(PACKINGS)}"
             )
-        return [source_file(root, root.name)]
-    found = walk(root, lambda name: not name.startswith("."))
+        return [source_file(root)]
+    found = walk(root)
     names = [name for name in found if kind_and_packing(name)[0] in TEXT_KINDS]
     if not names:
         kinds = sorted({os.path.splitext(name)[1] or name for name in found})
         holds = f"it holds only {', '.join(kinds[:8])}" if kinds else "it is empty"
         raise DataError(f"no text to read under {root}: {holds}; supported: {supported}")
-    return [source_file(root / name, name) for name in names]
+    return [source_file(root, name) for name in names]
 
 
 def existing(path: str, source: str, setting: str = "data.path") -> Path:
@@ -88,18 +88,24 @@ def existing(path: str, source: str, setting: str = "data.path") -> Path:
     return root
 
 
-def source_file(path: Path, name: str) -> SourceFile:
-    """What `stat` says of one regular file; a broken or endless symbolic link is an error."""
-    try:
+def source_file(root: Path, name: str = "") -> SourceFile:
+    """What `stat` says of `root`, or of a file under it, which must be a regular file."""
+    path = root / name
+    with reading(path):  # a symbolic link may be broken or endless
         status = path.stat()
-    except OSError as error:
-        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file: remove it or choose another data.path")
-    return SourceFile(path, name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return SourceFile(
+        path, name or path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
 
 
-def walk(root: Path, belongs: Callable[[str], bool]) -> list[str]:
+def is_visible(name: str) -> bool:
+    """Whether a file or folder is not hidden."""
+    return not name.startswith(".")
+
+
+def walk(root: Path, belongs: Callable[[str], bool] = is_visible) -> list[str]:
     """Relative paths of all files under `root` whose every part `belongs`, sorted by parts.
 
     Symbolic links are followed, since download caches are made of them; a link that leads
@@ -111,11 +117,9 @@ def walk(root: Path, belongs: Callable[[str], bool]) -> list[str]:
 def _walk(
     folder: Path, prefix: str, parents: tuple[tuple[int, int], ...], belongs: Callable[[str], bool]
 ) -> Iterator[str]:
-    try:
+    with reading(folder):
         status = folder.stat()
         names = [name for name in os.listdir(folder) if belongs(name)]
-    except OSError as error:
-        raise unreadable(folder, error) from error
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
         raise DataError(
@@ -129,9 +133,15 @@ def _walk(
             yield prefix + name
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
-    """The error for a file or folder that the system does not let us read."""
-    reason = error.strerror or error
-    return DataError(
-        f"cannot read {path}: {reason}; repair or remove it, or choose another data.path"
-    )
+@contextmanager
+def reading(
+    path: Path,
+    broken: tuple[type[Exception], ...] = (OSError,),
+    advice: str = "repair or remove it, or choose another data.path",
+) -> Iterator[None]:
+    """Turn what a reader raises at a file or folder that it cannot read into a DataError."""
+    try:
+        yield
+    except broken as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}; {advice}") from error

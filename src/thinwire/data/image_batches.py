@@ -1,8 +1,8 @@
 """Which images a step trains on and how each is varied, computed from numbers alone.
 
-A run is one endless sequence of places: epoch after epoch of training images, each epoch in an
-order of its own. A place decides which image stands there and how it is cropped and flipped, so
-neither depends on how a step is cut into microbatches, and every stage finds the same.
+A place in a run's endless sequence of images decides which image stands there and how it is cropped
+and flipped, so neither depends on how a step is cut into microbatches, and every stage finds the
+same.
 
 Shapes: B images of a microbatch, C channels, S pixels a side, N places.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.data.images import LabelledImages
-from thinwire.data.order import shuffled
-from thinwire.errors import ConfigError, DataError
+from thinwire.data.order import Shuffled, shuffled
+from thinwire.errors import DataError
 
 IGNORED = -100
 """The label of an image that only fills up a batch: torch's cross-entropy leaves it out."""
@@ -53,41 +53,23 @@ class ImageBatch:
         return labels_B
 
 
-class ImageOrder:
-    """(step, microbatch) -> ImageBatch, the same on every machine, with no state and no table.
-
-    Every epoch visits each training image once, in an order that the seed and the epoch number
-    decide; a step may end one epoch and begin the next.
-    """
+class ImageOrder(Shuffled):
+    """(step, microbatch) -> ImageBatch. The examples are the training images."""
 
     def __init__(self, images: LabelledImages, batch: int, microbatches: int, seed: int) -> None:
-        if min(batch, microbatches) < 1 or batch % microbatches:
-            raise ConfigError(
-                f"a batch of {batch} images cannot be cut into {microbatches} equal microbatches: "
-                "both must be positive, and the batch a multiple of the number of microbatches"
-            )
+        super().__init__(len(images), batch, microbatches, seed)
+        self.images = images
         if len(images) < batch:
             raise DataError(
                 f"there are {len(images)} training images, fewer than one batch of {batch}: "
                 "lower train.batch, or use more images"
             )
-        self.images = images
-        self.batch = batch
-        self.microbatches = microbatches
-        self.seed = seed
 
     def microbatch(self, step: int, microbatch: int) -> ImageBatch:
         """The images that belong to one microbatch of one step, both counted from 0."""
-        if step < 0 or not 0 <= microbatch < self.microbatches:
-            raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
-        size = self.batch // self.microbatches
-        place = step * self.batch + microbatch * size
-        examples_B = shuffled(place, size, len(self.images), self.seed)
-        return ImageBatch(self.images, examples_B, place, size)
-
-    def epoch_of(self, step: int) -> int:
-        """The epoch in which the first image of this step lies, counted from 0."""
-        return step * self.batch // len(self.images)
+        examples_B = self.examples(step, microbatch)
+        place = self.place(step, microbatch)
+        return ImageBatch(self.images, examples_B, place, len(examples_B))
 
 
 def evaluation_batch_count(images: LabelledImages, batch: int, limit: int = 0) -> int:

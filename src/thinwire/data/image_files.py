@@ -6,11 +6,11 @@ set of pictures may be larger than memory.
 Shapes: N images, C channels, S pixels a side.
 """
 
-import functools
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from thinwire.data.files import SourceFile, existing, source_file, unreadable, walk
+from thinwire.data.files import SourceFile, existing, reading, source_file, walk
 from thinwire.data.unpack import refuse_bomb
 from thinwire.errors import DataError
 
@@ -28,7 +28,7 @@ CIFAR_CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),
 )
-CIFAR_BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+CIFAR_BATCHES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]  # in this order
 CIFAR_FOLDER = "cifar-10-batches-bin"  # as the archive names it
 
 _CIFAR_SHAPE = (3, 32, 32)
@@ -43,9 +43,12 @@ _BROKEN = (
     zlib.error,
     zipfile.BadZipFile,
     tarfile.TarError,
+    SyntaxError,  # as Pillow calls some damage
+    Image.DecompressionBombError,
 )
+_ADVICE = "it is truncated, damaged or of another kind: get it again"
 _EXPECTED = (
-    f"expected CIFAR-10's binary batches ({CIFAR_BATCHES['train'][0]} and so on, or their "
+    f"expected CIFAR-10's binary batches ({CIFAR_BATCHES[0]} and so on, or their "
     ".tar.gz), an .npz with x_train, y_train, x_test and y_test, or a folder of pictures as "
     "train/CLASS/NAME.png and test/CLASS/NAME.png"
 )
@@ -72,100 +75,74 @@ class ImageFiles:
 def find_images(path: str) -> ImageFiles:
     """What is at `path`, by its names; DataError says what was expected."""
     root = existing(path, "images")
-    try:
+    with reading(root, (PermissionError,)):
         return _found(root)
-    except PermissionError as error:
-        raise unreadable(root, error) from error
 
 
 def _found(root: Path) -> ImageFiles:
     if not root.is_dir():
-        file = source_file(root, root.name)
+        file = source_file(root)
         if root.name.lower().endswith(".npz"):
-            return ImageFiles([file], (), functools.partial(_read_npz, file))
+            return ImageFiles([file], (), lambda: _read_npz(file))
         if root.name.lower().endswith(_ARCHIVES):
-            return _cifar([file], functools.partial(_from_archive, file))
+            return ImageFiles([file], CIFAR_CLASSES, lambda: _read_cifar_archive(file))
         raise DataError(f"{root} is not an image dataset: {_EXPECTED}")
     if any((root / side).is_dir() for side in SIDES):
         return _find_pictures(root)
-    names = [name for side in SIDES for name in CIFAR_BATCHES[side]]
     for folder in (root, root / CIFAR_FOLDER):
-        found = [name for name in names if (folder / name).exists()]
-        if found:
-            _refuse_missing(folder, set(names) - set(found))
-            files = [source_file(folder / name, name) for name in names]
-            return _cifar(files, functools.partial(_from_files, files))
+        missing = [name for name in CIFAR_BATCHES if not (folder / name).exists()]
+        if len(missing) < len(CIFAR_BATCHES):
+            return _cifar_folder(folder, missing)
     if (root / "data_batch_1").exists():
         raise _pickled(root)
     raise DataError(f"no images in {root}: {_EXPECTED}")
 
 
-class _Batch(NamedTuple):
-    """The bytes of one of CIFAR's files."""
+def _cifar_folder(folder: Path, missing: list[str]) -> ImageFiles:
+    _refuse_missing(folder, missing)
+    files = [source_file(folder, name) for name in CIFAR_BATCHES]
 
-    name: str
-    where: Path
-    raw: bytes
-    consumed: int
+    def raw_of(name: str) -> bytes:
+        with reading(folder / name, _BROKEN, _ADVICE):
+            return (folder / name).read_bytes()
 
-
-def _cifar(files: list[SourceFile], batches: Callable[[], Iterator[_Batch]]) -> ImageFiles:
-    return ImageFiles(files, CIFAR_CLASSES, lambda: _read_batches(batches()))
-
-
-def _from_files(files: list[SourceFile]) -> Iterator[_Batch]:
-    consumed = 0
-    for file in files:
-        try:
-            raw = file.path.read_bytes()
-        except OSError as error:
-            raise _damaged(file.path, error) from error
-        consumed += file.size
-        yield _Batch(file.name, file.path, raw, consumed)
+    size = sum(file.size for file in files)
+    return ImageFiles(files, CIFAR_CLASSES, lambda: _read_cifar(folder, size, raw_of))
 
 
-def _from_archive(file: SourceFile) -> Iterator[_Batch]:
-    """The batches of a tar file in CIFAR's order, which is not the archive's."""
-    names = [name for side in SIDES for name in CIFAR_BATCHES[side]]
+def _read_cifar_archive(file: SourceFile) -> Iterator[Piece]:
     found: dict[str, bytes] = {}
-    pickled = False
-    try:
-        with tarfile.open(file.path) as archive:
-            for member in archive:
-                name = Path(member.name).name
-                pickled = pickled or name == "data_batch_1"
-                is_batch = member.isfile() and name in names
-                if is_batch:
-                    refuse_bomb(file, member.size + sum(map(len, found.values())))
-                if is_batch and (stream := archive.extractfile(member)) is not None:
+    with reading(file.path, _BROKEN, _ADVICE), tarfile.open(file.path) as archive:
+        for member in archive:
+            name = Path(member.name).name
+            if name == "data_batch_1":
+                raise _pickled(file.path)
+            if member.isfile() and name in CIFAR_BATCHES:
+                refuse_bomb(file, member.size + sum(map(len, found.values())))
+                if (stream := archive.extractfile(member)) is not None:
                     found[name] = stream.read()
-    except _BROKEN as error:
-        raise _damaged(file.path, error) from error
-    if pickled:
-        raise _pickled(file.path)
-    _refuse_missing(file.path, names - found.keys())
-    for number, name in enumerate(names, 1):
-        yield _Batch(name, file.path / name, found[name], file.size * number // len(names))
+    _refuse_missing(file.path, [name for name in CIFAR_BATCHES if name not in found])
+    yield from _read_cifar(file.path, file.size, found.__getitem__)
 
 
-def _read_batches(batches: Iterator[_Batch]) -> Iterator[Piece]:
+def _read_cifar(root: Path, size: int, raw_of: Callable[[str], bytes]) -> Iterator[Piece]:
     """Records of a label and three planes; every batch has as many as the first one."""
     count = 0
-    for batch in batches:
-        size = len(batch.raw)
-        count = count or size // _RECORD
-        if count == 0 or size != count * _RECORD:
+    for number, name in enumerate(CIFAR_BATCHES, 1):
+        raw, where = raw_of(name), root / name
+        count = count or len(raw) // _RECORD
+        if count == 0 or len(raw) != count * _RECORD:
             wanted = f"{count} images as in the first batch" if count else "at least one image"
             raise DataError(
-                f"{batch.where} has {size} bytes, but {wanted} of {_RECORD} bytes each would be "
+                f"{where} has {len(raw)} bytes, but {wanted} of {_RECORD} bytes each would be "
                 f"{max(1, count) * _RECORD}: it is truncated or damaged; download it again"
             )
-        records = np.frombuffer(batch.raw, dtype=np.uint8).reshape(count, _RECORD)
+        records = np.frombuffer(raw, dtype=np.uint8).reshape(count, _RECORD)
         labels_N = records[:, 0].astype(np.int64)
-        _check_labels(labels_N, len(CIFAR_CLASSES), str(batch.where))
-        side = "test" if batch.name in CIFAR_BATCHES["test"] else "train"
+        _check_labels(labels_N, len(CIFAR_CLASSES), str(where))
+        side = "test" if name == CIFAR_BATCHES[-1] else "train"
         pixels_NCSS = records[:, 1:].reshape(count, *_CIFAR_SHAPE)
-        yield Piece(side, pixels_NCSS, labels_N, batch.consumed)
+        yield Piece(side, pixels_NCSS, labels_N, size * number // len(CIFAR_BATCHES))
 
 
 def _read_npz(file: SourceFile) -> Iterator[Piece]:
@@ -174,51 +151,41 @@ def _read_npz(file: SourceFile) -> Iterator[Piece]:
         raise DataError(
             f"{file.path} is not an .npz file, or is truncated: download or write it again"
         )
-    try:
+    classes, shape, first = 0, (), ""
+    with reading(file.path, _BROKEN, _ADVICE):
         with zipfile.ZipFile(file.path) as packed:
             refuse_bomb(file, sum(member.file_size for member in packed.infolist()))
         with np.load(file.path, allow_pickle=False) as archive:
-            names = {name.lower(): name for name in archive.files}
-            sides = [
-                (
-                    _chosen(file, names, f"x_{side}", f"{side}_x", f"{side}_images"),
-                    _chosen(file, names, f"y_{side}", f"{side}_y", f"{side}_labels"),
-                )
-                for side in SIDES
-            ]
-            arrays = [(archive[images], archive[labels]) for images, labels in sides]
-    except _BROKEN as error:
-        raise _damaged(file.path, error) from error
-    classes, shape = 0, ()
-    for at, side in enumerate(SIDES):
-        (images, labels), (images_name, labels_name) = arrays[at], sides[at]
-        pixels_NCSS = _channels_first(images, f"{file.path}: {images_name}")
-        labels_N = _plain_labels(labels, len(images), f"{file.path}: {labels_name}")
-        shape = shape or pixels_NCSS.shape[1:]
-        if pixels_NCSS.shape[1:] != shape:
-            raise DataError(
-                f"{file.path}: {images_name} has images of {_size(pixels_NCSS.shape[1:])}, "
-                f"{sides[0][0]} of {_size(shape)}: all must have one size"
-            )
-        classes = classes or int(labels_N.max()) + 1
-        _check_labels(labels_N, classes, f"{file.path}: {labels_name}")
-        if side == "train" and len(np.unique(labels_N)) < classes:
-            lacking = np.setdiff1d(np.arange(classes), labels_N)[0]
-            raise DataError(
-                f"{file.path}: {labels_name} goes up to {classes - 1}, but no image has the label "
-                f"{lacking}: classes must be numbered from 0 without gaps"
-            )
-        yield Piece(side, pixels_NCSS, labels_N, file.size * (at + 1) // len(SIDES))
+            for number, side in enumerate(SIDES, 1):
+                x = _chosen(file, archive.files, f"x_{side}", f"{side}_x", f"{side}_images")
+                y = _chosen(file, archive.files, f"y_{side}", f"{side}_y", f"{side}_labels")
+                pixels_NCSS = _channels_first(archive[x], f"{file.path}: {x}")
+                labels_N = _plain_labels(archive[y], len(pixels_NCSS), f"{file.path}: {y}")
+                first, shape = first or x, shape or pixels_NCSS.shape[1:]
+                if pixels_NCSS.shape[1:] != shape:
+                    raise DataError(
+                        f"{file.path}: {x} has images of {_size(pixels_NCSS.shape[1:])}, {first} "
+                        f"of {_size(shape)}: all must have one size"
+                    )
+                classes = classes or int(labels_N.max()) + 1
+                _check_labels(labels_N, classes, f"{file.path}: {y}")
+                if side == "train" and len(np.unique(labels_N)) < classes:
+                    lacking = np.setdiff1d(np.arange(classes), labels_N)[0]
+                    raise DataError(
+                        f"{file.path}: {y} goes up to {classes - 1}, but no image has the label "
+                        f"{lacking}: classes must be numbered from 0 without gaps"
+                    )
+                yield Piece(side, pixels_NCSS, labels_N, file.size * number // len(SIDES))
 
 
-def _chosen(file: SourceFile, names: dict[str, str], *wanted: str) -> str:
+def _chosen(file: SourceFile, names: list[str], *wanted: str) -> str:
+    named = {name.lower(): name for name in names}
     for name in wanted:
-        if name in names:
-            return names[name]
-    holds = ", ".join(names.values()) or "nothing"
+        if name in named:
+            return named[name]
     raise DataError(
-        f"{file.path} has no array {' or '.join(wanted)} (it holds {holds}): add it, or rename "
-        "the right one"
+        f"{file.path} has no array {' or '.join(wanted)} (it holds {', '.join(names) or 'nothing'})"
+        ": add it, or rename the right one"
     )
 
 
@@ -255,11 +222,7 @@ def _find_pictures(root: Path) -> ImageFiles:
     for side in SIDES:
         if not (root / side).is_dir():
             raise DataError(f"{root} has no folder {side}: {_EXPECTED}")
-        names = [
-            name
-            for name in walk(root / side, lambda name: not name.startswith("."))
-            if name.lower().endswith(PICTURE_KINDS)
-        ]
+        names = [name for name in walk(root / side) if name.lower().endswith(PICTURE_KINDS)]
         if not names:
             kinds = ", ".join(PICTURE_KINDS)
             raise DataError(f"no pictures ({kinds}) under {root / side}: {_EXPECTED}")
@@ -268,7 +231,7 @@ def _find_pictures(root: Path) -> ImageFiles:
             raise DataError(
                 f"{root / side / loose[0]} is in no class: move it to {side}/CLASS/{loose[0]}"
             )
-        found[side] = [source_file(root / side / name, name) for name in names]
+        found[side] = [source_file(root / side, name) for name in names]
     classes = sorted({_class_of(file) for file in found["train"]})
     unknown = [file for file in found["test"] if _class_of(file) not in classes]
     if unknown:
@@ -276,56 +239,44 @@ def _find_pictures(root: Path) -> ImageFiles:
             f"{unknown[0].path} has class {_class_of(unknown[0])}, which has no "
             f"training pictures: train/ has {', '.join(classes[:12])}"
         )
-    read = functools.partial(_read_pictures, found, classes)
-    return ImageFiles(found["train"] + found["test"], tuple(classes), read)
+    files = found["train"] + found["test"]
+    return ImageFiles(files, tuple(classes), lambda: _read_pictures(found, classes))
 
 
 def _read_pictures(found: dict[str, list[SourceFile]], classes: list[str]) -> Iterator[Piece]:
+    """All become RGB; none is decoded before it is known to have the size of the first."""
     label_of = {name: label for label, name in enumerate(classes)}
-    model = found["train"][0]
-    side_length = _opened_size(model)
+    first = found["train"][0]
+    with _picture(first) as picture:
+        size = picture.size
+    if size[0] != size[1]:
+        raise DataError(
+            f"{first.path} has {_size(size)} pixels: pictures must be square; crop or scale "
+            "them first"
+        )
     consumed = 0
     for side, files in found.items():
         for at in range(0, len(files), _PIECE):
             piece = files[at : at + _PIECE]
-            pixels_NSSC = np.empty((len(piece), side_length, side_length, 3), dtype=np.uint8)
+            pixels_NSSC = np.empty((len(piece), *size, 3), dtype=np.uint8)
             for row, file in enumerate(piece):
-                _read_picture(file, pixels_NSSC[row], model)
+                with _picture(file) as picture:
+                    if picture.size != size:
+                        raise DataError(
+                            f"{file.path} has {_size(picture.size)} pixels, {first.path} has "
+                            f"{_size(size)}: all must have one size; crop or scale them first"
+                        )
+                    pixels_NSSC[row] = np.asarray(picture.convert("RGB"))
                 consumed += file.size
             labels_N = np.array([label_of[_class_of(file)] for file in piece], dtype=np.int64)
             yield Piece(side, pixels_NSSC.transpose(0, 3, 1, 2), labels_N, consumed)
 
 
-def _opened_size(file: SourceFile) -> int:
-    with _picture(file) as picture:
-        if picture.width != picture.height:
-            raise DataError(
-                f"{file.path} has {picture.width} x {picture.height} pixels: pictures must be "
-                "square; crop or scale them first"
-            )
-        return picture.width
-
-
-def _read_picture(file: SourceFile, into_SSC: np.ndarray, model: SourceFile) -> None:
-    side_length = len(into_SSC)
-    with _picture(file) as picture:
-        if picture.size != (side_length, side_length):
-            raise DataError(
-                f"{file.path} has {picture.width} x {picture.height} pixels, {model.path} has "
-                f"{side_length} x {side_length}: all must have one size; crop or scale them first"
-            )
-        try:
-            into_SSC[:] = np.asarray(picture.convert("RGB"))
-        except (*_BROKEN, SyntaxError) as error:
-            raise _damaged(file.path, error) from error
-
-
-def _picture(file: SourceFile) -> Image.Image:
+@contextmanager
+def _picture(file: SourceFile) -> Iterator[Image.Image]:
     """The picture with its size known and its pixels not yet read."""
-    try:
-        return Image.open(file.path)
-    except (*_BROKEN, SyntaxError, Image.DecompressionBombError) as error:
-        raise _damaged(file.path, error) from error
+    with reading(file.path, _BROKEN, _ADVICE), Image.open(file.path) as picture:
+        yield picture
 
 
 def _class_of(file: SourceFile) -> str:
@@ -341,10 +292,10 @@ def _check_labels(labels_N: np.ndarray, classes: int, where: str) -> None:
         )
 
 
-def _refuse_missing(where: Path, missing: set[str]) -> None:
+def _refuse_missing(where: Path, missing: list[str]) -> None:
     if missing:
         raise DataError(
-            f"{where} has no {', '.join(sorted(missing))}: CIFAR-10 has five training batches and "
+            f"{where} has no {', '.join(missing)}: CIFAR-10 has five training batches and "
             "a test batch; download the others too"
         )
 
@@ -353,12 +304,6 @@ def _pickled(where: Path) -> DataError:
     return DataError(
         f"{where} holds the Python version of CIFAR-10, whose batches are pickles: opening one "
         "could run anything that is in it. Get the binary version, cifar-10-binary.tar.gz"
-    )
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"cannot read {path}: {error}; it is truncated, damaged or of another kind: get it again"
     )
 
 

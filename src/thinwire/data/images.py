@@ -11,6 +11,7 @@ Shapes: N images, C channels, S pixels a side.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from thinwire.data.prepared import (
     found_or_made,
     new_folder,
     opening,
-    settle,
 )
 from thinwire.errors import DataError
 
@@ -114,26 +114,17 @@ def prepare_images(path: str, cache: str | Path, progress: Progress | None = Non
     cache, found = Path(cache), find_images(path)
     with ExitStack() as leaving:
 
-        def read() -> _Written:
+        def read() -> tuple[str, Callable[[Path], None]]:
             """Read everything once: it is written while its content is hashed."""
             writer = leaving.enter_context(new_folder(cache, KIND, FILES))
-            return _write(found, writer, progress or (lambda phase, done, total: None))
+            content = _write(found, writer, progress or (lambda phase, done, total: None))
+            return content, writer.settle
 
-        def make(written: _Written, folder: Path) -> None:
-            settle(written.folder, folder)
-
-        return found_or_made(cache, [found.files], [KIND], read, make, ImageSet.open)
+        return found_or_made(cache, [found.files], [KIND], read, ImageSet.open)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A complete set that is not yet in its place."""
-
-    folder: Path
-    content: str
-
-
-def _write(found: ImageFiles, writer: FolderWriter, report: Progress) -> _Written:
+def _write(found: ImageFiles, writer: FolderWriter, report: Progress) -> str:
+    """Write all images and what is said of them; returns what tells this set from others."""
     total = sum(file.size for file in found.files)
     counts = dict.fromkeys(SIDES, 0)
     labels, shape = 0, ()
@@ -161,7 +152,7 @@ def _write(found: ImageFiles, writer: FolderWriter, report: Progress) -> _Writte
     }
     fingerprint = _fingerprint(facts)
     writer.finish({**facts, "fingerprint": fingerprint})
-    return _Written(writer.folder, f"{fingerprint} {classes}")
+    return f"{fingerprint} {classes}"
 
 
 def _count_shades(pixels_NCSS: np.ndarray) -> np.ndarray:
@@ -174,9 +165,9 @@ def _mean_and_std(shades_CV: np.ndarray) -> tuple[list[float], list[float]]:
     """Of each channel on a scale to 1, from exact sums: the same however the images came."""
     mean_C, std_C = [], []
     for channel, shades_V in enumerate(shades_CV.tolist()):
-        count = sum(shades_V)
-        total = sum(value * times for value, times in enumerate(shades_V))
-        squares = sum(value * value * times for value, times in enumerate(shades_V))
+        count, total, squares = (
+            sum(times * value**power for value, times in enumerate(shades_V)) for power in range(3)
+        )
         spread = count * squares - total * total
         if spread == 0:
             raise DataError(

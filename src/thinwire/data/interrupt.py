@@ -5,46 +5,38 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-T = TypeVar("T")
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
 
 class Abandoned(Exception):
-    """Told to what feeds a computation that nobody waits for any more."""
+    """Raised in the input of a computation that nobody waits for any more."""
 
 
-class Fuse:
-    """Ends the input of a computation once it is abandoned."""
+def interruptible(
+    work: Callable[[Iterator[ItemT]], ResultT], items: Iterable[ItemT] = ()
+) -> ResultT:
+    """What `work` makes of the items, computed in a thread of its own.
 
-    def __init__(self) -> None:
-        self._blown = threading.Event()
+    Python hears a signal between two of its own steps in the main thread, which waits here and
+    so has them. An interrupted computation is left behind: it gets no further items, and otherwise
+    dies with the process.
+    """
+    result: Future[ResultT] = Future()
+    is_abandoned = threading.Event()
 
-    def blow(self) -> None:
-        """Let no further item pass."""
-        self._blown.set()
-
-    def guarded(self, items: Iterable[T]) -> Iterator[T]:
-        """Pass items on until the fuse is blown."""
+    def guarded() -> Iterator[ItemT]:
         for item in items:
-            if self._blown.is_set():
+            if is_abandoned.is_set():
                 raise Abandoned
             yield item
 
-
-def interruptible(work: Callable[[], T], fuse: Fuse | None = None) -> T:
-    """What `work` returns, computed in a thread of its own.
-
-    Python hears a signal between two of its own steps in the main thread, which waits here and
-    so has them. An interrupted computation is left behind: the fuse ends what it still reads,
-    and otherwise it dies with the process.
-    """
-    result: Future[T] = Future()
-
     def compute() -> None:
         try:
-            result.set_result(work())
+            result.set_result(work(guarded()))
         except BaseException as error:
             result.set_exception(error)
 
@@ -56,6 +48,5 @@ def interruptible(work: Callable[[], T], fuse: Fuse | None = None) -> T:
             wait([result], _POLL_SECONDS)
         return result.result()
     finally:
-        if fuse is not None:
-            fuse.blow()
+        is_abandoned.set()
         thread.join(_GRACE_SECONDS)

@@ -24,48 +24,62 @@ class Batch:
     examples_B: np.ndarray  # the window's number in the corpus, the same in every epoch
 
 
-class Order:
-    """(step, microbatch) -> Batch, the same on every machine, with no state and no table.
+class Shuffled:
+    """(step, microbatch) -> examples, the same on every machine, with no state and no table.
 
-    The corpus is cut into windows of `context` tokens that do not overlap. Every epoch
-    visits each window once, in an order that the seed and the epoch number decide. `batch`
-    counts the sequences of a whole step; a microbatch has `batch // microbatches` of them.
+    A run is one endless sequence of places: epoch after epoch of `count` examples, each epoch in an
+    order that the seed and its number decide. A step takes the next `batch` places, so it may end
+    one epoch and begin the next; a microbatch has `batch // microbatches` of them.
+    """
+
+    def __init__(self, count: int, batch: int, microbatches: int, seed: int) -> None:
+        if min(batch, microbatches) < 1 or batch % microbatches:
+            raise ConfigError(
+                f"a batch of {batch} cannot be cut into {microbatches} equal microbatches: both "
+                "must be positive, and the batch a multiple of the number of microbatches"
+            )
+        self.count = count
+        self.batch = batch
+        self.microbatches = microbatches
+        self.seed = seed
+
+    def place(self, step: int, microbatch: int) -> int:
+        """The place of a microbatch's first example; step and microbatch are counted from 0."""
+        if step < 0 or not 0 <= microbatch < self.microbatches:
+            raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
+        return step * self.batch + microbatch * (self.batch // self.microbatches)
+
+    def examples(self, step: int, microbatch: int) -> np.ndarray:
+        """The numbers of a microbatch's examples, the same in every epoch."""
+        size = self.batch // self.microbatches
+        return shuffled(self.place(step, microbatch), size, self.count, self.seed)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which the first example of this step lies, counted from 0."""
+        return step * self.batch // self.count
+
+
+class Order(Shuffled):
+    """(step, microbatch) -> Batch. The examples are windows of `context` tokens that the corpus
+    is cut into; they do not overlap.
     """
 
     def __init__(
         self, tokens: np.ndarray, context: int, batch: int, microbatches: int, seed: int
     ) -> None:
-        if min(context, batch, microbatches) < 1 or batch % microbatches:
-            raise ConfigError(
-                f"a batch of {batch} sequences of {context} tokens cannot be cut into "
-                f"{microbatches} equal microbatches: all must be positive, and the batch a "
-                "multiple of the number of microbatches"
-            )
+        super().__init__(_count_windows(tokens, context), batch, microbatches, seed)
         self.tokens = tokens
         self.context = context
-        self.batch = batch
-        self.microbatches = microbatches
-        self.seed = seed
-        self.windows = _count_windows(tokens, context)
-        if self.windows < batch:
+        if self.count < batch:
             raise DataError(
                 f"the training corpus is shorter than one batch: {len(tokens)} tokens make "
-                f"{self.windows} windows of {context} tokens, {batch} are needed; lower the "
+                f"{self.count} windows of {context} tokens, {batch} are needed; lower the "
                 "batch size or the context, or use a larger corpus"
             )
 
     def microbatch(self, step: int, microbatch: int) -> Batch:
         """The windows that belong to one microbatch of one step, both counted from 0."""
-        if step < 0 or not 0 <= microbatch < self.microbatches:
-            raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
-        size = self.batch // self.microbatches
-        place = step * self.batch + microbatch * size
-        examples_B = shuffled(place, size, self.windows, self.seed)
-        return _gather(self.tokens, self.context, examples_B)
-
-    def epoch_of(self, step: int) -> int:
-        """The epoch in which the first window of this step lies, counted from 0."""
-        return step * self.batch // self.windows
+        return _gather(self.tokens, self.context, self.examples(step, microbatch))
 
 
 class Validation:
@@ -77,8 +91,8 @@ class Validation:
     """
 
     def __init__(self, tokens: np.ndarray, context: int, batch: int, limit: int) -> None:
-        if min(context, batch) < 1:
-            raise ConfigError(f"context {context} and batch {batch} must be positive")
+        if batch < 1:
+            raise ConfigError(f"a batch of {batch} sequences: it must have at least one")
         windows = _count_windows(tokens, context)
         if windows < 1:
             raise DataError(
@@ -169,6 +183,8 @@ def _feistel(values_N: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
 
 def _count_windows(tokens: np.ndarray, context: int) -> int:
     """The last window, too, needs one token after its end as a target."""
+    if context < 1:
+        raise ConfigError(f"the context of {context} tokens must be positive")
     return max(0, len(tokens) - 1) // context
 
 

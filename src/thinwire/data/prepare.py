@@ -1,6 +1,7 @@
 """From the settings to a prepared corpus: read, train a tokenizer, tokenise, once."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,10 @@ from typing import Any
 import numpy as np
 
 from thinwire.data.corpus import Corpus, CorpusWriter, writing
-from thinwire.data.encode import Losses, Passage, encode_passages
+from thinwire.data.encode import Losses, encode_passages
 from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.prepared import Progress, found_or_made
-from thinwire.data.shards import (
-    ShardContent,
-    Shards,
-    ShardScan,
-    changed,
-    chunks,
-    count_tokens,
-    cut_for_validation,
-    find_shards,
-    scan_shards,
-)
+from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
 from thinwire.data.sources import Document, read_documents
 from thinwire.data.split import Scan, Split, as_scanned, scan_documents
 from thinwire.data.tokenizer import Tokenizer, check_trainable
@@ -99,11 +90,11 @@ def _text(
         others = read_documents(given, config.text_key)
         return _reported(own, others, report, phase, total)
 
-    def read() -> Scan:
+    def read() -> tuple[str, Callable[[Path], None]]:
         scan = scan_documents(documents("reading"))
         if given and not scan.given:
             raise DataError(f"there is no text to validate on in {config.valid_path}")
-        return scan
+        return scan.content, functools.partial(make, scan)
 
     def make(scan: Scan, folder: Path) -> None:
         split = Split.of(scan, config.valid_fraction)
@@ -116,7 +107,7 @@ def _text(
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
     key = _key(config, encoding)
-    return found_or_made(cache, [files, given], key, read, make, Corpus.open, config.text_key)
+    return found_or_made(cache, [files, given], key, read, Corpus.open, config.text_key)
 
 
 def _token_shards(
@@ -124,18 +115,19 @@ def _token_shards(
 ) -> Corpus:
     shards = find_shards(config.path, config.valid_path)
 
-    def read() -> ShardScan:
+    def read() -> tuple[str, Callable[[Path], None]]:
         scan = scan_shards(shards, lambda done: report("reading", done, shards.size))
         _check_ids(scan.largest, str(scan.largest_in), tokenizer, vocab)
-        return scan
+        return scan.content, functools.partial(make, scan)
 
     def make(scan: ShardScan, folder: Path) -> None:
         used = tokenizer.vocab_size if tokenizer else scan.largest + 1
         with writing(folder, config.source, used) as writer:
-            content, done = ShardContent(shards), 0
-            for side, ids in _sides_of(shards, config.valid_fraction, tokenizer):
+            content, done = shards.new_hash(), 0
+            end_of_text = tokenizer.end_of_text if tokenizer else None
+            for side, ids in shards.sides(config.valid_fraction, end_of_text):
                 writer.append(side, ids)
-                content.add(ids)
+                content.update(ids.astype("<u4"))
                 done += ids.nbytes
                 report("copying", done, shards.size)
             if content.hexdigest() != scan.content:
@@ -144,7 +136,7 @@ def _token_shards(
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
     files = [[shard.file for shard in side] for side in (shards.train, shards.valid)]
-    corpus = found_or_made(cache, files, _key(config, encoding), read, make, Corpus.open)
+    corpus = found_or_made(cache, files, _key(config, encoding), read, Corpus.open)
     _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
     return corpus
 
@@ -164,9 +156,9 @@ def _tokenise(
 ) -> None:
     """Write the ids of every document to its side, each followed by the end of text."""
     passages = (
-        Passage(side, part)
+        part
         for text, is_given, document in as_scanned(documents, scan)
-        for side, part in split.parts(text, document, is_given)
+        for part in split.parts(text, document, is_given)
     )
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     end_ids, end_sizes = np.array(end, dtype=np.uint32), np.zeros(len(end), dtype=np.uint32)
@@ -189,20 +181,6 @@ def _tokenizer_sample(
             if side == "train" and (document.sample < share or not taken):
                 taken = True
                 yield part
-
-
-def _sides_of(
-    shards: Shards, fraction: float, tokenizer: Tokenizer | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    total = count_tokens(shards.train)
-    end_of_text = tokenizer.end_of_text if tokenizer else None
-    cut = total if shards.valid else cut_for_validation(shards.train, fraction, end_of_text)
-    for ids in chunks(shards.train, 0, cut):
-        yield "train", ids
-    for ids in chunks(shards.train, cut, total):
-        yield "valid", ids
-    for ids in chunks(shards.valid, 0, count_tokens(shards.valid)):
-        yield "valid", ids
 
 
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:

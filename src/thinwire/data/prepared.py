@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from thinwire.data.files import SourceFile
 from thinwire.errors import DataError
@@ -26,15 +26,6 @@ _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 _CLOCK_TICK_NS = 2_000_000_000  # some filesystems keep times no finer than this
 
 
-class Scanned(Protocol):
-    """What a reading of the source gives: at least a hash of its content."""
-
-    @property
-    def content(self) -> str:
-        """Hash of the documents, tokens or images, in order, wherever they are stored."""
-
-
-ScanT = TypeVar("ScanT", bound=Scanned)
 OpenedT = TypeVar("OpenedT")
 
 
@@ -42,16 +33,16 @@ def found_or_made(
     cache: Path,
     files: list[list[SourceFile]],
     key: list[Any],
-    read: Callable[[], ScanT],
-    make: Callable[[ScanT, Path], None],
+    read: Callable[[], tuple[str, Callable[[Path], None]]],
     open: Callable[[Path], OpenedT],
     text_key: str = "",
 ) -> OpenedT:
     """Open the folder for the content of these files and the settings in `key`.
 
-    The content decides, so moved or touched files are the same data. `files` are listed by what
-    they are read for; those that have not changed since they were last read with this `text_key`,
-    by size and times, are not read again to know their content.
+    The content decides, so moved or touched files are the same data: `read` gives a hash of it and
+    a function that makes the folder. `files` are listed by what they are read for; those that have
+    not changed since they were last read with this `text_key`, by size and times, are not read
+    again to know their content.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
@@ -64,14 +55,14 @@ def found_or_made(
     except (OSError, ValueError):
         folder = None
     if folder is None or not os.path.isdir(folder):
-        scan = read()
+        content, make = read()
         newest_ns = max(max(file.mtime_ns, file.ctime_ns) for group in files for file in group)
         if time.time_ns() - newest_ns >= _CLOCK_TICK_NS:  # or a clock tick may hide a change
             with suppress(OSError):  # a convenience only: without it the files are read again
-                replace_file(noted, scan.content.encode())
-        folder = cache / digest([FORMAT, scan.content, *key])
+                replace_file(noted, content.encode())
+        folder = cache / digest([FORMAT, content, *key])
         if not os.path.isdir(folder):  # also where it cannot be looked up, and making it says why
-            make(scan, folder)
+            make(folder)
     return open(folder)
 
 
@@ -85,7 +76,7 @@ class FolderWriter:
     """Writes the files of a prepared folder side by side, and a manifest at the end."""
 
     def __init__(self, folder: Path, names: list[str], held: ExitStack) -> None:
-        self.folder = folder
+        self._folder = folder
         self._held = held
         self._streams: dict[str, IO[bytes]] = {}
         self._hashes: dict[str, Any] = {}
@@ -95,7 +86,7 @@ class FolderWriter:
     def append(self, name: str, content: bytes) -> None:
         """Add to the end of a file, which begins when it is first named."""
         if name not in self._streams:
-            self._streams[name] = self._held.enter_context((self.folder / name).open("wb"))
+            self._streams[name] = self._held.enter_context((self._folder / name).open("wb"))
             self._hashes[name] = hashlib.blake2b(digest_size=16)
         self._streams[name].write(content)
         self._hashes[name].update(content)
@@ -112,33 +103,32 @@ class FolderWriter:
         """Force everything to the disk, and say last what is there."""
         for name, stream in self._streams.items():
             stream.close()
-            flush(self.folder / name)
+            flush(self._folder / name)
         files = {
             name: {"bytes": path.stat().st_size, "sample": _sample(path)}
             for name in self._streams
-            for path in [self.folder / name]
+            for path in [self._folder / name]
         }
         manifest = json.dumps({"format": FORMAT, **facts, "files": files}, indent=2)
-        write_file(self.folder / MANIFEST, manifest.encode())
+        write_file(self._folder / MANIFEST, manifest.encode())
+
+    def settle(self, folder: Path) -> None:
+        """Give what is finished its name, unless another run has made the same meanwhile."""
+        try:
+            put_in_place(self._folder, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
 
 
 @contextmanager
 def new_folder(cache: Path, name: str, files: list[str]) -> Iterator[FolderWriter]:
-    """Write under `cache` what `settle` puts in its place, or leave nothing."""
+    """Write under `cache` what is then settled in its place, or leave nothing."""
     try:
         with partial_folder(cache, name) as partial, ExitStack() as held:
             yield FolderWriter(partial, files, held)
     except OSError as error:
         raise DataError(f"cannot write the prepared data to {cache}: {error}") from error
-
-
-def settle(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name, unless another run has made the same meanwhile."""
-    try:
-        put_in_place(partial, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
 
 
 @contextmanager

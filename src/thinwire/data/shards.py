@@ -8,10 +8,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from thinwire.data.files import SourceFile, existing, source_file, unreadable, walk
+from thinwire.data.files import SourceFile, existing, is_visible, reading, source_file, walk
 from thinwire.errors import DataError
 
 HEADER_INTS = 256
@@ -25,14 +26,14 @@ class Layout:
     """How the ids of a shard are stored, and the id that its writers put between documents."""
 
     version: int
-    dtype: str
+    dtype: np.dtype
     end_of_text: int
 
 
-RAW = Layout(version=0, dtype="<u2", end_of_text=50256)
+RAW = Layout(version=0, dtype=np.dtype("<u2"), end_of_text=50256)
 WITH_HEADER = {
-    20240520: Layout(version=1, dtype="<u2", end_of_text=50256),
-    20240801: Layout(version=7, dtype="<u4", end_of_text=128000),
+    20240520: Layout(version=1, dtype=np.dtype("<u2"), end_of_text=50256),
+    20240801: Layout(version=7, dtype=np.dtype("<u4"), end_of_text=128000),
 }
 
 
@@ -50,18 +51,15 @@ class Shard:
 
         They are read, not mapped: a mapped file that becomes shorter kills the process.
         """
-        dtype = np.dtype(self.layout.dtype)
-        try:
-            with self.file.path.open("rb") as stream:
-                stream.seek(self.offset + start * dtype.itemsize)
-                for at in range(start, stop, _CHUNK):
-                    count = min(_CHUNK, stop - at)
-                    raw = stream.read(count * dtype.itemsize)
-                    if len(raw) < count * dtype.itemsize:
-                        raise changed(self.file.path)
-                    yield np.frombuffer(raw, dtype=dtype)
-        except OSError as error:
-            raise unreadable(self.file.path, error) from error
+        dtype = self.layout.dtype
+        with reading(self.file.path), self.file.path.open("rb") as stream:
+            stream.seek(self.offset + start * dtype.itemsize)
+            for at in range(start, stop, _CHUNK):
+                count = min(_CHUNK, stop - at)
+                raw = stream.read(count * dtype.itemsize)
+                if len(raw) < count * dtype.itemsize:
+                    raise changed(self.file.path)
+                yield np.frombuffer(raw, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,28 @@ class Shards:
     valid: tuple[Shard, ...]
 
     @property
-    def files(self) -> list[SourceFile]:
-        """All files, training first."""
-        return [shard.file for shard in (*self.train, *self.valid)]
-
-    @property
     def size(self) -> int:
         """Bytes of all ids."""
-        shards = (*self.train, *self.valid)
-        return sum(shard.count * np.dtype(shard.layout.dtype).itemsize for shard in shards)
+        return sum(shard.count * shard.layout.dtype.itemsize for shard in self.train + self.valid)
+
+    def sides(self, fraction: float, end_of_text: int | None) -> Iterator[tuple[str, np.ndarray]]:
+        """All ids in order, each few million with their side; without shards for validation the
+        last `fraction` of the others validates.
+        """
+        total = count_tokens(self.train)
+        cut = total if self.valid else cut_for_validation(self.train, fraction, end_of_text)
+        for side, shards, start, stop in (
+            ("train", self.train, 0, cut),
+            ("valid", self.train, cut, total),
+            ("valid", self.valid, 0, count_tokens(self.valid)),
+        ):
+            for ids in chunks(shards, start, stop):
+                yield side, ids
+
+    def new_hash(self) -> Any:
+        """Takes the ids of both sides in order, as uint32: their hash wherever they are stored."""
+        counts = [count_tokens(side) for side in (self.train, self.valid)]
+        return hashlib.blake2b(f"{counts} tokens".encode(), digest_size=16)
 
 
 def find_shards(path: str, valid_path: str = "") -> Shards:
@@ -98,16 +109,14 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
     A folder whose .bin files name neither is taken as training shards throughout. With
     `valid_path` the validation shards are those found there, in the same way, and no others.
     """
-    train, valid = _by_side(existing(path, "tokens"), "data.path")
+    train, valid = _by_side(path, "data.path")
     if not train:
         raise DataError(
             f"no training shards (*train*.bin) in {path}, only "
             f"{', '.join(file.name for file in valid[:4])}"
         )
     if valid_path:
-        others, named = _by_side(
-            existing(valid_path, "tokens", "data.valid_path"), "data.valid_path"
-        )
+        others, named = _by_side(valid_path, "data.valid_path")
         valid = named or others
         both = {file.path.resolve() for file in train} & {file.path.resolve() for file in valid}
         if both:
@@ -117,40 +126,29 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
     return Shards(tuple(map(open_shard, train)), tuple(map(open_shard, valid)))
 
 
-def _by_side(root: Path, setting: str) -> tuple[list[SourceFile], list[SourceFile]]:
-    """The .bin files at `root` for training and for validation, by their names."""
+def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile]]:
+    """The .bin files at `path` for training and for validation, by their names."""
+    root = existing(path, "tokens", setting)
     if not root.is_dir():
-        return [source_file(root, root.name)], []
-    names = walk(root, lambda name: name.lower().endswith(".bin") and not name.startswith("."))
+        return [source_file(root)], []
+    names = walk(root, lambda name: name.lower().endswith(".bin") and is_visible(name))
     if not names:
         raise DataError(f"no .bin token shards in {root}: check {setting}")
     train = [name for name in names if "train" in name.lower()]
     valid = [name for name in names if "val" in name.lower() and name not in train]
     if not train and not valid:
         train = names
-    return (
-        [source_file(root / name, name) for name in train],
-        [source_file(root / name, name) for name in valid],
-    )
+    return [source_file(root, name) for name in train], [source_file(root, name) for name in valid]
 
 
 def open_shard(file: SourceFile) -> Shard:
     """Read the header, if there is one, and check that the file is as long as it says."""
-    try:
-        with file.path.open("rb") as stream:
-            start = stream.read(HEADER_BYTES)
-    except OSError as error:
-        raise unreadable(file.path, error) from error
+    with reading(file.path), file.path.open("rb") as stream:
+        start = stream.read(HEADER_BYTES)
     header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4")
     magic = int(header[0]) if len(header) else 0
     if magic not in WITH_HEADER:
-        _refuse_foreign_header(file, header)
-        if file.size % 2:
-            raise DataError(
-                f"{file.path} has no known header and an odd size of {file.size} bytes, so it is "
-                "not uint16 tokens: it is truncated or of another format; write it again"
-            )
-        return Shard(file, RAW, 0, file.size // 2)
+        return _open_raw(file, header)
     layout = WITH_HEADER[magic]
     if len(start) < HEADER_BYTES:
         raise DataError(f"{file.path} is truncated within its header: write it again")
@@ -160,7 +158,7 @@ def open_shard(file: SourceFile) -> Shard:
             f"{file.path} has magic {magic} with version {version}; "
             f"version {layout.version} is supported: write it again with that version"
         )
-    expected = HEADER_BYTES + count * np.dtype(layout.dtype).itemsize
+    expected = HEADER_BYTES + count * layout.dtype.itemsize
     if count < 0 or file.size != expected:
         raise DataError(
             f"{file.path} has {file.size} bytes, but its header promises {count} tokens, "
@@ -169,14 +167,20 @@ def open_shard(file: SourceFile) -> Shard:
     return Shard(file, layout, HEADER_BYTES, count)
 
 
-def _refuse_foreign_header(file: SourceFile, header: np.ndarray) -> None:
-    """A number and then a kilobyte of zeros is a header, not the beginning of a raw shard."""
-    if len(header) == HEADER_INTS and header[0] != 0 and not header[4:].any():
+def _open_raw(file: SourceFile, start: np.ndarray) -> Shard:
+    # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.
+    if len(start) == HEADER_INTS and start[0] != 0 and not start[4:].any():
         known = ", ".join(map(str, WITH_HEADER))
         raise DataError(
-            f"{file.path} begins with a header of unknown magic {header[0]} (known: {known}): "
+            f"{file.path} begins with a header of unknown magic {start[0]} (known: {known}): "
             "it is not a token shard of a supported format"
         )
+    if file.size % 2:
+        raise DataError(
+            f"{file.path} has no known header and an odd size of {file.size} bytes, so it is "
+            "not uint16 tokens: it is truncated or of another format; write it again"
+        )
+    return Shard(file, RAW, 0, file.size // 2)
 
 
 def chunks(shards: tuple[Shard, ...], start: int, stop: int) -> Iterator[np.ndarray]:
@@ -194,36 +198,20 @@ def count_tokens(shards: tuple[Shard, ...]) -> int:
     return sum(shard.count for shard in shards)
 
 
-class ShardContent:
-    """A hash of the ids of both sides in order, wherever they are stored."""
-
-    def __init__(self, shards: Shards) -> None:
-        counts = [count_tokens(side) for side in (shards.train, shards.valid)]
-        self._hash = hashlib.blake2b(f"{counts} tokens".encode(), digest_size=16)
-
-    def add(self, ids: np.ndarray) -> None:
-        """Take the next ids in."""
-        self._hash.update(ids.astype("<u4").tobytes())
-
-    def hexdigest(self) -> str:
-        """The hash of the ids so far."""
-        return self._hash.hexdigest()
-
-
 def scan_shards(shards: Shards, report: Callable[[int], None]) -> ShardScan:
     """Read everything once; `report` gets the number of bytes read as it grows."""
-    content = ShardContent(shards)
+    content = shards.new_hash()
     largest, largest_in, done = -1, Path(), 0
-    for shard in (*shards.train, *shards.valid):
-        for ids in chunks((shard,), 0, shard.count):
-            content.add(ids)
+    for shard in shards.train + shards.valid:
+        for ids in shard.read(0, shard.count):
+            content.update(ids.astype("<u4"))
             highest = int(ids.max())
             if highest > largest:
                 largest, largest_in = highest, shard.file.path
             done += ids.nbytes
             report(done)
     if largest < 0:
-        raise DataError(f"the corpus is empty: no tokens in {shards.files[0].path.parent}")
+        raise DataError(f"the corpus is empty: no tokens in {shards.train[0].file.path.parent}")
     return ShardScan(content.hexdigest(), largest, largest_in)
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
-from thinwire.data.files import SourceFile, kind_and_packing
+from thinwire.data.files import SourceFile, kind_and_packing, reading
 from thinwire.data.unpack import BROKEN, refuse_bomb, unpacked
 from thinwire.errors import DataError
 
@@ -39,7 +39,7 @@ def read_documents(
     before = 0
     for file in files:
         try:
-            with file.path.open("rb") as raw:
+            with reading(file.path, BROKEN, "repair or remove it"), file.path.open("rb") as raw:
                 for text, position in _documents_of(file, raw, text_key):
                     if text and not text.isspace():
                         yield Document(text, before + min(position, file.size))
@@ -48,8 +48,6 @@ def read_documents(
                 raise DataError(
                     f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
                 ) from error
-        except BROKEN as error:
-            raise DataError(f"cannot read {file.path}: {error}; repair or remove it") from error
         before += file.size
 
 

@@ -41,18 +41,17 @@ class DocumentHash:
 
 
 class ContentHash:
-    """A hash of documents in their order, wherever they are stored."""
+    """A hash of documents in their order, wherever they are stored, and of which were given."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
+        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
 
-    def add(self, document: DocumentHash) -> None:
+    def add(self, document: DocumentHash, is_given: bool) -> None:
         """Take the next document in."""
-        self._hash.update(document.digest)
+        self._hashes[is_given].update(document.digest)
 
-    def hexdigest(self) -> str:
-        """The hash of the documents so far."""
-        return self._hash.hexdigest()
+    def __str__(self) -> str:
+        return " ".join(each.hexdigest() for each in self._hashes)
 
 
 @dataclass(frozen=True)
@@ -69,37 +68,35 @@ class Scan:
 
 def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
     """Read every document once; an empty corpus is an error."""
-    content, given_content = ContentHash(), ContentHash()
+    content = ContentHash()
     count = size = highest = 0
     lowest = _RANGE
     given: set[bytes] = set()
     for text, is_given in documents:
         document = DocumentHash.of(text)
+        content.add(document, is_given)
         count += 1
         if is_given:
-            given_content.add(document)
             given.add(document.digest)
             continue
-        content.add(document)
         size += document.size
         lowest = min(lowest, document.place)
         highest = max(highest, document.place)
     if size == 0:
         raise DataError("the corpus is empty: its files hold only white space; check data.path")
-    told = _content(content, given_content)
-    return Scan(told, count, size, lowest, highest, frozenset(given))
+    return Scan(str(content), count, size, lowest, highest, frozenset(given))
 
 
 def as_scanned(
     documents: Iterable[tuple[str, bool]], scan: Scan
 ) -> Iterator[tuple[str, bool, DocumentHash]]:
     """The documents once more, hashed; an error at the end if they are not those of the scan."""
-    content, given_content = ContentHash(), ContentHash()
+    content = ContentHash()
     for text, is_given in documents:
         document = DocumentHash.of(text)
-        (given_content if is_given else content).add(document)
+        content.add(document, is_given)
         yield text, is_given, document
-    if _content(content, given_content) != scan.content:
+    if str(content) != scan.content:
         raise DataError("the corpus changed while it was being read: start again")
 
 
@@ -148,11 +145,6 @@ class Split:
         if document.size <= 2 * self.longest:
             return [("valid", text)]
         return _cut_near_end(text, self.longest / document.size)
-
-
-def _content(split: ContentHash, given: ContentHash) -> str:
-    """One hash of both kinds of documents: which of them were given is part of what they are."""
-    return f"{split.hexdigest()} {given.hexdigest()}"
 
 
 def _cut_near_end(text: str, fraction: float) -> list[tuple[str, str]]:

@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thinwire.data.interrupt import Fuse, interruptible
-from thinwire.data.pieces import pieces_of
+from thinwire.data.interrupt import interruptible
 from thinwire.errors import DataError
 from thinwire.folders import write_file
 from thinwire.paths import expanded
@@ -24,6 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 SMALLEST_VOCAB = 257  # every byte, and the end of text
+# The library needs over a hundred bytes of memory for each character it works on.
+PIECE_CHARACTERS = 128_000
 
 
 class Tokenizer:
@@ -73,9 +74,8 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        fuse = Fuse()
-        pieces = fuse.guarded(piece for piece, _ in pieces_of(texts))
-        interruptible(lambda: backend.train_from_iterator(pieces, trainer), fuse)
+        pieces = (piece for text in texts for piece, _ in pieces_of(text))
+        interruptible(lambda fed: backend.train_from_iterator(fed, trainer), pieces)
         return cls(backend)
 
     @property
@@ -149,3 +149,26 @@ def _byte_sizes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     ends = np.maximum.accumulate([end for _, end in offsets])
     ends[-1] = len(text)  # what follows the last token, such as dropped white space
     return np.diff(bytes_before[ends], prepend=0).astype(np.uint32)
+
+
+def pieces_of(text: str) -> Iterator[tuple[str, bool]]:
+    """Pieces of a text that may be encoded one by one, each with whether it is the last."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        seam = _seam(text, start)
+        yield text[start:seam], False
+        start = seam
+    yield text[start:], True
+
+
+def _seam(text: str, start: int) -> int:
+    """Where to cut: between a letter or digit and a newline. Byte-level BPE never merges
+    across that, so the pieces give the ids that the whole text would give.
+    """
+    lowest, limit = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
+    last = at = text.rfind("\n", lowest, limit)
+    while at > 0 and not text[at - 1].isalnum():
+        at = text.rfind("\n", lowest, at)
+    if at > 0:
+        return at
+    return last if last > 0 else limit

@@ -4,6 +4,7 @@ import gzip
 import io
 import lzma
 import zlib
+from collections.abc import Iterator
 from typing import IO, Any, cast
 
 import zstandard
@@ -17,6 +18,7 @@ BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
 LARGEST_RATIO = 500
 ALWAYS_ALLOWED_BYTES = 256 << 20
 
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _BUFFER = 1 << 20
 # A few bytes of zstd can stand for 128 KiB, so that this may become 32 MiB, but no more.
 _ZSTD_STEP = 1 << 10
@@ -26,15 +28,12 @@ def unpacked(raw: IO[bytes], file: SourceFile, packing: str) -> IO[bytes]:
     """The bytes of a file; one that grows without measure when unpacked is an error."""
     if not packing:
         return raw
-    return cast(IO[bytes], io.BufferedReader(_Limited(_stream(raw, packing), file), _BUFFER))
-
-
-def _stream(raw: IO[bytes], packing: str) -> Any:
-    if packing == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if packing == ".xz":
-        return lzma.LZMAFile(raw)
-    return _ZstdFrames(raw)
+    if packing == ".zst":
+        chunks = _zstd_chunks(raw)
+    else:
+        stream = _OPENERS[packing](raw)
+        chunks = iter(lambda: stream.read(_BUFFER), b"")
+    return cast(IO[bytes], io.BufferedReader(_Limited(chunks, file), _BUFFER))
 
 
 def refuse_bomb(file: SourceFile, size: int) -> None:
@@ -49,50 +48,40 @@ def refuse_bomb(file: SourceFile, size: int) -> None:
 
 
 class _Limited(io.RawIOBase):
-    """A stream that ends in an error once it is far longer than the file that it comes from."""
+    """Chunks as a stream, which ends in an error once it is far longer than the packed file."""
 
-    def __init__(self, stream: Any, file: SourceFile) -> None:
-        self._stream = stream
+    def __init__(self, chunks: Iterator[bytes], file: SourceFile) -> None:
+        self._chunks = chunks
         self._file = file
+        self._waiting = memoryview(b"")
         self._done = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count: int = self._stream.readinto(buffer)
-        self._done += count
-        refuse_bomb(self._file, self._done)
-        return count
-
-
-class _ZstdFrames(io.RawIOBase):
-    """Decompressed bytes of concatenated zstd frames; a frame cut short is an error.
-
-    The library's own stream reader ends quietly there, which would train on part of a file.
-    """
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self._frame: Any = None
-        self._waiting = memoryview(b"")  # decompressed, not yet asked for
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
         while not self._waiting:
-            ended = self._frame is None or self._frame.eof
-            packed = self._frame.unused_data if self._frame and ended else b""
-            packed = packed or self._raw.read(_ZSTD_STEP)
-            if not packed:
-                if not ended:
-                    raise EOFError("the compressed file ends in the middle of a frame")
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 return 0
-            if ended:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._waiting = memoryview(self._frame.decompress(packed))
+            self._done += len(chunk)
+            refuse_bomb(self._file, self._done)
+            self._waiting = memoryview(chunk)
         count = min(len(buffer), len(self._waiting))
         buffer[:count] = self._waiting[:count]
         self._waiting = self._waiting[count:]
         return count
+
+
+def _zstd_chunks(raw: IO[bytes]) -> Iterator[bytes]:
+    """Decompressed bytes of concatenated zstd frames; a frame cut short is an error.
+
+    The library's own stream reader ends quietly there, which would train on part of a file.
+    """
+    frame: Any = None
+    while packed := (frame and frame.unused_data) or raw.read(_ZSTD_STEP):
+        if frame is None or frame.eof:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+        yield frame.decompress(packed)
+    if frame is not None and not frame.eof:
+        raise EOFError("the compressed file ends in the middle of a frame")

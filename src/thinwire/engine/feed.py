@@ -153,7 +153,7 @@ class _Tokens(_Source):
         self._validation = Validation(corpus.valid, context, size, limit)
         self._valid_sizes = corpus.valid_sizes
         self._device = device
-        self.example_count = self._order.windows
+        self.example_count = self._order.count
         self.validation_count = len(self._validation)
         if self._validation.size < size:
             raise DataError(
