@@ -13,6 +13,7 @@ from programs import Program
 from settings_values import with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Worker
+from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
@@ -75,13 +76,19 @@ class Outcome:
     """What a run in threads left behind."""
 
     workers: list[Worker]
-    reports: list[list[dict[str, Any]]]
+    reports: list[list[Report]]
 
     def losses(self) -> list[float]:
-        return [r["loss"] for r in self.reports[-1] if r["type"] == "step"]
+        return [r.loss for r in self.steps(-1)]
 
     def valid_losses(self) -> list[float]:
-        return [r["loss"] for r in self.reports[-1] if r["type"] == "evaluation"]
+        return [r.loss for r in self.evaluations()]
+
+    def steps(self, stage: int) -> list[Step]:
+        return [r for r in self.reports[stage] if isinstance(r, Step)]
+
+    def evaluations(self) -> list[Evaluation]:
+        return [r for r in self.reports[-1] if isinstance(r, Evaluation)]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {
@@ -97,13 +104,13 @@ class Outcome:
             for name, buffer in worker.stage.global_buffers().items()
         }
 
-    def shards(self) -> dict[int, list[dict[str, Any]]]:
+    def shards(self) -> dict[int, list[ShardWritten]]:
         """The reports of written shards by step, in stage order."""
-        found: dict[int, list[dict[str, Any]]] = {}
+        found: dict[int, list[ShardWritten]] = {}
         for reports in self.reports:
             for report in reports:
-                if report["type"] == "shard":
-                    found.setdefault(report["step"], []).append(report)
+                if isinstance(report, ShardWritten):
+                    found.setdefault(report.step, []).append(report)
         return found
 
 
@@ -132,7 +139,7 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
             lower, upper = memory_pair()
             above[boundary] = Link(lower, Meter(), settings.link.nic(boundary), name, limit)
             below[boundary + 1] = Link(upper, Meter(), settings.link.nic(boundary), name, limit)
-        reports: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        reports: list[list[Report]] = [[] for _ in range(count)]
         failures: list[BaseException] = []
 
         def work(stage: int) -> None:

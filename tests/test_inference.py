@@ -12,7 +12,7 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import Shard, commit, partial_folder, sealed, write_shard
+from thinwire.engine.checkpoint import commit, partial_folder, sealed, write_shard
 from thinwire.errors import CheckpointError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
@@ -74,9 +74,9 @@ def trained(
         facts = {
             "settings": settings.to_plain(),
             "corpus": corpus.fingerprint,
-            **reports[0]["versions"],
+            **vars(reports[0].versions),
         }
-        shards = [Shard(**report["shard"]) for report in reports]
+        shards = [report.shard for report in reports]
         folder = commit(tmp_path / "run", 2, shards, facts, corpus.tokenizer())
         return folder, outcome.valid_losses()[-1]
 

@@ -19,6 +19,7 @@ from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
+from thinwire.run.messages import plain
 from thinwire.run.resume import open_resume
 from thinwire.train import Interrupted, _Run, _stopping, train
 
@@ -54,8 +55,8 @@ class Replay:
             (stage, report)
             for step in range(-1, 9)
             for stage, reports in enumerate(outcome.reports)
-            for report in reports
-            if "step" in report and report["step"] - (report["type"] != "step") == step
+            for report in map(plain, reports)
+            if report["step"] - (report["type"] != "step") == step
         ]
         self.before_each: Callable[[int], None] = lambda position: None
         self.asked = 0

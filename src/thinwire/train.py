@@ -28,12 +28,13 @@ from thinwire.engine.checkpoint import (
     set_aside_later,
 )
 from thinwire.engine.feed import Data, Feed
-from thinwire.engine.worker import check_agreement, divergence, scratch_folder, way_back
+from thinwire.engine.worker import scratch_folder
 from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
 from thinwire.paths import cache_folder
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
 from thinwire.run.claim import claim_folder
+from thinwire.run.commit import check_agreement, divergence, way_back
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.proof import Proof, begin_proof, is_proven
 from thinwire.run.resume import open_resume

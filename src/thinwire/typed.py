@@ -30,6 +30,11 @@ _HOLDS = {
 }
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
+Finite = typing.Annotated[float, "finite"]
+"""A float that is neither NaN nor infinite, where others may be, such as a loss."""
+Exact = typing.Annotated[str, "exact"]
+"""Text that is used, not shown, such as a path: no character of it is dropped."""
+
 
 def nearest(word: str, candidates: typing.Iterable[str]) -> str:
     """A suggestion such as `; did you mean "dim"?`, or the list of what is allowed."""

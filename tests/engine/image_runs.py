@@ -31,7 +31,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def accuracies(outcome: Any) -> list[float]:
-    return [r["accuracy"] for r in outcome.reports[-1] if r["type"] == "evaluation"]
+    return [r.accuracy for r in outcome.evaluations()]
 
 
 def momentum(outcome: Any) -> dict[str, Tensor]:

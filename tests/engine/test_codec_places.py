@@ -115,8 +115,8 @@ def test_each_cut_has_its_own_codecs(
     elements_of = 2 * 16 * 32
     sent = {
         (stage, boundary): meters["sent"]
-        for stage, reports in enumerate(outcome.reports)
-        for boundary, meters in [r for r in reports if r["type"] == "step"][-1]["meters"].items()
+        for stage in range(len(outcome.workers))
+        for boundary, meters in outcome.steps(stage)[-1].meters.items()
     }
     for stage, boundary, kind, width in [
         (0, "boundary-0", "FORWARD", 2),
@@ -170,8 +170,8 @@ def test_a_chain_remembers_as_the_pipeline_does(
     assert valid == pytest.approx(outcome.valid_losses(), abs=1e-9)
     assert abs(chain.evaluate(compressed=False) - chain.evaluate()) > 1e-7
     for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in (0, 1) for leg in Leg]:
-        last = [r for r in outcome.reports[stage] if r["type"] == "step"][-1]
-        sent = last["meters"][f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
+        last = outcome.steps(stage)[-1]
+        sent = last.meters[f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
         per_token = sent / (4 * settings.tokens_per_step)
         assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_token, rel=1e-3)
 

@@ -19,8 +19,8 @@ from thinwire.data import Corpus
 from thinwire.engine import Assignment, Checkpoint, Worker
 from thinwire.engine.cut import check_memory
 from thinwire.engine.port import Port
-from thinwire.engine.worker import check_agreement
 from thinwire.errors import CheckpointError, StageError, WireError
+from thinwire.run.commit import check_agreement
 from thinwire.wire import Frame, FrameKind, handshake, memory_pair
 
 
@@ -34,7 +34,7 @@ def codec_states(outcome: Any) -> dict[str, Tensor]:
 
 
 def agreements(outcome: Any) -> dict[int, list[dict[str, dict[str, str]]]]:
-    return {s: [r["agreements"] for r in reports] for s, reports in outcome.shards().items()}
+    return {s: [r.agreements for r in reports] for s, reports in outcome.shards().items()}
 
 
 # --- exact resume ---
@@ -161,7 +161,7 @@ def test_a_refused_step_is_remembered_alike_on_both_ends(
 ) -> None:
     settings = settings_with(train__checkpoint_every=2)
     whole = run_in_threads(settings, prepare_worker=poison(0, {0}))
-    assert [r["committed"] for r in whole.reports[0] if r["type"] == "step"][:2] == [False, True]
+    assert [r.committed for r in whole.steps(0)][:2] == [False, True]
     for step, stages in agreements(whole).items():
         check_agreement(step, stages)
     middle = commit_all(whole, settings, tmp_path / "run", corpus)[2]

@@ -19,6 +19,7 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError, DataError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
+from thinwire.run.messages import plain
 from thinwire.settings import Settings
 from thinwire.summary import Ledger
 
@@ -110,8 +111,8 @@ def test_lossy_codecs_cross_images_alike_in_processes_and_in_one(
     assert all((theirs[n] - b).abs().max() < 1e-8 for n, b in outcome.buffers().items())
 
     for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in range(3) for leg in Leg]:
-        last = [r for r in outcome.reports[stage] if r["type"] == "step"][-1]
-        sent = last["meters"][f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
+        last = outcome.steps(stage)[-1]
+        sent = last.meters[f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
         per_image = sent / (6 * settings.train.batch)
         assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_image, rel=2e-2)
         codec = parse_codec(settings.codec.names(cut)[leg is Leg.BACKWARD])
@@ -171,12 +172,11 @@ def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
     )
     outcome = run_images(settings)
     ledger = Ledger(settings, [worker.describe() for worker in outcome.workers], 0)
-    for stage, reports in enumerate(outcome.reports):
-        for report in reports:
-            if report["type"] == "step":
-                ledger.add_step(stage, report)
-            elif report["type"] == "evaluation":
-                ledger.add_evaluation(report["step"], report["loss"], report["accuracy"])
+    for stage in range(4):
+        for report in outcome.steps(stage):
+            ledger.add_step(stage, plain(report))
+    for scored in outcome.evaluations():
+        ledger.add_evaluation(scored.step, scored.loss, scored.accuracy)
     summary = ledger.summary({}, 1.0)
     assert summary["unit"] == "image" and summary["tokens"] == 4 * 10
     assert [accuracy for _, accuracy in summary["accuracies"]] == accuracies(outcome)

@@ -264,7 +264,7 @@ def test_a_refused_step_leaves_what_norms_have_seen(
     settings = image_settings(pipeline__stages=4, train__steps=2)
     refused = run_images(settings, prepare_worker=poison(stage, {1}))
     once = run_images(settings, prepare_worker=stop_in_the_first_step)
-    assert [r["committed"] for r in refused.reports[0] if r["type"] == "step"] == [True, False]
+    assert [r.committed for r in refused.steps(0)] == [True, False]
     assert same_bits(refused.buffers(), once.buffers())
     assert same_bits(refused.weights(), once.weights())
     seen = {name: value for name, value in refused.buffers().items() if "mean" in name}

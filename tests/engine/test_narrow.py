@@ -218,7 +218,7 @@ def test_moves_are_measured_and_versioned(
 ) -> None:
     settings = make_settings(pipeline__stages=4, train__steps=5, **MODES["subspace-moving"])
     outcome = run_in_threads(settings)
-    last = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
+    last = [r.measures for r in outcome.steps(-1)]
     moved = [m for m in last if "energy_before" in m]
     assert len(moved) == 2
     for measures in moved:
@@ -228,8 +228,8 @@ def test_moves_are_measured_and_versioned(
     assert [w.builder.space.version for w in outcome.workers] == [2] * 4
     bases = [w.builder.space.basis_DK for w in outcome.workers]
     assert all(torch.equal(b, bases[0]) for b in bases)
-    steps = [r for r in outcome.reports[1] if r["type"] == "step"]
-    sent = steps[-1]["meters"]["boundary-0"]["sent"]
+    steps = outcome.steps(1)
+    sent = steps[-1].meters["boundary-0"]["sent"]
     assert sent["BASIS"]["payload_bytes"] == 2 * 8 * 32 * 6  # two moves of 32 x 6 in float64
 
 
@@ -327,7 +327,7 @@ def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
         make_settings(train__steps=3, **MODES["subspace-moving"]), prepare_worker=prepare
     )
     assert [w.builder.space.version for w in outcome.workers] == [0, 0]
-    measures = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
+    measures = [r.measures for r in outcome.steps(-1)]
     assert not any("energy_after" in found for found in measures)
 
 
@@ -358,8 +358,8 @@ def test_a_run_that_ends_at_a_move_goes_on_as_the_longer_run(
     for first, second in zip(extended.workers, whole.workers, strict=True):
         assert torch.equal(first.builder.space.basis_DK, second.builder.space.basis_DK)
         assert first.builder.space.version == second.builder.space.version == 3
-    reported = [r["measures"] for r in extended.reports[-1] if r["type"] == "step"]
-    moves = [r["measures"] for r in whole.reports[-1] if r["type"] == "step"]
+    reported = [r.measures for r in extended.steps(-1)]
+    moves = [r.measures for r in whole.steps(-1)]
     assert reported[0]["energy_after"] == moves[3]["energy_after"], "the move that was left"
 
 
@@ -391,7 +391,7 @@ def test_a_refused_step_counts_in_no_move(
     )
     keeper = outcome.workers[-1].update.keeper
     assert [w.builder.space.version for w in outcome.workers] == [1, 1]
-    measures = [r["measures"] for r in outcome.reports[-1] if r["type"] == "step"]
+    measures = [r.measures for r in outcome.steps(-1)]
     assert not any("energy_after" in found for found in measures), "nothing was gathered to move by"
     assert keeper._proposed is None
 
@@ -401,12 +401,12 @@ def test_waits_for_a_basis_have_their_own_name(
     mode: str, make_settings: Callable, run_in_threads: Callable
 ) -> None:
     outcome = run_in_threads(make_settings(train__steps=3, **MODES[mode]))
-    steps = [r for r in outcome.reports[0] if r["type"] == "step"]
-    labels = [{label for lane, label, *_ in r["spans"] if lane == "wait"} for r in steps]
+    steps = outcome.steps(0)
+    labels = [{label for lane, label, *_ in r.spans if lane == "wait"} for r in steps]
     assert "basis" in labels[1]
     assert ("basis" in labels[0]) == (mode == "projected-learned")
-    spent = sum(end - start for lane, _, start, end in steps[1]["spans"] if lane == "wait")
-    assert steps[1]["wait"] == pytest.approx(spent), "counted as waiting"
+    spent = sum(end - start for lane, _, start, end in steps[1].spans if lane == "wait")
+    assert steps[1].wait == pytest.approx(spent), "counted as waiting"
 
 
 @pytest.mark.parametrize("codec", ["fp64", "int8+ef21"])
@@ -426,9 +426,9 @@ def test_the_jump_of_a_move_is_that_of_the_same_batch(
     after = run_in_threads(
         make_settings(train__steps=3, train__eval_every=2, **changes), folder=tmp_path / "after"
     )
-    reports = [r for r in after.reports[-1] if r["type"] == "step"]
-    moved = [r["measures"] for r in reports if "loss_jump" in r["measures"]]
+    reports = after.steps(-1)
+    moved = [r.measures for r in reports if "loss_jump" in r.measures]
     assert len(moved) == 1 and "energy_after" in moved[0]
     assert moved[0]["loss_jump"] == after.valid_losses()[1] - before.valid_losses()[-1] != 0.0
-    sent = [r for r in after.reports[0] if r["type"] == "step"][-1]["meters"]["boundary-0"]["sent"]
+    sent = after.steps(0)[-1].meters["boundary-0"]["sent"]
     assert sent["PROBE"]["frames"] == 2

@@ -12,7 +12,8 @@ from stopping import stop_in_the_first_step
 
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import Shard, commit, sealed
+from thinwire.engine.checkpoint import commit, sealed
+from thinwire.engine.reports import ShardFailed
 from thinwire.errors import CheckpointError, WireError
 from thinwire.settings import Settings
 
@@ -21,11 +22,11 @@ def commit_all(outcome, settings: Settings, folder: Path, corpus: Corpus) -> dic
     """What the coordinator does once all stages have written their part."""
     written = {}
     for step, reports in outcome.shards().items():
-        shards = [Shard(**report["shard"]) for report in reports]
+        shards = [report.shard for report in reports]
         facts = {
             "settings": settings.to_plain(),
             "corpus": corpus.fingerprint,
-            **reports[0]["versions"],
+            **vars(reports[0].versions),
         }
         written[step] = commit(folder, step, shards, facts, corpus.tokenizer())
     return written
@@ -179,9 +180,9 @@ def test_a_failed_write_leaves_the_previous_checkpoint(
     blocked = tmp_path / "run" / "checkpoints" / ".partial-step-00000004" / "stage-1.safetensors"
     blocked.mkdir(parents=True)  # a folder stands where the file should go
     outcome = run_in_threads(settings)
-    failed = [r for r in outcome.reports[1] if r["type"] == "shard_failed"]
-    assert [r["step"] for r in failed] == [4]
-    assert "Earlier checkpoints are untouched" in failed[0]["error"]
+    failed = [r for r in outcome.reports[1] if isinstance(r, ShardFailed)]
+    assert [r.step for r in failed] == [4]
+    assert "Earlier checkpoints are untouched" in failed[0].error
     assert len(outcome.losses()) == 6
     complete = {s: r for s, r in outcome.shards().items() if len(r) == 2}
     assert sorted(complete) == [2, 6]

@@ -9,8 +9,9 @@ import torch
 
 from thinwire.engine.update import not_finite
 from thinwire.engine.verdict import Verdict
-from thinwire.engine.worker import PATIENCE, divergence
+from thinwire.engine.worker import PATIENCE
 from thinwire.errors import StageError, WireError
+from thinwire.run.commit import divergence
 
 
 def poison(stage: int, calls: set[int]) -> Callable:
@@ -37,8 +38,8 @@ def test_one_nan_anywhere_refuses_the_step_everywhere(
 ) -> None:
     settings = make_settings(pipeline__stages=4)
     outcome = run_in_threads(settings, prepare_worker=poison(stage, {1}))
-    for reports in outcome.reports:
-        assert [r["committed"] for r in reports if r["type"] == "step"] == [True, False, True, True]
+    for stage in range(len(outcome.workers)):
+        assert [r.committed for r in outcome.steps(stage)] == [True, False, True, True]
     assert all(math.isfinite(loss) for loss in outcome.losses())
     assert all(bool(torch.isfinite(w).all()) for w in outcome.weights().values())
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from thinwire.engine.reports import Evaluation, ShardWritten, Step
 from thinwire.engine.worker import Worker, sent_spans
 from thinwire.wire import Frame, FrameKind, Link, Span
 from thinwire.wire import link as link_module
@@ -50,9 +51,9 @@ def test_what_was_trained_is_saved_before_it_is_validated(
     make_settings: Callable, run_in_threads: Callable
 ) -> None:
     outcome = run_in_threads(make_settings(train__checkpoint_every=2, train__eval_every=2))
-    reports = [(r["type"], r["step"]) for r in outcome.reports[-1] if r["type"] != "step"]
+    reports = [(type(r), r.step) for r in outcome.reports[-1] if not isinstance(r, Step)]
     assert reports == [
-        ("evaluation", 0), ("shard", 2), ("evaluation", 2), ("shard", 4), ("evaluation", 4),
+        (Evaluation, 0), (ShardWritten, 2), (Evaluation, 2), (ShardWritten, 4), (Evaluation, 4),
     ]  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def test_steps_do_not_pay_for_validations(
     make_settings: Callable, run_in_threads: Callable, seen: list
 ) -> None:
     outcome = run_in_threads(make_settings(**SLOW))
-    start = {r["step"]: r["start"] for r in outcome.reports[0] if r["type"] == "step"}
+    start = {r.step: r.start for r in outcome.steps(0)}
     validations = [(step, end) for _, (kind, step, _, _, end) in seen if kind == "EVALUATE"]
     before = [(step, end) for step, end in validations if step in start]
     assert {step for step, _ in before} == {0, 1, 2}
@@ -73,10 +74,10 @@ def test_a_step_s_spans_are_its_own(
     outcome = run_in_threads(make_settings(**SLOW))
     assert any(span[0] == "EVALUATE" for _, span in seen)
     times = {(span[3], span[4]): span[:2] for _, span in seen}
-    for reports in outcome.reports:
-        for report in (r for r in reports if r["type"] == "step"):
-            sent = [times[start, end] for lane, _, start, end in report["spans"] if lane == "send"]
-            assert {step for _, step in sent} == {report["step"]}
+    for stage in (0, 1):
+        for report in outcome.steps(stage):
+            sent = [times[start, end] for lane, _, start, end in report.spans if lane == "send"]
+            assert {step for _, step in sent} == {report.step}
             assert "EVALUATE" not in {kind for kind, _ in sent}
 
 
@@ -94,10 +95,10 @@ def test_a_step_s_last_frames_are_in_its_own_row(
     monkeypatch.setattr(link_module, "encode", slow)
     outcome = run_in_threads(make_settings(pipeline__stages=3, train__eval_every=100))
     for stage in (0, 1):
-        steps = [r for r in outcome.reports[stage] if r["type"] == "step"]
+        steps = outcome.steps(stage)
         for report in steps:
-            assert [s[:2] for s in report["spans"] if s[1] == "verdict"] == [("send", "verdict")]
-        sent = [r["meters"][f"boundary-{stage}"]["sent"]["VERDICT"]["frames"] for r in steps]
+            assert [s[:2] for s in report.spans if s[1] == "verdict"] == [("send", "verdict")]
+        sent = [r.meters[f"boundary-{stage}"]["sent"]["VERDICT"]["frames"] for r in steps]
         assert [after - before for before, after in itertools.pairwise(sent)] == [1, 1, 1]
 
 
@@ -107,8 +108,8 @@ def test_what_ends_a_validation_is_not_billed_as_training(
     """It was a verdict as that of a step, and added to the bytes per token of a cut."""
     settings = make_settings(pipeline__stages=2, train__eval_every=1)
     outcome = run_in_threads(settings)
-    *_, last = (r for r in outcome.reports[0] if r["type"] == "step")
-    sent = last["meters"]["boundary-0"]["sent"]
+    last = outcome.steps(0)[-1]
+    sent = last.meters["boundary-0"]["sent"]
     assert sent["VERDICT"]["frames"] == settings.train.steps
     assert sent["VALIDATED"]["frames"] == settings.train.steps, "one before each step so far"
 
@@ -133,8 +134,8 @@ def test_dropped_frames_are_reported(make_settings: Callable, run_in_threads: Ca
         worker.mailbox.dropped = 3 * worker.index
 
     outcome = run_in_threads(make_settings(), prepare_worker=repeat)
-    for stage, reports in enumerate(outcome.reports):
-        assert {r["dropped"] for r in reports if r["type"] == "step"} == {3 * stage}
+    for stage in (0, 1):
+        assert {r.dropped for r in outcome.steps(stage)} == {3 * stage}
 
 
 @pytest.mark.parametrize("told", ["all", "the first", "the last"])

@@ -35,7 +35,7 @@ from thinwire.data import Tokenizer
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, put_in_place, write_file
 from thinwire.settings import Settings
-from thinwire.typed import from_plain
+from thinwire.typed import Exact, from_plain
 
 FORMAT = 2
 UNSEALED = 1  # an earlier format, whose manifest has no hash of its own
@@ -66,7 +66,7 @@ class Shard:
     file: str
     sha256: str
     bytes: int
-    tensors: list[str]
+    tensors: list[Exact]
 
 
 def checkpoints_folder(run_folder: Path) -> Path:

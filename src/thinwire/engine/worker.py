@@ -3,7 +3,6 @@
 The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
 """
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,19 +22,27 @@ from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
 from thinwire.engine.progress import Progress
+from thinwire.engine.reports import (
+    Evaluation,
+    Report,
+    ShardFailed,
+    ShardWritten,
+    StageCosts,
+    Step,
+    Versions,
+    meters_of,
+)
 from thinwire.engine.runner import Runner
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict
-from thinwire.errors import CheckpointError, StageError
+from thinwire.errors import CheckpointError
 from thinwire.optim import learning_rate
 from thinwire.settings import Settings
 from thinwire.wire import Link, Span
 
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
-Report = Callable[[dict[str, Any]], None]
-Agreements = dict[str, dict[str, str]]
-"""Fingerprints of what codecs remember, by cut and leg."""
+Tell = Callable[[Report], None]
 
 
 def scratch_folder(run_folder: Path) -> Path:
@@ -110,7 +117,7 @@ class Worker:
         basis = 8 * self.settings.model.dim * self.settings.boundary.rank
         return max(largest, basis) + 65536
 
-    def run(self, below: Link | None, above: Link | None, report: Report) -> None:
+    def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Train from the first step to the last, reporting as it goes.
 
         Validations come first, in between and last; what a step has won is saved before one. A
@@ -120,9 +127,9 @@ class Worker:
         done, stop, unsaved = self.first_step, False, False
         while done < self.settings.train.steps and not stop:
             if done == self.first_step or self.settings.is_evaluation_step(done):
-                stop = self._evaluate(runner, done, report)
+                stop = self._evaluate(runner, done, tell)
                 if stop and unsaved:
-                    self._checkpoint(done, report)
+                    self._checkpoint(done, tell)
                 self.progress.begin("waits for its links to send what is queued")
                 for port in self._ports:
                     port.link.flush(None)  # the next step's clock must not pay for this traffic
@@ -130,19 +137,19 @@ class Worker:
                     break
             for port in self._ports:
                 port.open_step(done)
-            verdict = self._train_step(runner, done, report)
+            verdict = self._train_step(runner, done, tell)
             self.mailbox.close_step(done)
             done, stop = done + 1, verdict.stop
             unsaved = verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
-                self._checkpoint(done, report)
+                self._checkpoint(done, tell)
         if not stop:
-            self._evaluate(runner, done, report)
+            self._evaluate(runner, done, tell)
         self.progress.begin("waits for its links to send what is queued")
         for port in self._ports:
             port.link.close(None)
 
-    def _train_step(self, runner: Runner, step: int, report: Report) -> Verdict:
+    def _train_step(self, runner: Runner, step: int, tell: Tell) -> Verdict:
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         start = runner.now()
         verdict, loss = runner.train_step(step, lr, self._decide)
@@ -153,23 +160,22 @@ class Worker:
             port.link.settle()
             spans += sent_spans(port.link.take_spans(), step)
         keeper = self.update.keeper
-        report(
-            {
-                "type": "step",
-                "step": step,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": verdict.grad_norm,
-                "committed": verdict.commit,
-                "start": start,
-                "end": runner.now(),
-                "wait": runner.trace.seconds("wait"),
-                "costs": runner.costs(),
-                "spans": spans,
-                "measures": keeper.measures(step) if keeper else {},
-                "meters": {port.link.name: port.link.meter.snapshot() for port in self._ports},
-                "dropped": self.mailbox.dropped,
-            }
+        tell(
+            Step(
+                step=step,
+                loss=loss,
+                lr=lr,
+                grad_norm=verdict.grad_norm,
+                committed=verdict.commit,
+                start=start,
+                end=runner.now(),
+                wait=runner.trace.seconds("wait"),
+                costs=StageCosts(**runner.costs()),
+                spans=spans,
+                measures=keeper.measures(step) if keeper else {},
+                meters=meters_of(port.link for port in self._ports),
+                dropped=self.mailbox.dropped,
+            )
         )
         return verdict
 
@@ -184,24 +190,17 @@ class Worker:
         checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
         return checkpoint and commit, stop
 
-    def _evaluate(self, runner: Runner, done: int, report: Report) -> bool:
+    def _evaluate(self, runner: Runner, done: int, tell: Tell) -> bool:
         """Validate and report the score; whether all stages leave now, as was asked meanwhile."""
         start = runner.now()
         batches = self.feed.validation_count
         score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
         if score is not None:
-            report(
-                {
-                    "type": "evaluation",
-                    "step": done,
-                    "loss": score.loss,
-                    "accuracy": score.accuracy if self.settings.model.sees_images else None,
-                    "seconds": runner.now() - start,
-                }
-            )
+            accuracy = score.accuracy if self.settings.model.sees_images else None
+            tell(Evaluation(done, score.loss, accuracy, runner.now() - start))
         return stop
 
-    def _checkpoint(self, done: int, report: Report) -> None:
+    def _checkpoint(self, done: int, tell: Tell) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
         tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}
         if self.update.keeper is not None:
@@ -214,19 +213,11 @@ class Worker:
         try:
             shard = write_shard(folder, self.index, tensors)
         except CheckpointError as error:
-            report({"type": "shard_failed", "step": done, "error": str(error)})
+            tell(ShardFailed(done, str(error)))
             return
-        update = self.update
-        versions = {"weight_version": update.version, "basis_version": update.basis_version}
-        report(
-            {
-                "type": "shard",
-                "step": done,
-                "versions": versions,
-                "shard": vars(shard),
-                "agreements": {str(end.cut): end.agreements() for end in self._ends()},
-            }
-        )
+        versions = Versions(self.update.version, self.update.basis_version)
+        agreements = {str(end.cut): end.agreements() for end in self._ends()}
+        tell(ShardWritten(done, versions, shard, agreements))
 
     def _load(self, checkpoint: Checkpoint) -> None:
         load_weights(self.stage, self.builder.space, checkpoint)
@@ -276,37 +267,6 @@ class Worker:
 
     def _ends(self) -> list[CutEnd]:
         return [end for end in (self.below, self.above) if end is not None]
-
-
-def divergence(misses: int, step: int, good: Path | None) -> StageError | None:
-    """Why to give up, with a way back, once updates have been refused too often in a row."""
-    if misses < PATIENCE:
-        return None
-    return StageError(
-        f"gradients were not finite in {misses} steps in a row, up to step {step}: "
-        f'{way_back(good)} with a lower optim.lr, or with codec.backward = "fp32"'
-    )
-
-
-def way_back(good: Path | None) -> str:
-    """Where the last good weights of a run are, and what to do with them or without any."""
-    if good is None:
-        return "no good checkpoint exists. Start a new run"
-    return f"the last good weights are in {good}. Resume from there"
-
-
-def check_agreement(step: int, agreements: list[Agreements]) -> None:
-    """End the run when two ends of a cut remember different things; stages in their order."""
-    for below, above in itertools.pairwise(agreements):
-        for cut in sorted(below.keys() & above.keys()):
-            for leg, ours in below[cut].items():
-                if ours != above[cut][leg]:
-                    raise StageError(
-                        f"after step {step} the two ends of cut {cut} no longer remember the "
-                        f"same on the {leg} leg (below {ours or 'nothing'}, above "
-                        f"{above[cut][leg] or 'nothing'}): what the codec makes of the bytes is "
-                        "not what was sent. This checkpoint is not kept; resume from an earlier one"
-                    )
 
 
 def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, float]]:

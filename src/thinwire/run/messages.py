@@ -9,9 +9,11 @@ In between, within a process, a message is a plain dictionary with its `type`.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
+from thinwire.engine import reports
+from thinwire.engine.reports import Report
 from thinwire.errors import WireError, printable
 from thinwire.run.compact import compact_step, deflate, expand_step, inflate
 
@@ -266,6 +268,12 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
     }
     for kind in _KINDS.values()
 }
+
+
+def plain(report: Report) -> Message:
+    """What a worker reports, as a message."""
+    name = {reports.ShardWritten: "shard", reports.ShardFailed: "shard_failed"}
+    return {"type": name.get(type(report), type(report).__name__.lower()), **asdict(report)}
 
 
 def pack(message: Message) -> bytes:

@@ -30,6 +30,7 @@ from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
 from thinwire.run.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
+from thinwire.run.messages import plain
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, handshake
@@ -90,7 +91,7 @@ class Peer:
         self.control.receive("start")
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
-        worker.run(below, above, self.control.send)
+        worker.run(below, above, lambda report: self.control.send(plain(report)))
         meters = {link.name: link.meter.snapshot() for link in self._links.values()}
         self.control.send({"type": "finished", "meters": meters})
         self.control.close()

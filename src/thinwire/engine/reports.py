@@ -1,0 +1,108 @@
+"""What a stage reports of its work, to whoever leads the run.
+
+Their annotations say all that is checked when a report arrives from another process.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypedDict, cast
+
+from thinwire.engine.checkpoint import Shard
+from thinwire.typed import Finite
+from thinwire.wire import Link
+
+Span = tuple[str, str, Finite, Finite]
+"""Lane, label, start and end, in this machine's monotonic seconds."""
+Agreements = dict[str, dict[str, str]]
+"""Fingerprints of what codecs remember, by cut and leg."""
+
+
+class Counts(TypedDict):
+    """Frames of one kind that a link has moved."""
+
+    frames: int
+    header_bytes: int
+    payload_bytes: int
+
+
+class Moved(TypedDict):
+    """What a link has moved, by kind of frame and in `total`, as its meter has it."""
+
+    sent: dict[str, Counts]
+    received: dict[str, Counts]
+
+
+Meters = dict[str, Moved]
+"""What each link of a stage has moved, by the link's name."""
+
+
+def meters_of(links: Iterable[Link]) -> Meters:
+    """What these links have moved until now."""
+    return cast(Meters, {link.name: link.meter.snapshot() for link in links})
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Mean seconds of a microbatch's forward and backward, and those of the update."""
+
+    forward: Finite
+    backward: Finite
+    update: Finite
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one stage; the loss is known on the last stage alone."""
+
+    step: int
+    loss: float | None
+    lr: float
+    grad_norm: float
+    committed: bool
+    start: Finite
+    end: Finite
+    wait: Finite
+    costs: StageCosts
+    spans: list[Span]
+    measures: dict[str, float]
+    meters: Meters
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A validation, scored by the last stage; `seconds` are those it took there."""
+
+    step: int
+    loss: float
+    accuracy: float | None
+    seconds: Finite
+
+
+@dataclass(frozen=True)
+class Versions:
+    """How often weights and basis were updated."""
+
+    weight_version: int
+    basis_version: int
+
+
+@dataclass(frozen=True)
+class ShardWritten:
+    """A stage's part of a checkpoint is on disk."""
+
+    step: int
+    versions: Versions
+    shard: Shard
+    agreements: Agreements
+
+
+@dataclass(frozen=True)
+class ShardFailed:
+    """A stage could not write its part of a checkpoint."""
+
+    step: int
+    error: str
+
+
+Report = Step | Evaluation | ShardWritten | ShardFailed
