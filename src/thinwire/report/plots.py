@@ -6,6 +6,7 @@ system is needed. Building is apart from saving: tests look at the artists.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -15,22 +16,26 @@ from matplotlib.ticker import FuncFormatter
 
 from thinwire.report.human import human_count
 from thinwire.report.losses import Losses
-from thinwire.report.records import StageRecord, TraceSpan
+from thinwire.report.records import TraceSpan
 from thinwire.report.timeline import Timeline
 
 DPI = 150
 
 # Colours of Okabe and Ito: told apart with every common form of colour blindness.
-_FORWARD, _BACKWARD, _UPDATE, _OTHER = "#56B4E9", "#E69F00", "#009E73", "#CC79A7"
 _TRAIN, _VALID = "#0072B2", "#D55E00"
-_WAIT_FACE, _WAIT_EDGE = "#F0F0F0", "#B8B8B8"
 _KINDS = {
-    "F": ("forward", _FORWARD),
-    "B": ("backward", _BACKWARD),
-    "U": ("update", _UPDATE),
-    "other": ("other", _OTHER),
+    "F": ("forward", "#56B4E9"),
+    "B": ("backward", "#E69F00"),
+    "U": ("update", "#009E73"),
+    "other": ("other", "#CC79A7"),
 }
-_COMPUTE_HEIGHT, _SEND_HEIGHT = 0.5, 0.16
+_LANES: dict[str, dict[str, Any]] = {
+    "wait": {"height": 0.5, "edgecolor": "#B8B8B8", "hatch": "////", "linewidth": 0},
+    "compute": {"height": 0.5, "edgecolor": "white", "linewidth": 0.6},
+    # without an edge, which would swallow a short message
+    "send": {"height": 0.16, "edgecolor": "white", "linewidth": 0, "alpha": 0.65},
+}
+_WAITING = "#F0F0F0"
 _LEFT = 0.13  # share of the width beside the charts: "layers embed+10..15" fits
 _LEAST_TYPE = 6.5  # points; smaller numbers would be dust
 _SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the compute lane
@@ -81,10 +86,8 @@ def loss_figure(losses: Losses, title: str) -> Figure:
     axes.grid(color="#E0E0E0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.2, ncols=3, fontsize=11,
-        frameon=False,
-    )  # fmt: skip
+    legend = {"bbox_to_anchor": (0, 1.0), "borderaxespad": 0.2, "fontsize": 11, "frameon": False}
+    axes.legend(loc="lower left", ncols=3, **legend)
     return figure
 
 
@@ -112,33 +115,32 @@ def _reach(count: int) -> int:
 
 def step_figure(timeline: Timeline) -> Figure:
     """Per stage a lane of computing and waiting, and under it a thin lane of sending."""
-    return _timelines_figure([timeline], timeline.title(), [""])
+    return _timelines_figure([timeline], timeline.title(), gap=0.0)
 
 
 def comparison_figure(timelines: Sequence[Timeline], title: str) -> Figure:
     """The step of each run in axes of its own; all have the scale of the longest."""
-    return _timelines_figure(timelines, title, [timeline.title() for timeline in timelines])
+    return _timelines_figure(timelines, title, gap=0.45)
 
 
-def _timelines_figure(timelines: Sequence[Timeline], title: str, names: Sequence[str]) -> Figure:
-    """Charts one below the other, under one title and one legend."""
+def _timelines_figure(timelines: Sequence[Timeline], title: str, gap: float) -> Figure:
+    """Charts one below the other under one title and one legend, named where there is a gap."""
     # Fixed margins instead of a layout engine: the width of a bar must be known while drawing.
     heights = [0.8 * max(1, len(timeline.stages)) for timeline in timelines]
-    gap = 0.45 if any(names) else 0.0
     total = 1.9 + sum(heights) + gap * len(timelines)
     figure = Figure(figsize=(13, total), dpi=DPI)
     spans = [span for timeline in timelines for span in timeline.spans]
     first = min((span.start for span in spans), default=0.0)
     last = max((span.end for span in spans), default=1.0)
     top = total - 1.0
-    for timeline, height, name in zip(timelines, heights, names, strict=True):
+    for timeline, height in zip(timelines, heights, strict=True):
         top -= gap
         box = (_LEFT, (top - height) / total, 0.985 - _LEFT, height / total)
         axes = figure.add_axes(box)
         axes.set_xlim(first, last)
         _draw_timeline(axes, timeline)
-        if name:
-            axes.set_title(name, fontsize=12, loc="left", pad=4)
+        if gap:
+            axes.set_title(timeline.title(), fontsize=12, loc="left", pad=4)
         if timeline is not timelines[-1]:
             axes.tick_params(labelbottom=False)
         top -= height
@@ -152,20 +154,19 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     spans, stages = timeline.spans, timeline.stages
     rows = {record.stage: row for row, record in enumerate(stages)}
     axes.set_ylim(len(stages) - 0.4, -0.4)
-    _draw_waits(axes, [span for span in spans if span.lane == "wait"], rows)
+    _draw_bars(axes, [span for span in spans if span.lane == "wait"], rows, "wait", _WAITING)
     for kind, (name, colour) in _KINDS.items():
         alike = [span for span in spans if span.lane != "wait" and _kind(span) == kind]
-        _draw_bars(axes, [s for s in alike if s.lane == "compute"], rows, name, colour)
-        _draw_bars(axes, [s for s in alike if s.lane == "send"], rows, f"send {name}", colour)
-    axes.set_yticks(range(len(stages)))
-    axes.set_yticklabels([_stage_label(record) for record in stages])
+        computing = [span for span in alike if span.lane == "compute"]
+        _draw_bars(axes, computing, rows, name, colour)
+        _draw_numbers(axes, computing, rows)
+        sending = [span for span in alike if span.lane == "send"]
+        _draw_bars(axes, sending, rows, f"send {name}", colour)
+    labels = [f"stage {record.stage}\nlayers {record.layers}" for record in stages]
+    axes.set_yticks(range(len(stages)), labels)
     axes.tick_params(labelsize=12)
     axes.tick_params(axis="y", length=0, labelsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _stage_label(record: StageRecord) -> str:
-    return f"stage {record.stage}\nlayers {record.layers}"
 
 
 def _kind(span: TraceSpan) -> str:
@@ -173,35 +174,20 @@ def _kind(span: TraceSpan) -> str:
     return letter if letter in _KINDS else "other"
 
 
-def _draw_waits(axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int]) -> None:
-    if not spans:
-        return
-    axes.barh(
-        [rows[span.stage] for span in spans],
-        [span.end - span.start for span in spans],
-        left=[span.start for span in spans],
-        height=_COMPUTE_HEIGHT,
-        facecolor=_WAIT_FACE, edgecolor=_WAIT_EDGE, hatch="////", linewidth=0, label="wait",
-    )  # fmt: skip
-
-
 def _draw_bars(
     axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int], name: str, colour: str
 ) -> None:
-    if not spans:
-        return
-    sending = spans[0].lane == "send"
-    axes.barh(
-        [rows[span.stage] + (_SEND_OFFSET if sending else 0) for span in spans],
-        [span.end - span.start for span in spans],
-        left=[span.start for span in spans],
-        height=_SEND_HEIGHT if sending else _COMPUTE_HEIGHT,
-        facecolor=colour, edgecolor="white", alpha=0.65 if sending else 1.0,
-        linewidth=0 if sending else 0.6,  # a white edge would swallow a short message
-        label=name,
-    )  # fmt: skip
-    if not sending:
-        _draw_numbers(axes, spans, rows)
+    """Bars of one lane, all alike."""
+    if spans:
+        lane = spans[0].lane
+        axes.barh(
+            [rows[span.stage] + (_SEND_OFFSET if lane == "send" else 0) for span in spans],
+            [span.end - span.start for span in spans],
+            left=[span.start for span in spans],
+            facecolor=colour,
+            label=name,
+            **_LANES[lane],
+        )
 
 
 def _draw_numbers(axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int]) -> None:
@@ -209,6 +195,8 @@ def _draw_numbers(axes: Axes, spans: Sequence[TraceSpan], rows: dict[int, int]) 
 
     All bars of a kind get the size of type that suits the usual one, so that 9 and 10 look alike.
     """
+    if not spans:
+        return
     edges = np.array([[(span.start, 0), (span.end, 0)] for span in spans]).reshape(-1, 2)
     pixels = axes.transData.transform(edges)[:, 0].reshape(-1, 2)
     room = (pixels[:, 1] - pixels[:, 0]) * 72 / DPI  # in points, as type is measured
