@@ -58,6 +58,7 @@ class Frame:
     payload: BytesLike = b""
 
 
+# The numbers of a frame in the order of the header, and what each must stay below.
 _LIMITS = {
     "sender": 1 << 16,
     "step": 1 << 64,
@@ -70,32 +71,21 @@ _LIMITS = {
 
 def encode(frame: Frame) -> bytes:
     """The message of a frame; copies the payload once, behind its header."""
-    for name, limit in _LIMITS.items():
-        value = getattr(frame, name)
-        if not 0 <= value < limit:
-            raise WireError(f"frame cannot be sent: {name} = {value} must be in 0..{limit - 1}")
+    numbers = {name: getattr(frame, name) for name in _LIMITS}
+    for name, value in numbers.items():
+        if not 0 <= value < _LIMITS[name]:
+            most = _LIMITS[name] - 1
+            raise WireError(f"frame cannot be sent: {name} = {value} must be in 0..{most}")
     if len(frame.shape) > MAX_DIMS or not all(0 <= dim < 1 << 32 for dim in frame.shape):
         raise WireError(
             f"frame cannot be sent: shape {frame.shape} must have at most {MAX_DIMS} dimensions, "
             "each below 2^32"
         )
     payload = memoryview(frame.payload)
-    dims = (*frame.shape, *(0,) * (MAX_DIMS - len(frame.shape)))
-    head = _HEAD.pack(
-        MAGIC,
-        WIRE_VERSION,
-        FrameKind(frame.kind),
-        frame.sender,
-        frame.step,
-        frame.microbatch,
-        frame.weight_version,
-        frame.basis_version,
-        frame.codec,
-        len(frame.shape),
-        _RESERVED,
-        *dims,
-        payload.nbytes,
-    )
+    ndim = len(frame.shape)
+    dims = (*frame.shape, *(0,) * (MAX_DIMS - ndim))
+    start = (MAGIC, WIRE_VERSION, FrameKind(frame.kind), *numbers.values())
+    head = _HEAD.pack(*start, ndim, _RESERVED, *dims, payload.nbytes)
     checksum = zlib.crc32(payload, zlib.crc32(head))
     return b"".join((head, _CHECKSUM.pack(checksum), payload))
 
@@ -109,21 +99,9 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     view = memoryview(message).cast("B")
     if view.nbytes < HEADER_BYTES:
         raise _malformed("length", f"{view.nbytes} bytes, a header alone has {HEADER_BYTES}")
-    (
-        magic,
-        version,
-        kind,
-        sender,
-        step,
-        microbatch,
-        weight_version,
-        basis_version,
-        codec,
-        ndim,
-        reserved,
-        *dims,
-        length,
-    ) = _HEAD.unpack_from(view)
+    magic, version, kind, *others = _HEAD.unpack_from(view)
+    numbers = dict(zip(_LIMITS, others[: len(_LIMITS)], strict=True))
+    ndim, reserved, *dims, length = others[len(_LIMITS) :]
     if magic != MAGIC:
         raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: this is not thinwire's wire")
     if version != WIRE_VERSION:
@@ -152,17 +130,7 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     computed = zlib.crc32(payload, zlib.crc32(view[: _HEAD.size]))
     if announced != computed:
         raise _malformed("checksum", f"announced {announced:08x}, computed {computed:08x}")
-    return Frame(
-        kind=_KINDS[kind],
-        sender=sender,
-        step=step,
-        microbatch=microbatch,
-        weight_version=weight_version,
-        basis_version=basis_version,
-        codec=codec,
-        shape=tuple(dims[:ndim]),
-        payload=payload,
-    )
+    return Frame(_KINDS[kind], **numbers, shape=tuple(dims[:ndim]), payload=payload)
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

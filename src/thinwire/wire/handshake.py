@@ -1,11 +1,11 @@
 """The handshake: each end says who it is and what it runs, before the first frame of work."""
 
 import json
-import queue
-import threading
+from concurrent import futures
 from typing import Any
 
 from thinwire.errors import WireError, printable
+from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.frame import Frame, FrameKind, decode, encode
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe
@@ -26,6 +26,7 @@ def handshake(
     value at the other end; a difference in any raises one WireError that names them all,
     and the pipe is closed, so that the other end does not wait for work.
     """
+    meter = meter or Meter()
     try:
         payload = json.dumps(mine, sort_keys=True).encode()
         if len(payload) > MAX_HELLO:
@@ -33,16 +34,14 @@ def handshake(
                 f"handshake of {len(payload)} bytes, but at most {MAX_HELLO} are allowed"
             )
         pipe.write(encode(Frame(FrameKind.HELLO, payload=payload)))
-        if meter is not None:
-            meter.count_sent(FrameKind.HELLO, len(payload))
+        meter.count_sent(FrameKind.HELLO, len(payload))
         theirs, received = _read_hello(pipe, timeout)
-        if meter is not None:
-            meter.count_received(FrameKind.HELLO, received)
+        meter.count_received(FrameKind.HELLO, received)
         _compare(theirs, expect)
         return theirs
     except WireError:
         # Aside, because closing lets the other end read our HELLO first, and it may not be.
-        threading.Thread(target=pipe.close, name="handshake", daemon=True).start()
+        on_daemon_thread("handshake", pipe.close)
         raise
 
 
@@ -65,21 +64,12 @@ def _read_hello(pipe: Pipe, timeout: float) -> tuple[dict[str, Any], int]:
 def _read_within(pipe: Pipe, timeout: float) -> bytes:
     # Pipes have no time-out of their own: afterwards, keepalive watches for silence. If time
     # runs out here, the caller closes the pipe, which ends this thread too.
-    outcome: queue.SimpleQueue[bytes | WireError | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        try:
-            outcome.put(pipe.read())
-        except WireError as error:
-            outcome.put(error)
-
-    threading.Thread(target=read, name="handshake", daemon=True).start()
     try:
-        message = outcome.get(timeout=timeout)
-    except queue.Empty:
+        message = on_daemon_thread("handshake", pipe.read).result(timeout)
+    except futures.TimeoutError:
         raise WireError(f"handshake: the other end said nothing for {timeout:g} s") from None
-    if isinstance(message, WireError):
-        raise WireError(f"handshake: {message}") from message
+    except WireError as error:
+        raise WireError(f"handshake: {error}") from error
     if message is None:
         raise WireError("handshake: the other end closed the link; see its own message for why")
     return message

@@ -10,13 +10,11 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 # Places of four 64-bit counters in struct tcp_info (linux/tcp.h). The struct only ever
 # grows at its end; the first two came with Linux 4.1, the others with 4.19.
-_BYTES_ACKED = 120
-_BYTES_RECEIVED = 128
-_BYTES_SENT = 200
-_BYTES_RETRANSMITTED = 208
+_PLACES = {"bytes_acked": 120, "bytes_received": 128, "bytes_sent": 200, "bytes_retransmitted": 208}
 _ENOUGH = 256
 _DESCRIPTORS = 65536
 
@@ -93,21 +91,13 @@ def _read(sock: socket.socket) -> SocketTotals | None:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ENOUGH)
     except OSError:  # listening, or no longer connected
         return None
-    if len(info) < _BYTES_RECEIVED + 8:
+    if len(info) < _PLACES["bytes_received"] + 8:
         return None
-    counts_sent = len(info) >= _BYTES_RETRANSMITTED + 8
-    return SocketTotals(
-        local=_text(sock.getsockname()),
-        remote=_text(remote),
-        bytes_acked=_u64(info, _BYTES_ACKED),
-        bytes_received=_u64(info, _BYTES_RECEIVED),
-        bytes_sent=_u64(info, _BYTES_SENT) if counts_sent else None,
-        bytes_retransmitted=_u64(info, _BYTES_RETRANSMITTED) if counts_sent else None,
-    )
-
-
-def _u64(info: bytes, offset: int) -> int:
-    return int(struct.unpack_from("=Q", info, offset)[0])
+    counts: dict[str, Any] = {
+        name: struct.unpack_from("=Q", info, place)[0] if len(info) >= place + 8 else None
+        for name, place in _PLACES.items()
+    }
+    return SocketTotals(_text(sock.getsockname()), _text(remote), **counts)
 
 
 def _text(address: tuple) -> str:

@@ -117,13 +117,13 @@ class Link:
         self,
         on_frame: Callable[[Frame], None],
         on_broken: Callable[[WireError], None],
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to move frames; all callbacks run on the link's threads.
 
         `on_frame` gets every frame except BYE, in order; if it raises, the link is broken. A
         WireError says that the frame is not what was agreed: then `on_broken` gets a BreachError.
-        `on_end`, if given, is called when the other end said goodbye.
+        `on_end` is called when the other end said goodbye.
         """
         if self._started:
             raise WireError(f"link {self.name} is already started")
@@ -143,9 +143,7 @@ class Link:
         with self._state:
             if reason := self._why_stopped():
                 raise WireError(f"link {self.name} takes no more frames: {reason}")
-            self._unsent += 1
-            self._unpacked += 1
-            self._outgoing.put(item)
+            self._queue(item)
 
     def wait_for_room(self, frames: int) -> None:
         """Wait until fewer than `frames` frames are still to leave, or the link is lost.
@@ -173,9 +171,7 @@ class Link:
             if self._closing:
                 return
             if self._started and not self._lost():
-                self._unsent += 1
-                self._unpacked += 1
-                self._outgoing.put(Frame(FrameKind.BYE))
+                self._queue(Frame(FrameKind.BYE))
             self._closing = True
             self._state.wait_for(
                 lambda: not self._started or not self._unsent or self._lost(), timeout
@@ -197,10 +193,12 @@ class Link:
         The times are when the frame occupied the emulated uplink or, without emulation, the
         transport's write; in seconds of time.monotonic.
         """
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return spans
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
+    def _queue(self, item: Frame | Callable[[], Frame]) -> None:
+        self._unsent += 1
+        self._unpacked += 1
+        self._outgoing.put(item)
 
     def _send_loop(self) -> None:
         while (item := self._outgoing.get()) is not None and not self._lost():
@@ -259,11 +257,14 @@ class Link:
     def _read_loop(self) -> None:
         while not self._reading_ended.is_set():
             arrival, size, due = self._next_arrival()
-            if isinstance(arrival, Frame):
-                self.meter.count_received(arrival.kind, size - HEADER_BYTES)
-                self._note_bye(arrival)
-            else:
+            if not isinstance(arrival, Frame):
                 self._reading_ended.set()
+            else:
+                self.meter.count_received(arrival.kind, size - HEADER_BYTES)
+                if arrival.kind == FrameKind.BYE:
+                    with self._state:
+                        self._said_bye = True
+                        self._state.notify_all()
             if self._nic is not None and self._in_line is not None:
                 self._in_line.put(self._nic.reserve_down(size, due), arrival)
             else:
@@ -287,28 +288,20 @@ class Link:
         except WireError as error:
             return BreachError(str(error)), 0, due
 
-    def _note_bye(self, frame: Frame) -> None:
-        if frame.kind == FrameKind.BYE:
-            with self._state:
-                self._said_bye = True
-                self._state.notify_all()
-
     def _deliver(self, arrival: Arrival) -> None:
-        if isinstance(arrival, WireError):
-            self._break(str(arrival), arrival)
-        elif arrival is None:
-            self._break("the other end closed it without a goodbye", None)
-        else:
+        if isinstance(arrival, Frame):
             try:
-                if arrival.kind != FrameKind.BYE:
-                    self._on_frame(arrival)
-                elif self._on_end is not None:
+                if arrival.kind == FrameKind.BYE:
                     self._on_end()
+                else:
+                    self._on_frame(arrival)
             except WireError as error:  # the frame is not what was agreed
                 self._break(str(error), BreachError(str(error)))
             except Exception as error:  # the receiver's failure must not die with this thread
                 self._break(f"handling a frame failed: {error!r}", error, here=True)
-        if not isinstance(arrival, Frame):
+        else:
+            reason = str(arrival or "the other end closed it without a goodbye")
+            self._break(reason, arrival)
             self._stop_threads()
 
     def _break(self, reason: str, cause: BaseException | None, here: bool = False) -> None:

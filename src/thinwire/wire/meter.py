@@ -5,25 +5,11 @@ and payload apart, so that a published number can be traced to what really cross
 TLS, HTTP/2 and TCP add lies below; thinwire.wire.kernel measures that part.
 """
 
-import dataclasses
+import collections
 import threading
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from thinwire.wire.frame import HEADER_BYTES, FrameKind
-
-
-@dataclass
-class Count:
-    """Frames of one kind in one direction."""
-
-    frames: int = 0
-    header_bytes: int = 0
-    payload_bytes: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """Header and payload together."""
-        return self.header_bytes + self.payload_bytes
 
 
 class Meter:
@@ -31,48 +17,59 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: dict[FrameKind, Count] = {}
-        self._received: dict[FrameKind, Count] = {}
+        self._sent = _OneWay()
+        self._received = _OneWay()
 
     def count_sent(self, kind: FrameKind, payload_bytes: int) -> None:
         """Bill one frame that goes out."""
-        self._add(self._sent, kind, payload_bytes)
+        with self._lock:
+            self._sent.add(kind, payload_bytes)
 
     def count_received(self, kind: FrameKind, payload_bytes: int) -> None:
         """Bill one frame that came in."""
-        self._add(self._received, kind, payload_bytes)
+        with self._lock:
+            self._received.add(kind, payload_bytes)
 
     def sent_bytes(self, kind: FrameKind | None = None) -> int:
         """Bytes sent, headers included; of one kind, or of all."""
-        return self._total(self._sent, kind)
+        with self._lock:
+            return self._sent.bytes_of(kind)
 
     def received_bytes(self, kind: FrameKind | None = None) -> int:
         """Bytes received, headers included; of one kind, or of all."""
-        return self._total(self._received, kind)
+        with self._lock:
+            return self._received.bytes_of(kind)
 
     def snapshot(self) -> dict[str, dict[str, dict[str, int]]]:
         """All counts at one moment, ready for JSON: direction -> kind or "total" -> counts."""
         with self._lock:
-            return {"sent": _plain(self._sent), "received": _plain(self._received)}
-
-    def _add(self, counts: dict[FrameKind, Count], kind: FrameKind, payload_bytes: int) -> None:
-        with self._lock:
-            count = counts.setdefault(kind, Count())
-            count.frames += 1
-            count.header_bytes += HEADER_BYTES
-            count.payload_bytes += payload_bytes
-
-    def _total(self, counts: dict[FrameKind, Count], kind: FrameKind | None) -> int:
-        with self._lock:
-            return sum(c.bytes for k, c in counts.items() if kind is None or k == kind)
+            return {"sent": self._sent.plain(), "received": self._received.plain()}
 
 
-def _plain(counts: dict[FrameKind, Count]) -> dict[str, dict[str, int]]:
-    total = Count()
-    for count in counts.values():
-        total.frames += count.frames
-        total.header_bytes += count.header_bytes
-        total.payload_bytes += count.payload_bytes
-    plain = {kind.name: dataclasses.asdict(counts[kind]) for kind in sorted(counts)}
-    plain["total"] = dataclasses.asdict(total)
-    return plain
+class _OneWay:
+    """The counts of one direction."""
+
+    def __init__(self) -> None:
+        self._frames: collections.Counter[FrameKind] = collections.Counter()
+        self._payload: collections.Counter[FrameKind] = collections.Counter()
+
+    def add(self, kind: FrameKind, payload_bytes: int) -> None:
+        self._frames[kind] += 1
+        self._payload[kind] += payload_bytes
+
+    def bytes_of(self, kind: FrameKind | None) -> int:
+        counts = self._counts(self._frames if kind is None else [kind])
+        return counts["header_bytes"] + counts["payload_bytes"]
+
+    def plain(self) -> dict[str, dict[str, int]]:
+        by_kind = {kind.name: self._counts([kind]) for kind in sorted(self._frames)}
+        return by_kind | {"total": self._counts(self._frames)}
+
+    def _counts(self, kinds: Collection[FrameKind]) -> dict[str, int]:
+        frames = sum(self._frames[kind] for kind in kinds)
+        payload = sum(self._payload[kind] for kind in kinds)
+        return {
+            "frames": frames,
+            "header_bytes": frames * HEADER_BYTES,
+            "payload_bytes": payload,
+        }

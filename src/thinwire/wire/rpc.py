@@ -20,6 +20,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from thinwire.errors import WireError
+from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.stream import (
     DEFAULT_KEEPALIVE,
@@ -167,11 +168,22 @@ def dial(
     `server_name` is the name of the identity that the listener must prove to have.
     """
     deadline = time.monotonic() + timeout
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=identity.authority_pem.encode(),
+        private_key=identity.key_pem.encode(),
+        certificate_chain=identity.certificate_pem.encode(),
+    )
+    options = [
+        *common_options(max_message, keepalive),
+        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
     reason = ""
     while True:
-        outcome = _try_to_dial(
-            address, name, identity, server_name, deadline, max_message, keepalive
-        )
+        # A channel of its own per attempt: no back-off of earlier attempts, no shared connection.
+        channel = grpc.secure_channel(address, credentials, options)
+        outcome = _try_to_dial(channel, name, deadline)
         if isinstance(outcome, Pipe):
             return outcome
         if not reason or _CUT_SHORT not in outcome:  # an answer says more than our own deadline
@@ -184,30 +196,8 @@ def dial(
         time.sleep(_RETRY_S)
 
 
-def _try_to_dial(
-    address: str,
-    name: str,
-    identity: Identity,
-    server_name: str,
-    deadline: float,
-    max_message: int,
-    keepalive: Keepalive,
-) -> Pipe | str:
-    # A channel of its own per attempt: no back-off of earlier attempts, no shared connection.
-    channel = grpc.secure_channel(
-        address,
-        grpc.ssl_channel_credentials(
-            root_certificates=identity.authority_pem.encode(),
-            private_key=identity.key_pem.encode(),
-            certificate_chain=identity.certificate_pem.encode(),
-        ),
-        options=[
-            *common_options(max_message, keepalive),
-            ("grpc.ssl_target_name_override", server_name),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-        ],
-    )
+def _try_to_dial(channel: grpc.Channel, name: str, deadline: float) -> Pipe | str:
+    """The pipe, or why there is none."""
     outgoing = Outbox()
     open_stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
     call = open_stream(outgoing.to_the_last(), metadata=((_NAME_KEY, name.encode()),))
@@ -266,21 +256,7 @@ def _plainly(reason: str) -> str:
 
 
 class _DaemonThreads(futures.Executor):
-    """Gives each stream a daemon thread, so that a forgotten pipe cannot hold up exit.
-
-    The usual thread pool would be joined when Python exits.
-    """
+    """Gives each stream a daemon thread, so that a forgotten pipe cannot hold up exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """Run the call on a new daemon thread."""
-        future: futures.Future[Any] = futures.Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        threading.Thread(target=run, name="thinwire stream", daemon=True).start()
-        return future
+        return on_daemon_thread("thinwire stream", lambda: fn(*args, **kwargs))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import WireError, printable
+from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.pipe import CLOSE_GRACE_S, Handover, Pipe
 
 _LAST = b""
@@ -65,14 +66,12 @@ class StreamPipe(Pipe):
         self._outgoing.end(drop=True)
 
     def write(self, message: bytes) -> None:
-        """Hand a message to gRPC, waiting while it holds enough of them."""
         if message == _LAST:
             raise WireError("an empty message cannot be sent")
         if not self._outgoing.put(message):
             raise WireError("the stream is closed" if self._closed else "the other end is gone")
 
     def read(self) -> bytes | None:
-        """The next message, or None after the last; WireError if the connection was lost."""
         reason = "the connection was lost"
         with self._reading:
             try:
@@ -88,12 +87,11 @@ class StreamPipe(Pipe):
         return message
 
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
-        """Close, giving the other end `grace` seconds to read what is still under way."""
         self._closed = True
         self._outgoing.end()
         # Letting go at once would cut off what is still on its way out. The stream is over
         # once both ends have read it to its end, and here nobody may be reading any more.
-        threading.Thread(target=self._discard_rest, name="thinwire close", daemon=True).start()
+        on_daemon_thread("thinwire close", self._discard_rest)
         self._over.wait(grace)
         self._let_go()
 
