@@ -10,15 +10,8 @@ from thinwire.schedule.build import (
     stage_window,
     validate,
 )
-from thinwire.schedule.simulate import (
-    CONTROL_BYTES,
-    Costs,
-    Network,
-    Simulation,
-    Span,
-    simulate,
-    window_table,
-)
+from thinwire.schedule.play import CONTROL_BYTES, Costs, Network, Span
+from thinwire.schedule.simulate import Simulation, simulate, window_table
 
 __all__ = [
     "CONTROL_BYTES",

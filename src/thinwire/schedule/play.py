@@ -1,0 +1,295 @@
+"""A schedule played step after step: stages compute, messages queue on their links.
+
+Time is continuous and events run in order of time. Each stage is a host that computes one
+action at a time and has one uplink and one downlink; sending never holds up computing.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from thinwire.errors import ConfigError
+from thinwire.occupancy import Occupancy
+from thinwire.schedule.action import Action, Kind, Schedule
+
+CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
+TALLY, VERDICT = "tally", "verdict"
+BASIS_GRADIENT, NEW_BASIS = "basis gradient", "basis"  # messages of a learned basis
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per action of each stage, and bytes per microbatch over each cut.
+
+    Cut b lies between stage b and stage b + 1, so there is one fewer than stages. A learned
+    basis also crosses once a step: its gradient down, and after the update the basis up.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    update: list[float]
+    forward_bytes: list[int]
+    backward_bytes: list[int]
+    basis_bytes: list[int] = field(default_factory=list)  # none = no cut learns its basis
+
+    def check(self, stages: int) -> None:
+        """Refuse lists of the wrong length and numbers that are no amount."""
+        for name, values in vars(self).items():
+            wanted = stages - 1 if name.endswith("bytes") else stages
+            if len(values) != wanted and (values or name != "basis_bytes"):
+                raise ConfigError(
+                    f"costs.{name} has {len(values)} numbers, {stages} stages need {wanted}"
+                )
+            for value in values:
+                _check_amount(f"costs.{name}", value)
+
+    def of(self, action: Action) -> float:
+        """Seconds that this action takes on a core of its own."""
+        times = {Kind.F: self.forward, Kind.B: self.backward, Kind.U: self.update}
+        return times[action.kind][action.stage]
+
+    def basis_below(self, stage: int) -> int:
+        """Bytes of the learned basis of the cut below a stage; 0 where there is none."""
+        return self.basis_bytes[stage - 1] if self.basis_bytes and stage > 0 else 0
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of every host: rates in 10^6 bits per second, 0 = unlimited; one-way delay."""
+
+    mbps_up: float = 0.0
+    mbps_down: float = 0.0
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _check_amount(f"network.{name}", value)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stage's lane ("compute", "send" or "wait") did from start to end, in seconds."""
+
+    stage: int
+    lane: str
+    label: str
+    start: float
+    end: float
+
+
+class _Message(NamedTuple):
+    target: int
+    label: str
+    size: int
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One thing that a stage does: what it waits for, what it computes, and what it sends then."""
+
+    needs: list[str]  # labels of messages
+    action: Action | None  # None takes no time: messages are answered or passed on
+    sends: list[_Message]
+
+
+def _turns(schedule: Schedule, stage: int, costs: Costs) -> list[_Turn]:
+    """What a stage does in a step: the actions of its row, and the messages that end a step.
+
+    Behind the last backwards the tally goes down from stage to stage, then the verdict up.
+    """
+    top = schedule.stages - 1
+    *passes, update = schedule.rows[stage]
+    turns = []
+    for action in passes:
+        way = 1 if action.kind is Kind.F else -1
+        sizes = costs.forward_bytes if way > 0 else costs.backward_bytes
+        needs = [action.label] if 0 <= stage - way <= top else []
+        turns.append(_Turn(needs, action, []))
+        if 0 <= stage + way <= top:
+            size = sizes[min(stage, stage + way)]
+            turns[-1].sends.append(_Message(stage + way, action.label, size))
+    if below := costs.basis_below(stage):
+        turns[0].needs.append(NEW_BASIS)
+        turns[-1].sends.append(_Message(stage - 1, BASIS_GRADIENT, below))
+    above = costs.basis_below(stage + 1) if stage < top else 0
+    from_above = [TALLY, BASIS_GRADIENT] if above else [TALLY] if stage < top else []
+    verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
+    if stage > 0:
+        turns.append(_Turn(from_above, None, [_Message(stage - 1, TALLY, CONTROL_BYTES)]))
+        turns.append(_Turn([VERDICT], None, verdict))
+    else:
+        turns.append(_Turn(from_above, None, verdict))
+    turns.append(_Turn([], update, [_Message(stage + 1, NEW_BASIS, above)] if above else []))
+    return turns
+
+
+@dataclass
+class _Host:
+    """Where one stage stands."""
+
+    turns: list[_Turn]
+    uplink: Occupancy
+    downlink: Occupancy
+    step: int = 0
+    position: int = 0  # among its turns
+    is_computing: bool = False
+    since: float = 0.0  # when it began to compute, or else to wait
+    # Steps and labels of the messages that have come; the first step has its basis at hand.
+    inbox: set[tuple[int, str]] = field(default_factory=lambda: {(0, NEW_BASIS)})
+
+    @property
+    def turn(self) -> _Turn:
+        """What it does next, or is doing."""
+        return self.turns[self.position]
+
+
+class _Cores:
+    """Running actions, all at one common speed.
+
+    A work clock goes at that speed, so an action ends when the clock has moved on by its
+    work, whoever comes and goes meanwhile. The clock is re-based only when the speed
+    changes: at full speed it reads the time exactly and no rounding piles up.
+    """
+
+    def __init__(self, cores: int) -> None:
+        self.cores = cores
+        self.ends: dict[int, float] = {}  # stage -> reading of the work clock
+        self.speed = 1.0
+        self.base_time = 0.0
+        self.base_work = 0.0
+
+    def start(self, stage: int, work: float, now: float) -> None:
+        self.ends[stage] = self._reading(now) + work
+        self._set_speed(now)
+
+    def stop(self, stage: int, now: float) -> None:
+        del self.ends[stage]
+        self._set_speed(now)
+
+    def next_end(self) -> tuple[float, int]:
+        """Time and stage of the next action to end; the time is infinite when none runs."""
+        if not self.ends:
+            return math.inf, -1
+        reading, stage = min(zip(self.ends.values(), self.ends, strict=True))
+        return self.base_time + (reading - self.base_work) / self.speed, stage
+
+    def _reading(self, now: float) -> float:
+        return self.base_work + (now - self.base_time) * self.speed
+
+    def _set_speed(self, now: float) -> None:
+        speed = min(1.0, self.cores / max(1, len(self.ends)))
+        if speed != self.speed:
+            self.base_work, self.base_time = self._reading(now), now
+            self.speed = speed
+
+
+class Play:
+    """The event loop: compute that ends, first bytes that reach a downlink, deliveries.
+
+    `run` plays all steps; `step_ends` then has the times at which stage 0 ended each of them, and
+    `spans` what happened in the last.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, network: Network, steps: int, cores: int | None
+    ) -> None:
+        self.spans: list[Span] = []
+        self.step_ends: list[float] = []
+        self.hosts = [
+            _Host(
+                _turns(schedule, stage, costs),
+                Occupancy(network.mbps_up),
+                Occupancy(network.mbps_down),
+            )
+            for stage in range(schedule.stages)
+        ]
+        self._costs, self._latency, self._steps = costs, network.latency_s, steps
+        self._cores = _Cores(cores or schedule.stages)
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._scheduled = 0  # breaks ties in time by order of scheduling
+
+    def run(self) -> None:
+        """Play until no stage has anything left to do."""
+        for stage in range(len(self.hosts)):
+            self._advance(stage)
+        while True:
+            ends, stage = self._cores.next_end()
+            if self._events and self._events[0][0] <= ends:
+                self._now, _, happen = heapq.heappop(self._events)
+                happen()
+            elif stage >= 0:
+                self._now = max(self._now, ends)  # rounding must not turn time back
+                self._finish(stage)
+            else:
+                return
+
+    def _advance(self, stage: int) -> None:
+        """Do the stage's next turns, as far as it is idle and what they need is there."""
+        host = self.hosts[stage]
+        while not host.is_computing and host.step < self._steps:
+            if any((host.step, label) not in host.inbox for label in host.turn.needs):
+                return
+            action = host.turn.action
+            if action is None:
+                self._complete(stage)
+                continue
+            if self._now > host.since:
+                self._record(stage, "wait", action.label, host.since, self._now)
+            host.is_computing, host.since = True, self._now
+            self._cores.start(stage, self._costs.of(action), self._now)
+
+    def _finish(self, stage: int) -> None:
+        host = self.hosts[stage]
+        assert host.turn.action is not None
+        self._cores.stop(stage, self._now)
+        self._record(stage, "compute", host.turn.action.label, host.since, self._now)
+        host.is_computing, host.since = False, self._now
+        self._complete(stage)
+        self._advance(stage)
+
+    def _complete(self, stage: int) -> None:
+        """Send what the turn has made, and move on to the next."""
+        host = self.hosts[stage]
+        for message in host.turn.sends:
+            self._send(stage, message)
+        host.position += 1
+        if host.position == len(host.turns):
+            host.step, host.position = host.step + 1, 0
+            if stage == 0:
+                self.step_ends.append(self._now)
+
+    def _send(self, source: int, message: _Message) -> None:
+        """Queue on the uplink; the first byte reaches the other end one latency after its start."""
+        host = self.hosts[source]
+        start, end = host.uplink.carry(message.size, self._now, self._now)
+        shown = f"{message.label}>" if message.target > source else f"<{message.label}"
+        self._record(source, "send", shown, start, end)
+        step = host.step + 1 if message.label == NEW_BASIS else host.step  # that it is for
+        reach = partial(self._reach_downlink, message, step, end + self._latency)
+        self._at(start + self._latency, reach)
+
+    def _reach_downlink(self, message: _Message, step: int, last_byte: float) -> None:
+        downlink = self.hosts[message.target].downlink
+        _, passed = downlink.carry(message.size, self._now, last_byte)
+        self._at(passed, partial(self._deliver, message, step))
+
+    def _deliver(self, message: _Message, step: int) -> None:
+        self.hosts[message.target].inbox.add((step, message.label))
+        self._advance(message.target)
+
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, self._scheduled, happen))
+        self._scheduled += 1
+
+    def _record(self, stage: int, lane: str, label: str, start: float, end: float) -> None:
+        if self.hosts[stage].step == self._steps - 1:
+            self.spans.append(Span(stage, lane, label, start, end))
+
+
+def _check_amount(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} = {value}: must be 0 or more, and finite")
