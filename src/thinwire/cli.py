@@ -18,7 +18,7 @@ from rich.console import Console
 import thinwire
 from thinwire.arguments import number
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
-from thinwire.lab.options import add_experiments
+from thinwire.lab.experiment import add_experiments
 from thinwire.report.stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick

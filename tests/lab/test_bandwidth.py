@@ -1,7 +1,6 @@
 """What was measured stays apart from what was simulated; hours to a loss."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,25 +15,15 @@ from thinwire.lab.bandwidth import (
     tokens_to_loss,
     verdict,
 )
+from thinwire.lab.convergence import grid
+from thinwire.lab.pool import Trained
 
 ARMS = {"dense": {"mode": "dense", "rank": 0}, "thin": {"mode": "subspace", "rank": 8}}
 
 
-def curve(mode: str, rank: int, lr: float, points: list[tuple[int, float]]) -> dict[str, Any]:
-    return {
-        "mode": mode,
-        "rank": rank,
-        "lr": lr,
-        "stages": 4,
-        "seed": 0,
-        "steps": 10,
-        "anchor": "auto",
-        "learn": False,
-        "update_every": 0,
-        "curve": points,
-        "loss": points[-1][1],
-        "seconds": 1.0,
-    }
+def curve(mode: str, rank: int, lr: float, points: list[tuple[int, float]]) -> Trained:
+    (arm,) = grid([mode], [rank], [lr], [4], [0], 10)[bool(rank) :][:1]
+    return Trained(arm, {"curve": points, "loss": points[-1][1], "seconds": 1.0})
 
 
 def test_every_arm_reaches_the_loss_and_the_best_rate_counts() -> None:

@@ -1,7 +1,6 @@
 """The grid, the rules that judge findings, what an arm measures, and tiny studies of each task."""
 
 import csv
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,9 @@ from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
-from thinwire.lab import codec_report, codecs
-from thinwire.lab.arms import Ground, Session
-from thinwire.lab.experiment import Row
+from thinwire.lab import codec_report, codecs, measure
+from thinwire.lab.arms import Arm, Ground
+from thinwire.lab.experiment import sheet
 from thinwire.lab.findings import (
     FAILS,
     FINDINGS,
@@ -28,11 +27,13 @@ from thinwire.lab.findings import (
     PARTLY,
     SMALL,
     WORST,
+    Harm,
     Harms,
     judge,
     too_small,
 )
 from thinwire.lab.measure import Errors, load_weights, save_weights
+from thinwire.lab.pool import Session, Trained
 from thinwire.settings import Settings
 
 ALL_GROUNDS = ("cifar", "scratch", "tune")
@@ -41,31 +42,53 @@ ALL_GROUNDS = ("cifar", "scratch", "tune")
 # --- the grid ---
 
 
+def entry_of(ground: str, name: str) -> dict[str, Any]:
+    return next(entry for entry in codecs.grid(ground) if entry["name"] == name)
+
+
+def arm_of(ground: str, name: str, seed: int = 0, steps: int = 9, **codec: str) -> Arm:
+    return codecs.make_arms(ground, [{**entry_of(ground, name), **codec}], [seed], steps)[0]
+
+
 @pytest.mark.parametrize("ground", ALL_GROUNDS)
 def test_every_arm_can_work(ground: str) -> None:
-    base = codecs.CIFAR if ground == "cifar" else {"pipeline": codecs.CIFAR["pipeline"]}
+    images = sheet("codecs")["settings"]["cifar"]
+    base = images if ground == "cifar" else {"pipeline": images["pipeline"]}
     arms = codecs.make_arms(ground, codecs.grid(ground), [0, 1], 100)
-    names = [arm.name for arm in arms]
+    names = [arm.tags["name"] for arm in arms]
     assert names[:2] == ["dense", "dense"] and len(set(names)) == len(names) - 1
     for arm in arms:
-        assert arm.settings(base).codec.names(0) == (arm.forward, arm.backward)
-    core = [name in codecs.CORE for name in names]
+        expected = arm.tags["forward"], arm.tags["backward"]
+        assert arm.settings(base).codec.names(0) == expected
+    core = [arm.tags.get("core", False) for arm in arms]
     assert core == sorted(core, reverse=True), "what decides findings is trained first"
+    changes = [str(arm.changes) for arm in arms if arm.seed == 0]
+    assert len(set(changes)) == len(changes), "no two arms train alike"
+
+
+def harms_of(ground: str, given: dict[str, Any], noise: float) -> Harms:
+    """Harms of arms by name, with compression at test time and without it or both alike."""
+    harms = []
+    for name, harm in given.items():
+        entry = entry_of(ground, name)
+        at = tuple(entry["bits"]) if "bits" in entry else entry.get("share")
+        on, off = harm if isinstance(harm, tuple) else (harm, harm)
+        harms.append(Harm(name, entry["kind"], at, on, off))
+    return Harms(harms, noise, is_accuracy=ground == "cifar")
 
 
 def test_the_core_has_what_every_finding_needs() -> None:
     for ground in ALL_GROUNDS:
-        names = {c.name for c in codecs.grid(ground)} & set(codecs.CORE)
-        harms = Harms(dict.fromkeys(names, (0.0, 0.0)), 0.0, ground == "cifar")
-        assert not [row for row in judge(ground, harms) if "needs" in row["our figure"]]
-    every = {c.name for ground in ALL_GROUNDS for c in codecs.grid(ground)}
-    assert set(codecs.QUICK) <= set(codecs.CORE) <= every
+        core = {entry["name"]: 0.0 for entry in codecs.grid(ground) if entry.get("core")}
+        rows = judge(ground, harms_of(ground, core, 0.0))
+        assert not [row for row in rows if "needs" in row["our figure"]]
+        assert all(entry.get("core") for entry in codecs.grid(ground) if entry.get("quick"))
 
 
 def test_arms_are_chosen_by_pattern() -> None:
     found = codecs.choose("lm", "tune/topk1*,fw2-bw8", False)
-    assert [c.name for c in found["scratch"]] == ["dense", "fw2-bw8"]
-    assert {c.name for c in found["tune"]} >= {"dense", "fw2-bw8", "topk10", "topk10+aqsgd"}
+    assert [c["name"] for c in found["scratch"]] == ["dense", "fw2-bw8"]
+    assert {c["name"] for c in found["tune"]} >= {"dense", "fw2-bw8", "topk10", "topk10+aqsgd"}
     assert codecs.choose("lm", "tune/*", True)["scratch"] == []
     with pytest.raises(ConfigError, match=r'"topk11" matches none of cifar/dense'):
         codecs.choose("cifar", "topk11", False)
@@ -77,10 +100,10 @@ Given = dict[str, float | tuple[float, float]]
 MILD: Given = {"topk50": 0.0, "topk30": 0.001, "topk20": 0.002, "topk10": 0.01, "topk5": 0.05}
 
 
-def verdict(number: int, given: Given, noise: float = 0.001, is_accuracy: bool = False) -> str:
-    pairs = {name: v if isinstance(v, tuple) else (v, v) for name, v in given.items()}
-    finding = next(finding for finding in FINDINGS if finding.number == number)
-    return finding.decide(Harms(pairs, noise, is_accuracy)).verdict
+def verdict(number: int, given: Given, noise: float = 0.001) -> str:
+    finding = FINDINGS[number - 1]
+    assert finding.number == number
+    return finding.decide(harms_of(finding.grounds[-1], given, noise))[0]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +146,7 @@ def verdict(number: int, given: Given, noise: float = 0.001, is_accuracy: bool =
     ],
 )
 def test_a_verdict_follows_from_figures(number: int, given: Given, wanted: str) -> None:
-    assert verdict(number, given, is_accuracy=number == 2) == wanted
+    assert verdict(number, given) == wanted
 
 
 def test_noise_leaves_open_what_it_could_have_made() -> None:
@@ -155,37 +178,36 @@ def test_runs_that_are_too_small_decide_nothing(noise: float, steps: int, reason
     found = too_small(noise, steps)
     assert found.startswith(reason) and bool(found) == bool(reason)
     given = {"topk10": (0.0, 0.9), "topk20": (0.0, 0.9), "topk10-own": (0.9, 0.9)}
-    rows = judge("tune", Harms(given, noise, is_accuracy=False), found)
+    rows = judge("tune", harms_of("tune", given, noise), found)
     verdicts = {row["finding"]: row["verdict"] for row in rows}
     assert verdicts[3] == verdicts[7] == (SMALL if reason else HOLDS)
     assert verdicts[1] == OPEN, "its arms are missing, whatever the size"
 
 
-def row(name: str, seed: int, loss: float | None, off: float | None = None) -> Row:
-    found = next(c for c in codecs.grid("scratch") if c.name == name)
-    return {
-        "ground": "scratch", "name": name, "forward": found.forward, "backward": found.backward,
-        "seed": seed, "steps": 9, "loss": loss, "loss_off": loss if off is None else off,
-        "bytes_forward": 10.0, "bytes_backward": 6.0, "ratio": 8.0, "seconds": 1.0,
+def run(name: str, seed: int, loss: float | None, off: float | None = None) -> Trained:
+    figures = {
+        "loss": loss, "loss_off": loss if off is None else off, "seconds": 1.0,
+        "bytes_forward": 10.0, "bytes_backward": 6.0, "ratio": 8.0,
     }  # fmt: skip
+    return Trained(arm_of("scratch", name, seed), figures)
 
 
 def test_arms_are_compared_with_dense_of_their_seed() -> None:
-    rows = [row("dense", 0, 4.0), row("dense", 1, 4.4), row("topk10", 0, 4.1, 4.4),
-            row("topk10", 1, 4.4, 5.28), row("topk5", 0, None)]  # fmt: skip
-    report = codec_report.GroundReport("scratch", rows)
+    runs = [run("dense", 0, 4.0), run("dense", 1, 4.4), run("topk10", 0, 4.1, 4.4),
+            run("topk10", 1, 4.4, 5.28), run("topk5", 0, None)]  # fmt: skip
+    report = codec_report.GroundReport("scratch", runs)
     assert report.noise == pytest.approx(0.4 / 4.2)
-    harms = report.harms()
-    assert harms is not None and harms.tolerance == pytest.approx(0.8 / 4.2)
-    assert harms.on("topk10") == pytest.approx((0.025 + 0.0) / 2)
-    assert harms.off("topk10") == pytest.approx((0.1 + 0.2) / 2)
-    assert harms.on("topk5") == WORST and harms.show(WORST) == "diverged"
-    table = {line["arm"]: line for line in report.arms()}
+    assert report.harms is not None and report.harms.tolerance == pytest.approx(0.8 / 4.2)
+    topk = report.of("topk")
+    assert topk[10].harm.on == pytest.approx((0.025 + 0.0) / 2)
+    assert topk[10].harm.off == pytest.approx((0.1 + 0.2) / 2)
+    assert topk[5].harm.on == WORST and report.harms.show(WORST) == "diverged"
+    table = {line["arm"]: line for line in report.rows()}
     assert table["topk5"]["loss"] is None and table["dense"]["harm"] == 0
     found = codec_report.outcome("lm", [report], [])
     json.dumps(found.to_plain(), allow_nan=False)
-    alone = codec_report.GroundReport("scratch", [row("dense", 0, 4.0), row("topk10", 0, 4.4)])
-    assert alone.harms() is None and alone.score("topk10") == 4.4
+    alone = codec_report.GroundReport("scratch", [run("dense", 0, 4.0), run("topk10", 0, 4.4)])
+    assert alone.harms is None and alone.of("topk")[10].score == 4.4
 
 
 # --- what an arm measures ---
@@ -200,10 +222,10 @@ def base(make_settings: Callable[..., Settings]) -> dict[str, dict[str, Any]]:
 
 
 def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_path: Path) -> None:
-    arm = codecs.Arm("scratch", "fw2-bw8", "int2", "int8", seed=0, steps=4)
+    arm = arm_of("scratch", "fw2-bw8", steps=4)
     keep = tmp_path / "there" / "base.safetensors"
     shared = {"base": base, "data": str(corpus.folder), "from": "", "to": str(keep)}
-    figures = codecs.train(dataclasses.asdict(arm), shared)
+    figures = measure.train(arm, shared)
     settings = arm.settings(base)
     chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
     untrained = chain.evaluate()
@@ -218,7 +240,7 @@ def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_
     assert "accuracy" not in figures
     assert 0.1 < figures["error_forward"] < 1 and 0 < figures["error_backward"] < 0.02
     # Fine-tuning begins where those weights are: no step at all leaves their loss.
-    tuned = codecs.train({**dataclasses.asdict(arm), "steps": 1}, {
+    tuned = measure.train(arm_of("scratch", "fw2-bw8", steps=1), {
         **shared, "from": str(keep), "to": "",
         "base": {**base, "optim": {**base["optim"], "lr": 1e-12}}})  # fmt: skip
     assert tuned["loss"] == pytest.approx(figures["loss"], abs=1e-5)
@@ -245,8 +267,8 @@ def test_errors_of_codecs_with_and_without_loss(
     shared = {"base": base, "data": str(corpus.folder), "from": "", "to": ""}
 
     def errors(name: str) -> tuple[float, float]:
-        arm = codecs.Arm("scratch", "any", name, name, seed=0, steps=6)
-        figures = codecs.train(dataclasses.asdict(arm), shared)
+        arm = arm_of("scratch", "dense", steps=6, forward=name, backward=name)
+        figures = measure.train(arm, shared)
         return figures["error_forward"], figures["error_backward"]
 
     assert errors("fp32") == (0, 0)
@@ -257,7 +279,7 @@ def test_errors_of_codecs_with_and_without_loss(
 def test_weights_come_back_as_they_were(
     base: dict[str, dict[str, Any]], corpus: Corpus, tmp_path: Path
 ) -> None:
-    settings = codecs.Arm("scratch", "dense", "bf16", "bf16", 0, 4).settings(base)
+    settings = arm_of("scratch", "dense", steps=4).settings(base)
     first, second = (Chain(settings, Feed(corpus, settings, torch.device("cpu"))) for _ in "ab")
     first.train_step(0)
     save_weights(first, tmp_path / "w.safetensors")
@@ -276,13 +298,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str
     """Arms are trained here, one after the other: processes take seconds to start."""
     trained: list[str] = []
 
-    def train_arms(arms: list[codecs.Arm], ground: Ground, session: Session) -> list[Row]:
-        rows = []
-        for arm in arms:
-            fields = dataclasses.asdict(arm)
-            rows.append({**fields, **ground.names, **codecs.train(fields, ground.shared)})
-            trained.append(arm.label)
-        return rows
+    def train_arms(arms: list[Arm], ground: Ground, session: Session) -> list[Trained]:
+        trained.extend(f"{arm.label}  seed {arm.seed}" for arm in arms)
+        return [Trained(arm, measure.train(arm, ground.shared)) for arm in arms]
 
     monkeypatch.setattr(codecs, "train_arms", train_arms)
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))

@@ -1,29 +1,18 @@
-"""A tiny grid trained in processes, logs of before, and what tables make of rows."""
+"""A tiny grid trained in processes, and what tables and verdicts make of runs."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from thinwire.data import Corpus
+from thinwire.errors import ConfigError
 from thinwire.lab import convergence as lab
-from thinwire.lab.arms import Session, Values, gap_to_dense, noise_of
-from thinwire.lab.experiment import write_outcome
+from thinwire.lab.arms import Arm, Values
+from thinwire.lab.decide import gap_to_dense, noise_of
+from thinwire.lab.outcome import write_outcome
+from thinwire.lab.pool import Session, Trained
 from thinwire.settings import Settings
-
-BEFORE: Values = {
-    "model": {"preset": "160m", "context": 512},
-    "pipeline": {"stages": 4, "microbatches": 1, "schedule": "gpipe"},
-    "run": {"precision": "bf16", "device": "cuda", "threads": 2, "compile": True},
-    "train": {"batch": 32, "eval_batches": 8, "eval_every": 0, "checkpoint_every": -1},
-}
-LOGGED = {
-    "mode": "projected", "rank": 24, "lr": 0.0003, "stages": 4, "seed": 0, "steps": 400,
-    "anchor": "auto", "learn": False, "update_every": 0, "base": "00ff5c0a729e",
-    "curve": [[0, 10.98], [655360, 7.4]], "loss": 6.0055, "seconds": 101.3,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -32,23 +21,41 @@ def base(make_settings: Callable[..., Settings]) -> Values:
     return {key: values[key] for key in ("model", "data", "pipeline", "codec", "train", "run")}
 
 
-def test_logs_of_before_are_recognised(corpus: Corpus, tmp_path: Path) -> None:
-    log = tmp_path / "convergence.jsonl"
-    log.write_text(json.dumps({**LOGGED, "corpus": corpus.fingerprint}) + "\n")
-    arms = lab.grid(["projected"], [24], [3e-4], [4], [0], 400)[1:]
+def test_only_arms_of_the_same_ground_count_as_trained(
+    base: Values, corpus: Corpus, tmp_path: Path
+) -> None:
+    arms = lab.grid([], [], [1e-2], [2], [0], 1)
     said: list[str] = []
-    session = Session(log, 0, said.append)
-    (row,) = lab.train_grid(arms, BEFORE, corpus, session)
-    assert row["loss"] == 6.0055 and said[0].startswith("1 arms, 1 of them")
+    train = Session(tmp_path / "log.jsonl", 1, said.append)
+    (run,) = lab.train_grid(arms, base, corpus, train)
+    read = Session(train.log, 0, said.append)
+    assert lab.train_grid(arms, base, corpus, read) == [run]
+    assert said[-1].startswith("1 arms, 1 of them")
     for change in ({"optim": {"weight_decay": 0.2}}, {"codec": {"forward": "int8"}}):
-        assert lab.train_grid(arms, {**BEFORE, **change}, corpus, session) == []
+        assert lab.train_grid(arms, {**base, **change}, corpus, read) == []
+    lr, stages = {"optim": {"lr": 0.5}}, {"pipeline": {**base["pipeline"], "stages": 4}}
+    for change in (lr, stages):  # of the arm, and so not of the ground
+        assert lab.train_grid(arms, {**base, **change}, corpus, read) == [run]
+
+
+def test_variants_of_modes() -> None:
+    modes = ["subspace+moved500", "projected+learned", "subspace+fixed"]
+    dense, moved, learned, fixed = lab.grid(modes, [8], [1e-3], [4], [0], 50)
+    assert dense.label == "dense" and moved.label == "subspace k=8 moved500"
+    assert moved.get("boundary.basis_update_every") == 500
+    assert learned.get("boundary.learn") and learned.get("boundary.basis") == "per-cut"
+    assert fixed.get("boundary.anchor") == "fixed" and moved.get("boundary.anchor") == "auto"
+    for wrong in ("subspace+moved", "subspace+movedx", "subspace+fast"):
+        with pytest.raises(ConfigError, match=r"--modes .*: a variant is one of fixed, trainable"):
+            lab.grid([wrong], [8], [1e-3], [4], [0], 50)
 
 
 def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: Path) -> None:
     arms = lab.grid(["projected"], [4], [1e-2], [2], [0], 3)
     rows = lab.train_grid(arms, base, corpus, Session(tmp_path / "log.jsonl", 2, print))
-    assert {row["mode"] for row in rows} == {"dense", "projected"}
-    assert all(len(row["curve"]) == 4 and row["loss"] == row["curve"][-1][1] for row in rows)
+    assert {row.arm.label for row in rows} == {"dense", "projected k=4"}
+    assert all(len(row.figures["curve"]) == 4 for row in rows)
+    assert all(row.loss == row.figures["curve"][-1][1] for row in rows)
     found = lab.outcome(rows, base, 1e12)
     dense, narrow = found.rows
     assert dense["gap"] == 0 and narrow["ratio"] > dense["ratio"]
@@ -57,20 +64,22 @@ def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: 
     assert write_outcome(found, tmp_path).joinpath("report.md").exists()
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    return {**LOGGED, "corpus": "c", **changes}
+def trained(
+    mode: str, rank: int, loss: float | None, lr: float = 1e-3, seed: int = 0, steps: int = 400
+) -> Trained:
+    narrow = lab.grid([mode], [rank], [lr], [2], [seed], steps)
+    figures = {"bytes_forward": 9.0, "bytes_backward": 9.0, "ratio": 8.0}
+    return Trained(narrow[mode != "dense"], {**figures, "loss": loss, "curve": [[0, 9], [8, 7]]})
 
 
 def test_the_best_rate_over_seeds_counts_and_what_diverged_does_not() -> None:
-    rows = [
-        row(lr=1e-3, seed=0, loss=5.0),
-        row(lr=1e-3, seed=1, loss=6.0),
-        row(lr=2e-3, seed=0, loss=5.2),
-        row(lr=4e-3, seed=0, loss=None),
+    runs = [
+        trained("projected", 24, 5.0, lr=1e-3, seed=0),
+        trained("projected", 24, 6.0, lr=1e-3, seed=1),
+        trained("projected", 24, 5.2, lr=2e-3, seed=0),
+        trained("projected", 24, None, lr=4e-3, seed=0),
     ]
-    ((place, found),) = lab.best_by_method(rows).items()
-    assert place == (4, 400, "projected k=24")
-    assert (found["lr"], found["loss"], found["seeds"]) == (2e-3, 5.2, 1)
+    assert lab.best_by_method(runs) == {(2, 400, "projected k=24"): [runs[2]]}
 
 
 @pytest.mark.parametrize(
@@ -92,11 +101,10 @@ def test_a_verdict_needs_steps_and_more_than_noise(
     holds: bool | None,
     reason: str,
 ) -> None:
-    usual = {"mode": "dense", "rank": 0, "stages": 2, "steps": steps}
-    rows = [row(**usual, loss=loss, seed=seed) for seed, loss in enumerate(dense)]
+    runs = [trained("dense", 0, loss, seed=n, steps=steps) for n, loss in enumerate(dense)]
     if narrow is not None:
-        rows.append(row(mode="projected", rank=4, stages=2, steps=steps, loss=narrow, seed=0))
-    found = lab.outcome(rows, base, 1e12)
+        runs.append(trained("projected", 4, narrow, steps=steps))
+    found = lab.outcome(runs, base, 1e12)
     assert found.holds is holds and found.too_small.startswith(reason)
     assert found.conclusion.startswith(
         {True: "Holds. ", False: "Does not hold. ", None: "Too small to decide: "}[holds]
@@ -107,7 +115,10 @@ def test_a_verdict_needs_steps_and_more_than_noise(
 
 
 def test_gaps_are_against_dense_of_the_same_seed() -> None:
-    dense = [{"seed": 0, "loss": 4.0}, {"seed": 1, "loss": 5.0}]
-    assert gap_to_dense([{"seed": 1, "loss": 5.5}], dense) == pytest.approx(0.1)
-    assert gap_to_dense([{"seed": 7, "loss": 5.4}], dense) == pytest.approx(0.2)
+    def run(seed: int, loss: float) -> Trained:
+        return Trained(Arm("", seed, 1), {"loss": loss})
+
+    dense = [run(0, 4.0), run(1, 5.0)]
+    assert gap_to_dense([run(1, 5.5)], dense) == pytest.approx(0.1)
+    assert gap_to_dense([run(7, 5.4)], dense) == pytest.approx(0.2)
     assert noise_of(dense) == pytest.approx(1 / 4.5) and noise_of(dense[:1]) is None

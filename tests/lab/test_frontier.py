@@ -10,6 +10,8 @@ import pytest
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.lab import frontier as lab
+from thinwire.lab.experiment import sheet
+from thinwire.lab.pool import Trained
 
 TINY = {
     "model.layers": 2, "model.dim": 32, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 48,
@@ -27,16 +29,20 @@ def tiny(text_folder: Path, **changes: Any) -> list[str]:
 def test_every_line_of_the_grid_is_an_arm_that_can_work() -> None:
     base = {"model": {"preset": "160m"}, "pipeline": {"microbatches": 1, "schedule": "gpipe"}}
     arms = lab.make_arms(lab.specs(None, False), 768, [3e-4], [0, 1], 400)
-    assert len(arms) == len(lab.GRID) + 1  # dense has a second seed
+    grids = sheet("frontier")["grid"]
+    assert len(arms) == len(grids["usual"]) + 1  # dense has a second seed
     for arm in arms:
         settings = arm.settings(base)
-        assert settings.codec.names(0) == (arm.forward, arm.backward)
-        assert settings.boundary.rank == arm.rank or arm.mode == "dense"
-    by_spec = {arm.spec: arm for arm in arms}
-    assert by_spec["projected d/8 int4/int8"].rank == 96
-    assert by_spec["dense int4(group=64,hadamard)/int8"].forward == "int4(group=64,hadamard)"
-    assert by_spec["projected d/8 step(3)+zstd/step(5)+zstd"].backward == "step(5)+zstd"
-    assert set(lab.QUICK) <= set(lab.GRID)
+        assert settings.codec.names(0) == (arm.get("codec.forward"), arm.get("codec.backward"))
+        assert settings.boundary.rank == arm.get("boundary.rank")
+    by_spec = {arm.label: arm for arm in arms}
+    assert by_spec["projected d/8 int4/int8"].get("boundary.rank") == 96
+    grouped = by_spec["dense int4(group=64,hadamard)/int8"]
+    assert grouped.get("codec.forward") == "int4(group=64,hadamard)"
+    packed = by_spec["projected d/8 step(3)+zstd/step(5)+zstd"]
+    assert packed.get("codec.backward") == "step(5)+zstd"
+    assert set(grids["quick"]) <= set(grids["usual"])
+    assert grids["quick"][0] == grids["usual"][0] == lab.DENSE
 
 
 def test_arms_are_chosen_by_pattern_or_spelled_out() -> None:
@@ -44,17 +50,17 @@ def test_arms_are_chosen_by_pattern_or_spelled_out() -> None:
     assert all(line.startswith("reparam") for line in lab.specs("reparam*", False)[1:])
     own = "subspace 12 int4(group=4)/int8"
     assert lab.specs(own, False) == [lab.DENSE, own]
-    assert lab.make_arms([own], 96, [1e-3], [0], 5)[0].rank == 12
+    assert lab.make_arms([own], 96, [1e-3], [0], 5)[0].get("boundary.rank") == 12
     with pytest.raises(ConfigError, match=r"matches no arm .*MODE \[RANK\] FORWARD/BACKWARD"):
         lab.specs("projekted*", False)
 
 
-def row(spec: str, bytes_: float, loss: float | None, **changes: Any) -> dict[str, Any]:
-    return {
-        "spec": spec, "rank": 4, "lr": 1e-3, "seed": 0, "steps": 100, "loss": loss,
-        "bytes_forward": bytes_ / 4, "bytes_backward": 3 * bytes_ / 4, "ratio": 3072 / bytes_,
-        "loss_off": loss, "seconds": 1.0, **changes,
+def row(spec: str, bytes_: float, loss: float | None, lr: float = 1e-3, seed: int = 0) -> Trained:
+    figures = {
+        "loss": loss, "loss_off": loss, "seconds": 1.0, "ratio": 3072 / bytes_,
+        "bytes_forward": bytes_ / 4, "bytes_backward": 3 * bytes_ / 4,
     }  # fmt: skip
+    return Trained(lab.make_arms([spec], 96, [lr], [seed], 100)[0], figures)
 
 
 ROWS = [

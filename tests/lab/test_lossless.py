@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from thinwire.lab import lossless
-from thinwire.lab.experiment import write_outcome
+from thinwire.lab.experiment import EXPERIMENTS
 from thinwire.lab.lossless import BROKEN, EXACT, QUANTITIES, WARM_UP_STEPS, Case
+from thinwire.lab.outcome import write_outcome
 from thinwire.subspace import drift
 
 CASES = [Case(mode, stages, blocks) for mode, blocks, stages in lossless.WAYS]
@@ -99,7 +100,8 @@ def test_relative_difference() -> None:
 def test_the_report_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole experiment with one way to cut, from the run to its files."""
     monkeypatch.setattr(lossless, "WAYS", [("subspace", 1, 2), ("reparam", 1, 2)])
-    outcome = lossless.run(quick=True, seed=1)
+    options = EXPERIMENTS["lossless"].parse("--quick", "--seed", "1", "--device", "cpu")
+    outcome = lossless.run(options, print)
     assert outcome.holds and outcome.conclusion.startswith("Holds. With 2, 4 and 8 stages")
     assert {row["dtype"] for row in outcome.rows} == {"float64", "float32", "bfloat16"}
     assert len([row for row in outcome.rows if row["broken"] != "-"]) == 9

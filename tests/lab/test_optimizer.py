@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from thinwire.lab import optimizer as lab
-from thinwire.lab.experiment import write_outcome
+from thinwire.lab.experiment import EXPERIMENTS
 from thinwire.lab.optimizer import ENGINE, LEAVES, STANDARD, STAYS, UNPROJECTED, Size, train_arm
+from thinwire.lab.outcome import write_outcome
 from thinwire.optim import SubspaceAdamW
 from thinwire.subspace import Constraint, Held, random_basis
 
@@ -53,7 +54,7 @@ def test_without_projected_gradients_the_subspace_optimizer_leaves_it() -> None:
 
 
 def test_the_report_is_written(tmp_path: Path) -> None:
-    outcome = lab.run(quick=True)
+    outcome = lab.run(EXPERIMENTS["optimizer"].parse("--quick", "--device", "cpu"), print)
     assert outcome.holds is None, "so few steps cannot show that drift stays small"
     assert outcome.conclusion.startswith("Too small to decide: 60 steps, where at least 500 are")
     bare, engine, *leaving = outcome.rows

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from thinwire.cli import main
-from thinwire.lab.experiment import Outcome, markdown_table, write_outcome
-from thinwire.lab.options import EXPERIMENTS
+from thinwire.lab.experiment import EXPERIMENTS, sheet
+from thinwire.lab.outcome import Outcome, markdown_table, write_outcome
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -73,6 +73,16 @@ def test_a_setting_that_would_change_nothing_is_refused(
     assert not (tmp_path / "lab").exists(), "nothing was trained"
 
 
+def options_of(name: str) -> set[str]:
+    options = vars(EXPERIMENTS[name].parse())
+    return {f"--{key.replace('_', '-')}" for key in options if key != "name"}
+
+
+def test_what_experiments_share_is_used() -> None:
+    used = {option for experiment in EXPERIMENTS.values() for option in experiment.shares}
+    assert used == sheet("common")["options"].keys()
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_help_shows_the_options_of_one_experiment(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -80,8 +90,8 @@ def test_help_shows_the_options_of_one_experiment(
     with pytest.raises(SystemExit):
         main(["lab", name, "--help"])
     text = capsys.readouterr().out
-    every = {flag for experiment in EXPERIMENTS.values() for flag, _ in experiment.options}
-    own = {flag for flag, _ in EXPERIMENTS[name].options}
+    flags = {name: options_of(name) for name in EXPERIMENTS}
+    every, own = set().union(*flags.values()), flags[name]
     assert {flag for flag in every if f"  {flag} " in text or f"  {flag}\n" in text} == own
     assert ("MODE [RANK] FORWARD/BACKWARD" in text) == (name == "frontier")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.data import Corpus
 from thinwire.lab import rank_collapse as lab
-from thinwire.lab.experiment import Outcome, write_outcome
+from thinwire.lab.outcome import Outcome, write_outcome
 from thinwire.lab.vision import (
     CHARACTERS,
     FONTS,

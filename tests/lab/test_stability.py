@@ -13,7 +13,7 @@ from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.lab import stability as lab
-from thinwire.lab.experiment import Outcome, write_outcome
+from thinwire.lab.outcome import Outcome, write_outcome
 from thinwire.settings import Settings
 from thinwire.subspace import captured_energy, random_basis
 

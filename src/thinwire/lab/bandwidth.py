@@ -6,8 +6,10 @@ unlimited run measured then feed the simulator, which gives every rate. What is 
 is simulated stand side by side, so the simulation can be judged, and are never mixed.
 """
 
+import argparse
 import io
 import itertools
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +18,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from thinwire.errors import ConfigError
-from thinwire.lab.arms import Values, merged, refuse_overridden
+from thinwire.lab.arms import Values, base_of, merged, refuse_overridden, small_settings, width_of
 from thinwire.lab.convergence import best_by_method
-from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.experiment import Say, steps_of
+from thinwire.lab.outcome import Outcome, Row
+from thinwire.lab.pool import Trained, read_log
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.settings import Settings
@@ -81,6 +85,25 @@ class Speeds:
     simulated: dict[float, float] = field(default_factory=dict)
 
 
+def run(options: argparse.Namespace, say: Say) -> Outcome:
+    """Measure and simulate what the options ask for."""
+    base = merged(base_of(options, small_settings("small")), {"run": {"seed": options.seed}})
+    base.setdefault("optim", {}).setdefault("warmup", 2)
+    curves = None if options.curves is None else read_log(options.curves)
+    ranks = options.ranks or [width_of(base) // 16 or 1]
+    with tempfile.TemporaryDirectory(prefix="thinwire-lab-") as scratch:
+        study = Study(
+            base,
+            boundaries(options.modes.split(","), ranks),
+            options.mbps or ([80.0] if options.quick else [10.0, 80.0, 500.0]),
+            steps_of(options),
+            Path(scratch),
+            options.dense_microbatches,
+        )
+        study.check(options.set)
+        return run_bandwidth(study, say, curves)
+
+
 def boundaries(modes: list[str], ranks: list[int]) -> Values:
     """Dense, and each mode at each rank."""
     return {DENSE: {"mode": DENSE, "rank": 0}} | {
@@ -92,7 +115,7 @@ def boundaries(modes: list[str], ranks: list[int]) -> Values:
 
 
 def run_bandwidth(
-    study: Study, say: Callable[[str], None], curves: list[Row] | None = None
+    study: Study, say: Callable[[str], None], curves: list[Trained] | None = None
 ) -> Outcome:
     """Measure each arm without limit and at each rate, and simulate the rest.
 
@@ -147,7 +170,7 @@ def measure(study: Study, arm: str, say: Callable[[str], None]) -> Speeds:
 
 
 def tokens_to_loss(
-    curves: list[Row], arms: dict[str, dict[str, Any]]
+    curves: list[Trained], arms: dict[str, dict[str, Any]]
 ) -> tuple[float, dict[str, float]]:
     """The lowest loss that every arm's curve reaches, and the tokens that each takes to it.
 
@@ -158,10 +181,10 @@ def tokens_to_loss(
     found: dict[str, list[tuple[float, float]]] = {}
     for arm, boundary in arms.items():
         method = f"{boundary['mode']} k={boundary['rank']}" if boundary["rank"] else "dense"
-        runs = [row for (_, n, name), row in best.items() if (n, name) == (longest, method)]
+        runs = [runs for (_, n, name), runs in best.items() if (n, name) == (longest, method)]
         if not runs:
             raise ConfigError(f"the convergence log has no run of {longest} steps of {method}")
-        found[arm] = runs[0]["row"]["curve"]
+        found[arm] = runs[0][0].figures["curve"]
     loss = max(min(value for _, value in curve) for curve in found.values())
     return loss, {arm: _crossing(curve, loss) for arm, curve in found.items()}
 

@@ -1,130 +1,132 @@
-"""What `thinwire lab codecs` says of its rows: a table of findings, one of arms, and a picture."""
+"""What `thinwire lab codecs` says of its runs: a table of findings, one of arms, and a picture."""
 
 import textwrap
+from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
-from thinwire.lab.arms import mean
-from thinwire.lab.codecs import grid
-from thinwire.lab.experiment import Outcome, Row
-from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE, Harms, judge, too_small
-from thinwire.lab.labels import Point, legend_below, name_points
+from thinwire.lab.decide import mean
+from thinwire.lab.findings import FEEDBACK, FEEDBACK_SHARE, Harm, Harms, bounded, judge, too_small
+from thinwire.lab.labels import Point, legend_below, log_ticks, name_points
+from thinwire.lab.outcome import Outcome, Row
+from thinwire.lab.pool import Trained
 
+BITS = (2, 4, 8)
 TITLES = {
     "cifar": "ResNet-18, images",
     "scratch": "language model from scratch",
     "tune": "language model, fine-tuned",
 }
-FAMILIES = {  # what is in the names, the first that fits; marker
-    "AQ-SGD": ("+aqsgd", "^"),
-    "with feedback": ("+ef", "D"),
-    "integers": ("fw", "s"),
-    "TopK": ("topk", "o"),
-    "dense": ("dense", "*"),
+FAMILIES = {  # kinds of arms, and their marker
+    "AQ-SGD": (("aqsgd",), "^"),
+    "with feedback": (FEEDBACK, "D"),
+    "integers": (("integers", "other scales"), "s"),
+    "TopK": (("topk", "own"), "o"),
+    "dense": (("dense",), "*"),
 }
 
 
-class GroundReport:
-    """The rows of one ground, averaged over seeds."""
+@dataclass(frozen=True)
+class ArmReport:
+    """One arm, averaged over its seeds."""
 
-    def __init__(self, ground: str, rows: list[Row]):
+    tags: dict[str, Any]  # its entry in codecs.toml
+    runs: list[Trained]
+    score: float  # accuracy or loss; NaN if a run of it diverged
+    score_off: float  # tested without compression
+    harm: Harm
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than bf16."""
+        return self.runs[0].figures["ratio"]
+
+
+class GroundReport:
+    """The runs of one ground, which are in the order of its grid."""
+
+    def __init__(self, ground: str, runs: list[Trained]):
         self.ground = ground
         self.is_accuracy = ground == "cifar"
         self.metric = "accuracy" if self.is_accuracy else "loss"
-        self.steps = rows[0]["steps"]
-        self.seconds = sum(row["seconds"] for row in rows)
-        self._codecs = {codecs.name: codecs for codecs in grid(ground)}
-        self._rows: dict[str, list[Row]] = {}
-        for row in rows:
-            codecs = self._codecs.get(row["name"])
-            if codecs and (codecs.forward, codecs.backward) == (row["forward"], row["backward"]):
-                self._rows.setdefault(row["name"], []).append(row)
-        self._dense = {row["seed"]: row for row in self._rows.get("dense", [])}
-        self._seeds = {
-            row["seed"] for name in self.names if name != "dense" for row in self._rows[name]
-        }
-
-    @property
-    def names(self) -> list[str]:
-        """The arms that there are, in the order of the grid."""
-        return [name for name in self._codecs if name in self._rows]
-
-    @property
-    def noise(self) -> float | None:
+        self.steps = runs[0].arm.steps
+        self._dense = {run.arm.seed: run for run in runs if run.arm.tags["kind"] == "dense"}
+        self._seeds = {run.arm.seed for run in runs if run.arm.tags["kind"] != "dense"}
+        by_name: dict[str, list[Trained]] = {}
+        for run in runs:
+            by_name.setdefault(run.arm.tags["name"], []).append(run)
+        self.arms = [self._arm(members) for members in by_name.values()]
+        scores = [self._score(run) for run in self._dense.values()]
+        self.noise = None
         """What seeds of dense differ by, in units of harm; None while there is only one."""
-        scores = [self._number(row) for row in self._dense.values()]
-        if len(scores) < 2:
-            return None
-        return (max(scores) - min(scores)) / (1.0 if self.is_accuracy else mean(scores))
+        if len(scores) > 1:
+            unit = 1.0 if self.is_accuracy else mean(scores)
+            self.noise = (max(scores) - min(scores)) / unit
+        self.too_small = too_small(self.noise, self.steps)
+        """Why these runs decide nothing, if so."""
 
     @property
-    def too_small(self) -> str:
-        """Why these runs decide nothing, if so."""
-        return too_small(self.noise, self.steps)
-
-    def score(self, name: str, compressed: bool = True) -> float:
-        """Accuracy or loss of an arm, mean over its seeds; nan if a run of it diverged.
-
-        Of dense the seeds count that other arms have too, so that it can stand beside them.
-        """
-        rows = self._rows[name]
-        shared = [row for row in rows if row["seed"] in self._seeds]
-        return mean(self._number(row, compressed) for row in shared or rows)
-
     def harms(self) -> Harms | None:
         """How much worse than dense of their seed arms are; None while noise is unknown."""
         if self.noise is None:
             return None
-        found = {
-            name: (self._harm(name, compressed=True), self._harm(name, compressed=False))
-            for name in self.names
-        }
-        return Harms(found, self.noise, self.is_accuracy)
+        return Harms([arm.harm for arm in self.arms], self.noise, self.is_accuracy)
 
-    def _harm(self, name: str, compressed: bool) -> float:
-        return mean(self._harm_of(row, compressed) for row in self._rows[name])
+    def of(self, kind: str) -> dict[Any, ArmReport]:
+        """The arms of a kind by what sets them apart: their bits, or the share they keep."""
+        found = [arm for arm in self.arms if arm.harm.kind == kind]
+        return {arm.harm.at: arm for arm in sorted(found, key=lambda arm: arm.harm.at or 0)}
 
-    def _harm_of(self, row: Row, compressed: bool) -> float:
-        score = self._number(row, compressed)
-        dense = self._number(self._dense.get(row["seed"], next(iter(self._dense.values()))))
-        return dense - score if self.is_accuracy else score / dense - 1
-
-    def arms(self) -> list[Row]:
+    def rows(self) -> list[Row]:
         """A row for each arm."""
-        harms = self.harms()
         unit = "image" if self.is_accuracy else "token"
+        knows = self.noise is not None
         found = []
-        for name in self.names:
-            first, codecs = self._rows[name][0], self._codecs[name]
+        for arm in self.arms:
+            figures = arm.runs[0].figures
             found.append(
                 {
                     "ground": self.ground,
-                    "arm": name,
-                    "forward": codecs.forward,
-                    "backward": codecs.backward,
-                    "seeds": len(self._rows[name]),
-                    self.metric: _finite(self.score(name)),
-                    f"{self.metric}, off": _finite(self.score(name, False)),
-                    "harm": harms.on(name) if harms else None,
-                    "harm, off": harms.off(name) if harms else None,
-                    f"bytes per {unit} forward": first["bytes_forward"],
-                    f"bytes per {unit} backward": first["bytes_backward"],
-                    "ratio": first["ratio"],
-                    "error forward": first.get("error_forward"),
-                    "error backward": first.get("error_backward"),
-                    "for finding": " ".join(map(str, codecs.findings)) or None,
+                    "arm": arm.harm.name,
+                    "forward": arm.tags["forward"],
+                    "backward": arm.tags["backward"],
+                    "seeds": len(arm.runs),
+                    self.metric: _finite(arm.score),
+                    f"{self.metric}, off": _finite(arm.score_off),
+                    "harm": arm.harm.on if knows else None,
+                    "harm, off": arm.harm.off if knows else None,
+                    f"bytes per {unit} forward": figures["bytes_forward"],
+                    f"bytes per {unit} backward": figures["bytes_backward"],
+                    "ratio": arm.ratio,
+                    "error forward": figures.get("error_forward"),
+                    "error backward": figures.get("error_backward"),
+                    "for finding": " ".join(map(str, arm.tags.get("findings", []))) or None,
                 }
             )
         return found
 
-    def ratio(self, name: str) -> float:
-        """How many times fewer bytes than bf16."""
-        return float(self._rows[name][0]["ratio"])
+    def _arm(self, runs: list[Trained]) -> ArmReport:
+        """Of dense the seeds count that other arms have too, so that it can stand beside them."""
+        tags = runs[0].arm.tags
+        shared = [run for run in runs if run.arm.seed in self._seeds] or runs
+        score, score_off = (mean(self._score(run, how) for run in shared) for how in ("", "_off"))
+        on, off = (bounded(mean(self._harm(run, how) for run in runs)) for how in ("", "_off"))
+        at = tuple(tags["bits"]) if "bits" in tags else tags.get("share")
+        return ArmReport(
+            tags, runs, score, score_off, Harm(tags["name"], tags["kind"], at, on, off)
+        )
 
-    def _number(self, row: Row, compressed: bool = True) -> float:
-        value = row[self.metric + ("" if compressed else "_off")]
+    def _harm(self, run: Trained, how: str) -> float:
+        if not self._dense:
+            return float("nan")
+        score = self._score(run, how)
+        dense = self._score(self._dense.get(run.arm.seed, next(iter(self._dense.values()))))
+        return dense - score if self.is_accuracy else score / dense - 1
+
+    def _score(self, run: Trained, how: str = "") -> float:
+        value = run.figures[self.metric + how]
         return float("nan") if value is None else float(value)
 
 
@@ -134,19 +136,8 @@ def _finite(value: float) -> float | None:
 
 def outcome(task: str, reports: list[GroundReport], notes: list[str]) -> Outcome:
     """Findings with their verdicts, and the figures behind them."""
-    rows = [r for report in reports for r in judge(report.ground, report.harms(), report.too_small)]
+    rows = [r for report in reports for r in judge(report.ground, report.harms, report.too_small)]
     reasons = [f"{report.ground}: {report.too_small}" for report in reports if report.too_small]
-    told = []
-    for report in reports:
-        harms = report.harms()
-        if harms is None or report.noise is None:
-            told.append(f"{report.ground}: {report.steps} steps; {report.too_small}")
-            continue
-        told.append(
-            f"{report.ground}: {report.steps} steps; two seeds of dense differ by "
-            f"{harms.show(report.noise).lstrip('+')}, so the tolerance is "
-            f"{harms.show(harms.tolerance).lstrip('+')}"
-        )
     return Outcome(
         name=f"codecs-{task}",
         question=(
@@ -165,11 +156,19 @@ def outcome(task: str, reports: list[GroundReport], notes: list[str]) -> Outcome
             "first visits of +aqsgd included",
             "error: how far what arrives in training is from what was sent, relative to it, in the "
             "second half of the training; 1 is as far as nothing at all",
-            *told,
+            *(f"{report.ground}: {report.steps} steps; {_noise(report)}" for report in reports),
             *notes,
         ],
-        figures=[row for report in reports for row in report.arms()],
+        figures=[row for report in reports for row in report.rows()],
     )
+
+
+def _noise(report: GroundReport) -> str:
+    harms = report.harms
+    if harms is None or report.noise is None:
+        return report.too_small
+    noise, tolerance = (harms.show(harm).lstrip("+") for harm in (report.noise, harms.tolerance))
+    return f"two seeds of dense differ by {noise}, so the tolerance is {tolerance}"
 
 
 def _verdict(rows: list[Row]) -> str:
@@ -206,7 +205,7 @@ def figure(reports: list[GroundReport]) -> Figure:
 
 def _limits(report: GroundReport) -> tuple[float, float]:
     """Room for all figures, but not for a loss that is far off: it would flatten the rest."""
-    scores = [report.score(name, on) for name in report.names for on in (True, False)]
+    scores = [score for arm in report.arms for score in (arm.score, arm.score_off)]
     finite = [score for score in scores if score == score]
     low, high = min(finite), max(finite)
     if not report.is_accuracy:
@@ -216,42 +215,36 @@ def _limits(report: GroundReport) -> tuple[float, float]:
 
 
 def _draw_bits(axis: Axes, report: GroundReport) -> None:
-    harms = report.harms()
-    grid_ = [[float("nan")] * len(BITS) for _ in BITS]
-    for row, backward in enumerate(BITS):
-        for column, forward in enumerate(BITS):
-            name = f"fw{forward}-bw{backward}"
-            if name in report.names:
-                score = report.score(name)
-                harm = harms.on(name) if harms else 0.0
-                grid_[row][column] = min(harm, 0.1)
-                shown = f"{score:.1%}" if report.is_accuracy else f"{score:.3f}"
-                dark = harm > 0.06
-                color = "white" if dark else "black"
-                axis.text(column, row, shown, ha="center", va="center", color=color)
-    axis.imshow(grid_, cmap="Oranges", vmin=0, vmax=0.1, origin="lower", aspect="auto")
-    axis.set_xticks(range(len(BITS)), [str(bits) for bits in BITS])
-    axis.set_yticks(range(len(BITS)), [str(bits) for bits in BITS])
+    shades = [[float("nan")] * len(BITS) for _ in BITS]
+    for (forward, backward), arm in report.of("integers").items():
+        column, row = BITS.index(forward), BITS.index(backward)
+        harm = 0.0 if report.noise is None else arm.harm.on
+        shades[row][column] = min(harm, 0.1)
+        shown = f"{arm.score:.1%}" if report.is_accuracy else f"{arm.score:.3f}"
+        color = "white" if harm > 0.06 else "black"
+        axis.text(column, row, shown, ha="center", va="center", color=color)
+    axis.imshow(shades, cmap="Oranges", vmin=0, vmax=0.1, origin="lower", aspect="auto")
+    axis.set_xticks(range(len(BITS)), map(str, BITS))
+    axis.set_yticks(range(len(BITS)), map(str, BITS))
     axis.set(xlabel="bits forward", ylabel="bits backward")
     axis.set_title(f"{report.metric}, integers; darker is worse")
 
 
 def _draw_shares(axis: Axes, report: GroundReport) -> None:
     series = {
-        "TopK": ("topk{}", True, "o-", "C0"),
-        "TopK, off at test": ("topk{}", False, "o--", "C0"),
-        "own choice backward": ("topk{}" + SEPARATE, True, "x-", "C3"),
-        "TopK + AQ-SGD": ("topk{}+aqsgd", True, "^-", "C2"),
-        "TopK + AQ-SGD, off": ("topk{}+aqsgd", False, "^--", "C2"),
+        "TopK": ("topk", "score", "o-", "C0"),
+        "TopK, off at test": ("topk", "score_off", "o--", "C0"),
+        "own choice backward": ("own", "score", "x-", "C3"),
+        "TopK + AQ-SGD": ("aqsgd", "score", "^-", "C2"),
+        "TopK + AQ-SGD, off": ("aqsgd", "score_off", "^--", "C2"),
     }
-    for label, (form, compressed, style, color) in series.items():
-        points = [n for n in range(1, 101) if form.format(n) in report.names]
-        if points:
-            scores = [report.score(form.format(n), compressed) for n in points]
-            axis.plot(points, scores, style, color=color, label=label, markersize=5)
+    for label, (kind, score, style, color) in series.items():
+        scores = {share: getattr(arm, score) for share, arm in report.of(kind).items()}
+        if scores:
+            axis.plot(*zip(*scores.items(), strict=True), style, color=color, label=label, ms=5)
     axis.set_xscale("log")
-    ticks = [n for n in range(1, 101) if f"topk{n}" in report.names]
-    axis.set_xticks(ticks, [str(n) for n in ticks])
+    shares = list(report.of("topk"))
+    axis.set_xticks(shares, map(str, shares))
     axis.minorticks_off()
     _draw_dense(axis, report)
     axis.set(xlabel="% of elements kept", title="TopK")
@@ -259,16 +252,14 @@ def _draw_shares(axis: Axes, report: GroundReport) -> None:
 
 
 def _draw_feedback(axis: Axes, report: GroundReport) -> None:
-    plain = f"topk{FEEDBACK_SHARE}"
-    names = [n for n in (plain, *(f"{plain}+{kind}" for kind in FEEDBACK)) if n in report.names]
-    places = range(len(names))
-    on = [report.score(name) for name in names]
-    off = [report.score(name, compressed=False) for name in names]
+    every = {kind: report.of(kind).get(FEEDBACK_SHARE) for kind in ("topk", *FEEDBACK)}
+    arms = {kind: arm for kind, arm in every.items() if arm}
+    places = range(len(arms))
+    on, off = ([getattr(arm, how) for arm in arms.values()] for how in ("score", "score_off"))
     axis.vlines(places, on, off, color="0.7", zorder=1)
     axis.scatter(places, on, marker="o", color="C0", label="on at test", s=45)
     axis.scatter(places, off, marker="o", color="white", edgecolor="C0", label="off at test", s=45)
-    kinds = [name.removeprefix(plain).removeprefix("+") or "none" for name in names]
-    axis.set_xticks(places, kinds)
+    axis.set_xticks(places, ["none" if kind == "topk" else kind for kind in arms])
     axis.margins(x=0.2)
     _draw_dense(axis, report)
     axis.set(xlabel="kind of feedback", title=f"error feedback around TopK {FEEDBACK_SHARE} %")
@@ -280,33 +271,28 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
     beyond = []
     better = max if report.is_accuracy else min
     low, high = _near_dense(report)
-    for number, (family, (_, marker)) in enumerate(FAMILIES.items()):
-        mine = [name for name in report.names if _family(name) == family]
-        scores = {n: better(report.score(n), report.score(n, compressed=False)) for n in mine}
-        beyond += [name for name, score in scores.items() if not low <= score <= high]
-        near = [name for name in mine if name not in beyond]
-        ratios = [report.ratio(name) for name in near]
-        color = f"C{number}"
-        axis.scatter(
-            ratios, [scores[n] for n in near], marker=marker, color=color, label=family, s=30
-        )
-        names += [(report.ratio(n), scores[n], n, color) for n in near]
+    for number, (family, (kinds, marker)) in enumerate(FAMILIES.items()):
+        near = []
+        for arm in report.arms:
+            if arm.harm.kind in kinds:
+                score, name = better(arm.score, arm.score_off), arm.harm.name
+                if low <= score <= high:
+                    near.append((arm.ratio, score))
+                    names.append((arm.ratio, score, name, f"C{number}"))
+                else:
+                    beyond.append(name)
+        across, up = [x for x, _ in near], [y for _, y in near]
+        axis.scatter(across, up, marker=marker, color=f"C{number}", label=family, s=30)
     _draw_dense(axis, report)
     axis.set_xscale("log")
     axis.margins(x=0.15)
-    axis.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_locator(NullLocator())
+    log_ticks(axis.xaxis)
     axis.set_ylim(low, high)
     outside = "\n" + textwrap.fill(f"far off: {', '.join(beyond)}", 48) if beyond else ""
     axis.set_xlabel(f"times fewer bytes than bf16{outside}")
     axis.set_title("the better of on and off, over bytes")
     legend_below(axis)
     name_points(axis, names, size=6)
-
-
-def _family(name: str) -> str:
-    return next(family for family, (part, _) in FAMILIES.items() if part in name)
 
 
 def _near_dense(report: GroundReport) -> tuple[float, float]:
@@ -318,10 +304,10 @@ def _near_dense(report: GroundReport) -> tuple[float, float]:
 
 
 def _draw_dense(axis: Axes, report: GroundReport) -> None:
-    if "dense" not in report.names:
+    dense, harms = report.of("dense").get(None), report.harms
+    if dense is None:
         return
-    dense, harms = report.score("dense"), report.harms()
     if harms:
-        width = harms.tolerance * (1.0 if report.is_accuracy else dense)
-        axis.axhspan(dense - width, dense + width, color="0.9", zorder=0)
-    axis.axhline(dense, color="0.4", linewidth=1, label="dense, and the tolerance")
+        width = harms.tolerance * (1.0 if report.is_accuracy else dense.score)
+        axis.axhspan(dense.score - width, dense.score + width, color="0.9", zorder=0)
+    axis.axhline(dense.score, color="0.4", linewidth=1, label="dense, and the tolerance")

@@ -6,231 +6,205 @@ of a ground share model, data and batch, and differ in what packs the two direct
 Each trained model is tested with compression and without it.
 """
 
+import argparse
 import dataclasses
 import math
 import pydoc_data.topics
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from thinwire.data import Corpus
+from thinwire.data import Corpus, prepare_images
 from thinwire.data.corpus import TOKENIZER
-from thinwire.engine.build import choose_device
-from thinwire.engine.chain import Chain
-from thinwire.engine.feed import Data, Feed, open_data
+from thinwire.engine.feed import Data, Feed
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
-    Ground,
-    Session,
-    TrainingArm,
+    Arm,
     Values,
-    differences,
+    base_of,
+    check_arms,
     fingerprint,
-    fits,
+    ground_of,
     merged,
+    small_settings,
     split_patterns,
-    train_arms,
 )
-from thinwire.lab.experiment import Row
-from thinwire.lab.findings import BITS, FEEDBACK, FEEDBACK_SHARE, SEPARATE
-from thinwire.lab.measure import load_weights, save_weights, train_measured
-from thinwire.lab.vision import CHARACTERS, MEAN, SIDE, SPREAD, character_batch
+from thinwire.lab.codec_report import GroundReport, outcome
+from thinwire.lab.experiment import Say, sheet, steps_of
+from thinwire.lab.outcome import Outcome
+from thinwire.lab.pool import Session, Trained, train_arms
+from thinwire.lab.vision import CHARACTERS, MEAN, SPREAD, character_batch
 from thinwire.paths import cache_folder
+from thinwire.report import PlainDisplay
 from thinwire.settings import Settings
+from thinwire.train import prepare_corpus
 
 GROUNDS = {"cifar": ("cifar",), "lm": ("scratch", "tune")}
-IMAGE_SHARES = (50, 30, 20, 10, 5, 2)
-TOKEN_SHARES = (50, 30, 20, 10, 5)
-OWN_SHARES = (30, 10)
-MEMORY_SHARES = (50, 30, 10)
-CORE = (
-    *("dense", "fw4-bw8", "fw8-bw4", "fw2-bw8", "fw8-bw2", "topk30", "topk20", "topk10", "topk5"),
-    *("topk30-own", "topk10-own", "topk10+ef", "topk10+ef-mixed", "topk10+ef21"),
-    *("topk30+aqsgd", "topk10+aqsgd"),
-)
-"""These decide every finding. They are trained first, for time may run out."""
-QUICK = (
-    *("dense", "fw2-bw8", "fw8-bw2", "topk30", "topk20", "topk10", "topk5"),
-    *("topk10-own", "topk10+ef", "topk30+aqsgd", "topk10+aqsgd"),
-)
 EXAMPLE_MEMORY_MB = 16_384  # a row of each CIFAR image at the first cut of ResNet-18: 6,554 MB
 TUNING_RATE = 0.3  # learning rate of fine-tuning, as a share of that from scratch
-
-CIFAR: Values = {
-    "model": {"preset": "resnet18"},
-    "data": {"source": "images"},
-    "pipeline": {"stages": 4, "microbatches": 1, "schedule": "gpipe"},
-    "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4, "clip": 0.0,
-              "warmup": 0, "schedule": "cosine", "floor": 0.0},
-    "train": {"batch": 128, "eval_batches": 0},
-}  # fmt: skip
-"""The paper's setting, but for the number of epochs."""
-LETTERS: Values = {
-    **CIFAR,
-    "model": {"preset": "resnet18", "dim": 4, "classes": 10, "channels": 1, "side": SIDE},
-    "data": {"source": "images", "augment": False},
-    "optim": {**CIFAR["optim"], "lr": 0.05},
-    "train": {"batch": 32, "eval_batches": 0},
-}
-"""Printed letters from A to J and a narrow ResNet-18: a first look without CIFAR-10."""
 _CLASSES = range(CHARACTERS.index("A"), CHARACTERS.index("J") + 1)
 
-
-@dataclass(frozen=True)
-class Codecs:
-    """What packs both directions of an arm's cuts, and the findings that it is for."""
-
-    name: str
-    forward: str
-    backward: str
-    findings: tuple[int, ...] = ()
+Entry = dict[str, Any]
+"""An arm of codecs.toml: its name, kind and codecs."""
+Chosen = dict[str, list[Entry]]
+Found = tuple[dict[str, list[Trained]], list[str]]  # runs by ground, and what is to be said of them
 
 
-@dataclass(frozen=True)
-class Arm(TrainingArm):
-    """One training run."""
-
-    ground: str
-    name: str
-    forward: str
-    backward: str
-    seed: int
-    steps: int
-
-    @property
-    def label(self) -> str:
-        """The arm in a line of progress."""
-        return f"{self.ground}/{self.name}  seed {self.seed}"
-
-    def changes(self) -> Values:
-        """What this arm has of its own."""
-        changes: Values = {
-            "codec": {
-                "forward": self.forward,
-                "backward": self.backward,
-                "memory_mb": EXAMPLE_MEMORY_MB,
-            },
-            "run": {"seed": self.seed},
-            "train": {"steps": self.steps},
-        }
-        if self.ground != "cifar":
-            changes["optim"] = {"warmup": max(1, self.steps // 10)}
-        return changes
+def run(options: argparse.Namespace, say: Say) -> Outcome:
+    """Train the chosen arms and judge the findings."""
+    chosen = choose(options.task, options.arms, options.quick)
+    _refuse_unused(options, bool(chosen.get("tune")))
+    session = Session.of(options, say)
+    study = _on_images if options.task == "cifar" else _on_text
+    found, notes = study(options, chosen, session)
+    reports = [GroundReport(ground, runs) for ground, runs in found.items() if runs]
+    if not reports:
+        raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
+    return outcome(options.task, reports, notes)
 
 
-def grid(ground: str) -> list[Codecs]:
-    """The arms of a ground.
-
-    Images are quantized with one scale for the tensor, and both directions choose their own
-    elements, as in the paper. Tokens have a scale each, and gradients go where activations went.
-    Where one side has few bits, the other kind of scale is tried too: it shows what scales decide.
-    """
-    is_images = ground == "cifar"
-    found = [Codecs("dense", "bf16", "bf16")]
-    by_ending = {"": "(tensor)", "-token": ""} if is_images else {"": "", "-tensor": "(tensor)"}
-    for ending, scale in by_ending.items():
-        for forward in BITS:
-            for backward in BITS:
-                is_pair = {forward, backward} in ({4, 8}, {2, 8})
-                if is_pair or (is_images and not ending):
-                    name = f"fw{forward}-bw{backward}{ending}"
-                    codecs = f"int{forward}{scale}", f"int{backward}{scale}"
-                    found.append(Codecs(name, *codecs, findings=() if ending else (1,)))
-
-    def back(share: int) -> str:
-        return _topk(share) if is_images else "topk(shared)"
-
-    for share in IMAGE_SHARES if is_images else TOKEN_SHARES:
-        numbers = (2, 3, 4, 5) if is_images else (3, 4, 5, 6, 7)
-        found.append(Codecs(f"topk{share}", _topk(share), back(share), numbers))
-    for share in () if is_images else OWN_SHARES:
-        found.append(Codecs(f"topk{share}{SEPARATE}", _topk(share), _topk(share), (7,)))
-    for kind in FEEDBACK:
-        forward_name = f"{_topk(FEEDBACK_SHARE)}+{kind}"
-        backward_name = forward_name if is_images else "topk(shared)"
-        found.append(Codecs(f"topk{FEEDBACK_SHARE}+{kind}", forward_name, backward_name, (4,)))
-    for share in () if ground == "scratch" else MEMORY_SHARES:  # there no example comes back
-        found.append(Codecs(f"topk{share}+aqsgd", f"{_topk(share)}+aqsgd", back(share), (5,)))
-    return found
+def _refuse_unused(options: argparse.Namespace, tunes: bool) -> None:
+    """Refuse options that none of the chosen arms uses."""
+    used = {
+        "steps": options.task == "lm",
+        "epochs": options.task == "cifar" or tunes,
+        "base_steps": tunes,
+        "tune_on": tunes,
+    }
+    for name, is_used in used.items():
+        if getattr(options, name) and not is_used:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag}: no chosen arm of --task {options.task} uses it; leave it out"
+            )
 
 
-def _topk(share: int) -> str:
-    return f"topk({share / 100:g})"
+def _on_images(options: argparse.Namespace, chosen: Chosen, session: Session) -> Found:
+    has_images = any(override.startswith("data.path=") for override in options.set)
+    if not has_images and not options.quick:
+        raise ConfigError(
+            "codecs --task cifar needs CIFAR-10: --set data.path=FOLDER of its binary batches, or "
+            "any image format that docs/data.md lists; --quick needs none"
+        )
+    base = base_of(options, sheet("codecs")["settings"]["cifar" if has_images else "letters"])
+    if not has_images:
+        base["data"]["path"] = str(letters())
+    images = prepare_images(base["data"]["path"], cache_folder())
+    session.say(images.summary())
+    epochs = options.epochs or (5 if options.quick else 30)
+    steps = steps_for(epochs, len(images.train), Settings.from_plain(base).train.batch)
+    arms = make_arms("cifar", chosen["cifar"], options.seeds, steps)
+    check_arms(arms, base, options.set)
+    runs = train_ground("cifar", arms, base, images, session)
+    return {"cifar": runs}, [f"cifar: {epochs} epochs; {images.summary()}"]
 
 
-def choose(task: str, patterns: str | None, quick: bool) -> dict[str, list[Codecs]]:
+def _on_text(options: argparse.Namespace, chosen: Chosen, session: Session) -> Found:
+    base = base_of(options, small_settings("quick" if options.quick else "whole"))
+    display, steps, seeds = PlainDisplay(sys.stderr), steps_of(options), options.seeds
+    dense = make_arms("scratch", grid("scratch")[:1], seeds, steps)[0]
+    check_arms([dense], base, options.set)  # all of them change the same settings
+    corpus = prepare_corpus(dense.settings(base), display)
+    found, notes = {}, [f"scratch: {corpus.summary()}"]
+    if chosen["tune"]:  # a text that cannot be read is refused before the first arm trains
+        tuning = tuning_base(base, corpus, options.tune_on, options.quick)
+        text = prepare_corpus(dense.settings(tuning), display)
+    if chosen["scratch"]:
+        arms = make_arms("scratch", chosen["scratch"], seeds, steps)
+        found["scratch"] = train_ground("scratch", arms, base, corpus, session)
+    if chosen["tune"]:
+        length = options.base_steps or steps
+        weights = base_model(base, corpus, seeds[0], length, session)
+        if not weights.exists():  # then nothing can be trained from it
+            session = dataclasses.replace(session, parallel=0)
+        settings, epochs = dense.settings(tuning), options.epochs or 3
+        examples = Feed(text, settings, torch.device("cpu")).example_count
+        steps = steps_for(epochs, examples, settings.train.batch)
+        arms = make_arms("tune", chosen["tune"], seeds, steps)
+        found["tune"] = train_ground("tune", arms, tuning, text, session, weights)
+        notes.append(
+            f"tune: {epochs} epochs from a dense model of {length} steps on the text of scratch, "
+            f"learning rate {TUNING_RATE:g} of its; {text.summary()}"
+        )
+    return found, notes
+
+
+def grid(ground: str) -> list[Entry]:
+    """The arms of a ground, dense first."""
+    every = sheet("codecs")["grid"]["images" if ground == "cifar" else "text"]
+    return [entry for entry in every if entry.get("only", ground) == ground]
+
+
+def choose(task: str, patterns: str | None, quick: bool) -> Chosen:
     """The chosen arms of each ground of a task; where there are any, dense is among them."""
     every = {
-        ground: [codecs for codecs in grid(ground) if not quick or codecs.name in QUICK]
+        ground: [entry for entry in grid(ground) if entry.get("quick") or not quick]
         for ground in GROUNDS[task]
     }
-    wanted = split_patterns(patterns) if patterns else ["*"]
-    names = [f"{ground}/{codecs.name}" for ground, all_of in every.items() for codecs in all_of]
-    for pattern in wanted:
-        if not any(fits(name, pattern) for name in names):
+    names = [f"{ground}/{entry['name']}" for ground, mine in every.items() for entry in mine]
+    wanted = set()
+    for pattern in split_patterns(patterns) if patterns else ["*"]:
+        fitting = {n for n in names if any(fnmatchcase(n, p) for p in (pattern, f"*/{pattern}"))}
+        if not fitting:
             raise ConfigError(f'--arms "{pattern}" matches none of {", ".join(names)}')
-    found = {}
-    for ground, all_of in every.items():
-        mine = [c for c in all_of if any(fits(f"{ground}/{c.name}", p) for p in wanted)]
-        found[ground] = [c for c in all_of if mine and (c in mine or c.name == "dense")]
-    return found
+        wanted |= fitting | {f"{name.partition('/')[0]}/dense" for name in fitting}
+    return {
+        ground: [entry for entry in mine if f"{ground}/{entry['name']}" in wanted]
+        for ground, mine in every.items()
+    }
 
 
-def make_arms(ground: str, all_codecs: list[Codecs], seeds: list[int], steps: int) -> list[Arm]:
+def make_arms(ground: str, entries: Sequence[Entry], seeds: Sequence[int], steps: int) -> list[Arm]:
     """An arm for each, dense with all seeds, which shows the noise.
 
     They are in the order of training: dense, what decides findings, the rest; of equals the slow
     ones first, which stand last in the grid.
     """
 
-    def turn(codecs: Codecs) -> tuple[bool, bool, int]:
-        return codecs.name != "dense", codecs.name not in CORE, -all_codecs.index(codecs)
+    def turn(entry: Entry) -> tuple[bool, bool, int]:
+        return entry["kind"] != "dense", not entry.get("core"), -entries.index(entry)
 
     return [
-        Arm(ground, codecs.name, codecs.forward, codecs.backward, seed, steps)
-        for codecs in sorted(all_codecs, key=turn)
-        for seed in (seeds if codecs.name == "dense" else seeds[:1])
+        _arm(ground, entry, seed, steps)
+        for entry in sorted(entries, key=turn)
+        for seed in (seeds if entry["kind"] == "dense" else seeds[:1])
     ]
 
 
-def train(arm: Row, shared: dict[str, Any]) -> Row:
-    """What an arm's process does."""
-    settings = Arm(**arm).settings(shared["base"])
-    data = open_data(settings, Path(shared["data"]))
-    chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
-    if shared["from"]:
-        load_weights(chain, Path(shared["from"]))
-    figures = train_measured(chain)
-    if shared["to"]:
-        save_weights(chain, Path(shared["to"]))
-    return figures
+def _arm(ground: str, entry: Entry, seed: int, steps: int) -> Arm:
+    codecs = {leg: entry[leg] for leg in ("forward", "backward")}
+    changes: Values = {"codec": {**codecs, "memory_mb": EXAMPLE_MEMORY_MB}}
+    if ground != "cifar":
+        changes["optim"] = {"warmup": max(1, steps // 10)}
+    return Arm(f"{ground}/{entry['name']}", seed, steps, changes, entry)
 
 
 def train_ground(
+    ground: str,
     arms: list[Arm],
     base: Values,
     data: Data,
     session: Session,
     weights: Path | None = None,
-    keep: Path | None = None,
-) -> list[Row]:
-    """Train the arms that the log lacks, from `weights` if given; returns the ground's rows."""
-    neutral = Arm(arms[0].ground, "dense", "bf16", "bf16", 0, 10)
-    names = {
-        "data": data.fingerprint,
-        "base": fingerprint(differences(neutral.settings(base))),
-        "weights": weights.stem if weights else "",
-    }
-    shared = {
-        "base": base,
-        "data": str(data.folder),
-        "from": str(weights or ""),
-        "to": str(keep or ""),
-    }
-    rows = train_arms(arms, Ground("thinwire.lab.codecs", shared, names), session)
-    return [row for row in rows if (row["ground"], row["steps"]) == (arms[0].ground, arms[0].steps)]
+    keep: str = "",
+) -> list[Trained]:
+    """Train the arms that the log lacks, from `weights` if given.
+
+    Returns the runs of that length on that ground, also of other calls, in the order of the grid.
+    """
+    runs = train_arms(arms, ground_of(arms[0], base, data, weights, to=keep), session)
+    known = [_arm(ground, entry, 0, arms[0].steps) for entry in grid(ground)]
+    return [
+        Trained(dataclasses.replace(arm, seed=run.arm.seed), run.figures)
+        for arm in known
+        for run in runs
+        if (arm.changes, arm.steps) == (run.arm.changes, run.arm.steps)
+    ]
 
 
 def base_model(base: Values, corpus: Corpus, seed: int, steps: int, session: Session) -> Path:
@@ -238,14 +212,14 @@ def base_model(base: Values, corpus: Corpus, seed: int, steps: int, session: Ses
 
     They are still not there if training failed, or the session had no time left.
     """
-    arm = Arm("base", "dense", "bf16", "bf16", seed, steps)
-    told = [corpus.fingerprint, differences(arm.settings(base)), seed, steps]
+    arm = _arm("base", grid("scratch")[0], seed, steps)
+    told = [ground_of(arm, base, corpus).names, seed, steps]
     path = cache_folder() / "lab" / f"base-{fingerprint(told)}.safetensors"
     if session.parallel and not path.exists():
         session.say(f"a dense model of {steps} steps, to be fine-tuned")
         alone = dataclasses.replace(session, log=path.with_suffix(".jsonl"))
         alone.log.unlink(missing_ok=True)
-        train_ground([arm], base, corpus, alone, keep=path)
+        train_ground("scratch", [arm], base, corpus, alone, keep=str(path))
     return path
 
 
@@ -270,7 +244,7 @@ def tuning_base(base: Values, corpus: Corpus, text: str | None, quick: bool) -> 
     return merged(base, {"data": data, "optim": {"lr": rate}})
 
 
-def steps_of(epochs: int, examples: int, batch: int) -> int:
+def steps_for(epochs: int, examples: int, batch: int) -> int:
     """Updates that make so many epochs."""
     return math.ceil(epochs * examples / batch)
 
@@ -291,13 +265,7 @@ def letters(train_count: int = 1024, test_count: int = 512) -> Path:
         images.append(shades.byte().permute(0, 2, 3, 1).numpy())
         labels.append((classes_B[wanted_B] - _CLASSES.start).numpy())
     x, y = np.concatenate(images), np.concatenate(labels)
-    end = train_count + test_count
+    train, test = slice(train_count), slice(train_count, train_count + test_count)
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        path,
-        x_train=x[:train_count],
-        y_train=y[:train_count],
-        x_test=x[train_count:end],
-        y_test=y[train_count:end],
-    )
+    np.savez_compressed(path, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])
     return path

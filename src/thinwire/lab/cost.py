@@ -21,7 +21,7 @@ from thinwire.engine.build import (
     weights_rounded_once,
 )
 from thinwire.engine.keeper import GATHER_SHARE
-from thinwire.lab.experiment import Row, machine, markdown_table
+from thinwire.lab.outcome import Row, machine, markdown_table
 from thinwire.optim import StageOptimizer
 from thinwire.settings import Settings
 from thinwire.subspace import grassmann_step

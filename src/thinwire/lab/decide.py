@@ -5,8 +5,44 @@ A run decides nothing if it has too few steps, if nobody knows how much chance m
 words, or nothing.
 """
 
+import math
+from collections.abc import Iterable, Sequence
+
+from thinwire.lab.pool import Trained
+
 CAST_NOISE = 0.008
 """How far a loss after 400 steps moved when only the wire's cast changed: docs/results.md."""
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean of at least one number."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def at_best_rate(runs: Iterable[Trained]) -> list[Trained]:
+    """Of runs of one label those at the learning rate whose mean loss over the seeds is least."""
+    by_rate: dict[float, list[Trained]] = {}
+    for run in runs:
+        by_rate.setdefault(run.arm.get("optim.lr"), []).append(run)
+    return min(by_rate.values(), key=lambda group: mean(map(_finite, group)))
+
+
+def _finite(run: Trained) -> float:
+    return math.inf if run.loss is None else run.loss
+
+
+def gap_to_dense(runs: Sequence[Trained], dense: Sequence[Trained]) -> float:
+    """The loss above dense, relative to it: dense of the same seed, or its mean for other seeds."""
+    by_seed = {run.arm.seed: _finite(run) for run in dense}
+    usual = mean(by_seed.values())
+    return mean(_finite(run) / by_seed.get(run.arm.seed, usual) - 1 for run in runs)
+
+
+def noise_of(dense: Sequence[Trained]) -> float | None:
+    """What the seeds of dense differ by, relative to their mean; None with one seed."""
+    losses = [_finite(run) for run in dense]
+    return (max(losses) - min(losses)) / mean(losses) if len(losses) > 1 else None
 
 
 def too_short(steps: int, least: int) -> str:

@@ -1,152 +1,130 @@
-"""What every experiment leaves behind: a verdict, a table, a picture and a short report.
+"""What `thinwire lab` can run.
 
-lab/NAME/report.md    the question, the verdict, the table, how to make it again
-lab/NAME/table.csv    every figure
-lab/NAME/figures.csv  where rows are conclusions: the figures behind them
-lab/NAME/plot.png     the picture
-lab/NAME/result.json  the same for programs
-
-A report is overwritten only by the command that made it; another command's stands in NAME-2.
+An experiment is NAME.py, whose `run(options, say)` returns an Outcome, and NAME.toml beside it:
+what it does, its options and its grid. These are data because --help must not wait for torch.
 """
 
-import csv
-import itertools
-import json
-import platform
+import argparse
+import importlib
+import shlex
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from matplotlib.figure import Figure
+from thinwire.arguments import StrictParser, number, numbers
 
-import thinwire
+if TYPE_CHECKING:
+    from thinwire.lab.outcome import Outcome
 
-Row = dict[str, Any]
+Say = Callable[[str], None]
+"""Prints a line of progress."""
+
+NOT_IN_COMMAND = ("out", "json", "parallel", "minutes", "from_log")
+"""Options that change no figure: the command in a report leaves them out."""
+_KINDS = {"int": int, "float": float}
+_MODULES = (
+    *("lossless", "optimizer", "rank_collapse", "stability"),
+    *("bandwidth", "convergence", "codecs", "frontier"),
+)
 
 
-@dataclass
-class Outcome:
-    """The result of one experiment."""
+@cache
+def sheet(module: str) -> dict[str, Any]:
+    """The data beside an experiment's module; "common" has what they share."""
+    path = Path(__file__).with_name(f"{module}.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment: what it does, and what can be chosen."""
+
+    module: str
     name: str
-    question: str
-    verdict: str
-    holds: bool | None  # whether the claim under test holds; None where there is no yes or no
-    rows: list[Row]
-    figure: Figure
-    command: str = ""  # that makes the same figures again
-    notes: list[str] = field(default_factory=list)
-    figures: list[Row] = field(default_factory=list)  # behind the rows, where these conclude
-    too_small: str = ""  # why the runs cannot decide; the verdict then tells what was seen
+    summary: str
+    shares: list[str]  # options of common.toml
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # and of its own
+    steps: list[int] = field(default_factory=list)  # usual, and with --quick
+    unused: list[str] = field(default_factory=list)  # patterns of settings that change nothing
+    epilog: str = ""
 
-    def __post_init__(self) -> None:
-        if self.too_small:
-            self.holds = None
+    @classmethod
+    def read(cls, module: str) -> "Experiment":
+        """The experiment of a module, as its sheet has it."""
+        known = {key: value for key, value in sheet(module).items() if key in cls.__annotations__}
+        return cls(module, **known)
 
-    @property
-    def conclusion(self) -> str:
-        """The verdict as people read it, with its yes or no."""
-        if self.too_small:
-            return f"Too small to decide: {self.too_small}. {self.verdict}"
-        return {True: "Holds. ", False: "Does not hold. ", None: ""}[self.holds] + self.verdict
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser this experiment's options."""
+        shared = sheet("common")["options"]
+        if self.steps:
+            usual, quick = self.steps
+            shown = f"training steps (default: {usual}, or {quick} with --quick)"
+            parser.add_argument("--steps", type=number(int, 0), default=0, help=shown)
+        for name, told in ({name: shared[name] for name in self.shares} | self.options).items():
+            parser.add_argument(f"--{name}", **_for_argparse(told))
 
-    def to_plain(self) -> dict[str, Any]:
-        """The outcome for a program."""
-        return {
-            "name": self.name,
-            "question": self.question,
-            "verdict": self.verdict,
-            "holds": self.holds,
-            "too_small": self.too_small,
-            "rows": self.rows,
-            "notes": self.notes,
-            "figures": self.figures,
-            "command": self.command,
-            "machine": machine(),
-        }
+    def parse(self, *arguments: str) -> argparse.Namespace:
+        """The options that such a command line gives."""
+        parser = StrictParser(prog=f"thinwire lab {self.name}")
+        self.add_arguments(parser)
+        return parser.parse_args(arguments, argparse.Namespace(name=self.name))
 
+    def command_line(self, options: argparse.Namespace) -> str:
+        """The command that makes the same figures again."""
+        parts = ["thinwire lab", self.name]
+        for key, default in vars(self.parse()).items():
+            value = getattr(options, key)
+            if key in NOT_IN_COMMAND or not value or value == default:
+                continue
+            flag = f"--{key.replace('_', '-')}"
+            if key == "set":
+                parts += [f"--set {shlex.quote(override)}" for override in value]
+            elif value is True:
+                parts.append(flag)
+            else:
+                text = ",".join(f"{n:g}" for n in value) if isinstance(value, list) else str(value)
+                parts.append(f"{flag} {shlex.quote(text)}")
+        return " ".join(parts)
 
-def machine() -> str:
-    """What computed the figures."""
-    gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
-    return f"{platform.machine()}{gpu}, torch {torch.__version__}, thinwire {thinwire.__version__}"
-
-
-def write_outcome(outcome: Outcome, folder: Path) -> Path:
-    """Write report, table, picture and JSON; returns their folder."""
-    place = _place(outcome, folder)
-    place.mkdir(parents=True, exist_ok=True)
-    _write_table(outcome.rows, place / "table.csv")
-    if outcome.figures:
-        _write_table(outcome.figures, place / "figures.csv")
-    outcome.figure.savefig(place / "plot.png", dpi=120, bbox_inches="tight")
-    (place / "result.json").write_text(json.dumps(outcome.to_plain(), indent=1) + "\n")
-    lines = [
-        f"# {outcome.name}",
-        "",
-        outcome.question,
-        "",
-        f"**Verdict:** {outcome.conclusion}",
-        "",
-        markdown_table(outcome.rows),
-        "",
-        "![plot](plot.png)",
-        "",
-        *(f"- {note}" for note in outcome.notes),
-        "",
-        *([markdown_table(outcome.figures), ""] if outcome.figures else []),
-        f"Made by `{outcome.command}` on {machine()}.",
-        "",
-    ]
-    (place / "report.md").write_text("\n".join(lines))
-    return place
+    def run(self, options: argparse.Namespace, say: Say) -> "Outcome":
+        """Make the outcome."""
+        return importlib.import_module(f"thinwire.lab.{self.module}").run(options, say)
 
 
-def _place(outcome: Outcome, folder: Path) -> Path:
-    """The first of NAME, NAME-2, ... that no other command's report stands in."""
-    places = (
-        folder / (outcome.name if number == 1 else f"{outcome.name}-{number}")
-        for number in itertools.count(1)
-    )
-    return next(place for place in places if _made_by(place) in (None, outcome.command))
+def _for_argparse(told: dict[str, Any]) -> dict[str, Any]:
+    """An option of a sheet as argparse takes it: `type` is a name, and `list` is for commas."""
+    told = dict(told)
+    kind, is_list = told.pop("type", ""), told.pop("list", False)
+    bounds = {key: told.pop(key) for key in ("least", "above") if key in told}
+    if kind in _KINDS:
+        told["type"] = (numbers if is_list else number)(_KINDS[kind], **bounds)
+    elif kind == "path":
+        told["type"] = Path
+    return told
 
 
-def _made_by(place: Path) -> str | None:
-    """The command whose report stands in a folder; None if there is no report."""
-    result = place / "result.json"
-    if not result.exists():
-        return None
-    try:
-        return str(json.loads(result.read_text())["command"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # a report that cannot be read is somebody's all the same
+EXPERIMENTS = {found.name: found for found in map(Experiment.read, _MODULES)}
 
 
-def _write_table(rows: list[Row], path: Path) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+def steps_of(options: argparse.Namespace) -> int:
+    """The training steps that options ask for, by --steps or by their experiment's default."""
+    return options.steps or EXPERIMENTS[options.name].steps[options.quick]
 
 
-def markdown_table(rows: list[Row]) -> str:
-    """Rows as a Markdown table, numbers in a readable form."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row.get(c)) for c in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        small = value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6)
-        if small:
-            return f"{value:.2e}"
-        places = 4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0  # no more than is known
-        text = f"{value:,.{places}f}"
-        return text.rstrip("0").rstrip(".") if places else text
-    return str(value)
+def add_experiments(lab: argparse.ArgumentParser) -> None:
+    """Give `thinwire lab` a subcommand for each experiment, with that experiment's options."""
+    names = lab.add_subparsers(
+        title="experiments", dest="name", required=True, metavar="EXPERIMENT",
+        parser_class=StrictParser,
+    )  # fmt: skip
+    for name, experiment in EXPERIMENTS.items():
+        summary = experiment.summary
+        described = summary[0].upper() + summary[1:] + "."
+        parser = names.add_parser(
+            name, help=summary, description=described, epilog=experiment.epilog
+        )
+        experiment.add_arguments(parser)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogLocator, NullLocator
 
 Point = tuple[float, float, str, str]
 """x, y, name, color."""
@@ -57,3 +59,10 @@ def _overlap(one: Box, other: Box) -> float:
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return max(0.0, width) * max(0.0, height)
+
+
+def log_ticks(axis: Axis) -> None:
+    """Ticks at 1, 2, 5, 10, ... as plain numbers."""
+    axis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())

@@ -6,6 +6,7 @@ gradient are compared. In float64 they must agree; then each assumption of the m
 on purpose, and the same comparison must see it.
 """
 
+import argparse
 import copy
 import dataclasses
 import math
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from thinwire.boundary import SubspaceBoundary
 from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Chain
-from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.experiment import Say
+from thinwire.lab.outcome import Outcome, Row
 from thinwire.model import token_loss
 from thinwire.settings import Settings
 from thinwire.subspace import Space, project, retract
@@ -303,8 +305,9 @@ def largest(row: Row) -> float:
     return max(row[quantity] for quantity in QUANTITIES if quantity in row)
 
 
-def run(quick: bool = False, seed: int = 0, device: str = "cpu") -> Outcome:
+def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Every way to cut, in every precision, and every way to break it."""
+    quick, seed, device = options.quick, options.seed, options.device
     dim, rank, context = (32, 6, 16) if quick else (64, 8, 32)
     with warnings.catch_warnings():  # a CPU without bfloat16 says so at length
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")

@@ -1,23 +1,29 @@
 """Train a chain and measure what codecs are judged by: how good the trained model is with
 compression at test time and without it, and the bytes that crossed.
 
-Figures of a row: loss and loss_off (compression on and off), accuracy and accuracy_off for images,
-bytes_forward and bytes_backward (of one token or image at one cut, mean over the cuts, with frame
-headers), ratio (bf16 in both directions over these), error_forward and error_backward (how far
-from what was sent lies what arrives, see `Errors`), seconds.
+Figures: loss and loss_off (compression on and off), accuracy and accuracy_off for images, curve
+(tokens and loss) where asked for, bytes_forward and bytes_backward (of one token or image at one
+cut, mean over the cuts, with frame headers), ratio (bf16 in both directions over these),
+error_forward and error_backward (how far from what was sent lies what arrives, see `Errors`),
+seconds.
 """
 
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from thinwire.codec import Leg
+from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Chain
-from thinwire.lab.experiment import Row
+from thinwire.engine.feed import Feed, open_data
+from thinwire.folders import replace_file
+from thinwire.lab.arms import Arm
+from thinwire.lab.outcome import Row
 from thinwire.settings.crossing import stream_width
 from thinwire.wire import HEADER_BYTES
 
@@ -53,19 +59,39 @@ class Errors:
         return float(torch.stack(found).mean()) if found else None
 
 
-def train_measured(chain: Chain) -> Row:
-    """Train for as long as the settings say; returns the figures."""
+def train(arm: Arm, shared: dict[str, Any]) -> Row:
+    """What an arm's process does: train the arm on what its grid shares."""
+    settings = arm.settings(shared["base"])
+    data = open_data(settings, Path(shared["data"]))
+    chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
+    if shared["from"]:
+        load_weights(chain, Path(shared["from"]))
+    figures = train_measured(chain, shared.get("points", 0))
+    if shared.get("to"):
+        save_weights(chain, Path(shared["to"]))
+    return figures
+
+
+def train_measured(chain: Chain, points: int = 0) -> Row:
+    """Train for as long as the settings say; with `points`, a curve of about so many losses too."""
+    steps, errors = chain.settings.train.steps, Errors(chain.settings.train.steps)
+    due = {steps, *range(0, steps, max(1, steps // points))} if points else set()
+    curve = []
     start = time.perf_counter()
-    errors = Errors(chain.settings.train.steps)
-    for step in range(chain.settings.train.steps):
-        for cut in chain.cuts:
-            cut.observe = errors.add if errors.wants(step) else None
-        chain.train_step(step)
+    for step in range(steps + 1):
+        if step in due:
+            curve.append((step * chain.settings.tokens_per_step, chain.evaluate()))
+        if step < steps:
+            for cut in chain.cuts:
+                cut.observe = errors.add if errors.wants(step) else None
+            chain.train_step(step)
     seconds = time.perf_counter() - start
     on, off = chain.score(), chain.score(compressed=False)
     figures: Row = {"loss": on.loss, "loss_off": off.loss}
     if chain.settings.model.sees_images:
         figures |= {"accuracy": on.accuracy, "accuracy_off": off.accuracy}
+    if points:
+        figures["curve"] = curve
     figures |= {f"error_{leg.value}": errors.mean(leg) for leg in Leg}
     return {**figures, **crossed(chain), "seconds": seconds}
 
@@ -91,10 +117,7 @@ def save_weights(chain: Chain, path: Path) -> None:
         for stage in chain.stages
         for name, parameter in stage.owned_parameters().items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    partial.replace(path)
+    replace_file(path, save(tensors))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ gradients of constrained parameters are projected onto S first, and whether the 
 back into S now and then. The share of the weights outside S is measured after every update.
 """
 
+import argparse
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,8 @@ from thinwire.data import DataConfig, Order, prepare
 from thinwire.engine.chain import Chain
 from thinwire.engine.keeper import REPROJECT_EVERY
 from thinwire.lab.decide import too_short
-from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.experiment import Say
+from thinwire.lab.outcome import Outcome, Row
 from thinwire.model import token_loss
 from thinwire.optim import SubspaceAdamW, learning_rate
 from thinwire.optim.build import BETAS
@@ -182,8 +184,9 @@ def cut_error(chain: Chain, inputs_BT: Tensor, targets_BT: Tensor) -> float:
     return abs(cut - uncut) / uncut
 
 
-def run(quick: bool = False, seed: int = 0, device: str = "cpu") -> Outcome:
+def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Train all arms and compare their drift with the aims."""
+    quick, seed, device = options.quick, options.seed, options.device
     size = QUICK if quick else Size()
     tokens = synthetic_tokens(size.vocab, seed) if quick else stdlib_tokens(size.vocab)
     settings = settings_of(size, seed, device)

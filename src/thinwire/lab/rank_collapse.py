@@ -6,6 +6,7 @@ language model without any constraint, and in a ViT, an MLP-Mixer and a CNN besi
 width, depth, optimizer and starting rule, so that what is the transformer's own can be told.
 """
 
+import argparse
 import math
 import sys
 import time
@@ -25,7 +26,8 @@ from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine.build import choose_device, prepare_torch
 from thinwire.engine.feed import Feed
 from thinwire.lab.decide import too_short
-from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.experiment import Say, steps_of
+from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.vision import CHARACTERS, character_batch, classifier
 from thinwire.model import Stage, llama_layers
 from thinwire.model.llama import WRITERS
@@ -295,8 +297,9 @@ def compare(corpus: Corpus, settings: Settings) -> dict[str, Trail]:
     return trails
 
 
-def run(steps: int, seed: int = 0, device: str = "cpu") -> Outcome:
+def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Follow the writers of four kinds of model through training."""
+    steps, seed, device = steps_of(options), options.seed, options.device
     shape = {"layers": DEPTH, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": HIDDEN}
     settings = lab_settings(steps, seed, device, {**shape, "vocab": VOCAB, "context": CONTEXT})
     corpus = prepare(DataConfig(), VOCAB, cache_folder())

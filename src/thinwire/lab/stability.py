@@ -6,6 +6,7 @@ that the basis captures is known between moves too, in the arms that never move,
 that a move has not been fitted to.
 """
 
+import argparse
 import math
 import statistics
 import time
@@ -23,7 +24,8 @@ from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.lab.decide import too_short
-from thinwire.lab.experiment import Outcome, Row
+from thinwire.lab.experiment import Say, steps_of
+from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.rank_collapse import say
 from thinwire.paths import cache_folder
 from thinwire.report.plots import running_mean
@@ -308,8 +310,9 @@ def arm_settings(arm: Arm, steps: int, seed: int, device: str, model: dict[str, 
     )
 
 
-def run(steps: int, seed: int = 0, device: str = "cpu") -> Outcome:
+def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Train every arm and compare."""
+    steps, seed, device = steps_of(options), options.seed, options.device
     corpus = prepare(DataConfig(), MODEL["vocab"], cache_folder())
     arms = arms_of(SHORT_CADENCES if steps < LEAST_STEPS else CADENCES)
     tracks = [follow(arm, arm_settings(arm, steps, seed, device, MODEL), corpus) for arm in arms]

@@ -1,0 +1,144 @@
+"""What every experiment leaves behind: a verdict, a table, a picture and a short report.
+
+lab/NAME/report.md    the question, the verdict, the table, how to make it again
+lab/NAME/table.csv    every figure
+lab/NAME/figures.csv  where rows are conclusions: the figures behind them
+lab/NAME/plot.png     the picture
+lab/NAME/result.json  the same for programs
+
+A report is overwritten only by the command that made it; another command's stands in NAME-2.
+"""
+
+import csv
+import itertools
+import json
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+import thinwire
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """The result of one experiment."""
+
+    name: str
+    question: str
+    verdict: str
+    holds: bool | None  # whether the claim under test holds; None where there is no yes or no
+    rows: list[Row]
+    figure: Figure
+    command: str = ""  # that makes the same figures again
+    notes: list[str] = field(default_factory=list)
+    figures: list[Row] = field(default_factory=list)  # behind the rows, where these conclude
+    too_small: str = ""  # why the runs cannot decide; the verdict then tells what was seen
+
+    def __post_init__(self) -> None:
+        if self.too_small:
+            self.holds = None
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict as people read it, with its yes or no."""
+        if self.too_small:
+            return f"Too small to decide: {self.too_small}. {self.verdict}"
+        return {True: "Holds. ", False: "Does not hold. ", None: ""}[self.holds] + self.verdict
+
+    def to_plain(self) -> dict[str, Any]:
+        """The outcome for a program."""
+        plain = {key: value for key, value in vars(self).items() if key != "figure"}
+        return {**plain, "machine": machine()}
+
+
+def machine() -> str:
+    """What computed the figures."""
+    gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+    return f"{platform.machine()}{gpu}, torch {torch.__version__}, thinwire {thinwire.__version__}"
+
+
+def write_outcome(outcome: Outcome, folder: Path) -> Path:
+    """Write report, table, picture and JSON; returns their folder."""
+    place = _place(outcome, folder)
+    place.mkdir(parents=True, exist_ok=True)
+    _write_table(outcome.rows, place / "table.csv")
+    if outcome.figures:
+        _write_table(outcome.figures, place / "figures.csv")
+    outcome.figure.savefig(place / "plot.png", dpi=120, bbox_inches="tight")
+    (place / "result.json").write_text(json.dumps(outcome.to_plain(), indent=1) + "\n")
+    lines = [
+        f"# {outcome.name}",
+        "",
+        outcome.question,
+        "",
+        f"**Verdict:** {outcome.conclusion}",
+        "",
+        markdown_table(outcome.rows),
+        "",
+        "![plot](plot.png)",
+        "",
+        *(f"- {note}" for note in outcome.notes),
+        "",
+        *([markdown_table(outcome.figures), ""] if outcome.figures else []),
+        f"Made by `{outcome.command}` on {machine()}.",
+        "",
+    ]
+    (place / "report.md").write_text("\n".join(lines))
+    return place
+
+
+def _place(outcome: Outcome, folder: Path) -> Path:
+    """The first of NAME, NAME-2, ... that no other command's report stands in."""
+    places = (
+        folder / (outcome.name if number == 1 else f"{outcome.name}-{number}")
+        for number in itertools.count(1)
+    )
+    return next(place for place in places if _made_by(place) in (None, outcome.command))
+
+
+def _made_by(place: Path) -> str | None:
+    """The command whose report stands in a folder; None if there is no report."""
+    result = place / "result.json"
+    if not result.exists():
+        return None
+    try:
+        return str(json.loads(result.read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # a report that cannot be read is somebody's all the same
+
+
+def _write_table(rows: list[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, _columns(rows))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def markdown_table(rows: list[Row]) -> str:
+    """Rows as a Markdown table, numbers in a readable form."""
+    columns = _columns(rows)
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(c)) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _columns(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        if value != 0 and not 1e-3 <= abs(value) < 1e6:
+            return f"{value:.2e}"
+        places = 4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0  # no more than is known
+        text = f"{value:,.{places}f}"
+        return text.rstrip("0").rstrip(".") if places else text
+    return str(value)
