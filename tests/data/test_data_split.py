@@ -15,11 +15,11 @@ def scanned(texts: Iterable[str], given: Iterable[str] = ()) -> Scan:
 
 
 def sides(texts: list[str], fraction: float, given: Sequence[str] = ()) -> dict[str, list[str]]:
-    split = Split.of(scanned(texts, given), fraction)
+    split = Split(scanned(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
-    for text, is_given in [(text, False) for text in texts] + [(text, True) for text in given]:
-        for side, part in split.parts(text, DocumentHash.of(text), is_given):
-            result[side].append(part)
+    documents = [(text, False) for text in texts] + [(text, True) for text in given]
+    for passage in split.passages(documents):
+        result[passage.side].append(passage.text)
     return result
 
 

@@ -105,7 +105,8 @@ class Validation:
         self._count = min(count, limit) if limit > 0 else count
         self._tokens = tokens
         self._context = context
-        self._examples_N = _spread(self._count * self.size, windows)
+        chosen = self._count * self.size
+        self._examples_N = (2 * np.arange(chosen, dtype=np.int64) + 1) * windows // (2 * chosen)
 
     def __len__(self) -> int:
         return self._count
@@ -186,12 +187,6 @@ def _count_windows(tokens: np.ndarray, context: int) -> int:
     if context < 1:
         raise ConfigError(f"the context of {context} tokens must be positive")
     return max(0, len(tokens) - 1) // context
-
-
-def _spread(count: int, size: int) -> np.ndarray:
-    """`count` different numbers of range(size) in rising order, at equal distances."""
-    middles_N = 2 * np.arange(count, dtype=np.int64) + 1
-    return middles_N * size // (2 * count)
 
 
 def _gather(tokens: np.ndarray, context: int, examples_B: np.ndarray) -> Batch:

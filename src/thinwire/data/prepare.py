@@ -14,7 +14,7 @@ from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.prepared import Progress, found_or_made
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
 from thinwire.data.sources import Document, read_documents
-from thinwire.data.split import Scan, Split, as_scanned, scan_documents
+from thinwire.data.split import Passage, Scan, Split, scan_documents
 from thinwire.data.tokenizer import Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.typed import option
@@ -97,13 +97,14 @@ def _text(
         return scan.content, functools.partial(make, scan)
 
     def make(scan: Scan, folder: Path) -> None:
-        split = Split.of(scan, config.valid_fraction)
-        used = tokenizer
+        split, used = Split(scan, config.valid_fraction), tokenizer
         if used is None:
-            sample = _tokenizer_sample(documents("training the tokenizer"), split, scan)
-            used = Tokenizer.train(sample, vocab)
+            share = TOKENIZER_SAMPLE_BYTES / scan.size
+            passages = split.passages(documents("training the tokenizer"))
+            used = Tokenizer.train(_tokenizer_sample(passages, share), vocab)
         with writing(folder, config.source, used.vocab_size) as writer:
-            _tokenise(documents("tokenising"), used, split, scan, writer)
+            lost = _tokenise(split.passages(documents("tokenising")), used, writer)
+            writer.finish(used, scan.documents, lost)
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
     key = _key(config, encoding)
@@ -147,40 +148,26 @@ def _key(config: DataConfig, encoding: str) -> list[Any]:
     return [config.source, encoding, split]
 
 
-def _tokenise(
-    documents: Iterable[tuple[str, bool]],
-    tokenizer: Tokenizer,
-    split: Split,
-    scan: Scan,
-    writer: CorpusWriter,
-) -> None:
-    """Write the ids of every document to its side, each followed by the end of text."""
-    passages = (
-        part
-        for text, is_given, document in as_scanned(documents, scan)
-        for part in split.parts(text, document, is_given)
-    )
+def _tokenise(passages: Iterable[Passage], tokenizer: Tokenizer, writer: CorpusWriter) -> str:
+    """Write the ids of every passage, each followed by the end of text; returns what is lost."""
+    texts = ((passage.side, passage.text) for passage in passages)
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     end_ids, end_sizes = np.array(end, dtype=np.uint32), np.zeros(len(end), dtype=np.uint32)
     losses = Losses()
-    for side, ids, sizes, last in encode_passages(tokenizer, passages, losses):
+    for side, ids, sizes, last in encode_passages(tokenizer, texts, losses):
         writer.append(side, ids, sizes)
         if last:
             writer.append(side, end_ids, None if sizes is None else end_sizes)
-    writer.finish(tokenizer, scan.documents, losses.told())
+    return losses.told()
 
 
-def _tokenizer_sample(
-    documents: Iterable[tuple[str, bool]], split: Split, scan: Scan
-) -> Iterator[str]:
+def _tokenizer_sample(passages: Iterable[Passage], share: float) -> Iterator[str]:
     """Training text for the tokenizer: all of a small corpus, drawn documents of a large one."""
-    share = TOKENIZER_SAMPLE_BYTES / scan.size
     taken = False
-    for text, is_given, document in as_scanned(documents, scan):
-        for side, part in split.parts(text, document, is_given):
-            if side == "train" and (document.sample < share or not taken):
-                taken = True
-                yield part
+    for side, text, sample in passages:
+        if side == "train" and (sample < share or not taken):
+            taken = True
+            yield text
 
 
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:

@@ -7,6 +7,7 @@ Documents come with a flag that says whether they were given for validation (dat
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.errors import DataError
 
@@ -87,64 +88,62 @@ def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
     return Scan(str(content), count, size, lowest, highest, frozenset(given))
 
 
-def as_scanned(
-    documents: Iterable[tuple[str, bool]], scan: Scan
-) -> Iterator[tuple[str, bool, DocumentHash]]:
-    """The documents once more, hashed; an error at the end if they are not those of the scan."""
-    content = ContentHash()
-    for text, is_given in documents:
-        document = DocumentHash.of(text)
-        content.add(document, is_given)
-        yield text, is_given, document
-    if str(content) != scan.content:
-        raise DataError("the corpus changed while it was being read: start again")
+class Passage(NamedTuple):
+    """Text for one side of the corpus: a document, or a part of one."""
+
+    side: str
+    text: str
+    sample: float  # in [0, 1), for drawing a sample of the documents
 
 
-@dataclass(frozen=True)
 class Split:
-    """Sends each document to "train" or "valid", or the end of a long one to "valid"."""
+    """Sends each document to "train" or "valid", or the end of a long one to "valid".
 
-    fraction: float
-    threshold: int
-    longest: float  # bytes that one document should give to validation
-    one_document: bool
-    given: frozenset[bytes]
+    Validation is every document with a place below a threshold. Where that would leave a side
+    empty, the threshold moves just enough for one document to change sides: the lowest to
+    validation, or the highest to training.
+    """
 
-    @classmethod
-    def of(cls, scan: Scan, fraction: float) -> "Split":
-        """The split for a corpus: validation is every document with a place below a threshold.
+    def __init__(self, scan: Scan, fraction: float) -> None:
+        self._scan = scan
+        self._fraction = fraction
+        self._threshold = int(fraction * _RANGE)
+        if scan.lowest >= self._threshold:
+            self._threshold = scan.lowest + 1
+        elif scan.highest < self._threshold:
+            self._threshold = scan.highest
+        # Bytes that one document should give to validation.
+        self._longest = max(fraction * scan.size, SHORTEST_TAIL_BYTES)
 
-        Where that would leave a side empty, the threshold moves just enough for one document
-        to change sides: the lowest to validation, or the highest to training.
-        """
-        threshold = int(fraction * _RANGE)
-        if scan.lowest >= threshold:
-            threshold = scan.lowest + 1
-        elif scan.highest < threshold:
-            threshold = scan.highest
-        longest = max(fraction * scan.size, SHORTEST_TAIL_BYTES)
-        return cls(fraction, threshold, longest, scan.lowest == scan.highest, scan.given)
+    def passages(self, documents: Iterable[tuple[str, bool]]) -> Iterator[Passage]:
+        """The scanned documents once more, by side; an error at the end if they are others."""
+        content = ContentHash()
+        for text, is_given in documents:
+            document = DocumentHash.of(text)
+            content.add(document, is_given)
+            for side, part in self._parts(text, document, is_given):
+                yield Passage(side, part, document.sample)
+        if str(content) != self._scan.content:
+            raise DataError("the corpus changed while it was being read: start again")
 
-    def parts(
-        self, text: str, document: DocumentHash, is_given: bool = False
-    ) -> list[tuple[str, str]]:
+    def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:
         """The (side, text) pairs that a document contributes.
 
         One, but two for a document of which only the end validates: one so long that it alone
         would be twice the share wanted, or the only one. None for a training document that was
         given for validation as well.
         """
-        if self.given:
+        if self._scan.given:
             if is_given:
                 return [("valid", text)]
-            return [] if document.digest in self.given else [("train", text)]
-        if self.one_document:
-            return _cut_near_end(text, self.fraction)
-        if document.place >= self.threshold:
+            return [] if document.digest in self._scan.given else [("train", text)]
+        if self._scan.lowest == self._scan.highest:
+            return _cut_near_end(text, self._fraction)
+        if document.place >= self._threshold:
             return [("train", text)]
-        if document.size <= 2 * self.longest:
+        if document.size <= 2 * self._longest:
             return [("valid", text)]
-        return _cut_near_end(text, self.longest / document.size)
+        return _cut_near_end(text, self._longest / document.size)
 
 
 def _cut_near_end(text: str, fraction: float) -> list[tuple[str, str]]:
