@@ -51,7 +51,7 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
         if piece.sizes is not None:
             assert np.sum(piece.sizes) == len(text.encode())
     assert losses.characters == sum(map(len, texts))
-    assert losses.told() == ""
+    assert losses.summary() == ""
 
 
 def test_no_more_is_held_than_a_batch(texts, monkeypatch):
@@ -73,7 +73,7 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
 def lost(backend: tokenizers.Tokenizer, text: str) -> str:
     losses = Losses()
     list(encode_passages(Tokenizer(backend), [("train", text)], losses))
-    return losses.told()
+    return losses.summary()
 
 
 def byte_level(*alphabet: str) -> tokenizers.Tokenizer:

@@ -19,14 +19,14 @@ class Encoded(NamedTuple):
 
     side: str
     ids: np.ndarray
-    sizes: np.ndarray | None  # UTF-8 bytes that each id stands for; None but in validation
+    sizes: np.ndarray | None  # UTF-8 bytes that each id stands for; None except in validation
     last: bool  # whether the text ends here
 
 
 class Losses:
     """Counts the characters that a tokenizer loses: those that do not come back from its ids.
 
-    A tokenizer may lack some characters or bytes, and leaves them out without a word.
+    A tokenizer may lack some characters or bytes, and leaves them out silently.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Losses:
     def check(self) -> None:
         """Refuse a tokenizer that loses more than half of the text."""
         if 2 * self._lost.total() > self.characters:
-            raise DataError(f"the tokenizer does not fit this text: it {self.told()}")
+            raise DataError(f"the tokenizer does not fit this text: it {self.summary()}")
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """What is lost, for the user; empty if nothing is."""
         lost = self._lost.total()
         if not lost:

@@ -92,7 +92,7 @@ class Validation:
 
     def __init__(self, tokens: np.ndarray, context: int, batch: int, limit: int) -> None:
         if batch < 1:
-            raise ConfigError(f"a batch of {batch} sequences: it must have at least one")
+            raise ConfigError(f"a batch needs at least one sequence, not {batch}")
         windows = _count_windows(tokens, context)
         if windows < 1:
             raise DataError(
@@ -185,7 +185,7 @@ def _feistel(values_N: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
 def _count_windows(tokens: np.ndarray, context: int) -> int:
     """The last window, too, needs one token after its end as a target."""
     if context < 1:
-        raise ConfigError(f"the context of {context} tokens must be positive")
+        raise ConfigError(f"the context is {context} tokens: it must be at least 1")
     return max(0, len(tokens) - 1) // context
 
 

@@ -13,7 +13,7 @@ from thinwire.data.encode import Losses, encode_passages
 from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.prepared import Progress, found_or_made
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
-from thinwire.data.sources import Document, read_documents
+from thinwire.data.sources import read_documents
 from thinwire.data.split import Passage, Scan, Split, scan_documents
 from thinwire.data.tokenizer import Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
@@ -85,10 +85,16 @@ def _text(
     total = sum(file.size for file in (*files, *given))
 
     def documents(phase: str) -> Iterator[tuple[str, bool]]:
-        """All documents, and whether each was given for validation."""
-        own = read_documents(files, config.text_key, skip_undecodable=from_stdlib)
-        others = read_documents(given, config.text_key)
-        return _reported(own, others, report, phase, total)
+        """All documents, and whether each was given for validation; reported in about 200 steps."""
+        before = due = 0
+        for group, skip_undecodable in ((files, from_stdlib), (given, False)):
+            for text, consumed in read_documents(group, config.text_key, skip_undecodable):
+                yield text, group is given
+                if before + consumed >= due:
+                    report(phase, before + consumed, total)
+                    due = before + consumed + max(1, total // 200)
+            before += sum(file.size for file in group)
+        report(phase, total, total)
 
     def read() -> tuple[str, Callable[[Path], None]]:
         scan = scan_documents(documents("reading"))
@@ -158,7 +164,7 @@ def _tokenise(passages: Iterable[Passage], tokenizer: Tokenizer, writer: CorpusW
         writer.append(side, ids, sizes)
         if last:
             writer.append(side, end_ids, None if sizes is None else end_sizes)
-    return losses.told()
+    return losses.summary()
 
 
 def _tokenizer_sample(passages: Iterable[Passage], share: float) -> Iterator[str]:
@@ -181,23 +187,3 @@ def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int
             f"{where} holds token id {largest}, model.vocab is {vocab}: "
             f"set model.vocab to at least {largest + 1}"
         )
-
-
-def _reported(
-    own: Iterable[Document],
-    given: Iterable[Document],
-    report: Progress,
-    phase: str,
-    total: int,
-) -> Iterator[tuple[str, bool]]:
-    """Pass the documents on and report, about two hundred times, how far the reading is."""
-    due = before = consumed = 0
-    for documents, is_given in ((own, False), (given, True)):
-        before = consumed
-        for document in documents:
-            yield document.text, is_given
-            consumed = before + document.consumed
-            if consumed >= due:
-                report(phase, consumed, total)
-                due = consumed + max(1, total // 200)
-    report(phase, total, total)

@@ -25,7 +25,6 @@ MANIFEST = "manifest.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 _CLOCK_TICK_NS = 2_000_000_000  # some filesystems keep times no finer than this
 
-
 OpenedT = TypeVar("OpenedT")
 
 
@@ -101,14 +100,12 @@ class FolderWriter:
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Force everything to the disk, and say last what is there."""
+        files = {}
         for name, stream in self._streams.items():
             stream.close()
             flush(self._folder / name)
-        files = {
-            name: {"bytes": path.stat().st_size, "sample": _sample(path)}
-            for name in self._streams
-            for path in [self._folder / name]
-        }
+            size = (self._folder / name).stat().st_size
+            files[name] = {"bytes": size, "sample": _sample(self._folder / name)}
         manifest = json.dumps({"format": FORMAT, **facts, "files": files}, indent=2)
         write_file(self._folder / MANIFEST, manifest.encode())
 
@@ -138,8 +135,12 @@ def opening(folder: Path, fingerprint: Callable[[Any], str]) -> Iterator[dict[st
     Every file is checked by size and by a hash of 64 blocks of 1 MiB spread over it, which is all
     of a file up to 64 MiB. `fingerprint` computes from a manifest what it should be.
     """
-    manifest = _read_manifest(folder)
+    if not folder.is_dir():
+        raise DataError(f"no prepared data at {folder}: prepare it on this machine first")
     try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise damaged(folder, f"its {MANIFEST} is not of format {FORMAT}")
         for name, entry in manifest["files"].items():
             size = (folder / name).stat().st_size
             if size != entry["bytes"]:
@@ -161,18 +162,6 @@ def damaged(folder: Path, reason: str) -> DataError:
         f"the prepared data at {folder} is damaged: {reason}; "
         "delete the folder, and it will be prepared again"
     )
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise DataError(f"no prepared data at {folder}: prepare it on this machine first")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise damaged(folder, f"its {MANIFEST} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise damaged(folder, f"its {MANIFEST} is not of format {FORMAT}")
-    return manifest
 
 
 def _sample(path: Path) -> str:

@@ -183,6 +183,6 @@ def _refuse_longer(size: int, where: str) -> None:
     """One document is held in memory whole, so its size has a limit."""
     if size > LONGEST_BYTES:
         raise DataError(
-            f"{where}: one document of more than {LONGEST_BYTES >> 20} MiB, the most that one "
-            "document may have: it is damaged, or must be split into several"
+            f"{where}: one document of more than {LONGEST_BYTES >> 20} MiB, which is the limit: "
+            "the file is damaged, or the document must be split into several"
         )

@@ -25,7 +25,7 @@ _ZSTD_STEP = 1 << 10
 
 
 def unpacked(raw: IO[bytes], file: SourceFile, packing: str) -> IO[bytes]:
-    """The bytes of a file; one that grows without measure when unpacked is an error."""
+    """The bytes of a file; one that grows without limit when unpacked is an error."""
     if not packing:
         return raw
     if packing == ".zst":
@@ -41,9 +41,10 @@ def refuse_bomb(file: SourceFile, size: int) -> None:
     limit = max(ALWAYS_ALLOWED_BYTES, LARGEST_RATIO * file.size)
     if size > limit:
         raise DataError(
-            f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: over "
-            f"{LARGEST_RATIO} times as many (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) are taken for a "
-            "decompression bomb. If you trust the file, decompress it first (.parquet: to .jsonl)"
+            f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: a file that "
+            f"grows to over {LARGEST_RATIO} times its size (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) "
+            "is treated as a decompression bomb. If you trust it, decompress it first (.parquet: "
+            "to .jsonl)"
         )
 
 
