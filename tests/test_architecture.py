@@ -33,6 +33,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = {
     "typed": {"errors"},
     "paths": {"errors"},
+    "boundary": {"optim"},
     "summary": {"timings"},
     "train": {"summary"},
     "plan": {"summary"},

@@ -68,10 +68,9 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
         if boundary.learn:  # one basis, read on both sides of the cut
             right.incoming.basis = left.outgoing.basis
     parameters = {n: p for stage in stages for n, p in stage.global_parameters().items()}
-    held_blocks = settings.model.layers - boundary.free_layers
     axes = {}
     if boundary.mode == "subspace":
-        axes = {h.name: h.axis for s in stages for h in s.held_parameters(held_blocks)}
+        axes = {h.name: h.axis for s in stages for h in s.held_parameters()}
     basis = builder.space.basis_DK
     mean = {n: torch.zeros_like(p) for n, p in parameters.items()}
     square = {n: torch.zeros_like(p) for n, p in parameters.items()}
@@ -150,7 +149,7 @@ def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
         for name, layer in stage.reparametrised().items():
             for tensor in (parameters[name].data, mean[name]):
                 turn = new.T @ old
-                tensor.copy_(turn @ tensor if layer.coordinate_axis == 0 else tensor @ turn.T)
+                tensor.copy_(turn @ tensor if layer.axis == 0 else tensor @ turn.T)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -374,8 +373,9 @@ def test_a_refused_step_counts_in_no_move(
         keeper, gather = worker.update.keeper, worker.update.keeper._gather
         if worker.index == 1:
             # In the second window no gradient is seen: what is left of the first must not count.
-            worker.update.keeper._stage.watch_gradient(
-                keeper._watched_layer(), lambda g: gather(g) if runs["window"] < 2 else None
+            worker.stage.watch_gradient(
+                worker.stage.first_free_layer(),
+                lambda g: gather(g) if runs["window"] < 2 else None,
             )
             begin = keeper.begin_step
 

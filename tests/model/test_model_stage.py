@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.boundary import DenseBoundary
-from thinwire.model import ModelConfig, Stage, architecture, llama_layers, token_loss
+from thinwire.boundary import DenseBoundary, ProjectedBoundary
+from thinwire.model import ModelConfig, Narrow, Stage, architecture, llama_layers, token_loss
 from thinwire.model.llama import WRITERS
+from thinwire.optim.roles import Role
+from thinwire.subspace import Space, random_basis
 
 CONFIG = ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn=48, vocab=50, context=8).resolved()
 SPLITS = [[4], [2, 2], [1, 3], [3, 1], [1, 2, 1], [1, 1, 1, 1]]
@@ -197,3 +199,59 @@ def test_a_boundary_may_ask_for_ids_on_either_side(end: str) -> None:
 )
 def test_a_stage_says_what_it_holds(split: list[int], texts: list[str]) -> None:
     assert [stage.describe() for stage in stages_of(split)] == texts
+
+
+def test_a_stage_knows_what_its_matrices_are_to_an_optimizer() -> None:
+    found: dict[str, Role] = {}
+    for stage in stages_of([1, 2, 1]):
+        found |= stage.roles()
+    matrices = {
+        name: Role.MATRIX
+        for name, parameter in whole_model().global_parameters().items()
+        if name.startswith("model.layers.") and parameter.ndim == 2
+    }
+    ends = {"model.embed_tokens.weight": Role.TABLE, "lm_head.weight": Role.HEAD}
+    assert found == {**matrices, **ends}, "and gains have no role"
+
+
+def test_the_parameters_of_a_cut_have_their_roles_on_either_side() -> None:
+    space = Space(random_basis(CONFIG.dim, 4, seed=0).float())
+    sender, receiver = (
+        ProjectedBoundary(space, False, True, table) for table in (None, (CONFIG.vocab, 3))
+    )
+    plans = architecture(CONFIG).stage_layers
+    below = Stage(plans(range(2)), outgoing=sender, next_name="model.layers.2")
+    above = Stage(plans(range(2, 4)), incoming=receiver)
+    cut = "boundary.model.layers.2"
+    roles = {"basis": Role.BASIS, "table": Role.TABLE, "widen": Role.MATRIX}
+    for name, parameter in above.global_parameters().items():
+        if name.startswith("boundary."):
+            assert above.roles()[name] is roles.pop(name.removeprefix(f"{cut}."))
+            assert (name in above.owned_parameters()) == (parameter is not receiver.basis)
+    assert roles == {}
+    assert below.lent() == [sender.basis] and above.borrowed() == [receiver.basis]
+    assert (
+        below.roles()[f"{cut}.basis"] is Role.BASIS and f"{cut}.basis" in below.owned_parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reparam", "held", "first_free"),
+    [(0, False, range(4), "model.layers.0"), (3, False, range(2, 4), "model.layers.3"),
+     (4, True, range(2, 4), "model.norm"), (2, True, range(2, 4), "model.layers.2")],
+)  # fmt: skip
+def test_the_stream_is_free_behind_the_last_layer_that_writes_into_the_subspace(
+    blocks: int, reparam: bool, held: range, first_free: str
+) -> None:
+    space = Space(random_basis(CONFIG.dim, 4, seed=0), torch.zeros(CONFIG.vocab, CONFIG.dim))
+    narrow = Narrow(space, blocks, reparam)
+    stage = Stage(architecture(CONFIG).stage_layers(held, narrow))
+    assert stage.first_free_layer() == first_free
+    inside = [index for index in held if index < blocks]
+    writers = {f"model.layers.{i}.{name}" for i in inside for name in
+               ("self_attn.o_proj.weight", "mlp.down_proj.weight")}  # fmt: skip
+    table = {"model.embed_tokens.weight"} if held.start == 0 else set()
+    axes = {entry.name: entry.axis for entry in stage.held_parameters()}
+    assert axes.keys() == (set() if reparam else writers | table)
+    assert stage.reparametrised().keys() == (writers | table if reparam else set())
+    assert all(axis == (1 if "embed" in name else 0) for name, axis in axes.items())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.optim import OptimConfig, StageOptimizer
+from thinwire.optim.roles import Role
 
 Parameters = dict[str, nn.Parameter]
 
@@ -24,6 +25,11 @@ SHAPES = {
 NAMES = list(SHAPES)
 GAINS = {name for name, shape in SHAPES.items() if len(shape) == 1}
 BLOCK_MATRICES = {name for name in SHAPES if name.startswith("model.layers.") and name not in GAINS}
+ROLES = {
+    "model.embed_tokens.weight": Role.TABLE,
+    **dict.fromkeys(BLOCK_MATRICES, Role.MATRIX),
+    "lm_head.weight": Role.HEAD,
+}
 # Groupings of the same parameters: one stage, two, two cut elsewhere, one for each parameter.
 GROUPINGS = {
     "whole": [NAMES],
@@ -51,7 +57,7 @@ class Ensemble:
     def __init__(self, grouping: str, config: OptimConfig, dtype: torch.dtype = torch.float32):
         self.parameters = fresh(dtype)
         self.parts = [
-            StageOptimizer({name: self.parameters[name] for name in group}, config)
+            StageOptimizer({name: self.parameters[name] for name in group}, ROLES, config)
             for group in GROUPINGS[grouping]
         ]
 
@@ -161,7 +167,9 @@ def test_muon_and_adamw_move_matrices_about_as_far() -> None:
 def test_matrices_decay_and_gains_never_do(optimizer: str) -> None:
     """With gradients of zero the decay is all that is left of an update."""
     parameters = fresh(torch.float64)
-    part = StageOptimizer(parameters, OptimConfig(name=optimizer, weight_decay=0.25, **EQUAL))
+    part = StageOptimizer(
+        parameters, ROLES, OptimConfig(name=optimizer, weight_decay=0.25, **EQUAL)
+    )
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -245,7 +253,7 @@ def test_sgd_turns_a_learned_basis_at_its_own_rate_without_decay() -> None:
     before, gradient = basis.detach().clone(), noise("gradient", (8, 2), torch.float64)
     basis.grad = gradient.clone()
     config = OptimConfig(name="sgd", weight_decay=0.5, basis_lr=0.25)
-    StageOptimizer({name: basis}, config).step(lr=0.5)
+    StageOptimizer({name: basis}, {name: Role.BASIS}, config).step(lr=0.5)
     torch.testing.assert_close(basis.detach(), before - 0.5 * 0.25 * gradient)
 
 

@@ -8,8 +8,11 @@ Shapes: B sequences, T positions, D model width.
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor, nn
+
+from thinwire.optim.roles import Role
 
 
 class Boundary(nn.Module, ABC):
@@ -18,6 +21,9 @@ class Boundary(nn.Module, ABC):
     needs_ids = False
     """Whether encode and decode read the token ids of the microbatch."""
 
+    roles: ClassVar[dict[str, Role]] = {}
+    """What its parameters are to an optimizer, by their names here."""
+
     @abstractmethod
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
         """What the sender puts on the wire, as a differentiable function of its output."""
@@ -25,6 +31,15 @@ class Boundary(nn.Module, ABC):
     @abstractmethod
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """What the receiver's first layer reads, as a differentiable function of z."""
+
+    def shared(self) -> list[nn.Parameter]:
+        """What both ends hold: the sender updates it, with the gradients of both ends, and sends
+        it to the receiver.
+        """
+        return []
+
+    def after_update(self) -> None:
+        """What the sender does to its parameters after each update, before it sends them."""
 
     def compile_ends(self, backend: str) -> None:
         """Have torch fuse what encode and decode do, where there is something to fuse."""

@@ -3,12 +3,15 @@
 Shapes: B sequences, T positions, D model width, K rank, V vocabulary.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.boundary.base import Boundary
-from thinwire.subspace import Space, fixed_table
+from thinwire.optim.roles import Role
+from thinwire.subspace import Space, fixed_table, retract
 
 # Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
 # orthonormal, and the error would be the same for every token.
@@ -87,6 +90,8 @@ class ProjectedBoundary(SubspaceBoundary):
     memory with large vocabularies, a matrix widens its rows.
     """
 
+    roles: ClassVar = {"basis": Role.BASIS, "table": Role.TABLE, "widen": Role.MATRIX}
+
     def __init__(
         self, space: Space, anchored: bool, learn: bool, table: tuple[int, int] | None = None
     ):
@@ -120,6 +125,15 @@ class ProjectedBoundary(SubspaceBoundary):
             known = F.embedding(ids_BT, self.table)
             x_BTD = x_BTD + (known if self.widen is None else F.linear(known, self.widen))
         return x_BTD
+
+    def shared(self) -> list[nn.Parameter]:
+        return [] if self.basis is None else [self.basis]
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """A learned basis becomes orthonormal again."""
+        if self.basis is not None:
+            self.basis.copy_(retract(self.basis))
 
 
 def _widening(dim: int, width: int) -> Tensor:

@@ -127,8 +127,7 @@ class StageBuilder:
         """What holds the stage's weights in the space, in subspace mode."""
         if self.space is None or self.settings.boundary.mode != "subspace":
             return None
-        held = self.settings.model.layers - self.settings.boundary.free_layers
-        return Constraint(self.space.basis_DK, stage.held_parameters(held))
+        return Constraint(self.space.basis_DK, stage.held_parameters())
 
     def wire_spec(self, cut: int) -> TensorSpec:
         """The contract of a boundary: what a frame's tensor must be."""

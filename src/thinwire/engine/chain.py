@@ -7,10 +7,10 @@ bit where both compute with one thread.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.codec import Leg
 from thinwire.engine.build import (
@@ -165,20 +165,21 @@ class Chain(Joined):
         return True
 
     def _gather_learned(self) -> None:
-        """The owner of a learned basis adds up what both ends of its cut have found."""
-        for below, above in itertools.pairwise(self.keepers):
-            own, copy = below.learned_outgoing(), above.learned_incoming()
-            if own is not None and copy is not None:
-                assert own.grad is not None and copy.grad is not None
-                own.grad += copy.grad
-                copy.grad = None
+        """The lender adds up what both ends of a cut have found."""
+        for own, copy in self._shared():
+            assert own.grad is not None and copy.grad is not None
+            own.grad += copy.grad
+            copy.grad = None
 
     @torch.no_grad()
     def _share_learned(self) -> None:
-        for below, above in itertools.pairwise(self.keepers):
-            own, copy = below.learned_outgoing(), above.learned_incoming()
-            if own is not None and copy is not None:
-                copy.copy_(own)
+        for own, copy in self._shared():
+            copy.copy_(own)
+
+    def _shared(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """What boundaries have learned: on the sender's side, and the receiver's copy."""
+        for below, above in itertools.pairwise(self.stages):
+            yield from zip(below.lent(), above.borrowed(), strict=True)
 
     def _switch(self, basis_DK: Tensor) -> None:
         """All stages share one space here: it moves once, and every stage's weights follow."""

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.boundary import BoundaryConfig, ProjectedBoundary
+from thinwire.boundary import BoundaryConfig
 from thinwire.engine.build import BASIS
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.model import Stage
@@ -27,7 +27,6 @@ from thinwire.subspace import (
     grassmann_step,
     orthonormality_error,
     project,
-    retract,
 )
 
 COVARIANCE = "space/covariance"
@@ -67,7 +66,7 @@ class Keeper:
         self._move: BasisMove | None = None
         self.loss_jump: float | None = None  # of the move, where its loss was measured
         if is_last and config.basis_update_every:
-            stage.watch_gradient(self._watched_layer(), self._gather)
+            stage.watch_gradient(stage.first_free_layer(), self._gather)
 
     def begin_step(self, step: int) -> None:
         """Gather gradients only where a move is near: it costs D^2 operations per token."""
@@ -120,19 +119,18 @@ class Keeper:
                 self._optimizer.change_momentum(held.name, follow)
         turn_KK = new_DK.T @ old_DK  # from coordinates in the old basis to those in the new one
         for name, layer in self._stage.reparametrised().items():
-            follow = functools.partial(_turned, turn_KK=turn_KK, axis=layer.coordinate_axis)
+            follow = functools.partial(_turned, turn_KK=turn_KK, axis=layer.axis)
             layer.weight.copy_(follow(layer.weight))
             self._optimizer.change_momentum(name, follow)
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Learned bases back to orthonormal; weights back into S now and then.
+        """Weights back into S now and then.
 
         What the step gathered counts from now on, or a window ends with it.
         """
-        learned = self.learned_outgoing()
-        if learned is not None:
-            learned.copy_(retract(learned))
+        if self._stage.outgoing is not None:
+            self._stage.outgoing.after_update()
         if self._constraint is not None and (step + 1) % REPROJECT_EVERY == 0:
             self._constraint.project_weights()
         if self._is_last and self._ends_window(step) and not self.moves_after(step):
@@ -147,20 +145,10 @@ class Keeper:
         if self._ends_window(step):
             self._covariance_DD = None
 
-    def learned_outgoing(self) -> torch.nn.Parameter | None:
-        """The learned basis of the cut above, which this stage owns."""
-        end = self._stage.outgoing
-        return end.basis if isinstance(end, ProjectedBoundary) else None
-
-    def learned_incoming(self) -> torch.nn.Parameter | None:
-        """The copy of the basis of the cut below, which the stage below owns."""
-        end = self._stage.incoming
-        return end.basis if isinstance(end, ProjectedBoundary) else None
-
     def basis_bytes(self) -> set[int]:
         """Sizes of the bases, or gradients of them, that may cross a boundary."""
-        bases = (self.space.basis_DK, self.learned_outgoing(), self.learned_incoming())
-        return {b.numel() * b.element_size() for b in bases if b is not None}
+        crossing = ([self.space.basis_DK], self._stage.lent(), self._stage.borrowed())
+        return {sum(tensor.nbytes for tensor in tensors) for tensors in crossing if tensors}
 
     def measures(self, step: int) -> dict[str, float]:
         """Drift now and then; when the basis has moved: energy, angle, orthonormality, and how
@@ -210,13 +198,6 @@ class Keeper:
         ):
             loaded = checkpoint.tensors([COVARIANCE])[COVARIANCE]
             self._covariance_DD = loaded.to(self.space.basis_DK.device)
-
-    def _watched_layer(self) -> str:
-        """Where the stream has left the constrained layers, or enters the last stage."""
-        if not self._config.is_constrained:
-            return self._stage.names[0]
-        free = self._config.free_layers
-        return self._stage.names[-2 - free]  # names end with the free blocks, norm and head
 
     def _gather(self, gradient_BTD: Tensor) -> None:
         if not self._gathering:

@@ -12,7 +12,7 @@ step's first activation. Nobody waits an extra round trip for it.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -225,7 +225,7 @@ class Runner:
             with self.trace.span("compute", "norm"):
                 update.project()
                 self._sync()
-            self._gather_learned(step, keeper)
+            self._gather_learned(step)
             if keeper.moves_after(step):
                 new_basis_DK = self._pass_move_down(step, keeper)
         with self.trace.span("compute", "norm"):
@@ -242,7 +242,7 @@ class Runner:
             if keeper is not None and new_basis_DK is not None:
                 self._move_basis(step, keeper, new_basis_DK)
             if keeper is not None:
-                self._share_learned(step, keeper)
+                self._share_learned(step)
             with self.trace.span("compute", "U"):
                 update.check(step)
         return verdict
@@ -273,28 +273,29 @@ class Runner:
             self.stage.train()
             return score.loss if self._above is None else None
 
-    def _gather_learned(self, step: int, keeper: Keeper) -> None:
-        """Add to the gradient of a learned basis what its receiver found, before norms count."""
-        own, borrowed = keeper.learned_outgoing(), keeper.learned_incoming()
-        if self._below is not None and borrowed is not None:
-            assert borrowed.grad is not None
-            self._below.send_message(FrameKind.BASIS, step, _to_bytes(borrowed.grad), FROM_ABOVE)
-            borrowed.grad = None
-        if self._above is not None and own is not None:
-            assert own.grad is not None
+    def _gather_learned(self, step: int) -> None:
+        """Add to the gradient of what is lent what its receiver found, before norms count."""
+        borrowed, lent = self.stage.borrowed(), self.stage.lent()
+        if self._below is not None and borrowed:
+            payload = _to_bytes([_gradient(parameter) for parameter in borrowed])
+            self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
+            for parameter in borrowed:
+                parameter.grad = None
+        if self._above is not None and lent:
             payload = self._take_basis(self._above, step, FROM_ABOVE)
-            own.grad += _from_bytes(payload, own)
+            for parameter, found in zip(lent, _from_bytes(payload, lent), strict=True):
+                _gradient(parameter).add_(found)
 
     def _pass_move_down(self, step: int, keeper: Keeper) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""
         if self._above is None:
             with self.trace.span("compute", "norm"):
-                payload = _to_bytes(keeper.propose())
+                payload = _to_bytes([keeper.propose()])
         else:
             payload = self._take_basis(self._above, step, FROM_ABOVE)
         if self._below is not None:
             self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
-        return _from_bytes(payload, keeper.space.basis_DK)
+        return _from_bytes(payload, [keeper.space.basis_DK])[0]
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
@@ -312,15 +313,16 @@ class Runner:
             self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
         return verdict
 
-    def _share_learned(self, step: int, keeper: Keeper) -> None:
-        """The owner of a learned basis sends it up; the receiver's copy follows."""
-        own, borrowed = keeper.learned_outgoing(), keeper.learned_incoming()
-        if self._above is not None and own is not None:
-            self._above.send_message(FrameKind.BASIS, step, _to_bytes(own), FROM_BELOW)
-        if self._below is not None and borrowed is not None:
+    def _share_learned(self, step: int) -> None:
+        """Send up what is lent; what is borrowed from the stage below follows."""
+        borrowed, lent = self.stage.borrowed(), self.stage.lent()
+        if self._above is not None and lent:
+            self._above.send_message(FrameKind.BASIS, step, _to_bytes(lent), FROM_BELOW)
+        if self._below is not None and borrowed:
             payload = self._take_basis(self._below, step, FROM_BELOW)
             with torch.no_grad():
-                borrowed.copy_(_from_bytes(payload, borrowed))
+                for parameter, found in zip(borrowed, _from_bytes(payload, borrowed), strict=True):
+                    parameter.copy_(found)
 
     def _take_basis(self, port: Port, step: int, way: int) -> bytes:
         """A basis, or a gradient of one, from a neighbour; the wait for it has its own name."""
@@ -336,17 +338,26 @@ class Runner:
         return Versions(self._update.version, self._update.basis_version)
 
 
-def _to_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().numpy().tobytes()
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "a boundary reads all its parameters"
+    return parameter.grad
 
 
-def _from_bytes(payload: bytes, like: Tensor) -> Tensor:
-    """A tensor of the shape, type and device of `like`; StageError when the size is another."""
-    if len(payload) != like.numel() * like.element_size():
+def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
+    return b"".join(tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
+
+
+def _from_bytes(payload: bytes, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes, types and devices of `like`; StageError when the size is another."""
+    sizes = [tensor.nbytes for tensor in like]
+    if len(payload) != sum(sizes):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
         raise StageError(
-            f"a basis of shape {tuple(like.shape)} has {like.numel() * like.element_size()} bytes, "
-            f"but {len(payload)} arrived"
+            f"a basis of shape {shapes} has {sum(sizes)} bytes, but {len(payload)} arrived"
         )
-    return (
-        torch.frombuffer(bytearray(payload), dtype=like.dtype).reshape(like.shape).to(like.device)
-    )
+    found, start = [], 0
+    for tensor, size in zip(like, sizes, strict=True):
+        part = torch.frombuffer(bytearray(payload[start : start + size]), dtype=tensor.dtype)
+        found.append(part.reshape(tensor.shape).to(tensor.device))
+        start += size
+    return found

@@ -38,7 +38,9 @@ class StageUpdate:
     def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
         """With the optimizer that the settings name, and a keeper where stages share a space."""
         settings, constraint = builder.settings, builder.constraint(stage)
-        optimizer = StageOptimizer(stage.owned_parameters(), settings.optim, constraint)
+        optimizer = StageOptimizer(
+            stage.owned_parameters(), stage.roles(), settings.optim, constraint
+        )
         keeper = None
         if builder.space is not None:
             keeper = Keeper(

@@ -116,7 +116,7 @@ def plain_step_seconds(settings: Settings, corpus: Corpus) -> float:
     device = torch.device("cpu")
     model = Stage(llama_layers(settings.model))
     model.initialise(settings.model, settings.run.seed)
-    optimizer = StageOptimizer(model.global_parameters(), settings.optim)
+    optimizer = StageOptimizer(model.global_parameters(), model.roles(), settings.optim)
     feed = Feed(corpus, settings, device)
     microbatches = settings.pipeline.microbatches
     seconds = []

@@ -85,7 +85,7 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
     updates = {}
     for name, chosen in (("adamw", None), ("subspace", constraint)):
-        optimizer = StageOptimizer(stage.global_parameters(), settings.optim, chosen)
+        optimizer = StageOptimizer(stage.global_parameters(), stage.roles(), settings.optim, chosen)
         kept = {p: p.grad for p in stage.parameters()}
 
         def update(optimizer: StageOptimizer = optimizer, kept: dict = kept) -> None:

@@ -162,7 +162,7 @@ def follow(task: Task, settings: Settings) -> Trail:
     """Train a model and look at its writers and their gradients on the way."""
     steps = settings.train.steps
     parameters = dict(task.model.named_parameters())
-    optimizer = StageOptimizer(parameters, settings.optim)
+    optimizer = StageOptimizer(parameters, {}, settings.optim)
     trail = Trail([], {"weight": {}, "gradient": {}})
     start = time.perf_counter()
     for step in range(steps + 1):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.model.narrow import Narrow
+from thinwire.optim.roles import Role
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class LayerPlan:
     make: Callable[[], nn.Module]
     label: str = ""
     """What the description of a stage calls it: a block by its number, a minor layer not at all."""
+    role: Role | None = None
+    """What its matrices are to an optimizer."""
 
 
 @dataclass(frozen=True)

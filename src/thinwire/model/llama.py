@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.config import MATRIX_STD, ModelConfig
-from thinwire.model.narrow import Narrow, ReparamEmbedding, ReparamLinear, SplitEmbedding
+from thinwire.model.narrow import Narrow
 from thinwire.model.past import KeyValues
+from thinwire.optim.roles import Role
 
 EMBEDDING = "model.embed_tokens"
 BLOCKS = "model.layers."
@@ -55,10 +56,8 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 def writer(inputs: int, dim: int, narrow: Narrow | None) -> nn.Module:
-    """A matrix that writes to the stream; in coordinates where the model is reparametrised."""
-    if narrow is not None and narrow.reparam:
-        return ReparamLinear(inputs, dim, narrow.space)
-    return nn.Linear(inputs, dim, bias=False)
+    """A matrix that writes to the stream, or into a subspace of it."""
+    return nn.Linear(inputs, dim, bias=False) if narrow is None else narrow.writer(inputs, dim)
 
 
 class Attention(nn.Module):
@@ -145,18 +144,20 @@ def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[Laye
             # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
             empty_VD = torch.empty(config.vocab, config.dim)
             return nn.Embedding.from_pretrained(empty_VD, freeze=False)
-        kind = ReparamEmbedding if narrow.reparam else SplitEmbedding
-        return kind(config.vocab, config.dim, narrow.space)
+        return narrow.embedding(config.vocab, config.dim)
 
     def block(index: int) -> LayerPlan:
         held = narrow if narrow is not None and index < narrow.blocks else None
-        return LayerPlan(f"{BLOCKS}{index}", lambda: Block(config, held), str(index))
+        return LayerPlan(f"{BLOCKS}{index}", lambda: Block(config, held), str(index), Role.MATRIX)
+
+    def head() -> nn.Module:
+        return nn.Linear(config.dim, config.vocab, bias=False)
 
     return [
-        LayerPlan(EMBEDDING, embedding, "embed"),
+        LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
         *(block(index) for index in range(config.layers)),
         LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
-        LayerPlan("lm_head", lambda: nn.Linear(config.dim, config.vocab, bias=False), "head"),
+        LayerPlan("lm_head", head, "head", Role.HEAD),
     ]
 
 

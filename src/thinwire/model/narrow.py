@@ -1,4 +1,4 @@
-"""Layers that write into a subspace of the stream: the constrained and the reparametrised model.
+"""Layers that write into a subspace S of the stream: the constrained and the reparametrised model.
 
 Shapes: B sequences, T positions, D model width, K rank, V vocabulary, N inputs of a writer.
 """
@@ -21,9 +21,39 @@ class Narrow:
     blocks: int
     reparam: bool
 
+    def writer(self, inputs: int, dim: int) -> nn.Module:
+        """A matrix that writes into the space."""
+        if self.reparam:
+            return ReparamLinear(inputs, dim, self.space)
+        return HeldLinear(inputs, dim, bias=False)
 
-class SplitEmbedding(nn.Module):
-    """T_fixed[id] + T_S[id]: a frozen table that every stage has, and a trainable part in S."""
+    def embedding(self, vocab: int, dim: int) -> nn.Module:
+        """A token table whose trainable part lies in the space."""
+        kind = ReparamEmbedding if self.reparam else SplitEmbedding
+        return kind(vocab, dim, self.space)
+
+
+class InSpace(nn.Module):
+    """A layer whose output lies in S (a fixed table aside), whatever it reads."""
+
+    weight: nn.Parameter
+    axis: int
+    """Of its weight: where the model dimension is, or coordinates in its place."""
+
+
+class HeldLinear(InSpace, nn.Linear):
+    """A writer whose columns a constraint holds in S."""
+
+    weight: nn.Parameter
+    axis = 0
+
+
+class SplitEmbedding(InSpace):
+    """T_fixed[id] + T_S[id]: a frozen table that every stage has, and a part that a constraint
+    holds in S.
+    """
+
+    axis = 1
 
     def __init__(self, vocab: int, dim: int, space: Space):
         super().__init__()
@@ -31,16 +61,13 @@ class SplitEmbedding(nn.Module):
         self.space = space
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """The stream at its start."""
         return F.embedding(ids_BT, self.weight) + self.space.anchors(ids_BT)
 
 
-class Reparametrised(nn.Module, ABC):
+class Reparametrised(InSpace, ABC):
     """A layer whose full matrix is made from coordinates, so it is in S under any optimizer."""
 
-    weight: nn.Parameter
     full_shape: tuple[int, int]
-    coordinate_axis: int
 
     @abstractmethod
     def set_full(self, full: Tensor) -> None:
@@ -50,7 +77,7 @@ class Reparametrised(nn.Module, ABC):
 class ReparamEmbedding(Reparametrised):
     """T_fixed[id] + E[id] U^T, with E (V, K) trainable."""
 
-    coordinate_axis = 1
+    axis = 1
 
     def __init__(self, vocab: int, dim: int, space: Space):
         super().__init__()
@@ -59,20 +86,18 @@ class ReparamEmbedding(Reparametrised):
         self.space = space
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """The stream at its start."""
         with torch.autocast(ids_BT.device.type, enabled=False):
             part_BTD = F.embedding(ids_BT, self.weight) @ self.space.basis_DK.T
             return part_BTD + self.space.anchors(ids_BT)
 
     def set_full(self, full: Tensor) -> None:
-        """Take the part of a full table that lies in S."""
         self.weight.copy_(full @ self.space.basis_DK.to(full))
 
 
 class ReparamLinear(Reparametrised):
     """x (U A)^T, with A (K, N) trainable: a writer in S by construction, and cheaper."""
 
-    coordinate_axis = 0
+    axis = 0
 
     def __init__(self, inputs: int, dim: int, space: Space):
         super().__init__()
@@ -81,11 +106,9 @@ class ReparamLinear(Reparametrised):
         self.space = space
 
     def forward(self, x_BTN: Tensor) -> Tensor:
-        """What this writer adds to the stream."""
         coordinates_BTK = F.linear(x_BTN, self.weight)
         with torch.autocast(x_BTN.device.type, enabled=False):
             return coordinates_BTK.to(self.space.basis_DK.dtype) @ self.space.basis_DK.T
 
     def set_full(self, full: Tensor) -> None:
-        """Take the part of a full matrix that lies in S."""
         self.weight.copy_(self.space.basis_DK.to(full).T @ full)

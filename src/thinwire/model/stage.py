@@ -11,10 +11,11 @@ from thinwire.boundary import Boundary
 from thinwire.model.base import LayerPlan
 from thinwire.model.config import ModelConfig
 from thinwire.model.family import architecture
-from thinwire.model.llama import EMBEDDING, WRITERS, Block
+from thinwire.model.llama import Block
 from thinwire.model.loss import token_loss
-from thinwire.model.narrow import Reparametrised
+from thinwire.model.narrow import InSpace, Reparametrised
 from thinwire.model.past import KeyValues
+from thinwire.optim.roles import Role
 from thinwire.subspace import Held
 
 GRAPHS = 64
@@ -42,6 +43,7 @@ class Stage(nn.Module):
     ):
         super().__init__()
         self.names = [plan.name for plan in plans]
+        self._roles = [plan.role for plan in plans]
         self._labels = [plan.label for plan in plans if plan.label]
         self._next_name = next_name
         self.layers = nn.ModuleList(plan.make() for plan in plans)
@@ -105,16 +107,33 @@ class Stage(nn.Module):
 
         A boundary's own parameters are named after the block that follows the cut.
         """
-        named = list(zip(self.names, self.layers, strict=True))
-        if self.incoming is not None:
-            named.append((f"boundary.{self.names[0]}", self.incoming))
-        if self.outgoing is not None:
-            named.append((f"boundary.{self._next_name}", self.outgoing))
+        named = [*zip(self.names, self.layers, strict=True), *self._ends().items()]
         return {
             f"{name}.{local}": parameter
             for name, module in named
             for local, parameter in module.named_parameters()
         }
+
+    def roles(self) -> dict[str, Role]:
+        """What parameters are to an optimizer, by global name, of those that have a role."""
+        of_layers = {
+            f"{name}.{local}": role
+            for name, layer, role in zip(self.names, self.layers, self._roles, strict=True)
+            for local, parameter in layer.named_parameters()
+            if role is not None and parameter.ndim > 1
+        }
+        of_ends = {
+            f"{name}.{local}": role
+            for name, end in self._ends().items()
+            for local, role in end.roles.items()
+        }
+        return of_layers | of_ends
+
+    def _ends(self) -> dict[str, Boundary]:
+        """The boundaries by global name."""
+        ends = {f"boundary.{self.names[0]}": self.incoming}
+        ends[f"boundary.{self._next_name}"] = self.outgoing
+        return {name: end for name, end in ends.items() if end is not None}
 
     def global_buffers(self) -> dict[str, Tensor]:
         """What layers keep of the data they have seen (a batch norm's statistics), by global name.
@@ -129,12 +148,17 @@ class Stage(nn.Module):
         }
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this stage updates and saves.
+        """The parameters that this stage updates and saves: all but those it borrows."""
+        borrowed = {id(parameter) for parameter in self.borrowed()}
+        return {n: p for n, p in self.global_parameters().items() if id(p) not in borrowed}
 
-        A learned basis belongs to the sender of its cut; the receiver holds a copy.
-        """
-        borrowed = getattr(self.incoming, "basis", None)
-        return {n: p for n, p in self.global_parameters().items() if p is not borrowed}
+    def borrowed(self) -> list[nn.Parameter]:
+        """Copies of what the stage below has learned for the cut between them."""
+        return [] if self.incoming is None else self.incoming.shared()
+
+    def lent(self) -> list[nn.Parameter]:
+        """What this stage has learned for the cut above, of which that stage holds copies."""
+        return [] if self.outgoing is None else self.outgoing.shared()
 
     @torch.no_grad()
     def initialise(self, config: ModelConfig, seed: int) -> None:
@@ -154,24 +178,34 @@ class Stage(nn.Module):
                 for own, parameter in module.named_parameters(recurse=False):
                     family.initialise(f"{prefix}.{own}", parameter, seed)
 
-    def held_parameters(self, blocks: int) -> list[Held]:
-        """What a subspace constraint holds here: the embedding, writers of the first blocks."""
-        held = []
-        for name, parameter in self.global_parameters().items():
-            if name == f"{EMBEDDING}.weight":
-                held.append(Held(name, parameter, axis=1))
-            elif name.endswith(WRITERS) and int(name.split(".")[2]) < blocks:
-                held.append(Held(name, parameter, axis=0))
-        return held
+    def held_parameters(self) -> list[Held]:
+        """What a subspace constraint holds here: the embedding and writers of the first blocks."""
+        return [
+            Held(name, layer.weight, layer.axis)
+            for name, layer in self._in_space().items()
+            if not isinstance(layer, Reparametrised)
+        ]
 
     def reparametrised(self) -> dict[str, Reparametrised]:
         """The reparametrised layers by the global name of their weight."""
+        found = self._in_space().items()
+        return {name: layer for name, layer in found if isinstance(layer, Reparametrised)}
+
+    def _in_space(self) -> dict[str, InSpace]:
         return {
             f"{name}.{local}.weight" if local else f"{name}.weight": module
             for name, layer in zip(self.names, self.layers, strict=True)
             for local, module in layer.named_modules()
-            if isinstance(module, Reparametrised)
+            if isinstance(module, InSpace)
         }
+
+    def first_free_layer(self) -> str:
+        """The layer behind the last one here that writes into the subspace; the first if none."""
+        first = 0
+        for index, layer in enumerate(self.layers, start=1):
+            if any(isinstance(module, InSpace) for module in layer.modules()):
+                first = index
+        return self.names[first]
 
     def watch_gradient(self, layer_name: str, watcher: Callable[[Tensor], None]) -> None:
         """Show `watcher` the gradient of the stream at the input of a layer, on each backward."""

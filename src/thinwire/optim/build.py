@@ -4,7 +4,7 @@ Torch keeps optimizer state by position; a run that is split anew needs it by na
 StageOptimizer does that translation and nothing else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.errors import CheckpointError
 from thinwire.optim.config import OptimConfig
 from thinwire.optim.muon import Muon
-from thinwire.optim.roles import Role, role_of
+from thinwire.optim.roles import Role
 from thinwire.optim.subspace import SubspaceAdamW
 from thinwire.subspace import Constraint
 
@@ -26,13 +26,16 @@ class StageOptimizer:
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
+        roles: Mapping[str, Role],
         config: OptimConfig,
         constraint: Constraint | None = None,
     ):
-        """`constraint` holds some of the parameters in a subspace; their updates stay there."""
+        """`roles` names the parameters that have one. `constraint` holds some in a subspace; their
+        updates stay there.
+        """
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
-        self._optimizers = _build(parameters, config.with_shares(), constraint)
+        self._optimizers = _build(parameters, roles, config.with_shares(), constraint)
         self._keeps_state = config.name != "sgd" or config.momentum > 0
 
     def step(self, lr: float) -> None:
@@ -118,38 +121,44 @@ def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[
 
 
 def _build(
-    parameters: dict[str, nn.Parameter], config: OptimConfig, constraint: Constraint | None
+    parameters: dict[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    constraint: Constraint | None,
 ) -> list[torch.optim.Optimizer]:
-    groups = [_group(name, parameter, config) for name, parameter in parameters.items()]
-    if config.name == "sgd":
-        # Decay as a part of the gradient: what studies of images are made with.
-        for group in groups:
-            group["weight_decay"] = 0.0 if group["role"] is Role.BASIS else config.weight_decay
-        return [torch.optim.SGD(_merged(groups), lr=config.lr, momentum=config.momentum)]
-    held = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
-    by_muon, in_space, others = [], [], []
-    for name, group in zip(parameters, groups, strict=True):
-        if config.name == "muon" and group["role"] is Role.MATRIX:
-            basis_DK = constraint.basis_DK if constraint and name in held else None
-            by_muon.append({**group, "basis": basis_DK})
-        elif name in held:
-            in_space.append({**group, "axis": held[name]})
-        else:
-            others.append(group)
-    optimizers: list[torch.optim.Optimizer] = []
-    if others:
-        fused = all(p.is_cuda for p in parameters.values())
-        optimizers.append(torch.optim.AdamW(_merged(others), betas=BETAS, fused=fused))
-    if in_space:
-        optimizers.append(SubspaceAdamW(_merged(in_space), betas=BETAS))
-    if by_muon:
-        optimizers.append(Muon(_merged(by_muon)))
-    return optimizers
+    """As few optimizers and groups as there are ways to update a parameter, for speed."""
+    axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
+    kinds: dict[type[torch.optim.Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for name, parameter in parameters.items():
+        role = roles.get(name)
+        kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+        options: dict[str, Any] = {
+            "lr_share": _share(role, config),
+            "weight_decay": config.weight_decay if _decays(role, parameter, config) else 0.0,
+        }
+        if config.name == "sgd":
+            kind = torch.optim.SGD
+        elif config.name == "muon" and role is Role.MATRIX:
+            kind = Muon
+            options["basis"] = constraint.basis_DK if constraint and name in axes else None
+        elif name in axes:
+            kind = SubspaceAdamW
+            options["axis"] = axes[name]
+        groups = kinds.setdefault(kind, {})
+        group = groups.setdefault(tuple(options.values()), {"params": [], **options})
+        group["params"].append(parameter)
+    fused = all(p.is_cuda for p in parameters.values())
+    common: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+        torch.optim.SGD: {"momentum": config.momentum},
+        torch.optim.AdamW: {"betas": BETAS, "fused": fused},
+        SubspaceAdamW: {"betas": BETAS},
+        Muon: {},
+    }
+    return [kind([*kinds[kind].values()], **common[kind]) for kind in common if kind in kinds]
 
 
-def _group(name: str, parameter: nn.Parameter, config: OptimConfig) -> dict[str, Any]:
-    """One parameter with its rate and decay."""
-    role = role_of(name, parameter)
+def _share(role: Role | None, config: OptimConfig) -> float:
+    """The learning rate of a parameter as a share of the run's."""
     shares = {
         Role.MATRIX: config.matrix_lr if config.name == "muon" else 1.0,
         Role.TABLE: config.table_lr,
@@ -158,25 +167,9 @@ def _group(name: str, parameter: nn.Parameter, config: OptimConfig) -> dict[str,
         # for the layers on either side to follow.
         Role.BASIS: config.basis_lr,
     }
-    decays = role not in (Role.GAIN, Role.BASIS)
-    return {
-        "params": [parameter],
-        "role": role,
-        "lr_share": shares.get(role, 1.0),
-        "weight_decay": config.weight_decay if decays else 0.0,
-    }
+    return 1.0 if role is None else shares[role]
 
 
-def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that differ in their parameters alone as one, for the sake of speed."""
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for group in groups:
-        alike = (
-            group["lr_share"],
-            group["weight_decay"],
-            group.get("axis"),
-            id(group.get("basis")),
-        )
-        known = merged.setdefault(alike, {**group, "params": []})
-        known["params"] += group["params"]
-    return list(merged.values())
+def _decays(role: Role | None, parameter: Tensor, config: OptimConfig) -> bool:
+    """Gains decay with SGD alone, where decay is a part of the gradient, as in image studies."""
+    return role is not Role.BASIS and (parameter.ndim > 1 or config.name == "sgd")
