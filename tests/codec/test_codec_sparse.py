@@ -13,8 +13,9 @@ from torch import Tensor
 
 from thinwire.codec import Cast, Codec, Leg, Place
 from thinwire.codec.base import spec_of
+from thinwire.codec.bits import PositionCode
 from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
-from thinwire.codec.positions import PositionCode, drawn
+from thinwire.codec.noise import drawn
 from thinwire.codec.sparse import Masks, RandK, SharedMask, TopK, bind_masks
 from thinwire.errors import ConfigError, WireError
 

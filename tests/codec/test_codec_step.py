@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, noise, parse_codec, spec_of
-from thinwire.codec.quantize import LARGEST, Integer
-from thinwire.codec.step import Step
+from thinwire.codec.quantize import LARGEST, Integer, Step
 from thinwire.errors import ConfigError, WireError
 
 CPU = torch.device("cpu")

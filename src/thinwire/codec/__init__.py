@@ -27,50 +27,15 @@ if TYPE_CHECKING:
     from thinwire.codec.wrapper import Wrapper
 
 __all__ = [
-    "Cast",
-    "Codec",
-    "CodecConfig",
-    "Layout",
-    "Leg",
-    "Part",
-    "Parts",
-    "Payload",
-    "Place",
-    "PluginError",
-    "Shape",
-    "Stateful",
-    "Surroundings",
-    "TensorSpec",
-    "Wrapper",
-    "build_codecs",
-    "cross",
-    "elements",
-    "parse_codec",
-    "register_codec",
-    "spec_of",
-]
+    "Cast", "Codec", "CodecConfig", "Layout", "Leg", "Part", "Parts", "Payload", "Place",
+    "PluginError", "Shape", "Stateful", "Surroundings", "TensorSpec", "Wrapper", "build_codecs",
+    "cross", "elements", "parse_codec", "register_codec", "spec_of",
+]  # fmt: skip
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "base": (
-            "Codec",
-            "Layout",
-            "Leg",
-            "Part",
-            "Parts",
-            "Payload",
-            "Place",
-            "Shape",
-            "Stateful",
-            "Surroundings",
-            "TensorSpec",
-            "cross",
-            "elements",
-            "spec_of",
-        ),
-        "cast": ("Cast",),
-        "parse": ("build_codecs", "parse_codec", "register_codec"),
-        "wrapper": ("Wrapper",),
-    },
-)
+__getattr__ = on_first_use(__name__, {
+    "base": ("Codec", "Layout", "Leg", "Part", "Parts", "Payload", "Place", "Shape", "Stateful",
+             "Surroundings", "TensorSpec", "cross", "elements", "spec_of"),
+    "cast": ("Cast",),
+    "parse": ("build_codecs", "parse_codec", "register_codec"),
+    "wrapper": ("Wrapper",),
+})  # fmt: skip

@@ -44,7 +44,9 @@ class Zstd(Wrapper):
         return self._compressor.compress(self.inner.to_bytes(parts))
 
     def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
-        least, most = self._sizes_inside(spec.shape, place)
+        least = most = sum(part.bytes for part in self.inner.layout(spec.shape, place))
+        if self.inner.content_decides_size:
+            least, most = 0, self.inner.payload_limit(spec.shape)
         try:
             size = zstandard.frame_content_size(payload)
             if not least <= size <= most:
@@ -58,13 +60,6 @@ class Zstd(Wrapper):
         except zstandard.ZstdError as error:
             raise WireError(f"a {self.name} payload cannot be read: {error}") from None
         return self.inner.from_bytes(plain, spec, place)
-
-    def _sizes_inside(self, shape: Shape, place: Place) -> tuple[int, int]:
-        """The fewest and the most bytes that the inner codec may have written."""
-        if self.inner.content_decides_size:
-            return 0, self.inner.payload_limit(shape)
-        size = sum(part.bytes for part in self.inner.layout(shape, place))
-        return size, size
 
     def payload_limit(self, shape: Shape) -> int:
         size = self.inner.payload_limit(shape)

@@ -4,6 +4,10 @@ The same key gives the same numbers on every device and in any order of calls, s
 exactly and no state has to be saved.
 """
 
+import hashlib
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +15,7 @@ from thinwire.codec.place import Leg, Place
 
 _STRIDE = -0x61C88647  # 2**32 over the golden ratio, modulo 2**32: neighbours land far apart
 _FACTORS = (-0x7A143595, -0x3D4D51CB)  # those of MurmurHash3's last mix, as signed numbers
+_ROUNDS = 4
 
 
 def random_words(count: int, key: int, device: torch.device) -> Tensor:
@@ -37,6 +42,35 @@ def round_at(values: Tensor, place: Place) -> Tensor:
         dither = words.bitwise_or_(0x00010001).view(torch.int16)[:count].to(values.dtype)
         values.add_(dither.view(values.shape), alpha=2.0**-16)
     return values.round_()
+
+
+def drawn(count: int, k: int, key: int, device: torch.device) -> Tensor:
+    """The first k of the positions 0..count-1 in a random order that the key decides.
+
+    A position is a pair of numbers below ceil(sqrt(count)), and the order a Feistel network over
+    such pairs, with tables of random numbers that SHAKE-256 makes of the key. Pairs past the end
+    (few: they lie in the last rows) go through it again until they are inside. So k positions cost
+    k evaluations, no sorting, and are the same on every device.
+    """
+    if k == 0:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    side = math.isqrt(count - 1) + 1
+    noise = hashlib.shake_256(key.to_bytes(8, "little")).digest(4 * _ROUNDS * side)
+    numbers = (np.frombuffer(noise, dtype="<u4") % side).astype(np.int64)
+    tables = torch.from_numpy(numbers).to(device).view(_ROUNDS, side)
+
+    def shuffled(positions: Tensor) -> Tensor:
+        left = positions.div(side, rounding_mode="floor")
+        right = positions - left * side
+        for table in tables:
+            total = left + table[right]
+            left, right = right, total - side * (total >= side)
+        return left * side + right
+
+    positions = shuffled(torch.arange(k, device=device))
+    while len(outside := (positions >= count).nonzero().view(-1)):
+        positions[outside] = shuffled(positions[outside])
+    return positions
 
 
 def _fold(words: Tensor) -> None:

@@ -19,9 +19,8 @@ from thinwire.codec.entropy import Zstd
 from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.place import Leg
-from thinwire.codec.quantize import Float8, Integer, TensorInteger
+from thinwire.codec.quantize import Float8, Integer, Step, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
-from thinwire.codec.step import Step
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest
 
@@ -143,15 +142,12 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
     by_place, by_name = _read(arguments)
     try:
         bound = signature.bind(*inner, *by_place, **by_name)
-    except TypeError:
+        given = bound.arguments
+        given |= {p.name: _fitting(given[p.name], p) for p in taken if p.name in given}
+    except (TypeError, OverflowError):
+        usage = ", ".join(map(_usage, taken)) or "no arguments"
         instead = f", not ({arguments})" if arguments else ""
-        raise ConfigError(f"{name} takes {_usage(taken)}{instead}") from None
-    for parameter in taken:
-        if parameter.name in bound.arguments:
-            value = _fitting(bound.arguments[parameter.name], parameter)
-            if value is None:
-                raise ConfigError(f"{name} takes {_usage(taken)}, not ({arguments})")
-            bound.arguments[parameter.name] = value
+        raise ConfigError(f"{name} takes {usage}{instead}") from None
     return factory(*bound.args, **bound.kwargs)
 
 
@@ -180,23 +176,19 @@ def _value(text: str) -> int | float | str:
 
 
 def _fitting(value: Any, parameter: inspect.Parameter) -> Any:
-    """The value in a type that the parameter allows; None where there is no such."""
+    """The value in a type that the parameter allows; TypeError where there is no such."""
     kinds = _kinds(parameter)
     if type(value) is int and float in kinds and int not in kinds:
-        try:
-            value = float(value)
-        except OverflowError:
-            return None
-    return value if type(value) in kinds or not kinds & _WORDS.keys() else None
+        value = float(value)
+    if type(value) not in kinds and kinds & _WORDS.keys():
+        raise TypeError
+    return value
 
 
-def _usage(parameters: list[inspect.Parameter]) -> str:
-    """What may stand in the parentheses, in words."""
-    return ", ".join(p.name + _like(p) for p in parameters) or "no arguments"
-
-
-def _like(parameter: inspect.Parameter) -> str:
-    return next((word for kind, word in _WORDS.items() if kind in _kinds(parameter)), "")
+def _usage(parameter: inspect.Parameter) -> str:
+    """What may stand in the parentheses for it."""
+    words = [word for kind, word in _WORDS.items() if kind in _kinds(parameter)]
+    return parameter.name + (words[0] if words else "")
 
 
 def _kinds(parameter: inspect.Parameter) -> set[Any]:

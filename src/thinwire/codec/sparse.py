@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
-from thinwire.codec.positions import PositionCode, drawn, row_starts
+from thinwire.codec.bits import PositionCode, row_starts
+from thinwire.codec.noise import drawn
 from thinwire.errors import ConfigError, WireError
 
 VALUES = torch.bfloat16
@@ -98,10 +99,8 @@ class TopK(Sparse):
     Of equal magnitudes at the limit, those with the lowest position are kept; a NaN counts as
     larger than infinity. So the kept set depends on the tensor alone, on every device.
 
-    Payload: marks and low bits of the positions, then the values in the order of positions:
-    2 B k + ceil(B marks / 8) + ceil(B k l / 8) bytes, with marks = n if l = 0, otherwise
-    k + floor((n - 1) / 2^l), and the l that makes marks + k l least (see PositionCode). Positions
-    take about 5.3 bits for each kept element at a share of 0.1, 8.6 bits at 0.01.
+    Payload: marks and low bits of the positions (see PositionCode: about 5.3 bits for each kept
+    element at a share of 0.1, 8.6 bits at 0.01), then the values in the order of positions.
     """
 
     word = "topk"
