@@ -7,25 +7,22 @@ and, over a network that is really there, between two of its addresses:
     ip netns exec one python -m thinwire.lab.bench_link --mbps 80 --latency-ms 25 \\
         --real --listen 10.88.0.1 --other "ip netns exec two"
 
-Both ends send as fast as the link takes, in both directions at once, over gRPC with mutual
-TLS on the loopback interface. Each size gets a fresh pair of processes, so that CPU time
-and the kernel's byte counts belong to it alone. Then single frames are timed, each after the link
-was idle for two seconds.
+Both ends send as fast as the link takes, in both directions at once, over gRPC with mutual TLS.
+Each size gets a fresh pair of processes, so that CPU time and the kernel's byte counts belong to it
+alone. Then single frames are timed, each after the link was idle for two seconds.
 """
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
-import math
+import queue
 import shlex
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +47,8 @@ _WAITING_BYTES = 4 << 20
 _IDLE_S = 2.0
 _ALONE = 5  # frames of each size that are timed alone
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Path:
@@ -68,11 +67,9 @@ class Path:
     @property
     def config(self) -> LinkConfig:
         """The link's settings."""
+        emulate = self.mbps > 0 and not self.real
         return LinkConfig(
-            mbps_up=self.mbps,
-            mbps_down=self.mbps,
-            latency_ms=self.latency_ms,
-            emulate=self.mbps > 0 and not self.real,
+            mbps_up=self.mbps, mbps_down=self.mbps, latency_ms=self.latency_ms, emulate=emulate
         )
 
     def seconds(self, size: int) -> float:
@@ -81,145 +78,86 @@ class Path:
         return self.latency_ms / 1e3 + (bits / self.mbps / 1e6 if self.mbps else 0.0)
 
 
-@dataclass(frozen=True)
-class Report:
-    """What one end saw: the rate at which payload came in, and what it cost."""
-
-    received_mbps: float
-    payload_bytes_sent: int
-    meter_bytes_sent: int
-    kernel_bytes_sent: int
-    cpu_seconds: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One size and direction; CPU seconds are those of both ends per 10^9 payload bytes."""
-
-    size: int
-    direction: str
-    mbps: float
-    ratio: float
-    meter_bytes: int
-    kernel_bytes: int
-    cpu_s_per_gb: float
-
-    @property
-    def overhead(self) -> float:
-        """Bytes that TLS, HTTP/2 and gRPC added, as a share of what the meter counted."""
-        return self.kernel_bytes / self.meter_bytes - 1 if self.meter_bytes else 0.0
+BARE = Path(0, 0)
+"""The transport alone."""
 
 
 class _End:
-    """One end of the measured link: sends for some seconds and times what arrives."""
-
-    def __init__(self, link: Link, meter: Meter, size: int) -> None:
-        self._link = link
-        self._meter = meter
-        self._payload = bytes(range(256)) * (size // 256)
-        self._arrivals: list[float] = []
-        self._confirmed = threading.Event()
-        self._failure: WireError | None = None
-        link.start(self._on_frame, self._on_broken)
-
-    def run(self, seconds: float) -> Report:
-        """Send for `seconds`, wait until all of it is confirmed, and report."""
-        cpu_before = time.process_time()
-        self._send_for(seconds)
-        self._link.send(Frame(FrameKind.TALLY))
-        if not self._confirmed.wait(seconds + 60):
-            raise WireError("the other end did not confirm what it received")
-        if self._failure is not None:
-            raise self._failure
-        cpu_seconds = time.process_time() - cpu_before
-        taken = self._arrivals[-1] - self._arrivals[0] if len(self._arrivals) > 1 else 0.0
-        bits = (len(self._arrivals) - 1) * len(self._payload) * 8
-        sent = self._meter.snapshot()["sent"]
-        return Report(
-            received_mbps=bits / taken / 1e6 if taken else 0.0,
-            payload_bytes_sent=sent["total"]["payload_bytes"],
-            meter_bytes_sent=self._meter.sent_bytes(),
-            kernel_bytes_sent=sum(s.bytes_sent_once for s in socket_totals()),
-            cpu_seconds=cpu_seconds,
-        )
-
-    def _send_for(self, seconds: float) -> None:
-        # Enough messages wait at any moment to keep the link busy, and no more. A frame has
-        # left when its span has ended; with emulation that lies in the future at first.
-        most_waiting = max(3, _WAITING_BYTES // len(self._payload))
-        leaves: collections.deque[float] = collections.deque()
-        sent = left = 0
-        until = time.monotonic() + seconds
-        while (now := time.monotonic()) < until and self._failure is None:
-            leaves.extend(end for *_, end in self._link.take_spans())
-            while leaves and leaves[0] <= now:
-                leaves.popleft()
-                left += 1
-            while sent - left < most_waiting:
-                self._link.send(Frame(FrameKind.FORWARD, step=sent, payload=self._payload))
-                sent += 1
-            # Half of what waits may leave before the next look, which keeps looking cheap.
-            middle = leaves[len(leaves) // 2] - now if leaves else 0.0
-            time.sleep(min(max(middle, 0.002), 0.1))
-
-    def _on_frame(self, frame: Frame) -> None:
-        if frame.kind == FrameKind.FORWARD:
-            self._arrivals.append(time.monotonic())
-        elif frame.kind == FrameKind.TALLY:
-            self._link.send(Frame(FrameKind.VERDICT))
-        else:  # the verdict: everything sent has arrived, so the kernel has counted it
-            self._confirmed.set()
-
-    def _on_broken(self, error: WireError) -> None:
-        self._failure = error
-        self._confirmed.set()
-
-
-class _Echo:
-    """The end that times single frames, or the one that confirms each of them."""
+    """One end of the measured link: sends, notes when frames arrive, confirms when asked."""
 
     def __init__(self, link: Link) -> None:
+        self.arrivals: list[float] = []
         self._link = link
-        self._arrivals: list[float] = []
-        self._changed = threading.Condition()
-        link.start(self._on_frame, lambda error: self._note(math.nan))
+        self._answers: queue.SimpleQueue[WireError | None] = queue.SimpleQueue()
+        link.start(self._on_frame, self._answers.put)
 
-    def send_alone(self, sizes: Sequence[int]) -> list[float]:
-        """When each frame was sent; the next one follows a pause after its confirmation."""
-        sent = []
-        for number, size in enumerate(sizes, 1):
-            time.sleep(_IDLE_S)
-            sent.append(time.monotonic())
-            self._link.send(Frame(FrameKind.FORWARD, payload=bytes(size)))
-            self.wait_for(number)
-        return sent
+    def send(self, payload: bytes) -> None:
+        self._link.send(Frame(FrameKind.FORWARD, payload=payload))
 
-    def wait_for(self, count: int) -> list[float]:
-        """The times at which so many frames have come."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._arrivals) >= count)
-            return self._arrivals
+    def confirm(self, timeout: float) -> None:
+        """Wait until all that was sent has arrived, so that the kernel has counted it too."""
+        self._link.send(Frame(FrameKind.TALLY))
+        try:
+            failure = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            raise WireError("the other end did not confirm what it received") from None
+        if failure is not None:
+            raise failure
+
+    def stream(self, size: int, seconds: float) -> dict[str, float]:
+        """Send as fast as the link takes, until all of it has arrived; returns what it cost."""
+        cpu_before = time.process_time()
+        until, payload = time.monotonic() + seconds, bytes(range(256)) * (size // 256)
+        while time.monotonic() < until:
+            self.send(payload)  # enough frames wait to keep the link busy, and no more
+            self._link.wait_for_room(max(3, _WAITING_BYTES // size))
+        self.confirm(seconds + 60)
+        return {
+            "cpu_seconds": time.process_time() - cpu_before,
+            "payload": self._link.meter.snapshot()["sent"]["total"]["payload_bytes"],
+            "meter": self._link.meter.sent_bytes(),
+            "kernel": sum(socket.bytes_sent_once for socket in socket_totals()),
+        }
 
     def _on_frame(self, frame: Frame) -> None:
-        self._note(time.monotonic())
         if frame.kind is FrameKind.FORWARD:
-            self._link.send(Frame(FrameKind.TALLY))
+            self.arrivals.append(time.monotonic())
+        elif frame.kind is FrameKind.TALLY:
+            self._link.send(Frame(FrameKind.VERDICT))
+        else:  # the verdict
+            self._answers.put(None)
 
-    def _note(self, now: float) -> None:
-        with self._changed:
-            self._arrivals.append(now)
-            self._changed.notify_all()
+
+def goodput(path: Path, sizes: Sequence[int] = SIZES, seconds: float = 3.0) -> list[Row]:
+    """Both directions at once, for each size; a rate of 0 measures the bare transport."""
+    return [row for size in sizes for row in _goodput_of(path, size, seconds)]
 
 
-def goodput(
-    mbps: float,
-    latency_ms: float,
-    sizes: Sequence[int] = SIZES,
-    seconds: float = 3.0,
-) -> list[Row]:
-    """Measure each size in both directions at once; `mbps` 0 measures the bare transport."""
-    path = Path(mbps, latency_ms)
-    return [row for size in sizes for row in measure(path, size, seconds)]
+def _goodput_of(path: Path, size: int, seconds: float) -> list[Row]:
+    with _two_ends(path, size, seconds) as (end, finish):
+        here = end.stream(size, seconds)
+        there = finish()
+    cpu_seconds = here["cpu_seconds"] + there["cpu_seconds"]
+    rows: list[Row] = []
+    for direction, sent, arrivals in (
+        ("there", here, there["arrivals"]),
+        ("back", there, end.arrivals),
+    ):
+        first, *others = arrivals
+        mbps = len(others) * size * 8 / (others[-1] - first) / 1e6 if others else 0.0
+        rows.append(
+            {
+                "size": size,
+                "direction": direction,
+                "mbps": mbps,
+                "ratio": mbps / path.mbps if path.mbps else None,
+                "cpu_s_per_gb": cpu_seconds / (here["payload"] + there["payload"]) * 1e9,
+                "meter_bytes": sent["meter"],
+                "kernel_bytes": sent["kernel"],
+                "overhead": sent["kernel"] / sent["meter"] - 1,
+            }
+        )
+    return rows
 
 
 def alone(path: Path, sizes: Sequence[int] = SIZES, times: int = _ALONE) -> dict[int, float]:
@@ -227,85 +165,86 @@ def alone(path: Path, sizes: Sequence[int] = SIZES, times: int = _ALONE) -> dict
 
     Both ends read one clock, so they are on one machine.
     """
-    order = [size for size in sizes for _ in range(times)]
-    with _other_process(path, {"alone": len(order)}) as (link, process):
-        sent = _Echo(link).send_alone(order)
-        assert process.stdout is not None
-        arrived = json.loads(process.stdout.readline())
-    taken = [there - here for here, there in zip(sent, arrived, strict=True)]
-    return {
-        size: statistics.median(t for t, s in zip(taken, order, strict=True) if s == size)
-        for size in sizes
-    }
+    taken: dict[int, list[float]] = {size: [] for size in sizes}
+    sent = []
+    with _two_ends(path) as (end, finish):
+        for size in [size for size in sizes for _ in range(times)]:
+            time.sleep(_IDLE_S)
+            sent.append((size, time.monotonic()))
+            end.send(bytes(size))
+            end.confirm(path.seconds(size) + 60)
+        arrivals = finish()["arrivals"]
+    for (size, start), arrived in zip(sent, arrivals, strict=True):
+        taken[size].append(arrived - start)
+    return {size: statistics.median(seconds) for size, seconds in taken.items()}
 
 
 @contextlib.contextmanager
-def _other_process(
-    path: Path, task: dict[str, Any]
-) -> Iterator[tuple[Link, subprocess.Popen[str]]]:
-    """A link to another process that has been given its task."""
+def _two_ends(
+    path: Path, size: int = 0, seconds: float = 0.0
+) -> Iterator[tuple[_End, Callable[[], dict[str, Any]]]]:
+    """This end, and a call that returns what the other one found; that one streams too."""
     authority = Authority.create("bench")
-    listener = Listener(authority.issue("here"), path.listen, 0, _MAX_PAYLOAD + HEADER_BYTES)
-    order = {
-        "identity": authority.issue("there").to_plain(),
-        "address": listener.address,
-        "config": dataclasses.asdict(path.config),
-        **task,
-    }
+    identity, limit = authority.issue("here"), _MAX_PAYLOAD + HEADER_BYTES
     module = [sys.executable, "-P", "-m", "thinwire.lab.bench_link", "--other-end"]
-    with subprocess.Popen(
-        [*shlex.split(path.other), *module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(order) + "\n")
-        process.stdin.flush()
+    with (
+        contextlib.closing(Listener(identity, path.listen, 0, limit)) as listener,
+        subprocess.Popen(
+            [*shlex.split(path.other), *module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        orders, answers = process.stdin, process.stdout
+        assert orders is not None and answers is not None
+        order = {
+            "identity": authority.issue("there").to_plain(),
+            "address": listener.address,
+            "config": dataclasses.asdict(path.config),
+            "work": {"size": size, "seconds": seconds},
+        }
+        print(json.dumps(order), file=orders, flush=True)
         pipe = listener.accept("there", timeout=30)
+
+        def finish() -> dict[str, Any]:
+            print(file=orders, flush=True)
+            return json.loads(answers.readline())
+
         link = Link(pipe, Meter(), path.config.nic(), "here to there", _MAX_PAYLOAD)
-        yield link, process
-        process.stdin.close()
-        link.close()
-    listener.close()
-
-
-def measure(path: Path, size: int, seconds: float) -> list[Row]:
-    """Goodput of one size in both directions at once, and what it costs."""
-    config = path.config
-    with _other_process(path, {"size": size, "seconds": seconds}) as (link, process):
-        here = _End(link, link.meter, size).run(seconds)
-        assert process.stdout is not None
-        there = Report(**json.loads(process.stdout.readline()))
-    payload = here.payload_bytes_sent + there.payload_bytes_sent
-    cpu_s_per_gb = (here.cpu_seconds + there.cpu_seconds) / payload * 1e9
-    return [
-        Row(
-            size=size,
-            direction=direction,
-            mbps=receiver.received_mbps,
-            ratio=receiver.received_mbps / config.mbps_up if config.mbps_up else 0.0,
-            meter_bytes=sender.meter_bytes_sent,
-            kernel_bytes=sender.kernel_bytes_sent,
-            cpu_s_per_gb=cpu_s_per_gb,
-        )
-        for direction, sender, receiver in (("there", here, there), ("back", there, here))
-    ]
+        with contextlib.closing(link):
+            yield _End(link), finish
 
 
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     identity = Identity.from_plain(order["identity"])
-    config = LinkConfig(**order["config"])
     pipe = dial(order["address"], "there", identity, "here", 30, _MAX_PAYLOAD + HEADER_BYTES)
-    link = Link(pipe, Meter(), config.nic(), "there to here", _MAX_PAYLOAD)
-    if "alone" in order:
-        print(json.dumps(_Echo(link).wait_for(order["alone"])), flush=True)
-    else:
-        report = _End(link, link.meter, order["size"]).run(order["seconds"])
-        print(json.dumps(dataclasses.asdict(report)), flush=True)
-    sys.stdin.read()  # stay connected until the other side has read its own counts
-    link.close()
+    nic = LinkConfig(**order["config"]).nic()
+    with contextlib.closing(Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)) as link:
+        end = _End(link)
+        found = end.stream(**order["work"])
+        sys.stdin.readline()  # until the first end has sent all, and read its own counts
+        print(json.dumps({**found, "arrivals": end.arrivals}), flush=True)
+
+
+def show(title: str, rows: list[Row]) -> None:
+    """Print a table under its title."""
+    from thinwire.lab.outcome import markdown_table  # not above: the other end needs no torch
+
+    print(f"{title}\n\n{markdown_table(rows)}\n", flush=True)
+
+
+def show_goodput(path: Path, sizes: Sequence[int] = SIZES, seconds: float = 3.0) -> list[Row]:
+    """Measure a path and print what was found."""
+    rows = goodput(path, sizes, seconds)
+    rate = f"at {path.mbps:g} Mbit/s each way" if path.mbps else "without emulation"
+    show(
+        f"goodput {rate}, {path.latency_ms:g} ms one way, both directions at once; overhead: the "
+        "kernel's TCP bytes beyond the frames that the meter counts",
+        rows,
+    )
+    return rows
 
 
 def main() -> None:
@@ -318,47 +257,21 @@ def main() -> None:
     parser.add_argument("--other", default="", help="words before the command of the other end")
     parser.add_argument("--real", action="store_true", help="the path is real: do not emulate it")
     parser.add_argument("--other-end", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.other_end:
+    options = vars(parser.parse_args())
+    if options.pop("other_end"):
         _other_end()
         return
-    path = Path(
-        arguments.mbps, arguments.latency_ms, arguments.listen, arguments.other, arguments.real
-    )
-    rows = [row for size in SIZES for row in measure(path, size, arguments.seconds)]
-    bare = [] if path.real else goodput(0, 0, sizes=(1 << 20,), seconds=arguments.seconds)
-    print_tables(rows, bare, path.mbps, path.latency_ms)
-    print_alone(path, alone(path))
-
-
-def print_alone(path: Path, taken: dict[int, float]) -> None:
-    """Single frames beside what the model says of them."""
-    print(f"\na single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}")
-    print(f"{'message':>10} {'ms':>8} {'model ms':>9} {'of model':>9}")
-    for size, seconds in taken.items():
+    seconds = options.pop("seconds")
+    path = Path(**options)
+    show_goodput(path, seconds=seconds)
+    if not path.real:
+        show_goodput(BARE, (1 << 20,), seconds)
+    rows = []
+    for size, taken in alone(path).items():
         model = path.seconds(size)
-        share = f"{seconds / model:.1%}" if model else "-"
-        print(f"{size:>10} {seconds * 1e3:>8.1f} {model * 1e3:>9.1f} {share:>9}")
-
-
-def print_tables(emulated: list[Row], bare: list[Row], mbps: float, latency_ms: float) -> None:
-    """Goodput and CPU cost, then the bytes of the meter beside those of the kernel."""
-    print(f"goodput, both directions at once, {mbps:g} Mbit/s each way,", end=" ")
-    print(f"{latency_ms:g} ms one way" + ("; last lines: without emulation" if bare else ""))
-    print(f"{'message':>10} {'direction':>9} {'Mbit/s':>8} {'of rate':>8} {'CPU s/GB':>9}")
-    for row in emulated + bare:
-        share = f"{row.ratio:.1%}" if row.ratio else "-"
-        print(
-            f"{row.size:>10} {row.direction:>9} {row.mbps:>8.1f} {share:>8} "
-            f"{row.cpu_s_per_gb:>9.2f}"
-        )
-    print("\nbytes sent: frames as the meter counts them, and the kernel's TCP bytes")
-    print(f"{'message':>10} {'direction':>9} {'meter':>13} {'kernel':>13} {'overhead':>9}")
-    for row in emulated + bare:
-        print(
-            f"{row.size:>10} {row.direction:>9} {row.meter_bytes:>13} {row.kernel_bytes:>13} "
-            f"{row.overhead:>9.3%}"
-        )
+        share = taken / model if model else None
+        rows.append({"size": size, "ms": taken * 1e3, "model ms": model * 1e3, "of model": share})
+    show(f"a single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}", rows)
 
 
 if __name__ == "__main__":

@@ -24,21 +24,21 @@ from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.lab.outcome import Row, machine, markdown_table
 from thinwire.optim import StageOptimizer
 from thinwire.settings import Settings
-from thinwire.subspace import grassmann_step
+from thinwire.subspace import Constraint, grassmann_step
 
 ROUNDS = 5
+SHARE = "share of a dense step"
 
 
 def timed(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
     """Median seconds of `work`, after two runs to warm up."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
     for _ in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         seconds.append(time.perf_counter() - start)
     return sorted(seconds[2:])[repeats // 2]
 
@@ -55,8 +55,7 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     builder = StageBuilder(settings, device)
     stage = builder.build(1)
     builder.initialise(stage)
-    assert builder.space is not None and stage.incoming is not None and stage.outgoing is not None
-    ends, constraint = (stage.incoming, stage.outgoing), builder.constraint(stage)
+    assert builder.space is not None
     shape = (settings.microbatch_size, model.context)
     ids_BT = torch.randint(model.vocab, shape, device=device)
     autocast = autocast_for(settings.run.precision, device)
@@ -73,60 +72,65 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
 
         return work
 
-    dense_ends = DenseBoundary(model.dim), DenseBoundary(model.dim)
-    narrow, dense = [], []
+    narrow_ends = settings.boundary.rank, stage.incoming, stage.outgoing
+    dense_ends = model.dim, DenseBoundary(model.dim), DenseBoundary(model.dim)
+    narrow: list[float] = []
+    dense: list[float] = []
     with weights_rounded_once():
         for _ in range(ROUNDS):  # in turn, so that a drifting clock touches both alike
-            stage.incoming, stage.outgoing = ends
-            narrow.append(timed(microbatch(settings.boundary.rank), device))
-            stage.incoming, stage.outgoing = dense_ends
-            dense.append(timed(microbatch(model.dim), device))
-    stage.incoming, stage.outgoing = ends
+            for found, ends in ((dense, dense_ends), (narrow, narrow_ends)):
+                width, stage.incoming, stage.outgoing = ends
+                found.append(timed(microbatch(width), device))
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
-    updates = {}
-    for name, chosen in (("adamw", None), ("subspace", constraint)):
-        optimizer = StageOptimizer(stage.global_parameters(), stage.roles(), settings.optim, chosen)
-        kept = {p: p.grad for p in stage.parameters()}
+    constraint = builder.constraint(stage)
+    gradients = {parameter: parameter.grad for parameter in stage.parameters()}
 
-        def update(optimizer: StageOptimizer = optimizer, kept: dict = kept) -> None:
-            for parameter, gradient in kept.items():
-                parameter.grad = gradient
+    def restore_gradients() -> None:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+    def update_with(held: Constraint | None) -> float:
+        optimizer = StageOptimizer(stage.global_parameters(), stage.roles(), settings.optim, held)
+
+        def work() -> None:
+            restore_gradients()
             optimizer.step(1e-6)
 
-        updates[name] = timed(update, device)
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
+        return timed(work, device)
+
+    adamw, subspace = update_with(None), update_with(constraint)
+    restore_gradients()
     projection = timed(constraint.project_gradients, device) if constraint else 0.0
     flat_ND = torch.randn(shape[0] * shape[1], model.dim, device=device)
     gather = timed(lambda: flat_ND.T @ flat_ND, device)
-    covariance_DD = flat_ND.T @ flat_ND
-    basis_DK = builder.space.basis_DK
+    covariance_DD, basis_DK = flat_ND.T @ flat_ND, builder.space.basis_DK
     move = timed(lambda: grassmann_step(covariance_DD, basis_DK, 0.5), device, 3)
-    dense_step = microbatches * dense_s + updates["adamw"]
-    ends_step = microbatches * (narrow_s - dense_s)
-    others = projection + updates["subspace"] - updates["adamw"]
-    window = math.ceil(update_every / GATHER_SHARE)
-    moved = (microbatches * gather * window + move) / update_every
-    table = builder.space.table_VD
+    ends_step, others = microbatches * (narrow_s - dense_s), projection + subspace - adamw
+    window, table = math.ceil(update_every / GATHER_SHARE), builder.space.table_VD
+    parts: dict[str, float | None] = {
+        "stage with dense ends, per microbatch": dense_s,
+        "stage with narrow ends, per microbatch": narrow_s,
+        "projection of gradients, per step": projection,
+        "update with AdamW": adamw,
+        "update with the subspace optimizer": subspace,
+        "gathering gradients for a move, per microbatch": gather,
+        "one move of the basis": move,
+    }
+    extras = {
+        f"encode and decode, {microbatches} microbatches": ends_step,
+        "projection and change of the optimizer": others,
+        "all extras": ends_step + others,
+        f"moves every {update_every} steps, amortised": (
+            (microbatches * gather * window + move) / update_every
+        ),
+    }
+    dense_step = microbatches * dense_s + adamw
+    table_bytes = None if table is None else float(table.numel() * table.element_size())
     return [
-        {"part": "stage with dense ends, per microbatch", "seconds": dense_s},
-        {"part": "stage with narrow ends, per microbatch", "seconds": narrow_s},
-        {"part": "projection of gradients, per step", "seconds": projection},
-        {"part": "update with AdamW", "seconds": updates["adamw"]},
-        {"part": "update with the subspace optimizer", "seconds": updates["subspace"]},
-        {"part": "gathering gradients for a move, per microbatch", "seconds": gather},
-        {"part": "one move of the basis", "seconds": move},
-        {"part": f"encode and decode, {microbatches} microbatches", "seconds": ends_step,
-         "share of a dense step": ends_step / dense_step},
-        {"part": "projection and change of the optimizer", "seconds": others,
-         "share of a dense step": others / dense_step},
-        {"part": "all extras", "seconds": ends_step + others,
-         "share of a dense step": (ends_step + others) / dense_step},
-        {"part": f"moves every {update_every} steps, amortised", "seconds": moved,
-         "share of a dense step": moved / dense_step},
-        {"part": "token table per stage, bytes (any sequence length)",
-         "seconds": None if table is None else float(table.numel() * table.element_size())},
-    ]  # fmt: skip
+        *({"part": part, "seconds": seconds} for part, seconds in parts.items()),
+        *({"part": p, "seconds": s, SHARE: s / dense_step} for p, s in extras.items()),
+        {"part": "token table per stage, bytes (any sequence length)", "seconds": table_bytes},
+    ]
 
 
 def main() -> None:
@@ -140,22 +144,16 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args()
-    settings = Settings.from_plain(
-        {
-            "model": {"preset": options.preset},
-            "run": {
-                "device": options.device,
-                "precision": options.precision,
-                "compile": options.compile,
-            },
-            "boundary": {"mode": options.mode, "rank": options.rank},
-            "pipeline": {"stages": options.stages, "microbatches": options.microbatches},
-            "train": {"batch": options.microbatches},
-        }
-    )
-    print(f"{options.preset}, rank {options.rank}, {options.precision}, on {machine()}")
-    print(markdown_table(measure(settings)))
+    told = parser.parse_args()
+    values = {
+        "model": {"preset": told.preset},
+        "run": {"device": told.device, "precision": told.precision, "compile": told.compile},
+        "boundary": {"mode": told.mode, "rank": told.rank},
+        "pipeline": {"stages": told.stages, "microbatches": told.microbatches},
+        "train": {"batch": told.microbatches},
+    }
+    print(f"{told.preset}, rank {told.rank}, {told.precision}, on {machine()}")
+    print(markdown_table(measure(Settings.from_plain(values))))
 
 
 if __name__ == "__main__":

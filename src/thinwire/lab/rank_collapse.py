@@ -135,7 +135,7 @@ def language_task(corpus: Corpus, settings: Settings, device: torch.device) -> T
         batch = feed.training(step, 0)
         return batch.inputs, batch.targets
 
-    return Task("transformer LM", model.to(device), examples, lambda ids: model(None, ids))
+    return Task("transformer LM", model.to(device), examples, lambda ids: model(ids))
 
 
 def image_task(name: str, seed: int, device: torch.device) -> Task:

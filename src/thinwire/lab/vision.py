@@ -13,6 +13,7 @@ Shapes: B images, S pixels a side, T patches, D width, P patches a side.
 
 import functools
 import math
+from collections import OrderedDict
 from pathlib import Path
 
 import matplotlib
@@ -28,17 +29,16 @@ from thinwire.model.llama import WRITERS, RMSNorm, initialise
 
 CHARACTERS = [chr(code) for code in range(33, 127)]
 FONTS = [
-    f"DejaVu{family}{style}"
+    f"{family}{style}"
     for family, styles in {
-        "Sans": ("", "-Bold", "-Oblique", "-BoldOblique"),
-        "SansMono": ("", "-Bold", "-Oblique", "-BoldOblique"),
-        "Serif": ("", "-Bold", "-Italic", "-BoldItalic"),
+        "DejaVuSans": ("", "-Bold", "-Oblique", "-BoldOblique"),
+        "DejaVuSansMono": ("", "-Bold", "-Oblique", "-BoldOblique"),
+        "DejaVuSerif": ("", "-Bold", "-Italic", "-BoldItalic"),
+        "STIXGeneral": ("", "Bol", "Italic", "BolIta"),
     }.items()
     for style in styles
-] + ["STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"]
-
-SIDE = 24
-PATCH = 4
+]
+SIDE, PATCH = 24, 4
 TURN, STRETCH, SHIFT, NOISE = 0.1, 0.1, 0.05, 0.1  # radians; shares of the size; of full black
 MEAN, SPREAD = 0.08, 0.26  # of the pixels, taken off so that images are centred
 _CANVAS = 2 * SIDE  # drawn at twice the size: averaging after the turn keeps edges smooth
@@ -77,11 +77,8 @@ def character_batch(size: int, seed: int, number: int) -> tuple[Tensor, Tensor]:
     angle_B, scale_B = angle_B * TURN, 1 + scale_B * STRETCH
     cos_B, sin_B = angle_B.cos() / scale_B, angle_B.sin() / scale_B
     rows = [cos_B, -sin_B, x_B * 2 * SHIFT, sin_B, cos_B, y_B * 2 * SHIFT]
-    places = F.affine_grid(
-        torch.stack(rows, dim=1).view(size, 2, 3),
-        [size, 1, _CANVAS, _CANVAS],
-        align_corners=False,
-    )
+    turns_B23 = torch.stack(rows, dim=1).view(size, 2, 3)
+    places = F.affine_grid(turns_B23, [size, 1, _CANVAS, _CANVAS], align_corners=False)
     upright = character_images()[fonts_B, classes_B].unsqueeze(1)
     images = F.avg_pool2d(F.grid_sample(upright, places, align_corners=False), 2)
     images += NOISE * torch.randn(images.shape, generator=generator)
@@ -89,15 +86,20 @@ def character_batch(size: int, seed: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 class Residual(nn.Module):
-    """The stream plus what a body makes of the normalised stream, as in every pre-norm model."""
+    """The stream plus what a body makes of the normalised stream, as in every pre-norm model.
 
-    def __init__(self, norm: nn.Module, body: nn.Module):
+    A body across patches works on each channel: the mixer's stand-in for attention.
+    """
+
+    def __init__(self, norm: nn.Module, body: nn.Module, across_patches: bool = False):
         super().__init__()
         self.norm = norm
         self.body = body
+        self._across = across_patches
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream after this body's write."""
+        if self._across:
+            return x + self.body(self.norm(x).transpose(1, 2)).transpose(1, 2)
         return x + self.body(self.norm(x))
 
 
@@ -111,47 +113,11 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What attention adds to the stream."""
         batch, patches, _ = x_BTD.shape
         parts = self.qkv_proj(x_BTD).view(batch, patches, 3, self.heads, -1)
         q_BHTE, k_BHTE, v_BHTE = parts.permute(2, 0, 3, 1, 4)
         mixed_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE)
         return self.o_proj(mixed_BHTE.transpose(1, 2).reshape(batch, patches, -1))
-
-
-class FeedForward(nn.Module):
-    """Two matrices with a GELU between, along the last axis."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.up_proj = nn.Linear(dim, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What the feed-forward adds to the stream."""
-        return self.down_proj(F.gelu(self.up_proj(x)))
-
-
-class AcrossPatches(FeedForward):
-    """The mixer's stand-in for attention: a feed-forward along the patches, per channel."""
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """What mixing adds to the stream."""
-        return super().forward(x_BTD.transpose(1, 2)).transpose(1, 2)
-
-
-class Convolutions(nn.Module):
-    """The body of a residual block of a CNN; the second convolution writes."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.up_proj = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
-        self.norm = nn.GroupNorm(8, dim, affine=False)
-        self.down_proj = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
-
-    def forward(self, x_BDPP: Tensor) -> Tensor:
-        """What the two convolutions add to the stream."""
-        return self.down_proj(F.gelu(self.norm(self.up_proj(F.gelu(x_BDPP)))))
 
 
 class Classifier(nn.Module):
@@ -161,7 +127,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, dim, PATCH, PATCH, bias=False)
         self.positions = nn.Parameter(torch.empty(dim, (SIDE // PATCH) ** 2))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.Sequential(*blocks)
         self.norm = RMSNorm(dim, 1e-5)
         self.head = nn.Linear(dim, len(CHARACTERS), bias=False)
         self._keeps_grid = keeps_grid
@@ -169,11 +135,11 @@ class Classifier(nn.Module):
     def forward(self, images_B1SS: Tensor) -> Tensor:
         """The logits of each image."""
         x_BDT = self.patches(images_B1SS).flatten(2) + self.positions
-        side = math.isqrt(x_BDT.shape[2])
-        x = x_BDT.unflatten(2, (side, side)) if self._keeps_grid else x_BDT.transpose(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        x_BTD = x.flatten(2).transpose(1, 2) if self._keeps_grid else x
+        if self._keeps_grid:
+            side = SIDE // PATCH
+            x_BTD = self.blocks(x_BDT.unflatten(2, (side, side))).flatten(2).transpose(1, 2)
+        else:
+            x_BTD = self.blocks(x_BDT.transpose(1, 2))
         return self.head(self.norm(x_BTD.mean(dim=1)))
 
 
@@ -188,14 +154,31 @@ def classifier(kind: str, dim: int, depth: int, hidden: int, seed: int) -> Class
     blocks: list[nn.Module] = []
     for _ in range(depth):
         if kind == "cnn":
-            blocks.append(Residual(nn.GroupNorm(8, dim, affine=False), Convolutions(dim)))
+            blocks.append(Residual(_group_norm(dim), _convolutions(dim)))
             continue
-        mixing = AcrossPatches(patches, hidden) if kind == "mixer" else SelfAttention(dim, 4)
-        blocks.append(Residual(RMSNorm(dim, 1e-5), mixing))
-        blocks.append(Residual(RMSNorm(dim, 1e-5), FeedForward(dim, hidden)))
+        mixes = kind == "mixer"
+        mixing = _feed_forward(patches, hidden) if mixes else SelfAttention(dim, 4)
+        blocks.append(Residual(RMSNorm(dim, 1e-5), mixing, across_patches=mixes))
+        blocks.append(Residual(RMSNorm(dim, 1e-5), _feed_forward(dim, hidden)))
     model = Classifier(dim, blocks, keeps_grid=kind == "cnn")
     for name, parameter in model.named_parameters():
         initialise(name, parameter, ModelConfig(layers=depth), seed)
         if parameter.ndim > 1 and not name.endswith(WRITERS):
             parameter.data /= parameter.data.std() * math.sqrt(parameter[0].numel())
     return model
+
+
+def _feed_forward(dim: int, hidden: int) -> nn.Module:
+    up, down = nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+    return nn.Sequential(OrderedDict(up_proj=up, gelu=nn.GELU(), down_proj=down))
+
+
+def _convolutions(dim: int) -> nn.Module:
+    """The body of a residual block of a CNN; the second convolution writes."""
+    up, down = (nn.Conv2d(dim, dim, 3, padding=1, bias=False) for _ in range(2))
+    first = OrderedDict(gelu=nn.GELU(), up_proj=up, norm=_group_norm(dim))
+    return nn.Sequential(OrderedDict(**first, second_gelu=nn.GELU(), down_proj=down))
+
+
+def _group_norm(dim: int) -> nn.Module:
+    return nn.GroupNorm(8, dim, affine=False)
