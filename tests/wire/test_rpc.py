@@ -163,7 +163,7 @@ def test_frequent_pings_on_an_idle_link_are_tolerated(authority):
 
 def test_a_port_in_use_is_an_error_that_says_what_to_do(authority, listener):
     port = int(listener.address.rsplit(":", 1)[1])
-    wanted = f"port {port} on 127.0.0.1 is in use: .*set link.port = 0 or another"
+    wanted = f"port {port} on 127.0.0.1 is in use by another process: set link.port to another"
     with pytest.raises(WireError, match=wanted):
         Listener(authority.issue("second"), "127.0.0.1", port, MAX_MESSAGE)
 

@@ -53,8 +53,8 @@ class Display(contextlib.AbstractContextManager["Display"]):
 class PlainDisplay(Display):
     """One line per event, never rewritten: right for logs, pipes and dumb terminals.
 
-    Steps are thinned to one line per `interval` seconds, but the first and the last step
-    always appear, and so does every evaluation. So is the progress of long pieces of work.
+    Steps, and the progress of long work, are thinned to one line per `interval` seconds, but the
+    first and the last always appear, and so does every evaluation.
     """
 
     def __init__(

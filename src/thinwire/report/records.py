@@ -27,12 +27,12 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class LinkRecord:
-    """What crossed the boundary between stage `boundary` and the next one in one step."""
+    """What crossed the cut between stage `boundary` and the next one in one step."""
 
     boundary: int
     forward_bytes: int
     backward_bytes: int
-    utilisation: float  # busiest uplink of this boundary, 0..1; nan when not emulated
+    utilisation: float  # of the busier uplink at this cut, 0..1; NaN when not emulated
 
 
 @dataclass(frozen=True)

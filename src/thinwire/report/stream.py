@@ -28,15 +28,10 @@ class SafeStream:
     def __init__(self, stream: TextIO, after: "SafeStream | None" = None) -> None:
         """`after`: a stream whose text goes first, for a reader who sees both."""
         self._stream = stream
-        self._after = after
         self._lost = False
         self._attempt(stream.flush)
         descriptor = _descriptor(stream)
-        self._background = (
-            _Background(descriptor, self._fall_silent, self._go_second)
-            if descriptor is not None
-            else None
-        )
+        self._background = None if descriptor is None else _Background(descriptor, after)
 
     def never_wait(self) -> None:
         """From now on `write` returns at once, whatever the reader does."""
@@ -80,21 +75,8 @@ class SafeStream:
             act(*values)
         except (OSError, ValueError):
             # a broken pipe, a full disk, a hung-up terminal; a closed file
-            self._fall_silent()
-
-    def _go_second(self) -> None:
-        if self._after is not None:
-            self._after.finish()
-
-    def _fall_silent(self) -> None:
-        """Let what is still buffered go nowhere: at the program's end it would fail once more."""
-        self._lost = True
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self._stream.fileno())
-            finally:
-                os.close(nowhere)
+            self._lost = True
+            _silence(_descriptor(self._stream))
 
 
 def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
@@ -107,13 +89,10 @@ def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
 class _Background:
     """Writes what is put to a descriptor on a daemon thread, oldest first."""
 
-    def __init__(
-        self, descriptor: int, on_lost: Callable[[], None], before_each: Callable[[], None]
-    ) -> None:
+    def __init__(self, descriptor: int, after: SafeStream | None) -> None:
         self.may_drop = False
         self._descriptor = descriptor
-        self._on_lost = on_lost
-        self._before_each = before_each
+        self._after = after
         self._held: collections.deque[bytes] = collections.deque()
         self._size = 0  # bytes held
         self._dropped = 0  # texts, since the last one that was written
@@ -132,6 +111,8 @@ class _Background:
             self._changed.wait_for(
                 lambda: self.may_drop or self._is_lost or self._size < _HELD_BYTES
             )
+            if self._is_lost:
+                return
             self._held.append(text)
             self._size += len(text)
             while self.may_drop and self._size > _HELD_BYTES and len(self._held) > 1:
@@ -161,10 +142,11 @@ class _Background:
         try:
             while True:
                 text = self._next()
-                self._before_each()
+                if self._after is not None:
+                    self._after.finish()
                 self._write(text)
         except OSError:
-            self._on_lost()
+            _silence(self._descriptor)
         finally:
             with self._changed:
                 self._is_lost = True
@@ -200,3 +182,10 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def _silence(descriptor: int | None) -> None:
+    """Let what is still buffered go nowhere: at the program's end it would fail once more."""
+    if descriptor is not None:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), descriptor)

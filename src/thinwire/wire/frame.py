@@ -103,7 +103,7 @@ def decode(message: BytesLike, max_payload: int) -> Frame:
     numbers = dict(zip(_LIMITS, others[: len(_LIMITS)], strict=True))
     ndim, reserved, *dims, length = others[len(_LIMITS) :]
     if magic != MAGIC:
-        raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: this is not thinwire's wire")
+        raise _malformed("magic", f"{magic!r} instead of {MAGIC!r}: not a thinwire frame")
     if version != WIRE_VERSION:
         raise _malformed(
             "version",

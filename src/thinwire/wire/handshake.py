@@ -71,7 +71,7 @@ def _read_within(pipe: Pipe, timeout: float) -> bytes:
     except WireError as error:
         raise WireError(f"handshake: {error}") from error
     if message is None:
-        raise WireError("handshake: the other end closed the link; see its own message for why")
+        raise WireError("handshake: the other end closed the link; its own message says why")
     return message
 
 

@@ -97,11 +97,12 @@ def _read(sock: socket.socket) -> SocketTotals | None:
         name: struct.unpack_from("=Q", info, place)[0] if len(info) >= place + 8 else None
         for name, place in _PLACES.items()
     }
-    return SocketTotals(_text(sock.getsockname()), _text(remote), **counts)
+    local, remote = address_text(*sock.getsockname()[:2]), address_text(*remote[:2])
+    return SocketTotals(local, remote, **counts)
 
 
-def _text(address: tuple) -> str:
-    host, port = address[:2]
+def address_text(host: str, port: int) -> str:
+    """An address as it is written and dialed: "10.0.0.1:80", "[::1]:80"."""
     # A dual-stack socket shows an IPv4 peer in IPv6 dress.
     host = host.removeprefix("::ffff:") if "." in host else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

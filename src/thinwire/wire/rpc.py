@@ -21,6 +21,7 @@ import grpc
 
 from thinwire.errors import WireError
 from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.kernel import address_text
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.stream import (
     DEFAULT_KEEPALIVE,
@@ -81,10 +82,10 @@ class Listener:
             require_client_auth=True,
         )
         try:
-            bound = self._server.add_secure_port(_address(host, port), credentials)
+            bound = self._server.add_secure_port(address_text(host, port), credentials)
         except RuntimeError:
             raise WireError(_why_not_bound(host, port)) from None
-        self.address = _address(host, bound)
+        self.address = address_text(host, bound)
         self._server.start()
 
     def accept(self, name: str, timeout: float | None, peer_name: str | None = None) -> Pipe:
@@ -217,10 +218,6 @@ def _try_to_dial(channel: grpc.Channel, name: str, deadline: float) -> Pipe | st
     return pipe
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _why_not_bound(host: str, port: int) -> str:
     # gRPC does not say why it could not bind; the socket layer does.
     try:
@@ -232,8 +229,8 @@ def _why_not_bound(host: str, port: int) -> str:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return (
-                f"port {port} on {host} is in use: another process listens there, "
-                "set link.port = 0 or another"
+                f"port {port} on {host} is in use by another process: set link.port to another "
+                "port, or to 0 for any free one"
             )
         reason = error.strerror or str(error)
     return (
