@@ -6,16 +6,14 @@ import pytest
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data import prepared as module
-from thinwire.data.corpus import writing
+from thinwire.data.corpus import Chunk, write_corpus
 from thinwire.errors import DataError
 
 
 def write(folder, train, valid, vocab=1000, tokenizer=None, source="tokens"):
-    with writing(folder, source, vocab) as writer:
-        writer.append("train", np.array(train))
-        sizes = np.full(len(valid), 6) if source == "text" else None
-        writer.append("valid", np.array(valid), sizes)
-        writer.finish(tokenizer, documents=3)
+    sizes = np.full(len(valid), 6) if source == "text" else None
+    chunks = [Chunk("train", np.array(train)), Chunk("valid", np.array(valid), sizes)]
+    write_corpus(folder, source, vocab, chunks, tokenizer, documents=3)
     return Corpus.open(folder)
 
 
@@ -38,10 +36,8 @@ def test_what_was_written_is_read(folder):
 
 
 def test_ids_are_appended_in_order(cache):
-    with writing(cache / "key", "text", 10) as writer:
-        for i in range(6):
-            writer.append("valid" if i == 3 else "train", np.array([i]))
-        writer.finish(None, 0)
+    chunks = [Chunk("valid" if i == 3 else "train", np.array([i])) for i in range(6)]
+    write_corpus(cache / "key", "text", 10, chunks, None)
     corpus = Corpus.open(cache / "key")
     assert corpus.train.tolist() == [0, 1, 2, 4, 5]
     assert corpus.tokenizer() is None
@@ -136,9 +132,12 @@ def test_large_file_is_checked_in_samples(folder, monkeypatch):
 
 
 def test_failure_half_way_leaves_nothing(cache):
-    with pytest.raises(KeyError), writing(cache / "key", "text", 10) as writer:
-        writer.append("train", np.array([1]))
+    def chunks():
+        yield Chunk("train", np.array([1]))
         raise KeyError("a failure of any kind")
+
+    with pytest.raises(KeyError):
+        write_corpus(cache / "key", "text", 10, chunks(), None)
     assert list(cache.iterdir()) == []
 
 
@@ -149,21 +148,29 @@ def test_side_without_tokens_leaves_nothing(cache):
 
 
 def test_nothing_appears_before_the_end(cache):
-    with writing(cache / "key", "text", 10) as writer:
-        writer.append("train", np.array([1]))
-        writer.append("valid", np.array([1]))
-        assert not (cache / "key").exists()
-        writer.finish(None, 0)
-        assert not (cache / "key").exists()
+    seen = []
+
+    def chunks():
+        yield Chunk("train", np.array([1]))
+        yield Chunk("valid", np.array([1]))
+        seen.append((cache / "key").exists())
+
+    def lost():
+        seen.append((cache / "key").exists())
+        return ""
+
+    write_corpus(cache / "key", "text", 10, chunks(), None, lost=lost)
+    assert seen == [False, False]
     assert [path.name for path in cache.iterdir()] == ["key"]
 
 
 def test_two_runs_at_once_agree_on_one_folder(cache):
-    with writing(cache / "key", "text", 10) as writer:
+    def chunks():
         write(cache / "key", [1, 2], [3])
-        writer.append("train", np.array([1, 2]))
-        writer.append("valid", np.array([3]))
-        writer.finish(None, 0)
+        yield Chunk("train", np.array([1, 2]))
+        yield Chunk("valid", np.array([3]))
+
+    write_corpus(cache / "key", "text", 10, chunks(), None)
     assert [path.name for path in cache.iterdir()] == ["key"]
     assert Corpus.open(cache / "key").documents == 3  # the first one stays
 

@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from thinwire.data import Tokenizer, encode
 from thinwire.data import tokenizer as tokenizer_module
 from thinwire.data.encode import Losses, encode_passages
+from thinwire.data.tokenizer import END_OF_TEXT
 from thinwire.errors import DataError
 
 
@@ -25,11 +26,13 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
     monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 700)
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
     found: list[list[int]] = [[]]
-    for piece in encode_passages(tokenizer, ((side, text) for text in texts), Losses()):
-        assert piece.side == side
-        found[-1] += piece.ids.tolist()
-        if piece.last:
-            found.append([])
+    for chunk in encode_passages(tokenizer, ((side, text) for text in texts), Losses()):
+        assert chunk.side == side
+        for token in chunk.ids.tolist():
+            if token == tokenizer.end_of_text:
+                found.append([])
+            else:
+                found[-1].append(token)
     assert found.pop() == []
     assert len(found) == len(texts)
     for ids, wanted, text in zip(found, expected, texts, strict=True):
@@ -44,12 +47,13 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
     passages = [("valid" if i % 3 else "train", text) for i, text in enumerate(texts)]
     losses = Losses()
     encoded = list(encode_passages(tokenizer, passages, losses))
-    assert [tokenizer.decode(piece.ids) for piece in encoded] == texts
-    for piece, (side, text) in zip(encoded, passages, strict=True):
-        assert piece.side == side
-        assert (piece.sizes is None) == (side == "train")
-        if piece.sizes is not None:
-            assert np.sum(piece.sizes) == len(text.encode())
+    assert [tokenizer.decode(chunk.ids) for chunk in encoded] == [t + END_OF_TEXT for t in texts]
+    for chunk, (side, text) in zip(encoded, passages, strict=True):
+        assert chunk.side == side
+        assert (chunk.sizes is None) == (side == "train")
+        if chunk.sizes is not None:
+            assert np.sum(chunk.sizes) == len(text.encode())
+            assert len(chunk.sizes) == len(chunk.ids)
     assert losses.characters == sum(map(len, texts))
     assert losses.summary() == ""
 

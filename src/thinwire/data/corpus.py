@@ -9,15 +9,14 @@
 The folder appears under its name only when it is complete, and is never changed afterwards.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.prepared import FolderWriter, digest, new_folder, opening
+from thinwire.data.prepared import digest, new_folder, opening
 from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 
@@ -88,55 +87,58 @@ class Corpus:
         )
 
 
-class CorpusWriter:
-    """Takes token ids for either side, in order."""
+class Chunk(NamedTuple):
+    """Token ids that continue one side of a corpus."""
 
-    def __init__(self, writer: FolderWriter, source: str, vocab: int) -> None:
-        self._writer = writer
-        self._source = source
-        self._vocab = vocab
-        self._dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
-        self._valid_bytes = 0
+    side: str
+    ids: np.ndarray
+    sizes: np.ndarray | None = None  # UTF-8 bytes that each id stands for; in validation text only
 
-    def append(self, side: str, ids: np.ndarray, sizes: np.ndarray | None = None) -> None:
-        """Add ids to the end of "train" or "valid", there with the bytes of text of each."""
-        if len(ids) and int(ids.max()) >= self._vocab:
-            raise DataError(
-                f"token id {ids.max()} was read where ids are below {self._vocab}: the source "
-                "changed while it was being read, or its tokenizer is damaged"
-            )
-        self._writer.append(f"{side}.bin", ids.astype(self._dtype).tobytes())
-        if sizes is not None:
-            self._writer.append(SIZES, sizes.astype(_SIZE).tobytes())
-            self._valid_bytes += int(sizes.sum(dtype=np.int64))
 
-    def finish(self, tokenizer: Tokenizer | None, documents: int, lost: str = "") -> None:
-        """Complete the folder; a side without tokens is an error."""
+def write_corpus(
+    folder: Path,
+    source: str,
+    vocab: int,
+    chunks: Iterable[Chunk],
+    tokenizer: Tokenizer | None,
+    documents: int = 0,
+    lost: Callable[[], str] = str,
+) -> None:
+    """Write a corpus beside `folder` and rename it there at the end, or leave nothing.
+
+    `lost` is asked once all chunks are there.
+    """
+    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    valid_bytes = 0
+    with new_folder(folder.parent, folder.name, [f"{side}.bin" for side in SIDES]) as writer:
+        for side, ids, sizes in chunks:
+            if len(ids) and int(ids.max()) >= vocab:
+                raise DataError(
+                    f"token id {ids.max()} was read where ids are below {vocab}: the source "
+                    "changed while it was being read, or its tokenizer is damaged"
+                )
+            writer.append(f"{side}.bin", ids.astype(dtype).tobytes())
+            if sizes is not None:
+                writer.append(SIZES, sizes.astype(_SIZE).tobytes())
+                valid_bytes += int(sizes.sum(dtype=np.int64))
         for side in SIDES:
-            if self._writer.size(f"{side}.bin") == 0:
+            if writer.size(f"{side}.bin") == 0:
                 raise DataError(
                     f"no tokens for {side}: the corpus is too small to be split, or all of it is "
                     "in data.valid_path as well"
                 )
         if tokenizer is not None:
-            self._writer.append(TOKENIZER, tokenizer.json().encode())
+            writer.append(TOKENIZER, tokenizer.json().encode())
         facts = {
-            "source": self._source,
+            "source": source,
             "documents": documents,
-            "lost": lost,
-            "vocab": self._vocab,
-            "valid_bytes": self._valid_bytes,
-            "dtype": self._dtype.name,
-            "ids": {side: self._writer.hash(f"{side}.bin") for side in SIDES},
+            "lost": lost(),
+            "vocab": vocab,
+            "valid_bytes": valid_bytes,
+            "dtype": dtype.name,
+            "ids": {side: writer.hash(f"{side}.bin") for side in SIDES},
         }
-        self._writer.finish({**facts, "fingerprint": _fingerprint(facts)})
-
-
-@contextmanager
-def writing(folder: Path, source: str, vocab: int) -> Iterator[CorpusWriter]:
-    """Write a corpus beside `folder` and rename it there at the end, or leave nothing."""
-    with new_folder(folder.parent, folder.name, [f"{side}.bin" for side in SIDES]) as writer:
-        yield CorpusWriter(writer, source, vocab)
+        writer.finish({**facts, "fingerprint": _fingerprint(facts)})
         writer.settle(folder)
 
 

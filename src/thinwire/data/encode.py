@@ -6,21 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from thinwire.data.corpus import Chunk
 from thinwire.data.interrupt import interruptible
 from thinwire.data.tokenizer import Tokenizer, pieces_of
 from thinwire.errors import DataError
 
 BATCH_CHARACTERS = 1_000_000
 _JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
-
-
-class Encoded(NamedTuple):
-    """The ids of a text, or of a piece of one."""
-
-    side: str
-    ids: np.ndarray
-    sizes: np.ndarray | None  # UTF-8 bytes that each id stands for; None except in validation
-    last: bool  # whether the text ends here
 
 
 class Losses:
@@ -64,10 +56,11 @@ class Losses:
 
 def encode_passages(
     tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: Losses
-) -> Iterator[Encoded]:
-    """The ids of every (side, text) in turn, with what is lost on the way counted.
+) -> Iterator[Chunk]:
+    """The ids of every (side, text) in turn, each followed by the end of text.
 
-    A text over 128,000 characters comes in pieces that meet at line ends.
+    What is lost on the way is counted. A text over 128,000 characters comes in pieces that meet at
+    line ends.
     """
     for batch in _batches(passages):
         yield from interruptible(lambda pieces: _encoded(tokenizer, list(pieces), losses), batch)
@@ -77,19 +70,27 @@ def encode_passages(
 class _Piece(NamedTuple):
     side: str
     text: str
-    last: bool
+    last: bool  # whether its text ends here
 
 
-def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[Encoded]:
+def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[Chunk]:
     train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
     valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
-    encoded = []
-    for piece in batch:
-        ids, sizes = (next(train), None) if piece.side == "train" else next(valid)
-        encoded.append(Encoded(piece.side, ids, sizes, piece.last))
-    decoded = tokenizer.decode_all([piece.ids for piece in encoded])
+    chunks = [
+        Chunk("train", next(train)) if piece.side == "train" else Chunk("valid", *next(valid))
+        for piece in batch
+    ]
+    decoded = tokenizer.decode_all([chunk.ids for chunk in chunks])
     losses.add([piece.text for piece in batch], decoded)
-    return encoded
+    return [_ended(c, tokenizer) if p.last else c for p, c in zip(batch, chunks, strict=True)]
+
+
+def _ended(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
+    if tokenizer.end_of_text is None:
+        return chunk
+    side, ids, sizes = chunk
+    ids = np.append(ids, np.uint32(tokenizer.end_of_text))
+    return Chunk(side, ids, None if sizes is None else np.append(sizes, np.uint32(0)))
 
 
 def _batches(passages: Iterable[tuple[str, str]]) -> Iterator[list[_Piece]]:

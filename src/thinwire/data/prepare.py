@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from thinwire.data.corpus import Corpus, CorpusWriter, writing
+from thinwire.data.corpus import Chunk, Corpus, write_corpus
 from thinwire.data.encode import Losses, encode_passages
 from thinwire.data.files import stdlib_files, text_files
 from thinwire.data.prepared import Progress, found_or_made
@@ -108,9 +106,12 @@ def _text(
             share = TOKENIZER_SAMPLE_BYTES / scan.size
             passages = split.passages(documents("training the tokenizer"))
             used = Tokenizer.train(_tokenizer_sample(passages, share), vocab)
-        with writing(folder, config.source, used.vocab_size) as writer:
-            lost = _tokenise(split.passages(documents("tokenising")), used, writer)
-            writer.finish(used, scan.documents, lost)
+        texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
+        losses = Losses()
+        chunks = encode_passages(used, texts, losses)
+        write_corpus(
+            folder, config.source, used.vocab_size, chunks, used, scan.documents, losses.summary
+        )
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
     key = _key(config, encoding)
@@ -127,19 +128,20 @@ def _token_shards(
         _check_ids(scan.largest, str(scan.largest_in), tokenizer, vocab)
         return scan.content, functools.partial(make, scan)
 
+    def copied(scan: ShardScan) -> Iterator[Chunk]:
+        content, done = shards.new_hash(), 0
+        end_of_text = tokenizer.end_of_text if tokenizer else None
+        for side, ids in shards.sides(config.valid_fraction, end_of_text):
+            yield Chunk(side, ids)
+            content.update(ids.astype("<u4"))
+            done += ids.nbytes
+            report("copying", done, shards.size)
+        if content.hexdigest() != scan.content:
+            raise changed(Path(config.path))
+
     def make(scan: ShardScan, folder: Path) -> None:
         used = tokenizer.vocab_size if tokenizer else scan.largest + 1
-        with writing(folder, config.source, used) as writer:
-            content, done = shards.new_hash(), 0
-            end_of_text = tokenizer.end_of_text if tokenizer else None
-            for side, ids in shards.sides(config.valid_fraction, end_of_text):
-                writer.append(side, ids)
-                content.update(ids.astype("<u4"))
-                done += ids.nbytes
-                report("copying", done, shards.size)
-            if content.hexdigest() != scan.content:
-                raise changed(Path(config.path))
-            writer.finish(tokenizer, documents=0)
+        write_corpus(folder, config.source, used, copied(scan), tokenizer)
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
     files = [[shard.file for shard in side] for side in (shards.train, shards.valid)]
@@ -152,19 +154,6 @@ def _key(config: DataConfig, encoding: str) -> list[Any]:
     """What else than the content of the source decides which ids the corpus has."""
     split = "valid_path" if config.valid_path else config.valid_fraction
     return [config.source, encoding, split]
-
-
-def _tokenise(passages: Iterable[Passage], tokenizer: Tokenizer, writer: CorpusWriter) -> str:
-    """Write the ids of every passage, each followed by the end of text; returns what is lost."""
-    texts = ((passage.side, passage.text) for passage in passages)
-    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    end_ids, end_sizes = np.array(end, dtype=np.uint32), np.zeros(len(end), dtype=np.uint32)
-    losses = Losses()
-    for side, ids, sizes, last in encode_passages(tokenizer, texts, losses):
-        writer.append(side, ids, sizes)
-        if last:
-            writer.append(side, end_ids, None if sizes is None else end_sizes)
-    return losses.summary()
 
 
 def _tokenizer_sample(passages: Iterable[Passage], share: float) -> Iterator[str]:
