@@ -11,9 +11,10 @@ from torch import Tensor
 from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
-from thinwire.engine.build import choose_device, load_weights
+from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Joined
 from thinwire.engine.feed import Feed
+from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import Past
 from thinwire.report import Display
@@ -42,7 +43,7 @@ class Model:
         self._joined = Joined(self.settings, self.device)
         self.stages = self._joined.stages
         for stage in self.stages:
-            load_weights(stage, self._joined.builder.space, self.checkpoint)
+            restore_weights(stage, self._joined.builder.space, self.checkpoint)
             stage.eval()
 
     @property

@@ -62,7 +62,7 @@ def test_a_chain_is_its_pipeline(
 ) -> None:
     settings = make_settings(pipeline__stages=3, train__steps=5, **CASES[case])
     outcome = run_in_threads(settings)
-    norms = [r["grad_norm"] for r in outcome.reports[0] if r["type"] == "step"]
+    norms = [step.grad_norm for step in outcome.steps(0)]
     assert min(norms) > settings.optim.clip, "the norm of all stages decides every update"
     assert_same(outcome, trained(settings, Feed(corpus, settings, CPU)))
 
@@ -73,7 +73,7 @@ def test_both_refuse_the_same_step(
 ) -> None:
     settings = make_settings(pipeline__stages=3, train__steps=5, **CASES[case])
     outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
-    committed = [r["committed"] for r in outcome.reports[0] if r["type"] == "step"]
+    committed = [step.committed for step in outcome.steps(0)]
     assert committed == [True, False, True, True, True]
     feed = Feed(corpus, settings, CPU)
     assert_same(outcome, trained(settings, feed, {1}))

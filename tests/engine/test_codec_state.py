@@ -53,10 +53,10 @@ def neighbour_first(monkeypatch: pytest.MonkeyPatch) -> None:
         if frame.kind is FrameKind.FORWARD:
             event(port._stage, frame.step).set()
 
-    def late(worker: Worker, runner: Any, done: int, report: Any) -> None:
+    def late(worker: Worker, done: int, report: Any) -> None:
         if worker.index > 0 and done < worker.settings.train.steps:
             assert event(worker.index, done).wait(30), "the neighbour does not go ahead"
-        save(worker, runner, done, report)
+        save(worker, done, report)
 
     monkeypatch.setattr(Port, "_on_frame", seen)
     monkeypatch.setattr(Worker, "_checkpoint", late)

@@ -151,7 +151,7 @@ def test_a_request_to_stop_ends_a_validation(
 
     def prepare(worker: Worker) -> None:
         workers.append(worker)
-        validation, step = worker.feed.validation, worker.first_step
+        validation, step = worker.feed.validation, worker.state.step
 
         def watched(number: int) -> object:
             nonlocal step

@@ -8,8 +8,7 @@ import torch
 
 from thinwire.boundary import Boundary, ImageBoundary, build_boundary
 from thinwire.codec import TensorSpec
-from thinwire.engine.checkpoint import Checkpoint
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import ConfigError
 from thinwire.model import Narrow, Stage, architecture
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
@@ -161,23 +160,3 @@ class StageBuilder:
             seed = boundary.basis_seed * 1_000_003 + block
             space = Space(self._basis(seed), space.table_VD)
         return build_boundary(boundary, model.dim, model.vocab, space, receives)
-
-
-@torch.no_grad()
-def load_weights(stage: Stage, space: Space | None, checkpoint: Checkpoint) -> None:
-    """Fill a stage (and the basis, if it has moved) from a checkpoint of any split."""
-    state: dict[str, torch.Tensor] = {**stage.global_parameters(), **stage.global_buffers()}
-    loaded = checkpoint.tensors(state)
-    for name, tensor in state.items():
-        if loaded[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(loaded[name].shape)} in {checkpoint.folder}, "
-                f"the model needs {tuple(tensor.shape)}"
-            )
-        tensor.copy_(loaded[name])
-    if space is not None and checkpoint.has(BASIS):
-        space.basis_DK.copy_(checkpoint.tensors([BASIS])[BASIS])
-        space.version = checkpoint.manifest["basis_version"]
-
-
-BASIS = "space/basis"

@@ -115,9 +115,7 @@ class Chain(Joined):
         self.feed = feed
         for stage in self.stages:
             self.builder.initialise(stage)
-        self.updates = [
-            StageUpdate.build(self.builder, stage, index) for index, stage in enumerate(self.stages)
-        ]
+        self.updates = [StageUpdate.build(self.builder, stage) for stage in self.stages]
         self.done = 0
         self.move_jumps: list[float] | None = None
         """Set to a list to have the change of validation loss by each move of the basis."""

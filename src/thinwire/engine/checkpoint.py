@@ -32,6 +32,7 @@ from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data import Tokenizer
+from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, put_in_place, write_file
 from thinwire.settings import Settings
@@ -40,7 +41,6 @@ from thinwire.typed import Exact, from_plain
 FORMAT = 2
 UNSEALED = 1  # an earlier format, whose manifest has no hash of its own
 SEAL = "manifest_sha256"
-OPTIMIZER = "optimizer/"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FACTS = {
@@ -203,7 +203,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-class Checkpoint:
+class Checkpoint(Source):
     """A complete checkpoint on disk, opened for reading."""
 
     def __init__(
@@ -214,9 +214,9 @@ class Checkpoint:
         allow_plugins: bool = False,
         trusted_plugins: Iterable[str] = (),
     ):
+        super().__init__(manifest["step"], manifest["weight_version"], manifest["basis_version"])
         self.folder = folder
         self.manifest = manifest
-        self.step: int = manifest["step"]
         self.shards = shards
         self._allow_plugins = allow_plugins
         self._trusted_plugins = set(trusted_plugins)
@@ -308,49 +308,20 @@ class Checkpoint:
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
 
-    def has(self, name: str) -> bool:
-        """Whether some stage's file holds this tensor."""
-        return any(name in shard.tensors for shard in self.shards)
+    def names(self) -> set[str]:
+        return {name for shard in self.shards for name in shard.tensors}
 
-    def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, from whichever stage's file holds them."""
-        left = set(wanted)
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for shard in self.shards:
-            here = left.intersection(shard.tensors)
-            if not here:
-                continue
-            with self._opened(shard) as file:
-                found.update({name: file.get_tensor(name) for name in sorted(here)})
-            left -= here
-        if left:
-            raise CheckpointError(
-                f"{len(left)} tensors are missing from checkpoint {self.folder}, such as "
-                f"{min(left)}: it was written by a model of another shape"
-            )
+            here = names.intersection(shard.tensors) - found.keys()
+            if here:
+                with self._opened(shard) as file:
+                    found.update({name: file.get_tensor(name) for name in sorted(here)})
         return found
 
-    def tensors_under(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose names begin so, by the rest of their names."""
-        listed = [n for shard in self.shards for n in shard.tensors if n.startswith(prefix)]
-        return {name.removeprefix(prefix): t for name, t in self.tensors(listed).items()}
-
-    def optimizer_tensors(self, parameters: Iterable[str]) -> dict[str, Tensor]:
-        """The optimizer's state for these parameters, by `parameter/state name`.
-
-        Once there was an update, each must have some: without it a run goes on differently.
-        """
-        listed = [n for shard in self.shards for n in shard.tensors if n.startswith(OPTIMIZER)]
-        owners = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in listed}
-        wanted = set(parameters)
-        if self.manifest["weight_version"] > 0 and not wanted <= owners:
-            raise CheckpointError(
-                f"checkpoint {self.folder} has no optimizer state for {len(wanted - owners)} "
-                f"parameters, such as {min(wanted - owners)}: training cannot continue exactly"
-            )
-        names = [n for n in listed if n.removeprefix(OPTIMIZER).rpartition("/")[0] in wanted]
-        loaded = self.tensors(names)
-        return {name.removeprefix(OPTIMIZER): tensor for name, tensor in loaded.items()}
+    def __str__(self) -> str:
+        return f"checkpoint {self.folder}"
 
     @contextlib.contextmanager
     def _opened(self, shard: Shard) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from thinwire.codec import (
 )
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
+from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
 
@@ -117,17 +118,17 @@ class CutEnd:
             for name, tensor in codec.state_tensors().items()
         }
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Remember what the checkpoint's run did at this cut; CheckpointError when it cannot."""
+    def load(self, source: Source) -> None:
+        """Remember what the source's run did at this cut; CheckpointError when it cannot."""
         for leg, codec in self.codecs.items():
-            if not codec.remembers or not remembered(checkpoint, self._block, leg, codec):
+            if not codec.remembers or not remembered(source, self._block, leg, codec):
                 continue
             try:
-                codec.load_state_tensors(checkpoint.tensors_under(self._prefix(leg)))
+                codec.load_state_tensors(source.tensors_under(self._prefix(leg)))
             except ValueError as error:
                 raise CheckpointError(
                     f"what {codec.name} remembers on the {leg.value} leg of cut {self.cut} is in "
-                    f"{checkpoint.folder}, but does not fit this run: {error}. Resume with the "
+                    f"{source}, but does not fit this run: {error}. Resume with the "
                     "same batch and microbatches, or with codecs without memory"
                 ) from error
 
@@ -197,12 +198,12 @@ class Cut:
         return other.unpack(payload, spec_of(tensor), place)
 
 
-def remembered(checkpoint: Checkpoint, block: int, leg: Leg, codec: Codec) -> bool:
-    """Whether a checkpoint holds this codec's memory of the cut before a block.
+def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:
+    """Whether a source holds this codec's memory of the cut before a block.
 
     Not when another codec was there, or no cut: then it begins anew, on both ends.
     """
-    saved = checkpoint.settings
+    saved = source.settings
     cuts = _blocks_above_cuts(saved)
     return block in cuts and _codec(saved, cuts.index(block), leg).name == codec.name
 

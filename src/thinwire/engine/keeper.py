@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.boundary import BoundaryConfig
-from thinwire.engine.build import BASIS
-from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.source import Source
 from thinwire.model import Stage
 from thinwire.optim import StageOptimizer
 from thinwire.subspace import (
@@ -29,6 +28,7 @@ from thinwire.subspace import (
     project,
 )
 
+BASIS = "space/basis"
 COVARIANCE = "space/covariance"
 NEXT_BASIS = "space/next_basis"
 NEXT_MEASURES = "space/next_measures"
@@ -48,8 +48,6 @@ class Keeper:
         space: Space,
         constraint: Constraint | None,
         steps: int,
-        is_first: bool,
-        is_last: bool,
     ):
         self.space = space
         self._config = config
@@ -57,7 +55,7 @@ class Keeper:
         self._optimizer = optimizer
         self._constraint = constraint
         self._steps = steps
-        self._is_first, self._is_last = is_first, is_last
+        self._is_last = stage.outgoing is None
         self._covariance_DD: Tensor | None = None  # of the window's committed steps
         self._of_step_DD: Tensor | None = None  # of the step under way
         self._gathering = False
@@ -65,7 +63,7 @@ class Keeper:
         self._postponed_DK: Tensor | None = None  # the basis of a move left to the next run
         self._move: BasisMove | None = None
         self.loss_jump: float | None = None  # of the move, where its loss was measured
-        if is_last and config.basis_update_every:
+        if self._is_last and config.basis_update_every:
             stage.watch_gradient(stage.first_free_layer(), self._gather)
 
     def begin_step(self, step: int) -> None:
@@ -168,9 +166,9 @@ class Keeper:
         return found
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beyond weights: the basis, gradients so far, a move."""
+        """What a state holds beyond weights: the basis, gradients so far, a move."""
         tensors = {}
-        if self._is_first and self._config.basis == "shared":
+        if self._config.basis == "shared":
             tensors[BASIS] = self.space.basis_DK
         if self._covariance_DD is not None:
             tensors[COVARIANCE] = self._covariance_DD
@@ -181,22 +179,19 @@ class Keeper:
                 tensors[NEXT_MEASURES] = torch.tensor(measured, dtype=torch.float64)
         return tensors
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Go on gathering where the checkpoint stopped, or make the move that its run left."""
-        if checkpoint.has(NEXT_BASIS):
-            basis_DK = checkpoint.tensors([NEXT_BASIS])[NEXT_BASIS]
-            if self._is_last and checkpoint.has(NEXT_MEASURES):
-                measured = checkpoint.tensors([NEXT_MEASURES])[NEXT_MEASURES].tolist()
+    def load(self, source: Source) -> None:
+        """Go on gathering where the source stopped, or make the move that its run left."""
+        names, self._covariance_DD, self._postponed_DK = source.names(), None, None
+        if NEXT_BASIS in names:
+            basis_DK = source.tensors([NEXT_BASIS])[NEXT_BASIS]
+            if self._is_last and NEXT_MEASURES in names:
+                measured = source.tensors([NEXT_MEASURES])[NEXT_MEASURES].tolist()
                 self._proposed = BasisMove(basis_DK, *measured)
             self.switch(basis_DK)
         # At the end of a window only an earlier version saved one: its move was never made, and
         # the next window must not count it.
-        elif (
-            self._is_last
-            and checkpoint.has(COVARIANCE)
-            and not self._ends_window(checkpoint.step - 1)
-        ):
-            loaded = checkpoint.tensors([COVARIANCE])[COVARIANCE]
+        elif self._is_last and COVARIANCE in names and not self._ends_window(source.step - 1):
+            loaded = source.tensors([COVARIANCE])[COVARIANCE]
             self._covariance_DD = loaded.to(self.space.basis_DK.device)
 
     def _gather(self, gradient_BTD: Tensor) -> None:

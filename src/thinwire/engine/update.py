@@ -35,7 +35,7 @@ class StageUpdate:
         self._buffers_before: dict[str, Tensor] = {}
 
     @classmethod
-    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
+    def build(cls, builder: StageBuilder, stage: Stage) -> "StageUpdate":
         """With the optimizer that the settings name, and a keeper where stages share a space."""
         settings, constraint = builder.settings, builder.constraint(stage)
         optimizer = StageOptimizer(
@@ -50,8 +50,6 @@ class StageUpdate:
                 builder.space,
                 constraint,
                 settings.train.steps,
-                is_first=index == 0,
-                is_last=index == settings.pipeline.stages - 1,
             )
         return cls(stage, optimizer, settings.optim.clip, keeper)
 

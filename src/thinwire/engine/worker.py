@@ -13,10 +13,9 @@ from thinwire.engine.build import (
     StageBuilder,
     autocast_for,
     choose_device,
-    load_weights,
     prepare_torch,
 )
-from thinwire.engine.checkpoint import OPTIMIZER, Checkpoint, partial_folder, write_shard
+from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.mailbox import Mailbox
@@ -33,6 +32,7 @@ from thinwire.engine.reports import (
     meters_of,
 )
 from thinwire.engine.runner import Runner
+from thinwire.engine.state import StageState
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict
 from thinwire.errors import CheckpointError
@@ -81,14 +81,14 @@ class Worker:
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
-        self.update = StageUpdate.build(self.builder, self.stage, self.index)
+        self.update = StageUpdate.build(self.builder, self.stage)
         self.below, self.above = self._end(self.index - 1), self._end(self.index)
-        self.first_step = 0
+        self.state = StageState(settings, self.stage, self.update, self._ends())
         if assignment.resume is None:
             self.builder.initialise(self.stage)
         else:
             # Whoever started the run has been asked about plugins before any stage was.
-            self._load(Checkpoint.open(assignment.resume, allow_plugins=True))
+            self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
         self._misses = 0
         self._ports: list[Port] = []
 
@@ -107,7 +107,7 @@ class Worker:
             **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
             "wire_shape": list(end.spec.shape),
             "corpus": self.data.fingerprint,
-            "first_step": self.first_step,
+            "first_step": self.state.step,
             **(self.builder.space.fingerprints() if self.builder.space else {}),
         }
 
@@ -124,9 +124,10 @@ class Worker:
         request to stop cuts a validation short, and none begins after it.
         """
         runner = self._runner(below, above)
-        done, stop, unsaved = self.first_step, False, False
+        first_step = done = self.state.step
+        stop = unsaved = False
         while done < self.settings.train.steps and not stop:
-            if done == self.first_step or self.settings.is_evaluation_step(done):
+            if done == first_step or self.settings.is_evaluation_step(done):
                 stop = self._evaluate(runner, done, tell)
                 if stop and unsaved:
                     self._checkpoint(done, tell)
@@ -139,7 +140,8 @@ class Worker:
                 port.open_step(done)
             verdict = self._train_step(runner, done, tell)
             self.mailbox.close_step(done)
-            done, stop = done + 1, verdict.stop
+            done = self.state.step = done + 1
+            stop = verdict.stop
             unsaved = verdict.commit and not verdict.checkpoint
             if verdict.checkpoint:
                 self._checkpoint(done, tell)
@@ -202,16 +204,9 @@ class Worker:
 
     def _checkpoint(self, done: int, tell: Tell) -> None:
         self.progress.begin(f"saves the checkpoint of step {done}")
-        tensors = {**self.stage.owned_parameters(), **self.stage.global_buffers()}
-        if self.update.keeper is not None:
-            tensors.update(self.update.keeper.state_tensors())
-        for name, tensor in self.update.optimizer.state_tensors().items():
-            tensors[OPTIMIZER + name] = tensor
-        for end in self._ends():
-            tensors.update(end.state_tensors())
         folder = partial_folder(self.assignment.run_folder, done)
         try:
-            shard = write_shard(folder, self.index, tensors)
+            shard = write_shard(folder, self.index, self.state.shard())
         except CheckpointError as error:
             tell(ShardFailed(done, str(error)))
             return
@@ -219,23 +214,12 @@ class Worker:
         agreements = {str(end.cut): end.agreements() for end in self._ends()}
         tell(ShardWritten(done, versions, shard, agreements))
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        load_weights(self.stage, self.builder.space, checkpoint)
-        optimizer, keeper = self.update.optimizer, self.update.keeper
-        optimizer.load_state_tensors(checkpoint.optimizer_tensors(optimizer.remembered()))
-        if keeper is not None:
-            keeper.load(checkpoint)
-        for end in self._ends():
-            end.load(checkpoint)
-        self.update.version = checkpoint.manifest["weight_version"]
-        self.first_step = checkpoint.step
-
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         settings = self.settings
         keeper = self.update.keeper
         sizes = keeper.basis_bytes() if keeper else set()
-        from_below = Due.from_below(self.first_step, self.feed.validation_count, sizes)
-        from_above = Due.from_above(self.first_step, sizes)
+        from_below = Due.from_below(self.state.step, self.feed.validation_count, sizes)
+        from_above = Due.from_above(self.state.step, sizes)
         below_port = self._port(below, self.below, from_below)
         above_port = self._port(above, self.above, from_above)
         return Runner(

@@ -74,7 +74,7 @@ class StageOptimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave, for the parameters that this stage holds.
+        """Put back what `state_tensors` gave, in place of what there is.
 
         State of another kind of optimizer, or of another shape, is a CheckpointError.
         """
@@ -86,6 +86,7 @@ class StageOptimizer:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self._names[parameter]
+                    optimizer.state.pop(parameter, None)
                     if name in loaded:
                         _check_state(name, loaded[name], _state_shapes(optimizer, group, parameter))
                         # A step counter stays on the CPU, unless one kernel reads it too.

@@ -1,0 +1,76 @@
+"""Where a state comes from: named tensors of one moment of a run, and the facts that go along."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from thinwire.errors import CheckpointError
+from thinwire.settings import Settings
+
+
+class Source(ABC):
+    """Tensors by their global names, after `step` steps; `str` of it names it in errors."""
+
+    def __init__(self, step: int, weight_version: int, basis_version: int):
+        self.step = step
+        self.weight_version = weight_version
+        self.basis_version = basis_version
+
+    @property
+    @abstractmethod
+    def settings(self) -> Settings:
+        """The settings of the run whose state this is."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+
+    @abstractmethod
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        """Tensors that are there; they become the taker's own."""
+
+    def tensors(self, wanted: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names; CheckpointError says which is missing."""
+        wanted = set(wanted)
+        missing = wanted - self.names()
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
+                "written by a model of another shape"
+            )
+        return self._read(wanted)
+
+    def tensors_under(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names begin so, by the rest of their names."""
+        found = self._read({name for name in self.names() if name.startswith(prefix)})
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+
+class Snapshot(Source):
+    """A state in memory: of a stage, or of all stages together."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        settings: Settings,
+        step: int,
+        weight_version: int,
+        basis_version: int,
+    ):
+        super().__init__(step, weight_version, basis_version)
+        self._tensors = tensors
+        self._settings = settings
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name].detach().clone() for name in names}
+
+    def __str__(self) -> str:
+        return f"the state of step {self.step} in memory"

@@ -1,0 +1,129 @@
+"""What a stage is between two steps, as one object: for disk, another machine, or to undo a step.
+
+Names are global, so a state restores from a checkpoint of any number of stages, or from another
+stage's tensors in memory.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.cut import CutEnd
+from thinwire.engine.keeper import BASIS
+from thinwire.engine.source import Snapshot, Source
+from thinwire.engine.update import StageUpdate
+from thinwire.errors import CheckpointError
+from thinwire.model import Stage
+from thinwire.settings import Settings
+from thinwire.subspace import Space
+
+OPTIMIZER = "optimizer/"
+"""The optimizer's state is in a checkpoint as optimizer/PARAMETER/NAME."""
+
+
+class StageState:
+    """Weights, statistics of norms, moments, the basis and its gradients, what codecs remember."""
+
+    def __init__(
+        self, settings: Settings, stage: Stage, update: StageUpdate, ends: Iterable[CutEnd]
+    ):
+        self.step = 0  # steps done, refused ones included
+        self._settings = settings
+        self._stage = stage
+        self._update = update
+        self._ends = list(ends)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it by global name, as it is: a later step changes these tensors.
+
+        Only what a run leaves to the next one, a move of the basis, is the last stage's alone.
+        """
+        update = self._update
+        tensors: dict[str, Tensor] = {
+            **self._stage.global_parameters(),
+            **self._stage.global_buffers(),
+            **{OPTIMIZER + name: t for name, t in update.optimizer.state_tensors().items()},
+        }
+        if update.keeper is not None:
+            tensors |= update.keeper.state_tensors()
+        for end in self._ends:
+            tensors |= end.state_tensors()
+        return tensors
+
+    def shard(self) -> dict[str, Tensor]:
+        """What this stage saves: all but its copies of what the stage below saves."""
+        copies = self._stage.global_parameters().keys() - self._stage.owned_parameters().keys()
+        if self._stage.incoming is not None:
+            copies |= {BASIS}
+        return {name: tensor for name, tensor in self.tensors().items() if name not in copies}
+
+    def snapshot(self) -> Snapshot:
+        """A copy that later steps do not change."""
+        return Snapshot(
+            {name: tensor.detach().clone() for name, tensor in self.tensors().items()},
+            self._settings,
+            self.step,
+            self._update.version,
+            self._update.basis_version,
+        )
+
+    def restore(self, source: Source) -> None:
+        """Become what the source holds; CheckpointError says what of it is missing or unfit."""
+        optimizer, keeper = self._update.optimizer, self._update.keeper
+        restore_weights(self._stage, keeper.space if keeper is not None else None, source)
+        optimizer.load_state_tensors(_moments(source, optimizer.remembered()))
+        if keeper is not None:
+            keeper.load(source)
+        for end in self._ends:
+            end.load(source)
+        self._update.version = source.weight_version
+        self.step = source.step
+
+    def fingerprint(self) -> str:
+        """A hash of every bit of it, and of the numbers of its step and versions."""
+        facts = self.step, self._update.version, self._update.basis_version
+        digest = hashlib.sha256(repr(facts).encode())
+        for name, tensor in sorted(self.tensors().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+@torch.no_grad()
+def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
+    """Fill a stage (and the basis, if it has moved) from a state of any split."""
+    state: dict[str, Tensor] = {**stage.global_parameters(), **stage.global_buffers()}
+    loaded = source.tensors(state)
+    for name, tensor in state.items():
+        if loaded[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(loaded[name].shape)} in {source}, the model needs "
+                f"{tuple(tensor.shape)}"
+            )
+        tensor.copy_(loaded[name])
+    if space is not None and BASIS in source.names():
+        space.basis_DK.copy_(source.tensors([BASIS])[BASIS])
+        space.version = source.basis_version
+
+
+def _moments(source: Source, parameters: Iterable[str]) -> dict[str, Tensor]:
+    """The optimizer's state for these parameters, by `parameter/state name`.
+
+    Once there was an update, each must have some: without it a run goes on differently.
+    """
+    owners = {
+        name: name.removeprefix(OPTIMIZER).rpartition("/")[0]
+        for name in source.names()
+        if name.startswith(OPTIMIZER)
+    }
+    wanted = set(parameters)
+    missing = wanted - set(owners.values())
+    if source.weight_version > 0 and missing:
+        raise CheckpointError(
+            f"{source} has no optimizer state for {len(missing)} parameters, such as "
+            f"{min(missing)}: training cannot continue exactly"
+        )
+    found = source.tensors(name for name, owner in owners.items() if owner in wanted)
+    return {name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()}

@@ -1,0 +1,175 @@
+"""A stage's state moves in memory: another stage goes on from it bit for bit, or says why not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_narrow import MODES
+from torch import Tensor
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.engine.source import Snapshot
+from thinwire.engine.state import StageState
+from thinwire.errors import CheckpointError
+from thinwire.settings import Settings
+
+EXACT = {"run__precision": "fp32", "codec__forward": "fp32", "codec__backward": "fp32"}
+MEMORY = {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": EXACT,
+    "remembering": {**EXACT, **MEMORY},
+    "muon": {**EXACT, "optim__name": "muon"},
+    **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "learned" in mode},
+    "moving and remembering": {**EXACT, **MODES["subspace-moving"], **MEMORY},
+}
+IMAGES: dict[str, dict[str, Any]] = {
+    "exact": EXACT,
+    "remembering": {**EXACT, **MEMORY, "optim__momentum": 0.9},
+}
+
+
+def stop_in_the_second_step(worker: Any) -> None:
+    backwards = iter(range(10**9))
+
+    def count(_: Tensor) -> None:
+        if next(backwards) == worker.settings.pipeline.microbatches:
+            worker.stop_requested.set()
+
+    next(worker.stage.parameters()).register_hook(count)
+
+
+def moved(settings: Settings, run: Callable) -> None:
+    """Stop after two steps, go on with fresh stages: they end as those that never stopped."""
+    whole = run(settings)
+    stopped = run(settings, prepare_worker=stop_in_the_second_step)
+    states = [worker.state for worker in stopped.workers]
+    snapshots, prints = [s.snapshot() for s in states], [s.fingerprint() for s in states]
+
+    def restore(worker: Any) -> None:
+        assert worker.state.fingerprint() != prints[worker.index]
+        worker.state.restore(snapshots[worker.index])
+        assert worker.state.fingerprint() == prints[worker.index]
+
+    resumed = run(settings, prepare_worker=restore)
+    assert stopped.losses() + resumed.losses() == whole.losses()
+    assert len(stopped.losses()) == 2
+    for ours, theirs in zip(resumed.workers, whole.workers, strict=True):
+        assert ours.state.step == theirs.state.step == settings.train.steps
+        assert ours.state.fingerprint() == theirs.state.fingerprint()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fresh_stages_go_on_from_states_in_memory(
+    case: str, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    moved(make_settings(pipeline__stages=3, train__steps=5, **CASES[case]), run_in_threads)
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_image_stages_go_on_too(case: str, image_settings: Callable, run_images: Callable) -> None:
+    moved(image_settings(pipeline__stages=3, **IMAGES[case]), run_images)
+
+
+@pytest.fixture
+def chain(make_settings: Callable, corpus: Corpus) -> Chain:
+    settings = make_settings(pipeline__stages=3, train__steps=6, **CASES["moving and remembering"])
+    return Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+
+
+def states_of(chain: Chain) -> list[StageState]:
+    """The state of each stage, with its ends of the cuts below and above."""
+    lower = [[cut.lower] for cut in chain.cuts] + [[]]
+    upper = [[], *([cut.upper] for cut in chain.cuts)]
+    parts = zip(chain.stages, chain.updates, lower, upper, strict=True)
+    return [StageState(chain.settings, s, u, [*below, *above]) for s, u, below, above in parts]
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_steps_can_be_undone(done: int, chain: Chain) -> None:
+    """A state of the start has no moments and no memory: those of later steps must go."""
+    states = states_of(chain)
+    for step in range(done):
+        chain.train_step(step)
+    before, prints = [s.snapshot() for s in states], [s.fingerprint() for s in states]
+    first = [chain.train_step(step) for step in range(done, 5)]
+    assert all(s.fingerprint() != p for s, p in zip(states, prints, strict=True))
+    for _ in range(2):  # a snapshot is not used up
+        for state, snapshot in zip(states, before, strict=True):
+            state.restore(snapshot)
+        assert [state.fingerprint() for state in states] == prints
+        assert [chain.train_step(step) for step in range(done, 5)] == first
+
+
+def altered(snapshot: Snapshot, change: Callable[[dict[str, Tensor]], Any]) -> Snapshot:
+    tensors = snapshot.tensors(snapshot.names())
+    change(tensors)
+    return Snapshot(tensors, snapshot.settings, snapshot.step, snapshot.weight_version,
+                    snapshot.basis_version)  # fmt: skip
+
+
+def test_every_tensor_and_every_fact_counts(chain: Chain) -> None:
+    chain.train_step(0)
+    chain.train_step(1)
+    for state in states_of(chain):
+        snapshot, print = state.snapshot(), state.fingerprint()
+        names = snapshot.names()
+        kinds = {name.split("/")[0] for name in names if "/" in name}
+        assert kinds == {"optimizer", "space", "codec"}
+        for name in names:
+
+            def flip(tensors: dict[str, Tensor], name: str = name) -> None:
+                tensors[name].flatten().view(torch.uint8)[0] ^= 1
+
+            state.restore(altered(snapshot, flip))
+            assert state.fingerprint() != print, name
+        state.restore(snapshot)
+        assert state.fingerprint() == print
+        snapshot.step += 1
+        state.restore(snapshot)
+        assert state.fingerprint() != print
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lm_head.weight", "missing from the state of step 0 in memory, such as lm_head.weight"),
+        ("optimizer/lm_head.weight/", "has no optimizer state for 1 parameters, such as lm_head"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, words: str, chain: Chain) -> None:
+    chain.train_step(0)
+    state = states_of(chain)[-1]
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for dropped in [full for full in tensors if full.startswith(name)]:
+            del tensors[dropped]
+
+    with pytest.raises(CheckpointError, match=words):
+        state.restore(altered(state.snapshot(), drop))
+
+
+def test_what_does_not_fit_is_named(chain: Chain) -> None:
+    state = states_of(chain)[-1]
+
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][1:]
+
+    expected = r"lm_head.weight has shape \(299, 32\) in the state .*, the model needs \(300, 32\)"
+    with pytest.raises(CheckpointError, match=expected):
+        state.restore(altered(state.snapshot(), narrow))
+
+
+def test_a_file_holds_no_copies_of_what_the_stage_below_saves(
+    make_settings: Callable, run_in_threads: Callable
+) -> None:
+    for case in ("subspace-moving", "projected-learned"):
+        settings = make_settings(pipeline__stages=3, **CASES[case])
+        states = [worker.state for worker in run_in_threads(settings).workers]
+        saved = [name for state in states for name in state.shard()]
+        assert len(saved) == len(set(saved))
+        assert set(saved) == {name for state in states for name in state.tensors()}
+        copies = [sorted(state.tensors().keys() - state.shard().keys()) for state in states]
+        assert copies[0] == [] and all(copies[1:])
