@@ -166,6 +166,8 @@ def label(name: str) -> str:
 def read_run(run: Path) -> Record:
     """Losses, hashes of the last checkpoint's tensors, and bytes of each cut."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # The report of a step and the validation after it come from two stages, in either order.
+    rows.sort(key=lambda row: (row["step"], row["kind"] != "step"))
     last = max(path for path in (run / "checkpoints").glob("step-*"))
     tensors = {}
     for path in sorted(last.glob("*.safetensors")):
