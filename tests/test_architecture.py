@@ -24,7 +24,7 @@ FLOORS = [
     {"settings"},
     {"engine"},
     {"run"},
-    {"timings", "summary", "plan", "outlook", "train", "inference", "lab"},
+    {"plan", "outlook", "train", "inference", "lab"},
     {"completion", "demo", "cli"},
     {"__main__"},
 ]
@@ -34,12 +34,9 @@ NEIGHBOURS = {
     "typed": {"errors"},
     "paths": {"errors"},
     "boundary": {"optim"},
-    "summary": {"timings"},
-    "train": {"summary"},
-    "plan": {"summary"},
-    "outlook": {"plan", "summary"},
-    "inference": {"summary", "train"},
-    "lab": {"summary", "plan", "train", "inference"},
+    "outlook": {"plan"},
+    "inference": {"train"},
+    "lab": {"plan", "train", "inference"},
     "cli": {"completion", "demo"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -190,7 +187,7 @@ def test_rooms_import_only_downward() -> None:
             "train is above run",
         ),
         ("thinwire.model", "if x:\n    from thinwire.cli import main", "cli is above model"),
-        ("thinwire.summary", "import thinwire.train", "summary and train share a floor"),
+        ("thinwire.plan", "import thinwire.train", "plan and train share a floor"),
         ("thinwire.train", "import thinwire.plan", "train and plan share a floor"),
         ("thinwire.settings", "import thinwire.cli", "cli is above settings"),
         ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),

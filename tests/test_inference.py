@@ -12,11 +12,12 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import commit, partial_folder, sealed, write_shard
+from thinwire.engine.checkpoint import partial_folder, sealed, write_shard
 from thinwire.errors import CheckpointError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
+from thinwire.run.commit import commit
 from thinwire.settings import Settings
 from thinwire.train import prepare_corpus
 

@@ -5,59 +5,59 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from thinwire.engine.reports import Counts, Evaluation, Moved, StageCosts, Step
+from thinwire.folders import next_free_name
+from thinwire.run.ledger import Ledger, bits_per_byte
+from thinwire.run.messages import Ready
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import network_of
-from thinwire.summary import Ledger, bits_per_byte, next_free_name
 
 MakeSettings = Callable[..., Settings]
 FRAME = 1064  # bytes of one frame, header included
 
 
-def meter(**frames: int) -> dict[str, Any]:
+def meter(**frames: int) -> Moved:
     """A meter's snapshot with so many frames sent of each kind."""
 
-    def count(number: int) -> dict[str, int]:
+    def count(number: int) -> Counts:
         return {"frames": number, "header_bytes": 64 * number, "payload_bytes": 1000 * number}
 
     sent = {kind: count(number) for kind, number in frames.items()}
     return {"sent": {**sent, "total": count(sum(frames.values()))}, "received": {"total": count(0)}}
 
 
-def report(stage: int, step: int, seconds: float, **changes: Any) -> dict[str, Any]:
+def report(stage: int, step: int, seconds: float, **changes: Any) -> Step:
     """What one of two stages says of a step: four microbatches, and a quarter of it sending."""
     done = 4 * (step + 1)
     kinds = {"FORWARD": done, "VERDICT": step + 1} if stage == 0 else {
         "BACKWARD": done, "TALLY": step + 1}  # fmt: skip
     start = 100.0 + 10 * step
-    return {
-        "type": "step",
-        "step": step,
-        "loss": 5.0 - 0.01 * step,
-        "lr": 0.1,
-        "grad_norm": 1.0,
-        "committed": True,
-        "start": start,
-        "end": start + seconds,
-        "wait": seconds / 8,
-        "costs": {
-            "forward": seconds / 16,
-            "backward": seconds / 16 * (1 + stage),
-            "update": seconds / 16,
-        },
-        "spans": [
+    usual = Step(
+        step=step,
+        loss=5.0 - 0.01 * step,
+        lr=0.1,
+        grad_norm=1.0,
+        committed=True,
+        start=start,
+        end=start + seconds,
+        wait=seconds / 8,
+        costs=StageCosts(seconds / 16, seconds / 16 * (1 + stage), seconds / 16),
+        spans=[
             ("compute", "F0", start, start + seconds / 2),
             ("compute", "norm", start, start),
             ("send", "F0>", start, start + seconds / (4 + 4 * stage)),
         ],
-        "measures": {},
-        "meters": {"boundary-0": meter(**kinds, EVALUATE=7, HELLO=1)},
-        **changes,
-    }
+        measures={},
+        meters={"boundary-0": meter(**kinds, EVALUATE=7, HELLO=1)},
+        dropped=0,
+    )
+    return replace(usual, **changes)
 
 
 def follow(ledger: Ledger, durations: list[float], **changes: list[Any]) -> Ledger:
@@ -75,7 +75,7 @@ def make_ledger(make_settings: MakeSettings) -> Callable[..., Ledger]:
     def make(**changes: Any) -> Ledger:
         values = {"link__emulate": True, "link__mbps_up": 8.0, "train__steps": 1000}
         values |= {"train__eval_every": 0, **changes}
-        about = [{"layers": "0..1", "device": "cpu"}, {"layers": "2..3", "device": "cpu"}]
+        about = [Ready("", "0..1", "cpu"), Ready("", "2..3", "cpu")]
         return Ledger(make_settings(**values), about, first_step=0)
 
     return make
@@ -153,9 +153,9 @@ def test_where_every_step_follows_a_validation_they_are_timed_and_named_so(
 
 def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None:
     ledger = make_ledger()
-    ledger.add_evaluation(0, 5.0, None, 2.5)
+    ledger.add_evaluation(Evaluation(0, 5.0, None, 2.5))
     follow(ledger, [4.0, 4.0, 2.0])
-    ledger.add_evaluation(3, 4.0, None, 0.5)
+    ledger.add_evaluation(Evaluation(3, 4.0, None, 0.5))
     summary = ledger.summary({}, total_seconds=30.0, start_seconds=12.0)
     parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "other": 5.0}
     assert summary["seconds"] == parts
@@ -165,7 +165,7 @@ def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None
 def test_a_resumed_run_tells_its_own_steps_from_those_before(
     make_settings: MakeSettings, make_ledger: Callable[..., Ledger]
 ) -> None:
-    about = [{"layers": "", "device": "cpu"}] * 2
+    about = [Ready("", "", "cpu")] * 2
     ledger = Ledger(make_settings(train__steps=24), about, first_step=20)
     for step in range(20, 24):
         for stage in (0, 1):
@@ -194,13 +194,13 @@ def test_the_bubble_of_plan_and_summary_is_one_thing(make_settings: MakeSettings
     costs = Costs([1.0, 1.0], [2.0, 2.0], [0.5, 0.5], [0], [0])
     for cores in (None, 1):
         step = simulate(settings.schedule(), costs, cores=cores)
-        ledger = Ledger(settings, [{"layers": "", "device": "cpu"}] * 2, first_step=0)
+        ledger = Ledger(settings, [Ready("", "", "cpu")] * 2, first_step=0)
         for stage in (1, 0):
             ours = [s for s in step.spans if s.stage == stage and s.lane == "compute"]
             took = {
                 kind: sum(s.end - s.start for s in ours if s.label[0] == kind) for kind in "FBU"
             }
-            measured = {"forward": took["F"] / 4, "backward": took["B"] / 4, "update": took["U"]}
+            measured = StageCosts(took["F"] / 4, took["B"] / 4, took["U"])
             ledger.add_step(stage, report(stage, 0, step.step_seconds, costs=measured, spans=[]))
         summary = ledger.summary({}, 1.0)
         assert summary["bubble_fraction"] == pytest.approx(step.bubble_fraction)
@@ -261,9 +261,9 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger: Callable[..., Ledg
     assert ledger.summary({}, 1.0)["bytes_sent"] is None, "the stages have not finished"
     down = meter(FORWARD=12, EVALUATE=5, HELLO=1, BYE=1)
     up = meter(BACKWARD=12, HELLO=1, BYE=1)
-    ledger.add_finished(0, {"type": "finished", "meters": {"boundary-0": down}})
+    ledger.add_finished(0, {"boundary-0": down})
     assert ledger.summary({}, 1.0)["bytes_sent"] is None
-    ledger.add_finished(1, {"type": "finished", "meters": {"boundary-0": up, "boundary-1": down}})
+    ledger.add_finished(1, {"boundary-0": up, "boundary-1": down})
     summary = ledger.summary({}, 1.0)
     wanted = {"FORWARD": 24, "BACKWARD": 12, "EVALUATE": 10, "HELLO": 3, "BYE": 3}
     assert summary["bytes_sent"] == {
@@ -279,8 +279,8 @@ def test_bytes_per_token_have_frames_that_left_after_the_last_report(
     ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
     tokens = 3 * ledger.settings.tokens_per_step
     up, down = meter(FORWARD=12, VERDICT=4, EVALUATE=5), meter(BACKWARD=12, TALLY=4, BYE=1)
-    ledger.add_finished(0, {"type": "finished", "meters": {"boundary-0": up}})
-    ledger.add_finished(1, {"type": "finished", "meters": {"boundary-0": down}})
+    ledger.add_finished(0, {"boundary-0": up})
+    ledger.add_finished(1, {"boundary-0": down})
     summary = ledger.summary({}, 1.0)
     (row,) = summary["boundaries"]
     assert row["forward_bytes_per_token"] == FRAME * 16 / tokens, "of training alone"
@@ -329,7 +329,7 @@ def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., 
 
 def test_a_summary_is_plain_data(make_ledger: Callable[..., Ledger]) -> None:
     ledger = follow(make_ledger(), [1.0] * 4)
-    ledger.add_evaluation(4, 3.0)
+    ledger.add_evaluation(Evaluation(4, 3.0, None, 0.0))
     summary = json.loads(json.dumps(ledger.summary({}, 1.0)))
     assert summary["final_valid_loss"] == 3.0 and summary["valid_losses"] == [[4, 3.0]]
 
@@ -339,7 +339,7 @@ def test_losses_that_are_null_for_not_being_finite_are_listed(
 ) -> None:
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
-    ledger.add_evaluation(3, math.inf)
+    ledger.add_evaluation(Evaluation(3, math.inf, None, 0.0))
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
     assert follow(make_ledger(), [1.0]).summary({}, 1.0)["not_finite"] == []
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,16 @@ from thinwire.codec import parse
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
+from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
-from thinwire.run.messages import plain
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.events import Event, Said, StopAsked
+from thinwire.run.messages import Assign, Finished, Hello, Linked, Ready
+from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume
-from thinwire.train import Interrupted, _Run, _stopping, train
+from thinwire.run.signals import Interrupted
+from thinwire.train import follow, stopping, train
 
 
 def kept(run: Path) -> list[str]:
@@ -46,62 +52,100 @@ def test_a_device_that_is_not_here_is_refused_first(
 
 
 class Replay:
-    """A host whose stages are done already: says again what they reported."""
+    """Peers that are done already: they say again what real stages reported."""
 
     def __init__(self, outcome: Any):
-        self.descriptions = [worker.describe() for worker in outcome.workers]
-        self.versions: dict[str, str] = {}
-        self.script: list[tuple[int, dict[str, Any]]] = [
+        stages = range(len(outcome.workers))
+        ready = [Ready("", **worker.describe()) for worker in outcome.workers]
+        self.start: list[Event] = [
+            *(Said(stage, Hello(stage, {})) for stage in stages),
+            *(Said(stage, ready[stage]) for stage in stages),
+            *(Said(stage, Linked()) for stage in stages),
+        ]
+        self.script: list[tuple[int, Report]] = [
             (stage, report)
             for step in range(-1, 9)
             for stage, reports in enumerate(outcome.reports)
-            for report in map(plain, reports)
-            if report["step"] - (report["type"] != "step") == step
+            for report in reports
+            if report.step - (not isinstance(report, Step)) == step
         ]
+        self.goodbyes = [Said(s, Finished(outcome.steps(s)[-1].meters)) for s in stages]
         self.before_each: Callable[[int], None] = lambda position: None
+        self.notes: list[Event] = []
         self.asked = 0
+        self.said = self
+        self._events: Iterator[Event] | None = None
+
+    def next(self, timeout: float) -> Event:
+        if self._events is None:
+            self._events = self._all_events()
+        return next(self._events)
+
+    def _all_events(self) -> Iterator[Event]:
+        yield from self.start
+        for position, (stage, report) in enumerate(self.script):
+            self.before_each(position)
+            while self.notes:
+                yield self.notes.pop()
+            yield Said(stage, report)
+        yield from self.goodbyes
+
+    def tell(self, stage: int, message: Any) -> None:
+        """They have heard it all before."""
+
+    def wait_for_exits(self) -> None:
+        """There are no processes."""
 
     def control_bytes(self) -> int:
         return 1000 * len(self.script)
 
-    def messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        told = 0
-        for position, item in enumerate(self.script):
-            self.before_each(position)
-            if self.asked > told:
-                told += 1
-                yield 0, {"type": "stopping"}
-            yield item
-
-    def interrupt(self) -> None:
+    def ask_to_stop(self) -> None:
         self.asked += 1
+        self.notes.append(StopAsked())
+
+
+class Run:
+    """A run about to be led, its record, and what is shown of it."""
+
+    def __init__(self, settings: Any, folder: Path, corpus: Corpus, peers: Replay):
+        self.stream = StringIO()
+        self.folder, self.peers = folder, peers
+        assign = Assign(settings.to_plain(), str(corpus.folder), str(folder), "")
+        self.coordinator = Coordinator(settings.pipeline.stages, 100.0, assign)
+        folder.mkdir(exist_ok=True)
+        self.record = RunRecord(settings, folder, corpus, None, PlainDisplay(self.stream))
+
+    def follow(self) -> None:
+        follow(self.coordinator, self.peers, self.record)
+
+    def finish(self, started: float = 0.0) -> dict[str, Any]:
+        return self.record.finish(self.peers.control_bytes(), self.coordinator.stop_asked, started)
+
+    def stopping(self) -> Any:
+        return stopping(self.peers.ask_to_stop, self.record)
 
 
 @pytest.fixture
 def replay(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
-) -> Callable[..., tuple[_Run, Replay, StringIO]]:
+) -> Callable[..., tuple[Run, Replay, StringIO]]:
     """A run about to follow what real stages reported, `planned` to have so many steps."""
 
-    def make(planned: int = 4, **changes: Any) -> tuple[_Run, Replay, StringIO]:
+    def make(planned: int = 4, **changes: Any) -> tuple[Run, Replay, StringIO]:
         outcome = run_in_threads(make_settings(train__checkpoint_every=2, **changes))
         settings = make_settings(train__steps=planned, train__checkpoint_every=2, **changes)
-        host, stream = Replay(outcome), StringIO()
-        run = _Run(settings, tmp_path / "run", corpus, host, PlainDisplay(stream), None)
-        run.open_record()
-        return run, host, stream
+        run = Run(settings, tmp_path / "run", corpus, Replay(outcome))
+        return run, run.peers, run.stream
 
     return make
 
 
 def test_a_run_is_followed_to_its_summary(replay: Callable) -> None:
-    run, host, _ = replay()
-    lasts = {stage: m["meters"] for stage, m in host.script if m["type"] == "step"}
-    host.script += [(s, {"type": "finished", "meters": meters}) for s, meters in lasts.items()]
+    run, peers, _ = replay()
     run.follow()
-    summary = run.finish(1.0)
+    summary = run.finish()
     assert (summary["interrupted"], summary["steps"], summary["steps_planned"]) == (False, 4, 4)
-    assert summary["control_bytes"] == host.control_bytes()
+    assert summary["control_bytes"] == peers.control_bytes()
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
     written = json.loads((run.folder / "summary.json").read_text())
     assert written["final_train_loss"] == summary["final_train_loss"]
@@ -112,7 +156,7 @@ def test_plots_that_fail_cost_no_run(replay: Callable) -> None:
     run, _, stream = replay()
     run.follow()
     (run.folder / "plots").write_text("a file where the folder should be")
-    assert run.finish(1.0)["steps"] == 4
+    assert run.finish()["steps"] == 4
     assert "plots could not be drawn" in stream.getvalue()
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
 
@@ -122,17 +166,17 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
     moment: str, replay: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second Ctrl-C may come when the stages are done: results are kept, plots can wait."""
-    run, host, stream = replay()
+    run, _, stream = replay()
 
     def ask_again(*values: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    with _stopping(host, run):
+    with run.stopping():
         run.follow()
         if moment == "before the plots":
             ask_again()
         monkeypatch.setattr("thinwire.report.plots.plot_loss", ask_again)
-        assert run.finish(1.0)["steps"] == 4
+        assert run.finish()["steps"] == 4
     assert "the plots are left out" in stream.getvalue()
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
     assert not list((run.folder / "plots").glob("*"))
@@ -141,7 +185,7 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
 def test_a_summary_holds_no_nan_and_no_infinity(replay: Callable) -> None:
     run, _, _ = replay()
     run.follow()
-    run.ledger.valid_losses.insert(0, (0, math.inf))
+    run.record.ledger._valid_losses.insert(0, (0, math.inf))
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -154,51 +198,70 @@ def test_a_summary_holds_no_nan_and_no_infinity(replay: Callable) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_metrics_on_a_full_disk_cost_no_run(replay: Callable) -> None:
-    run, _, stream = replay()
-    run._metrics._file = open("/dev/full", "w")  # noqa: SIM115
+    run, peers, stream = replay()
+
+    def fill_the_disk(position: int) -> None:
+        if position == 0:
+            run.record._metrics._file = open("/dev/full", "w")  # noqa: SIM115
+
+    peers.before_each = fill_the_disk
     run.follow()
-    assert run.finish(1.0)["steps"] == 4
+    assert run.finish()["steps"] == 4
     assert stream.getvalue().count("metrics are no longer written") == 1
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
 
 
-def test_a_failed_part_waits_for_the_others(replay: Callable) -> None:
-    """Stage 0 fails; stage 1 writes later, also for the next step; nothing is mixed up."""
-    run, host, stream = replay()
-    parts = {(stage, m["step"]): m for stage, m in host.script if m["type"] == "shard"}
-    failed = {"type": "shard_failed", "step": 2, "error": "disk full"}
-    run._on_message(0, failed)
-    assert partial_folder(run.folder, 2).is_dir(), "stage 1 may be writing there"
-    run._on_message(0, parts[0, 4])
-    run._on_message(1, parts[1, 2])
-    assert not partial_folder(run.folder, 2).exists()
-    assert partial_folder(run.folder, 4).is_dir(), "the later checkpoint is on its way"
-    run._on_message(1, parts[1, 4])
+def fail_parts(peers: Replay, stage: int, step: int) -> None:
+    """Have a stage report that it could not write its part of a checkpoint."""
+    peers.script = [
+        (s, ShardFailed(step, "disk full"))
+        if (s, report.step) == (stage, step) and isinstance(report, ShardWritten)
+        else (s, report)
+        for s, report in peers.script
+    ]
+
+
+def test_a_failed_part_leaves_nothing_and_costs_no_other_checkpoint(replay: Callable) -> None:
+    """Stage 0 fails; stage 1 writes all the same, and the next checkpoint is on its way."""
+    run, peers, stream = replay()
+    fail_parts(peers, stage=0, step=2)
+    states: list[tuple[bool, bool]] = []
+
+    def look(position: int) -> None:
+        states.append(tuple(partial_folder(run.folder, step).is_dir() for step in (2, 4)))
+
+    peers.before_each = look
+    run.follow()
+    assert states[0] == (True, True) and (False, True) in states
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["4"]
     Checkpoint.open(run.folder).verify()
     assert stream.getvalue().count("checkpoint of step 2 not written") == 1
 
 
+def test_a_manifest_that_cannot_be_written_costs_its_checkpoint_alone(replay: Callable) -> None:
+    run, _, stream = replay()
+    (partial_folder(run.folder, 2) / "manifest.json").mkdir()
+    run.follow()
+    assert run.finish()["steps"] == 4
+    assert kept(run.folder) == ["step-00000004"]
+    assert stream.getvalue().count("checkpoint of step 2 not written, training continues") == 1
+
+
 def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(replay: Callable) -> None:
-    run, host, _ = replay()
-    host.script = [
-        (stage, {"type": "shard_failed", "step": 4, "error": "disk full"})
-        if (message["type"], message["step"]) == ("shard", 4)
-        else (stage, message)
-        for stage, message in host.script
-    ]
+    run, peers, _ = replay()
+    fail_parts(peers, stage=1, step=4)
     run.follow()
     with pytest.raises(CheckpointError, match="disk full"):
-        run.finish(1.0)
+        run.finish()
     assert (run.folder / "summary.json").is_file()
     assert kept(run.folder) == ["step-00000002"]
 
 
 def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> None:
-    run, host, _ = replay()
-    for stage, message in host.script:
-        if message["type"] == "shard" and message["step"] == 4:
-            message["agreements"]["0"]["backward"] = f"memory of stage {stage}"
+    run, peers, _ = replay()
+    for stage, message in peers.script:
+        if isinstance(message, ShardWritten) and message.step == 4:
+            message.agreements["0"]["backward"] = f"memory of stage {stage}"
     with pytest.raises(StageError, match=r"after step 4 .* cut 0 .* on the backward leg"):
         run.follow()
     assert kept(run.folder) == ["step-00000002"]
@@ -206,31 +269,36 @@ def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> No
     assert memory == {"0": {"forward": "", "backward": ""}}, "nothing, with plain casts"
 
 
-def spoil(host: Replay, kind: str, step: int, **values: Any) -> None:
-    """Have the stages report these values from `step` on."""
-    for _, message in host.script:
-        if message["type"] == kind and message["step"] >= step:
-            message.update({key: value for key, value in values.items() if key in message})
+def spoil(peers: Replay, kind: type, step: int, **values: Any) -> None:
+    """Have the stages report these values from `step` on; the loss where there is one."""
+
+    def spoiled(report: Report) -> Report:
+        if not isinstance(report, kind) or report.step < step:
+            return report
+        has_loss = getattr(report, "loss", None) is not None
+        return replace(report, **{k: v for k, v in values.items() if k != "loss" or has_loss})
+
+    peers.script = [(stage, spoiled(report)) for stage, report in peers.script]
 
 
 @pytest.mark.parametrize(
     ("kind", "step", "values", "good"),
     [
         # a finite loss of a refused step, or of a validation, shows nothing about the weights
-        ("step", 3, {"committed": False}, "step-00000002"),
-        ("step", 2, {"committed": False}, None),
-        ("step", 2, {"committed": False, "loss": math.nan}, None),
-        ("evaluation", 4, {"loss": math.nan}, "step-00000002"),
+        (Step, 3, {"committed": False}, "step-00000002"),
+        (Step, 2, {"committed": False}, None),
+        (Step, 2, {"committed": False, "loss": math.nan}, None),
+        (Evaluation, 4, {"loss": math.nan}, "step-00000002"),
     ],
 )
 def test_a_run_that_ends_badly_points_to_the_last_good_weights(
-    kind: str, step: int, values: dict[str, Any], good: str | None, replay: Callable
+    kind: type, step: int, values: dict[str, Any], good: str | None, replay: Callable
 ) -> None:
-    run, host, _ = replay()
-    spoil(host, kind, step, **values)
+    run, peers, _ = replay()
+    spoil(peers, kind, step, **values)
     run.follow()
     with pytest.raises(StageError, match="not finite") as caught:
-        run.finish(1.0)
+        run.finish()
     way = (
         f"{good}. Resume from there with" if good else "no good checkpoint exists. Start a new run"
     )
@@ -248,23 +316,23 @@ def test_a_signal_asks_once_and_leaves_the_second_time(
     before = signal.getsignal(number)
     request.addfinalizer(lambda: signal.signal(number, before))
     signal.signal(number, signal.default_int_handler)  # under nohup it would be ignored
-    run, host, stream = replay(planned=9)
-    host.before_each = lambda position: os.kill(os.getpid(), number) if position == 3 else None
-    with _stopping(host, run):
+    run, peers, stream = replay(planned=9)
+    peers.before_each = lambda position: os.kill(os.getpid(), number) if position == 3 else None
+    with run.stopping():
         run.follow()
         os.kill(os.getpid(), number)  # while results are written it must not cost them
         os.kill(os.getpid(), number)
-        summary = run.finish(1.0)
-    assert host.asked == 1
+        summary = run.finish()
+    assert peers.asked == 1
     assert (summary["interrupted"], summary["steps"], summary["steps_planned"]) == (True, 4, 9)
     assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is True
     assert "stopping after this step" in stream.getvalue()
 
 
 def test_a_second_signal_leaves_at_once(replay: Callable) -> None:
-    run, host, _ = replay()
-    host.before_each = lambda position: os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt) as caught, _stopping(host, run):
+    run, peers, _ = replay()
+    peers.before_each = lambda position: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught, run.stopping():
         run.follow()
     assert isinstance(caught.value, Interrupted)
     assert not isinstance(caught.value, Exception), "no broad handler may swallow it"
@@ -272,10 +340,10 @@ def test_a_second_signal_leaves_at_once(replay: Callable) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no hangups here")
 def test_nohup_is_respected(replay: Callable) -> None:
-    run, host, _ = replay()
+    run, _, _ = replay()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _stopping(host, run):
+        with run.stopping():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

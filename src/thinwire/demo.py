@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
+from thinwire.folders import next_free_name
 from thinwire.inference import Model
 from thinwire.outlook import compare_cuts
 from thinwire.report import comparison_table, read_timeline
 from thinwire.report.human import elapsed, human_bytes
 from thinwire.settings import Settings, apply_override
-from thinwire.summary import next_free_name
 
 Summary = dict[str, Any]
 

@@ -56,6 +56,15 @@ def put_in_place(partial: Path, folder: Path) -> None:
     flush(folder.parent)
 
 
+def next_free_name(parent: Path, name: str) -> str:
+    """`name`, or the first of name-2, name-3, ... that nothing in the folder bears yet."""
+    candidate, number = name, 1
+    while (parent / candidate).exists():
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate
+
+
 @contextmanager
 def partial_folder(parent: Path, name: str) -> Iterator[Path]:
     """A folder beside the one to be made; what is not put in its place is gone afterwards.

@@ -18,7 +18,8 @@ from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import Past
 from thinwire.report import Display
-from thinwire.train import prepare_data, text_ratio
+from thinwire.run.ledger import bits_per_byte
+from thinwire.train import prepare_data
 
 
 class Model:
@@ -102,7 +103,7 @@ class Model:
         }
         if settings.model.sees_images:
             return {**found, "accuracy": score.accuracy, "images": score.count}
-        ratio = text_ratio(feed, score.loss)
+        ratio = bits_per_byte(score.loss, *feed.validation_text)
         text = {"perplexity": _perplexity(score.loss), "bits_per_byte": ratio}
         return {**found, **text, "tokens": score.count}
 

@@ -15,6 +15,7 @@ from thinwire.engine.build import StageBuilder, autocast_for, choose_device
 from thinwire.model import architecture
 from thinwire.report.human import duration, human_bytes
 from thinwire.report.table import against_bf16
+from thinwire.run.ledger import BF16_BYTES
 from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
 from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
@@ -25,7 +26,6 @@ from thinwire.settings.crossing import (
     stream_width,
 )
 from thinwire.settings.precision import WEIGHT_TYPES
-from thinwire.summary import BF16_BYTES
 
 BACKWARD_PER_FORWARD = 2.0  # a backward multiplies each matrix twice
 TABLE_BYTES = 2  # the fixed token table is kept in bf16

@@ -19,9 +19,9 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError, DataError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.run.messages import plain
+from thinwire.run.ledger import Ledger
+from thinwire.run.messages import Ready
 from thinwire.settings import Settings
-from thinwire.summary import Ledger
 
 # --- cuts that must not be seen ---
 
@@ -171,12 +171,13 @@ def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
         codec__backward="bf16",
     )
     outcome = run_images(settings)
-    ledger = Ledger(settings, [worker.describe() for worker in outcome.workers], 0)
+    ready = [Ready("", **worker.describe()) for worker in outcome.workers]
+    ledger = Ledger(settings, ready, 0)
     for stage in range(4):
         for report in outcome.steps(stage):
-            ledger.add_step(stage, plain(report))
+            ledger.add_step(stage, report)
     for scored in outcome.evaluations():
-        ledger.add_evaluation(scored.step, scored.loss, scored.accuracy)
+        ledger.add_evaluation(scored)
     summary = ledger.summary({}, 1.0)
     assert summary["unit"] == "image" and summary["tokens"] == 4 * 10
     assert [accuracy for _, accuracy in summary["accuracies"]] == accuracies(outcome)

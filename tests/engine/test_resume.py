@@ -12,9 +12,10 @@ from stopping import stop_in_the_first_step
 
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import commit, sealed
+from thinwire.engine.checkpoint import sealed
 from thinwire.engine.reports import ShardFailed
 from thinwire.errors import CheckpointError, WireError
+from thinwire.run.commit import commit
 from thinwire.settings import Settings
 
 

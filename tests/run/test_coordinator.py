@@ -1,22 +1,58 @@
-"""The coordinator: whom it blames, what it relays, and how it starts its stages."""
+"""The coordinator, driven by plain events: each phase, each failure, each request to stop."""
 
-import json
-import os
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
-from thinwire.data import Corpus
-from thinwire.errors import ConfigError, StageError, WireError
-from thinwire.run import coordinator as coordinator_module
-from thinwire.run.control import Channel, Message
-from thinwire.run.coordinator import Coordinator, blame
-from thinwire.run.hearing import MOST_UNHEARD, Hearing
-from thinwire.wire import memory_pair
+from thinwire.engine.checkpoint import Shard
+from thinwire.engine.reports import (
+    Evaluation,
+    Meters,
+    ShardFailed,
+    ShardWritten,
+    StageCosts,
+    Step,
+    Versions,
+)
+from thinwire.errors import StageError
+from thinwire.run.blame import Evidence, blame
+from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase, disagreement
+from thinwire.run.events import (
+    Begin,
+    Command,
+    Commit,
+    Culprit,
+    Discard,
+    End,
+    Event,
+    Exited,
+    Lost,
+    Record,
+    Said,
+    Say,
+    Starting,
+    StopAsked,
+    Tell,
+    Tick,
+)
+from thinwire.run.messages import (
+    Assign,
+    Connect,
+    Failed,
+    Finished,
+    FromPeer,
+    Hello,
+    Linked,
+    Pulse,
+    Ready,
+    Start,
+    Stop,
+)
+from thinwire.run.signals import Interrupted
+
+ASSIGN = Assign({}, "/corpus", "/run", "")
+METERS: Meters = {"boundary-0": {"sent": {}, "received": {}}}
 
 
 def failed(
@@ -24,207 +60,361 @@ def failed(
     kind: str = "WireError",
     accuses: tuple[int, ...] = (),
     convicts: tuple[int, ...] = (),
-) -> Message:
+) -> Failed:
     """What a peer sends before it leaves."""
     known = kind.endswith("Error") and kind != "ValueError"
-    blames = {"accuses": [*accuses], "convicts": [*convicts]}
-    return {"type": "failed", "kind": kind, "known": known, "error": error, **blames}
+    return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
 
 
-def exit_with(code: int) -> Message:
-    return {"type": "exit", "code": code}
+def step(stage: int, number: int) -> Step:
+    return Step(
+        step=number,
+        loss=1.0 if stage else None,
+        lr=0.1,
+        grad_norm=1.0,
+        committed=True,
+        start=0.0,
+        end=1.0,
+        wait=0.0,
+        costs=StageCosts(0.1, 0.1, 0.1),
+        spans=[],
+        measures={},
+        meters=METERS,
+        dropped=0,
+    )
 
 
-LOST = {"type": "lost", "error": "link control of stage 1 is broken"}
-STEP = {"type": "step", "step": 3}
+def part(stage: int, number: int, memory: str = "") -> ShardWritten:
+    shard = Shard(f"stage-{stage}.safetensors", "ab", 10, ["w"])
+    return ShardWritten(number, Versions(number, 0), shard, {"0": {"forward": memory}})
+
+
+class Lead:
+    """A coordinator of two stages, with the time and all that it has asked for."""
+
+    def __init__(self, patience: float = 100.0):
+        self.now = 1000.0
+        self.coordinator = Coordinator(2, patience, ASSIGN)
+
+    def on(self, event: Event, after: float = 0.0) -> list[Command]:
+        self.now += after
+        return self.coordinator.on(event, self.now)
+
+    def say(self, stage: int, *messages: FromPeer) -> list[Command]:
+        return [command for m in messages for command in self.on(Said(stage, m))]
+
+    def all_say(self, *messages: FromPeer) -> list[Command]:
+        return [command for stage in (0, 1) for command in self.say(stage, *messages)]
+
+    def until(self, phase: Phase) -> "Lead":
+        """Bring the run to a phase in the ordinary way."""
+        ways: dict[Phase, Callable[[], object]] = {
+            Phase.GATHERING: lambda: None,
+            Phase.BUILDING: lambda: [self.say(s, Hello(s, {"torch": "2"})) for s in (0, 1)],
+            Phase.LINKING: lambda: [self.say(s, Ready(f"at-{s}", "", "cpu")) for s in (0, 1)],
+            Phase.TRAINING: lambda: self.all_say(Linked()),
+            Phase.STOPPING: lambda: self.on(StopAsked()),
+            Phase.SETTLING: lambda: self.on(Exited(1, -9)),
+            Phase.FINISHED: lambda: self.on(Tick(), SETTLE_SECONDS),
+        }
+        for reached, way in ways.items():
+            way()
+            assert self.coordinator.phase is reached
+            if reached is phase:
+                return self
+        raise AssertionError(phase)
+
+    def ended(self, commands: list[Command]) -> End:
+        """The end that these commands are."""
+        assert self.coordinator.is_over
+        assert self.on(Tick(), 1000.0) == [], "what is over asks for nothing"
+        (end,) = (command for command in commands if isinstance(command, End))
+        assert commands[-1] is end
+        return end
+
+    def settled(self) -> End:
+        """How it ends once the moment after a failure has passed."""
+        assert self.coordinator.phase is Phase.SETTLING
+        assert self.on(Tick(), SETTLE_SECONDS / 2) == []
+        assert self.coordinator.rest(self.now) <= SETTLE_SECONDS / 2
+        return self.ended(self.on(Tick(), SETTLE_SECONDS / 2))
+
+
+def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
+    lead = Lead()
+    assert lead.say(1, Hello(1, {"torch": "other"})) == [Starting(1, "stages are running")]
+    assert lead.say(0, Hello(0, {"torch": "2"})) == [
+        Starting(2, "stages are running"), Tell(0, ASSIGN), Tell(1, ASSIGN),
+    ]  # fmt: skip
+    ready = [Ready("at-0", "0..1", "cpu"), Ready("", "2..3", "cpu")]
+    assert lead.say(0, ready[0]) == [Starting(1, "stages have their layers")]
+    assert lead.say(1, ready[1]) == [
+        Starting(2, "stages have their layers"), Tell(0, Connect("")), Tell(1, Connect("at-0")),
+    ]  # fmt: skip
+    assert lead.all_say(Linked()) == [
+        Tell(0, Start()), Tell(1, Start()), Begin(ready, {"torch": "2"}),
+    ]  # fmt: skip
+    scored = Evaluation(0, 2.0, None, 0.1)
+    reports = [(1, scored), (0, step(0, 0)), (1, step(1, 0)), (0, Finished(METERS))]
+    for stage, report in reports:
+        assert lead.say(stage, report) == [Record(stage, report)]
+    goodbye = Finished(METERS)
+    assert lead.say(1, goodbye) == [Record(1, goodbye), End()]
+    assert lead.coordinator.is_over and not lead.coordinator.stop_asked
+
+
+@pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.BUILDING, Phase.LINKING])
+def test_before_training_a_request_to_stop_leaves_at_once(phase: Phase) -> None:
+    lead = Lead().until(phase)
+    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
+
+
+def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    first, second, note = lead.on(StopAsked())
+    assert (first, second) == (Tell(0, Stop()), Tell(1, Stop()))
+    assert isinstance(note, Say) and "press Ctrl-C again" in note.text
+    assert lead.coordinator.phase is Phase.STOPPING and lead.coordinator.stop_asked
+    assert lead.say(0, step(0, 0)) == [Record(0, step(0, 0))], "the step under way is finished"
+    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
+
+
+def test_a_run_that_was_asked_to_stop_ends_in_good_order() -> None:
+    lead = Lead().until(Phase.STOPPING)
+    commands = lead.all_say(Finished(METERS))
+    assert lead.ended(commands) == End()
+
+
+def test_a_late_request_to_stop_disturbs_nothing() -> None:
+    """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, part(0, 4), Finished(METERS))
+    assert lead.on(StopAsked()) == []
+    assert lead.say(1, part(1, 4)) == [Commit(4, [part(0, 4), part(1, 4)])]
+    assert lead.say(1, Finished(METERS))[-1] == End()
+
+
+def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_repeated() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    lead.on(Exited(1, -9))
+    assert lead.on(StopAsked()) == []
+    assert "killed by SIGKILL" in str(lead.settled().error)
+    lead = Lead().until(Phase.SETTLING)  # which was asked to stop on its way
+    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
+
+
+LOST = Lost(1, "link control of stage 1 is broken")
+BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [Phase.GATHERING, Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
+)
+@pytest.mark.parametrize(
+    ("event", "words", "culprit"),
+    [
+        (Exited(1, -9), "stage 1 died at the start: killed by SIGKILL", Culprit(1, False, "")),
+        (Exited(1, 3), "stage 1 died at the start: exit code 3", Culprit(1, False, "")),
+        (Exited(1, 0), "stage 1 died at the start: exit code 0", Culprit(1, False, "")),
+        (LOST, f"stage 1 was lost at the start: {LOST.error}", Culprit(1, False, "")),
+        (BREACH, f"stage 1 broke the contract at the start: {BREACH.error}", Culprit(1, True, "")),
+        (
+            Said(1, failed("no such device", "ConfigError")),
+            "stage 1 failed at the start: no such device",
+            Culprit(1, True, ""),
+        ),
+        (
+            Said(1, failed("odd", "ValueError")),
+            "stage 1 failed at the start: odd",
+            Culprit(1, False, "a trace"),
+        ),
+        (
+            Said(1, failed("link boundary-0 is broken", accuses=(0,))),
+            "stage 0 was lost at the start: stage 1 says: link boundary-0 is broken",
+            Culprit(0, False, ""),
+        ),
+        (
+            Said(1, failed("odd frame", "BreachError", convicts=(0,))),
+            "stage 0 broke the contract at the start: stage 1 says: odd frame",
+            Culprit(0, True, ""),
+        ),
+    ],
+)
+def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(
+    event: Event, words: str, culprit: Culprit, phase: Phase
+) -> None:
+    lead = Lead().until(phase)
+    assert lead.on(event) == [], "a moment is left for a surer sign"
+    end = lead.settled()
+    assert isinstance(end.error, StageError) and str(end.error) == words
+    assert end.culprit == culprit
+
+
+def test_the_cause_may_be_heard_of_last() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, step(stage, 6))
+    lead.say(0, failed("link boundary-0 is broken", accuses=(1,)))
+    lead.on(Exited(0, 1), 0.1)
+    assert lead.say(1, step(1, 7)) == [], "reports are no evidence"
+    lead.on(Exited(1, -11), 0.1)
+    assert str(lead.settled().error) == "stage 1 died at step 7: killed by SIGSEGV"
+
+
+def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, Finished(METERS))
+    assert lead.on(Lost(0, "gone")) == [] == lead.on(Exited(0, 0))
+    assert lead.coordinator.phase is Phase.TRAINING
+    lead.on(Exited(1, 1))
+    assert "stage 1 died" in str(lead.settled().error)
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (Phase.GATHERING, [Ready("", "", "cpu")]),
+        (Phase.GATHERING, [step(1, 0)]),
+        (Phase.GATHERING, [Hello(1, {}), Hello(1, {})]),
+        (Phase.GATHERING, [Hello(1, {}), Ready("", "", "cpu")]),
+        (Phase.BUILDING, [Linked()]),
+        (Phase.BUILDING, [Hello(1, {})]),
+        (Phase.LINKING, [Linked(), step(1, 0)]),
+        (Phase.LINKING, [Finished(METERS)]),
+        (Phase.TRAINING, [Linked()]),
+        (Phase.TRAINING, [Finished(METERS), step(1, 0)]),
+        (Phase.STOPPING, [Ready("", "", "cpu")]),
+    ],
+)
+def test_a_message_that_is_not_due_is_its_sender_s_error(
+    phase: Phase, said: list[FromPeer]
+) -> None:
+    lead = Lead().until(phase)
+    lead.say(1, *said)
+    end = lead.settled()
+    assert str(end.error).startswith("stage 1 broke the contract at the start: stage 1 sent a ")
+    assert f"while the run {phase.value}" in str(end.error)
+    assert end.culprit == Culprit(1, True, "")
+
+
+def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> None:
+    lead = Lead()
+    lead.say(0, Hello(1, {}))
+    assert "stage 0 sent a 'hello' message as stage 1" in str(lead.settled().error)
+    lead = Lead().until(Phase.SETTLING)
+    lead.say(0, failed("x", accuses=(7,)))
+    assert "stage 0 broke the contract" in str(lead.settled().error)
+
+
+def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
+    """Stage 1 writes later, also for the next step; nothing is mixed up."""
+    lead = Lead().until(Phase.TRAINING)
+    assert lead.say(0, part(0, 2), step(0, 2), part(0, 3)) == [Record(0, step(0, 2))]
+    assert lead.say(1, part(1, 2)) == [Commit(2, [part(0, 2), part(1, 2)])]
+    lead.say(1, step(1, 2))
+    assert lead.say(1, part(1, 3)) == [Commit(3, [part(0, 3), part(1, 3)])]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_failed_part_waits_for_the_others(first: int) -> None:
+    lead = Lead().until(Phase.TRAINING)
+    parts: list[FromPeer] = [ShardFailed(2, "disk full"), part(1, 2)]
+    assert lead.say(first, parts[first]) == [], "the other stage may be writing still"
+    assert lead.say(1 - first, parts[1 - first]) == [Discard(2, "disk full")]
+    assert lead.coordinator.phase is Phase.TRAINING
+
+
+def test_ends_that_remember_different_things_end_the_run() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, part(0, 4, "ab"))
+    commands = lead.say(1, part(1, 4, "cd"))
+    assert commands[0] == Discard(4)
+    end = lead.ended(commands)
+    assert "after step 4 the two ends of cut 0" in str(end.error) and end.culprit is None
+    assert disagreement(4, [{"0": {"forward": "ab"}}, {"0": {}}]), "what is missing is not equal"
+
+
+def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Command]:
+    """Time goes by while stages say that they still do the same."""
+    for _ in range(round(seconds)):
+        for stage, what in doing.items():
+            yield from lead.on(Said(stage, Pulse(1, what)))
+        yield from lead.on(Tick(), 1.0)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [Phase.GATHERING, Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
+)
+def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase: Phase) -> None:
+    lead = Lead(patience=100.0).until(phase)
+    commands = list(pulses(lead, 101, {0: "waits for the others"}))
+    told = [command.text for command in commands if isinstance(command, Say)]
+    assert [text.split(":")[0] for text in told[:2]] == [
+        "no progress for 30 s", "no progress for 60 s",
+    ]  # fmt: skip
+    end = lead.ended(commands)
+    assert str(end.error).startswith("stage 1 is stuck: no progress for 100 s")
+    assert end.culprit is None
+
+
+def test_a_coordinator_that_was_suspended_blames_nobody_for_it() -> None:
+    lead = Lead(patience=100.0).until(Phase.TRAINING)
+    assert lead.on(Tick(), 36_000.0) == []
+    assert lead.say(0, step(0, 0)) == [Record(0, step(0, 0))]
+
+
+def test_where_the_run_stands_is_told_at_any_time() -> None:
+    lead = Lead()
+    lead.on(Tick())
+    lead.say(0, Hello(0, {}), Pulse(1, "builds its layers"))
+    for _ in range(12):
+        lead.on(Tick(), 1.0)
+    assert lead.coordinator.waiting_for() == [1]
+    assert lead.coordinator.reasons() == [
+        "the run waits for processes to report, for 12 s (without stage 1)",
+        "stage 0 builds its layers, for 12 s",
+        "stage 1 has said nothing yet, for 12 s",
+    ]
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, Finished(METERS))
+    assert lead.coordinator.waiting_for() == [1]
+    assert lead.coordinator.reasons()[0] == "the run trains, for 0 s"
+    assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
+    for phase in Phase:
+        assert phase.value in Lead().until(phase).coordinator.reasons()[0]
+
+
+def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
+    return Said(stage, failed(*words, **blames))
 
 
 @pytest.mark.parametrize(
     ("heard", "culprit"),
     [
         # a frozen stage is silent: its neighbours accuse it, theirs accuse them
-        ([(1, failed("boundary-0", accuses=(0,)))], 0),
-        ([(0, failed("boundary-0", accuses=(1,))), (0, exit_with(1))], 1),
-        ([(0, failed("b-0", accuses=(1,))), (2, failed("b-1", accuses=(1,)))], 1),
-        ([(2, failed("b-1", accuses=(1,))), (1, failed("b-0", accuses=(0,)))], 0),
-        ([(0, failed("b-0", accuses=(1,))), (1, failed("b-1", accuses=(2,)))], 2),
-        ([(2, failed("b-1", accuses=(1,))), (1, LOST)], 1),
+        ([said(1, "boundary-0", accuses=(0,))], 0),
+        ([said(0, "boundary-0", accuses=(1,)), Exited(0, 1)], 1),
+        ([said(0, "b-0", accuses=(1,)), said(2, "b-1", accuses=(1,))], 1),
+        ([said(2, "b-1", accuses=(1,)), said(1, "b-0", accuses=(0,))], 0),
+        ([said(0, "b-0", accuses=(1,)), said(1, "b-1", accuses=(2,))], 2),
+        ([said(2, "b-1", accuses=(1,)), LOST], 1),
         # a death without a word is the surest sign
-        ([(1, failed("b-0", accuses=(0,))), (0, exit_with(-9)), (1, exit_with(1))], 0),
-        ([(1, failed("b-0", accuses=(0,))), (0, exit_with(1))], 0),
-        ([(0, failed("b-0", accuses=(1,))), (1, LOST), (1, exit_with(-11))], 1),
+        ([said(1, "b-0", accuses=(0,)), Exited(0, -9), Exited(1, 1)], 0),
+        ([said(1, "b-0", accuses=(0,)), Exited(0, 1)], 0),
+        ([said(0, "b-0", accuses=(1,)), LOST, Exited(1, -11)], 1),
         # whoever failed by itself says so, and its neighbours' complaints follow from that
-        ([(0, failed("b-0", accuses=(1,))), (1, failed("x", "StageError")), (1, exit_with(1))], 1),
-        ([(0, failed("b-0", accuses=(1,))), (1, failed("x", "ValueError"))], 1),
+        ([said(0, "b-0", accuses=(1,)), said(1, "x", "StageError"), Exited(1, 1)], 1),
+        ([said(0, "b-0", accuses=(1,)), said(1, "x", "ValueError")], 1),
         # a frame outside the contract breaks the link at the end that objects
-        ([(0, failed("b-0", accuses=(1,))), (1, failed("b-0: unexpected frame"))], 1),
+        ([said(0, "b-0", accuses=(1,)), said(1, "b-0: unexpected frame")], 1),
         # ... and says who sent it, whatever the sender complains of
-        ([(0, failed("b-0", accuses=(1,))), (1, failed("b", "BreachError", convicts=(0,)))], 0),
-        ([(1, failed("b", "BreachError", convicts=(0,))), (1, exit_with(1))], 0),
-        ([(1, {"type": "breach", "error": "a 'step' message has no field"}), (1, exit_with(1))], 1),
-        ([(0, STEP), (1, exit_with(0))], 0),
+        ([said(0, "b-0", accuses=(1,)), said(1, "b", "BreachError", convicts=(0,))], 0),
+        ([said(1, "b", "BreachError", convicts=(0,)), Exited(1, 1)], 0),
+        ([Lost(1, "a 'step' message has no field", in_breach=True), Exited(1, 1)], 1),
+        ([Exited(0, 0), Exited(1, 3)], 1),
     ],
 )
-def test_the_stage_that_failed_first_is_blamed(
-    heard: list[tuple[int, Message]], culprit: int
-) -> None:
-    assert blame(heard)[0] == culprit
-
-
-@pytest.fixture
-def make_host(
-    make_settings: Callable, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Coordinator]]:
-    """A coordinator whose processes are ended with the test."""
-    monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
-    coordinators: list[Coordinator] = []
-
-    def make(**changes: object) -> Coordinator:
-        coordinators.append(
-            Coordinator(make_settings(**changes), tmp_path / "run", corpus.folder, None)
-        )
-        return coordinators[-1]
-
-    yield make
-    for coordinator in coordinators:
-        coordinator.__exit__(None, None, None)
-
-
-def test_an_accused_stage_is_named_with_the_witness(make_host: Callable) -> None:
-    text = str(make_host()._explain(0, failed("link boundary-0 is broken", accuses=(1,))))
-    assert text.startswith("stage 1 was lost at the start: stage 0 says: link boundary-0 is broken")
-
-
-def test_only_an_unforeseen_error_shows_its_traceback(make_host: Callable, tmp_path: Path) -> None:
-    coordinator = make_host()
-    log = tmp_path / "run" / "logs" / "stage-1.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("Traceback (most recent call last):\n  a line of ours\n")
-    known = str(coordinator._explain(1, failed("no such device", "ConfigError")))
-    assert known == f"stage 1 failed at the start: no such device\n  its log is {log}"
-    unknown = str(coordinator._explain(1, failed("ValueError: odd", "ValueError")))
-    assert f"last lines of {log}" in unknown and "| Traceback" in unknown
-    assert "| Traceback" in str(coordinator._explain(1, exit_with(-11)))
-
-
-@pytest.mark.parametrize("order", ["after it finished", "while it leaves"])
-def test_a_late_request_to_stop_disturbs_nothing(order: str, make_host: Callable) -> None:
-    """Stage 0 has said goodbye, later stages still drain: their checkpoint must survive."""
-    coordinator = make_host()
-    ours, theirs = memory_pair()
-    coordinator._channels[0] = Channel(ours, "control of stage 0")
-    Channel(theirs, "control").close()
-    with pytest.raises(WireError, match="said goodbye"):  # as soon as the goodbye has come
-        while True:
-            coordinator._channels[0].send({"type": "stop"})
-    finished, shard = {"type": "finished", "meters": {}}, {"type": "shard", "step": 4}
-    if order == "after it finished":
-        coordinator._said.note(0, finished)
-        coordinator.interrupt()
-    else:
-        coordinator.interrupt()
-        coordinator._said.note(0, finished)
-    coordinator._said.note(1, shard)
-    coordinator._said.note(1, finished)
-    heard = [said for said in coordinator.messages() if said[1]["type"] != "stopping"]
-    assert heard == [(0, finished), (1, shard), (1, finished)]
-
-
-def test_stages_start_in_any_folder_and_account_for_every_byte(
-    make_host: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real processes, in a folder whose files bear the names of modules."""
-    for name in ("platform", "safetensors", "thinwire"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from the wrong folder')\n")
-    monkeypatch.chdir(tmp_path)
-    path = os.environ.get("PYTHONPATH", "")
-    absolute = [str(Path(p).absolute()) for p in path.split(os.pathsep) if p]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(absolute))
-    coordinator = make_host(train__steps=2)
-    coordinator.launch()
-    messages = list(coordinator.messages())
-    finished = {stage: m for stage, m in messages if m["type"] == "finished"}
-    assert sorted(finished) == [0, 1]
-    steps = {stage: m for stage, m in messages if m["type"] == "step"}
-    for stage, message in finished.items():
-        assert list(message["meters"]) == ["boundary-0"]
-        sent = message["meters"]["boundary-0"]["sent"]
-        before = steps[stage]["meters"]["boundary-0"]["sent"]
-        assert sent["HELLO"]["frames"] == before["HELLO"]["frames"] == 1
-        assert "BYE" not in before
-        assert sent["total"] == {
-            key: sum(kind[key] for name, kind in sent.items() if name != "total")
-            for key in ("frames", "header_bytes", "payload_bytes")
-        }
-    lower, upper = (finished[stage]["meters"]["boundary-0"] for stage in (0, 1))
-    assert "BYE" in lower["sent"] or "BYE" in upper["sent"]  # whoever leaves first says it
-    for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
-        assert lower["sent"][kind] == upper["received"][kind]
-    assert json.dumps(messages)
-    orders, hellos = 2 * 3_000, 2 * 1_000  # settings go out once
-    assert 2 * 64 < coordinator.control_bytes() < orders + hellos + 4 * 600
-
-
-def test_a_place_for_logs_that_is_none_is_named(make_host: Callable, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "logs").write_text("a file where the folder should be")
-    with pytest.raises(ConfigError, match=r"cannot create the folder .*/logs for the stages' logs"):
-        make_host().launch()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_under_the_logs_hides_no_reason(make_host: Callable, tmp_path: Path) -> None:
-    logs = tmp_path / "run" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "stage-0.log").symlink_to("/dev/full")
-    coordinator = make_host(pipeline__stages=1)
-    coordinator._resume = tmp_path / "absent"
-    with pytest.raises(
-        StageError, match=r"failed at the start: there is no checkpoint at .*absent"
-    ):
-        coordinator.launch()
-
-
-def test_a_traceback_is_shown_though_the_log_is_lost(make_host: Callable) -> None:
-    trace = "Traceback (most recent call last):\n  a line of ours\n"
-    text = str(make_host()._explain(0, {**failed("odd", "ValueError"), "trace": trace}))
-    assert "its last words:\n  | Traceback" in text and "  |   a line of ours" in text
-
-
-@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
-def test_a_stage_that_cannot_start_is_named(
-    program: str, make_host: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real process that is dead before its order is written, and one that never was."""
-    monkeypatch.setattr(coordinator_module.sys, "executable", program)
-    coordinator = make_host(pipeline__stages=1)
-    start = coordinator._start
-
-    def start_and_die(output: BinaryIO) -> subprocess.Popen[bytes]:
-        process = start(output)
-        process.wait()
-        return process
-
-    coordinator._start = start_and_die
-    with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
-        coordinator.launch()
-
-
-def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
-    """What waits to be heard is bounded, for each stage; notes of our own never wait."""
-    ours, theirs = memory_pair(limit=4)
-    said = Hearing(2)
-    Channel(ours, "control of stage 1", lambda message: said.hear(1, message))
-    flooding = Channel(theirs, "flood")
-    total = 4 * MOST_UNHEARD
-    for number in range(total):
-        flooding.send({"type": "pulse", "begun": number, "doing": "floods"})
-    deadline = time.monotonic() + 60
-    while said.waiting < MOST_UNHEARD and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)  # for those that must not come
-    assert said.waiting == MOST_UNHEARD
-    said.note(0, {"type": "stopping"})
-    heard = [said.next(60) for _ in range(total + 1)]
-    assert [m["begun"] for stage, m in heard if stage == 1] == list(range(total))
-    assert (0, {"type": "stopping"}) in heard
+def test_the_stage_that_failed_first_is_blamed(heard: list[Evidence], culprit: int) -> None:
+    assert blame(heard).stage == culprit

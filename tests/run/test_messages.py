@@ -5,73 +5,103 @@ import math
 import random
 import time
 import zlib
-from typing import Any
+from dataclasses import asdict, fields, replace
+from typing import Any, get_args
 
 import pytest
 
+from thinwire.engine.checkpoint import Shard
+from thinwire.engine.reports import (
+    Evaluation,
+    Meters,
+    ShardFailed,
+    ShardWritten,
+    StageCosts,
+    Step,
+    Versions,
+)
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.run.compact import compact_step, deflate
+from thinwire.run.compact import deflate
+from thinwire.run.conduct import PeerConduct
 from thinwire.run.control import Channel
-from thinwire.run.messages import MAX_MESSAGE, Message, PeerConduct, pack, unpack
+from thinwire.run.messages import (
+    MAX_MESSAGE,
+    Assign,
+    Connect,
+    Failed,
+    Finished,
+    FromCoordinator,
+    FromPeer,
+    Hello,
+    Linked,
+    Message,
+    Pulse,
+    Ready,
+    Start,
+    Stop,
+    name_of,
+    pack,
+    unpack,
+)
 from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 
 METER = Meter()
 METER.count_sent(FrameKind.FORWARD, 100)
-METERS = {"boundary-0": {**METER.snapshot(), "received": {}}}
-BOTH_METERS = {**METERS, "boundary-1": METERS["boundary-0"]}
-STEP = {
-    "type": "step",
-    "step": 3,
-    "loss": 2.5,
-    "lr": 0.1,
-    "grad_norm": 1.25,
-    "committed": True,
-    "start": 10.0,
-    "end": 11.5,
-    "wait": 0.5,
-    "costs": {"forward": 0.1, "backward": 0.2, "update": 0.3},
-    "spans": [("compute", "F0", 10.0, 10.25), ("send", "F0>", 10.25, 10.5)],
-    "measures": {"drift": 1e-9},
-    "meters": METERS,
-    "dropped": 0,
-}
-SHARD = {
-    "type": "shard",
-    "step": 4,
-    "versions": {"weight_version": 4, "basis_version": 0},
-    "shard": {"file": "stage-1.safetensors", "sha256": "ab", "bytes": 10, "tensors": ["a/b"]},
-    "agreements": {"0": {"forward": "ab", "backward": ""}},
-}
-FAILED = {
-    "type": "failed",
-    "kind": "WireError",
-    "known": True,
-    "error": "link boundary-0 is broken",
-    "trace": "",
-    "accuses": [0],
-    "convicts": [],
-}
+METERS: Meters = {"boundary-0": {**METER.snapshot(), "received": {}}}
+BOTH_METERS: Meters = {**METERS, "boundary-1": METERS["boundary-0"]}
+STEP = Step(
+    step=3,
+    loss=2.5,
+    lr=0.1,
+    grad_norm=1.25,
+    committed=True,
+    start=10.0,
+    end=11.5,
+    wait=0.5,
+    costs=StageCosts(0.1, 0.2, 0.3),
+    spans=[("compute", "F0", 10.0, 10.25), ("send", "F0>", 10.25, 10.5)],
+    measures={"drift": 1e-9},
+    meters=METERS,
+    dropped=0,
+)
+SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
+WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
+FAILED = Failed("WireError", True, "link boundary-0 is broken", "", [0], [])
 MESSAGES: list[Message] = [
-    {"type": "hello", "stage": 1, "versions": {"torch": "2.6"}},
-    {"type": "assign", "settings": {"run": {}}, "corpus": "/c", "run_folder": "/r", "resume": ""},
-    {"type": "ready", "address": "127.0.0.1:1", "layers": "0..1", "device": "cpu"},
-    {"type": "connect", "below": "127.0.0.1:1"},
-    {"type": "linked"},
-    {"type": "start"},
-    {"type": "stop"},
-    {"type": "pulse", "begun": 7, "doing": "waits for F3 of step 2"},
+    Hello(1, {"torch": "2.6"}),
+    Assign({"run": {}}, corpus="/c", run_folder="/r", resume=""),
+    Ready("127.0.0.1:1", "0..1", "cpu"),
+    Connect("127.0.0.1:1"),
+    Linked(),
+    Start(),
+    Stop(),
+    Pulse(7, "waits for F3 of step 2"),
     STEP,
-    {"type": "evaluation", "step": 3, "loss": 2.0, "accuracy": None, "seconds": 1.5},
-    SHARD,
-    {"type": "shard_failed", "step": 4, "error": "disk full"},
-    {"type": "finished", "meters": METERS},
+    Evaluation(3, 2.0, None, 1.5),
+    WRITTEN,
+    ShardFailed(4, "disk full"),
+    Finished(METERS),
     FAILED,
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m["type"])
+def plain(message: Message) -> dict[str, Any]:
+    """A message as it is before it is deflated."""
+    return json.loads(zlib.decompress(pack(message)))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=name_of)
 def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
     assert unpack(pack(message)) == message
+
+
+def test_every_kind_of_message_is_among_these() -> None:
+    assert {type(message) for message in MESSAGES} == {*get_args(FromPeer | FromCoordinator)}
+
+
+def test_what_no_message_may_hold_is_refused_at_its_sender() -> None:
+    with pytest.raises(WireError, match="'pulse' message has begun = -1"):
+        pack(Pulse(-1, "counts down"))
 
 
 def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
@@ -83,21 +113,19 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
             for lane, label in (("wait", name), ("compute", name), ("send", f"<{name}")):
                 spans.append((lane, label, now, now + rng.uniform(0, 0.05)))
                 now = spans[-1][-1]
-    sent = {**STEP, "start": 12345.678, "spans": spans, "meters": BOTH_METERS, "loss": 1 / 3}
+    sent = replace(STEP, start=12345.678, spans=spans, meters=BOTH_METERS, loss=1 / 3)
     payload = pack(sent)
-    assert len(json.dumps(sent)) > 3000
+    assert len(json.dumps(asdict(sent))) > 3000
     assert len(payload) < 600
     received = unpack(payload)
-    assert received["loss"] == 1 / 3
-    for (lane, label, *times), (_lane, _label, *theirs) in zip(
-        spans, received["spans"], strict=True
-    ):
+    assert isinstance(received, Step) and received.loss == 1 / 3
+    for (lane, label, *times), (_lane, _label, *theirs) in zip(spans, received.spans, strict=True):
         assert (lane, label) == (_lane, _label)
         assert times == pytest.approx(theirs, abs=1.1e-6)
 
 
 def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
-    sent = {**STEP, "loss": 0.1 + 0.2, "grad_norm": math.inf}
+    sent = replace(STEP, loss=0.1 + 0.2, grad_norm=math.inf)
     assert unpack(pack(sent)) == sent
 
 
@@ -129,14 +157,34 @@ def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
 )  # fmt: skip
 def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(WireError, match=words):
-        unpack(deflate({**compact_step(STEP), **change}))
+        unpack(deflate({**plain(STEP), **change}))
 
 
-@pytest.mark.parametrize("name", sorted(STEP.keys() - {"type"}))
-def test_a_missing_field_is_named(name: str) -> None:
-    rest = {key: value for key, value in compact_step(STEP).items() if key != name}
-    with pytest.raises(WireError, match=f"'step' message has no field '{name}'"):
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [(message, field.name) for message in MESSAGES for field in fields(message)],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_a_missing_field_is_named(message: Message, name: str) -> None:
+    rest = {key: value for key, value in plain(message).items() if key != name}
+    with pytest.raises(WireError, match=f"'{name_of(message)}' message has no field '{name}'"):
         unpack(deflate(rest))
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (message, field.name)
+        for message in MESSAGES
+        for field in fields(message)
+        if not isinstance(message, Step)
+    ],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_a_field_of_another_kind_is_named(message: Message, name: str) -> None:
+    """What no field may be: a list within a list."""
+    with pytest.raises(WireError, match=rf"'{name_of(message)}' message has {name} = .*must be"):
+        unpack(deflate({**plain(message), name: [[[]]]}))
 
 
 @pytest.mark.parametrize(
@@ -166,61 +214,67 @@ def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
 
 
 def test_control_characters_of_a_peer_reach_nobody() -> None:
-    sent = {**FAILED, "error": "\x1b]0;title\x07line\nnext \x9b2J\u202eend", "kind": "\x1b[31m"}
-    received = unpack(deflate(sent))
-    assert received["error"] == "]0;titleline\nnext 2Jend"
-    assert received["kind"] == "[31m"
+    error = "\x1b]0;title\x07line\nnext \x9b2J\u202eend"
+    received = unpack(deflate({**plain(FAILED), "error": error, "kind": "\x1b[31m"}))
+    assert isinstance(received, Failed)
+    assert received.error == "]0;titleline\nnext 2Jend"
+    assert received.kind == "[31m"
     with pytest.raises(WireError) as refused:
         unpack(deflate({"type": "\x1b[2J"}))
     assert "\x1b" not in str(refused.value)
-    long = unpack(deflate({**FAILED, "error": "x" * 60_000}))["error"]
-    assert len(long) < 5000 and long.endswith("(56000 more characters)")
+    long = unpack(deflate({**plain(FAILED), "error": "x" * 60_000}))
+    assert isinstance(long, Failed)
+    assert len(long.error) < 5000 and long.error.endswith("(56000 more characters)")
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"type": "hello", "stage": 2, "versions": {}}, "as stage 2"),
-        ({"type": "stop"}, "which only a coordinator sends"),
-        ({**STEP, "meters": {}}, "with meters of no link"),
-        ({**STEP, "meters": BOTH_METERS}, "with a loss"),
-        ({"type": "evaluation", "step": 1, "loss": 1.0, "accuracy": None}, "only the last stage"),
-        ({"type": "finished", "meters": METERS}, "with meters of boundary-0"),
-        ({**FAILED, "accuses": [3]}, "blames a stage which is not there"),
-        ({**FAILED, "convicts": [1]}, "blames a stage which is not there"),
-        ({**SHARD, "shard": {**SHARD["shard"], "file": "../x"}}, "of the file '../x'"),
+        (Hello(2, {}), "as stage 2"),
+        (replace(STEP, meters={}), "with meters of no link"),
+        (replace(STEP, meters=BOTH_METERS), "with a loss"),
+        (Evaluation(1, 1.0, None, 0.1), "only the last stage"),
+        (Finished(METERS), "with meters of boundary-0"),
+        (replace(FAILED, accuses=[3]), "blames a stage which is not there"),
+        (replace(FAILED, convicts=[1]), "blames a stage which is not there"),
+        (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),
     ],
 )
-def test_a_stage_can_speak_for_itself_alone(message: Message, words: str) -> None:
+def test_a_stage_can_speak_for_itself_alone(message: FromPeer, words: str) -> None:
     conduct = PeerConduct(1, 3)
-    conduct.check({**STEP, "step": 2, "meters": BOTH_METERS, "loss": None})
+    conduct.check(replace(STEP, step=2, meters=BOTH_METERS, loss=None))
     with pytest.raises(WireError, match=words):
         conduct.check(message)
+
+
+def test_the_last_stage_reports_a_loss() -> None:
+    with pytest.raises(WireError, match="without its loss"):
+        PeerConduct(1, 2).check(replace(STEP, loss=None))
 
 
 def test_steps_are_reported_one_after_the_other() -> None:
     conduct = PeerConduct(1, 2)
     conduct.check(STEP)
-    conduct.check({**STEP, "step": 4})
+    conduct.check(replace(STEP, step=4))
     for wrong in (4, 6):
         with pytest.raises(WireError, match=f"'step' message {wrong} after step 4"):
-            conduct.check({**STEP, "step": wrong})
+            conduct.check(replace(STEP, step=wrong))
 
 
 def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
     """Else an enrolled peer could have the coordinator pile them up."""
     conduct = PeerConduct(0, 1)
-    scored = {"type": "evaluation", "step": 3, "loss": 1.0, "accuracy": None, "seconds": 0.1}
-    shard = {**SHARD, "shard": {**SHARD["shard"], "file": "stage-0.safetensors"}}
+    scored = Evaluation(3, 1.0, None, 0.1)
+    written = replace(WRITTEN, shard=replace(SHARD, file="stage-0.safetensors"))
     conduct.check(scored)  # before the first step
-    conduct.check({**STEP, "step": 3, "meters": {}})
-    conduct.check({**shard, "step": 4})
-    conduct.check({**scored, "step": 4})
-    failed = {"type": "shard_failed", "step": 4, "error": "disk full"}
-    for again in ({**shard, "step": 4}, failed, {**scored, "step": 4}):
+    conduct.check(replace(STEP, meters={}))
+    conduct.check(written)
+    conduct.check(replace(scored, step=4))
+    failed = ShardFailed(4, "disk full")
+    for again in (written, failed, replace(scored, step=4)):
         with pytest.raises(WireError, match="of step 4 twice"):
             conduct.check(again)
-    for other in ({**shard, "step": 5}, {**failed, "step": 3}, {**scored, "step": 5}):
+    for other in (replace(written, step=5), replace(failed, step=3), replace(scored, step=5)):
         with pytest.raises(WireError, match="steps after 4"):
             conduct.check(other)
 
@@ -229,7 +283,7 @@ def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
     "frame",
     [
         Frame(FrameKind.CONTROL, payload=b"{}"),
-        Frame(FrameKind.CONTROL, payload=pack({"type": "stop"})),
+        Frame(FrameKind.CONTROL, payload=pack(Stop())),
         Frame(FrameKind.FORWARD),
     ],
 )
@@ -237,8 +291,7 @@ def test_a_channel_convicts_who_sent_it_nonsense(frame: Frame) -> None:
     ours, theirs = memory_pair()
     lost: list[ThinwireError] = []
     heard: list[Message] = []
-    check = PeerConduct(0, 1).check
-    channel = Channel(ours, "control of stage 0", heard.append, lost.append, check)
+    channel = Channel(ours, "control of stage 0", FromPeer, heard.append, lost.append)
     raw = Link(theirs, Meter(), None, "raw", 1 << 20)
     raw.start(lambda frame: None, lambda error: None)
     raw.send(frame)

@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.engine.checkpoint import (
-    Checkpoint,
-    checkpoints_folder,
-    commit,
-    partial_folder,
-    prune,
-    write_shard,
-)
+from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, partial_folder, write_shard
+from thinwire.run.commit import commit, prune
 from thinwire.run.proof import Proof, begin_proof, choose_checkpoint, is_proven, read_proof
 
 

@@ -12,10 +12,11 @@ import torch
 
 from test_train import silent
 from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import commit, partial_folder, write_shard
+from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.report import PlainDisplay
 from thinwire.run.claim import claim_folder
+from thinwire.run.commit import commit
 from thinwire.run.resume import FIXED_ON_RESUME, open_resume
 from thinwire.settings import Settings
 

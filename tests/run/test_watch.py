@@ -2,8 +2,11 @@
 
 import pytest
 
-from thinwire.errors import StageError
 from thinwire.run.watch import Watch
+
+
+class Stuck(Exception):
+    """The watch has named who is stuck."""
 
 
 class Wait:
@@ -11,7 +14,8 @@ class Wait:
 
     def __init__(self, patience: float = 100.0):
         self.now = 0.0
-        self.watch = Watch(2, patience, lambda: self.now)
+        self.watch = Watch(2, patience)
+        self.watch.pass_time(self.now)
         self.watch.begin_training()
 
     def let(self, seconds: float, **doing: str) -> list[str]:
@@ -19,11 +23,12 @@ class Wait:
         told = []
         for _ in range(round(seconds)):
             self.now += 1.0
-            self.watch.pass_time()
+            self.watch.pass_time(self.now)
             for stage, what in doing.items():
                 self.watch.heard(int(stage[-1]), 1, what)
             told.append(self.watch.complaint())
-            self.watch.check()
+            if verdict := self.watch.verdict():
+                raise Stuck(verdict)
         return [text for text in told if text]
 
 
@@ -47,7 +52,7 @@ def test_a_long_wait_is_told_each_time_that_it_has_doubled() -> None:
     ],
 )
 def test_the_stage_that_is_stuck_is_named(doing: dict[str, str], words: str) -> None:
-    with pytest.raises(StageError, match=words + r".*run\.patience \(now 100 s"):
+    with pytest.raises(Stuck, match=words + r".*run\.patience \(now 100 s"):
         Wait().let(110, **doing)
 
 
@@ -64,7 +69,7 @@ def test_a_wait_may_be_ten_times_the_longest_so_far() -> None:
     wait.let(9, **WAITS)
     wait.watch.heard(0)
     wait.let(75, **WAITS)
-    with pytest.raises(StageError):
+    with pytest.raises(Stuck):
         wait.let(30, **WAITS)
 
 

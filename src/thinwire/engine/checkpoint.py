@@ -20,7 +20,6 @@ import functools
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
-from thinwire.data import Tokenizer
 from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.folders import flush, put_in_place, write_file
+from thinwire.folders import flush
 from thinwire.settings import Settings
 from thinwire.typed import Exact, from_plain
 
@@ -87,7 +85,7 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
         path.chmod(0o644)  # the library writes 0600: another user could not even verify it
         flush(path)
-        return Shard(path.name, _sha256(path), path.stat().st_size, sorted(tensors))
+        return Shard(path.name, sha256_of(path), path.stat().st_size, sorted(tensors))
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"stage {stage} cannot write its part of the checkpoint to {folder}: {error}. "
@@ -95,90 +93,9 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
         ) from error
 
 
-def commit(
-    run_folder: Path,
-    step: int,
-    shards: list[Shard],
-    facts: dict[str, Any],
-    tokenizer: Tokenizer | None,
-) -> Path:
-    """Make the partial checkpoint of `step` the real one, in one rename; returns its folder."""
-    partial = partial_folder(run_folder, step)
-    final = checkpoints_folder(run_folder) / f"step-{step:08d}"
-    manifest = {"format": FORMAT, "step": step, **facts, "shards": [vars(s) for s in shards]}
-    try:
-        if tokenizer is not None:
-            tokenizer.save(partial / TOKENIZER)
-            manifest["tokenizer_sha256"] = _sha256(partial / TOKENIZER)
-        write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
-        replaced = _hidden(final, "replaced")
-        if final.exists():  # the same step again, after a resume from an earlier one
-            final.rename(replaced)
-        put_in_place(partial, final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be completed in {partial}: {error}. "
-            "Earlier checkpoints are untouched; free some space or choose another run.out"
-        ) from error
-    return final
-
-
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with the hash of its content, which `Checkpoint.open` checks."""
     return {**manifest, SEAL: _content_hash(manifest)}
-
-
-def discard_partial(run_folder: Path, step: int | None = None) -> None:
-    """Remove what failed or interrupted work left behind: that of one step, or all of it.
-
-    A checkpoint that was to be replaced, and was not, takes its place again.
-    """
-    folder = checkpoints_folder(run_folder)
-    which = "step-*" if step is None else f"step-{step:08d}"
-    for replaced in folder.glob(f".replaced-{which}"):
-        final = folder / replaced.name.removeprefix(".replaced-")
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):  # it is still there for the next attempt
-                replaced.rename(final)
-    for kind in ("partial", "pruned"):
-        for leftover in folder.glob(f".{kind}-{which}"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def prune(run_folder: Path, keep: int, latest: Path, proven: Path | None = None) -> None:
-    """Keep `latest` and the newest of the others, `keep` in all; `proven` stays in any case."""
-    others = [path for path in list_checkpoints(run_folder) if path != latest]
-    for old in others[: max(0, len(others) - (keep - 1))]:
-        if old == proven:
-            continue
-        pruned = _hidden(old, "pruned")
-        with contextlib.suppress(OSError):  # one too many is no reason to stop training
-            old.rename(pruned)
-            shutil.rmtree(pruned)
-
-
-def set_aside_later(run_folder: Path, step: int) -> list[Path]:
-    """Rename checkpoints after `step`, from where a run goes on anew; returns where they are.
-
-    Left in place, the old course would look like the newer one to whoever resumes next.
-    """
-    moved = []
-    for path in list_checkpoints(run_folder):
-        if step_of(path) <= step:
-            continue
-        aside, number = path.with_name(f"abandoned-{path.name}"), 1
-        while aside.exists():
-            number += 1
-            aside = path.with_name(f"abandoned-{path.name}-{number}")
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
-        moved.append(aside)
-    return moved
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -293,13 +210,13 @@ class Checkpoint(Source):
                 raise CheckpointError(
                     f"{path} is truncated or altered: {size} bytes, the manifest says {shard.bytes}"
                 )
-            if _sha256(path) != shard.sha256:
+            if sha256_of(path) != shard.sha256:
                 raise CheckpointError(f"{path} is altered: its hash differs from the manifest's")
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
         expected = self.manifest.get("tokenizer_sha256")
-        if expected and _sha256(self.folder / TOKENIZER) != expected:
+        if expected and sha256_of(self.folder / TOKENIZER) != expected:
             raise CheckpointError(f"{self.folder / TOKENIZER} is altered or missing")
 
     @property
@@ -371,12 +288,8 @@ def _content_hash(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _hidden(checkpoint: Path, kind: str) -> Path:
-    """The name that a checkpoint bears while it is on its way out."""
-    return checkpoint.with_name(f".{kind}-{checkpoint.name}")
-
-
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The hash of a file, or "missing"."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,7 +26,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.arms import Arm, Ground
 from thinwire.lab.experiment import Say
 from thinwire.report.metrics import without_nan
-from thinwire.train import heeding
+from thinwire.run.signals import heeding
 
 _POLL_SECONDS = 0.2
 _FIGURES = "figures: "

@@ -4,9 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.engine.checkpoint import Checkpoint, discard_partial, list_checkpoints
+from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.errors import ConfigError
 from thinwire.folders import lock
+from thinwire.run.commit import discard_partial
 
 
 @contextlib.contextmanager

@@ -7,51 +7,52 @@ nothing waits for it.
 
 import queue
 from collections.abc import Callable
+from types import UnionType
+from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.messages import MAX_MESSAGE, Message, pack, unpack
+from thinwire.run.messages import MAX_MESSAGE, Message, name_of, pack, unpack
 from thinwire.wire import Frame, FrameKind, Keepalive, Link, Meter, Pipe
-
-__all__ = ["CONTROL_KEEPALIVE", "MAX_MESSAGE", "Channel", "Message"]
 
 CONTROL_KEEPALIVE = Keepalive(every_s=60.0, timeout_s=7 * 86_400.0)
 """A coordinator may be suspended for days (Ctrl-Z) and go on. On one machine a death shows without
 pings, and a stage that is stuck shows in its pulses."""
 
+MessageT = TypeVar("MessageT")
+
 
 class Channel:
     """One end of a control stream. Received messages go to a callback, or wait to be received.
 
-    A message that is malformed, or that `check` refuses, breaks the channel: the other end's fault.
+    A message that is malformed, or not for this end, breaks the channel: the other end's fault.
     """
 
     def __init__(
         self,
         pipe: Pipe,
         name: str,
-        on_message: Callable[[Message], None] | None = None,
+        takes: UnionType,
+        on_message: Callable[[Any], None] | None = None,
         on_lost: Callable[[ThinwireError], None] | None = None,
-        check: Callable[[Message], None] = lambda message: None,
     ):
         self._inbox: queue.SimpleQueue[Message | ThinwireError] = queue.SimpleQueue()
+        self._takes = takes
         self._on_message = on_message or self._inbox.put
-        self._on_lost = on_lost or self._inbox.put
-        self._check = check
         self.meter = Meter()
         self._link = Link(pipe, self.meter, None, name, MAX_MESSAGE)
-        self._link.start(self._on_frame, self._on_lost)
+        self._link.start(self._on_frame, on_lost or self._inbox.put)
 
     def send(self, message: Message) -> None:
         """Queue a message; never blocks."""
         self._link.send(Frame(kind=FrameKind.CONTROL, payload=pack(message)))
 
-    def receive(self, wanted: str) -> Message:
+    def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message, which must be of the wanted type; waits while the channel holds."""
         message = self._inbox.get()
         if isinstance(message, ThinwireError):
             raise message
-        if message.get("type") != wanted:
-            raise WireError(f"expected {wanted!r} from the coordinator, got {message['type']!r}")
+        if not isinstance(message, wanted):
+            raise WireError(f"another message was due than {name_of(message)!r}")
         return message
 
     def close(self) -> None:
@@ -62,5 +63,6 @@ class Channel:
         if frame.kind is not FrameKind.CONTROL:
             raise WireError(f"a {frame.kind.name} frame came on a control stream")
         message = unpack(bytes(frame.payload))
-        self._check(message)
+        if not isinstance(message, self._takes):
+            raise WireError(f"a {name_of(message)!r} message came to the end that sends it")
         self._on_message(message)

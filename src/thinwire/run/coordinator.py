@@ -1,352 +1,274 @@
-"""The coordinator: starts a peer process per stage, introduces neighbours, relays what they say.
+"""The coordinator: leads a run from the first hello to the last goodbye.
 
-Peers dial the coordinator, never the other way round. Everything they say arrives in one queue,
-and the coordinator reads it from one thread.
+It is told what happens and answers what to do. It has no threads, no clock and no processes of its
+own, and it does not know how a peer came to be: launch.py starts peers on this machine and carries
+out what the coordinator says.
 """
 
-import contextlib
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
+import itertools
+from enum import Enum
+from typing import Any
 
-from thinwire.errors import (
-    BreachError,
-    ConfigError,
-    StageError,
-    ThinwireError,
-    WireError,
-    printable,
+from thinwire.engine.reports import Agreements, Evaluation, ShardFailed, ShardWritten, Step
+from thinwire.errors import StageError, WireError
+from thinwire.run.blame import Evidence, blame
+from thinwire.run.conduct import PeerConduct
+from thinwire.run.events import (
+    Begin,
+    Command,
+    Commit,
+    Culprit,
+    Discard,
+    End,
+    Event,
+    Exited,
+    Lost,
+    Record,
+    Said,
+    Say,
+    Starting,
+    StopAsked,
+    Tell,
 )
-from thinwire.run.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
-from thinwire.run.hearing import Hearing
-from thinwire.run.messages import PeerConduct
+from thinwire.run.messages import (
+    Assign,
+    Connect,
+    Failed,
+    Finished,
+    FromCoordinator,
+    FromPeer,
+    Hello,
+    Linked,
+    Pulse,
+    Ready,
+    Start,
+    Stop,
+    name_of,
+)
+from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
-from thinwire.settings import Settings
-from thinwire.wire import Authority, Listener, raise_descriptor_limit
 
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
-LOG_LINES = 12
-# What takes time before training: importing torch, then building and filling the layers.
-_STARTING = {"hello": "stages are running", "ready": "stages have their layers"}
+
+
+class Phase(Enum):
+    """Where a run stands."""
+
+    GATHERING = "waits for processes to report"
+    BUILDING = "waits for layers to be built"
+    LINKING = "waits for neighbours to link"
+    TRAINING = "trains"
+    STOPPING = "stops after this step"
+    SETTLING = "looks for the cause of a failure"
+    FINISHED = "is over"
+
+
+# Before training stages go from phase to phase together: what each says at the end of a phase, and
+# what a person sees of those phases that take time (importing torch, building layers).
+_ROUNDS: dict[Phase, tuple[type[FromPeer], str]] = {
+    Phase.GATHERING: (Hello, "stages are running"),
+    Phase.BUILDING: (Ready, "stages have their layers"),
+    Phase.LINKING: (Linked, ""),
+}
 
 
 class Coordinator:
-    """Coordinates one run of peers on this machine; a context manager that leaves no orphans."""
+    """A run as a state machine: `on` takes an event and the time, and returns commands."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        run_folder: Path,
-        corpus: Path,
-        resume: Path | None,
-        on_wait: Callable[[str], None] = lambda text: None,
-        on_start: Callable[[int, str], None] = lambda stages, what: None,
-    ):
-        """`on_wait` is told when stages make no progress for long, `on_start` how many are up."""
-        self.settings = settings
-        self.stages = settings.pipeline.stages
-        self.run_folder = run_folder
-        self.descriptions: list[dict[str, str]] = [{} for _ in range(self.stages)]
-        self.versions: dict[str, str] = {}
-        self._corpus = corpus
-        self._resume = resume
-        self._said = Hearing(self.stages)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._channels: dict[int, Channel] = {}
-        self._last_step = [0] * self.stages
-        self._on_wait = on_wait
-        self._on_start = on_start
-        self._watched = Watch(self.stages, settings.run.patience)
-        raise_descriptor_limit()  # for the stages too, which inherit it
-        authority = Authority.create(settings.run.name)
-        self._issue = authority.issue
-        self._listener = Listener(
-            authority.issue("coordinator"),
-            settings.link.listen,
-            settings.link.port,
-            MAX_MESSAGE,
-            CONTROL_KEEPALIVE,
-        )
+    def __init__(self, stages: int, patience: float, assignment: Assign):
+        self.phase = Phase.GATHERING
+        self.stop_asked = False
+        self._all = range(stages)
+        self._assignment = assignment
+        self._watch = Watch(stages, patience)
+        self._conduct = [PeerConduct(stage, stages) for stage in self._all]
+        self._since = 0.0  # the phase began, by the watch's clock
+        self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
+        self._finished: set[int] = set()
+        self._versions: dict[str, str] = {}
+        self._ready: list[Ready] = []
+        self._last_step = [0] * stages
+        self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
+        self._evidence: list[Evidence] = []
+        self._settled_at = 0.0
 
-    def __enter__(self) -> "Coordinator":
-        return self
+    def on(self, event: Event, now: float) -> list[Command]:
+        """What to do about an event. There is one at least every `rest` seconds, if only a Tick."""
+        self._watch.pass_time(now)
+        if self.is_over:
+            return []
+        commands = self._respond(event, now)
+        if self.phase is Phase.SETTLING:
+            return [self._explain()] if now >= self._settled_at else []
+        if not self.is_over:
+            if complaint := self._watch.complaint():
+                commands.append(Say(complaint))
+            if verdict := self._watch.verdict():
+                commands.append(self._end(StageError(verdict)))
+        return commands
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-        self._listener.close()
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self.phase is Phase.FINISHED
 
-    def launch(self) -> None:
-        """Start all peers and bring them to the point where training can begin."""
-        logs = self.run_folder / "logs"
+    def rest(self, now: float) -> float:
+        """For how many seconds nothing need be heard of."""
+        left = self._settled_at - now if self.phase is Phase.SETTLING else self._watch.tick
+        return max(0.0, min(left, self._watch.tick))
+
+    def waiting_for(self) -> list[int]:
+        """The stages without which this phase does not end."""
+        done = self._arrived if self.phase in _ROUNDS else self._finished
+        return [stage for stage in self._all if stage not in done]
+
+    def reasons(self) -> list[str]:
+        """Where the run stands and since when; then what each stage does that is waited for."""
+        since = f"the run {self.phase.value}, for {self._watch.now - self._since:.0f} s"
+        missing = ", ".join(f"stage {stage}" for stage in self.waiting_for())
+        who = f" (without {missing})" if self.phase in _ROUNDS else ""
+        return [since + who, *self._watch.doing()]
+
+    def _respond(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Said(stage, Pulse(begun, doing)):
+                self._watch.heard(stage, begun, doing)
+            case Said(stage, message):
+                self._watch.heard(stage)
+                return self._on_message(stage, message, now)
+            case Exited(stage=stage) | Lost(stage=stage):
+                if stage not in self._finished:
+                    self._suspect(event, now)
+            case StopAsked():
+                return self._on_stop()
+        return []
+
+    def _on_message(self, stage: int, message: FromPeer, now: float) -> list[Command]:
         try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create the folder {logs} for the stages' logs: {error}"
-            ) from error
-        accepting = []
-        for stage in range(self.stages):
-            self._spawn(stage, logs / f"stage-{stage}.log")
-            accepting.append(threading.Thread(target=self._accept, args=(stage,), daemon=True))
-            accepting[-1].start()
-        assignment = {
-            "type": "assign",
-            "settings": self.settings.to_plain(),
-            "corpus": str(self._corpus.resolve()),
-            "run_folder": str(self.run_folder.resolve()),
-            "resume": str(self._resume.resolve()) if self._resume else "",
-        }
-        hellos = self._gather("hello")
-        for thread in accepting:
-            thread.join()
-        self.versions = hellos[0]["versions"]
-        self._tell_all(assignment)
-        ready = self._gather("ready")
-        self.descriptions = [{k: m[k] for k in ("layers", "device")} for m in ready]
-        for stage, channel in self._channels.items():
-            below = ready[stage - 1]["address"] if stage > 0 else ""
-            channel.send({"type": "connect", "below": below})
-        self._gather("linked")
-        self._tell_all({"type": "start"})
-        self._watched.begin_training()
-
-    def messages(self) -> Iterator[tuple[int, Message]]:
-        """What the stages report, until all have finished; StageError when one fails."""
-        finished: set[int] = set()
-        while len(finished) < self.stages:
-            stage, message = self._next()
-            if message["type"] in ("failed", "exit", "lost", "breach"):
-                if message["type"] != "failed" and stage in finished:
-                    continue
-                raise self._explain(stage, message)
-            if message["type"] == "stopping":
-                if 0 in finished:
-                    continue  # too late to ask, and the end is near
-                for channel in self._channels.values():
-                    with contextlib.suppress(WireError):  # it is about to say that it has finished
-                        channel.send({"type": "stop"})
-            elif message["type"] == "step":
-                self._last_step[stage] = message["step"] + 1
-            elif message["type"] == "finished":
-                finished.add(stage)
-                self._watched.dismiss(stage)
-            yield stage, message
-        self._wait_for_exits()
-
-    def control_bytes(self) -> int:
-        """Every byte of the control streams so far, both ways, frame headers included."""
-        meters = [channel.meter for channel in self._channels.values()]
-        return sum(meter.sent_bytes() + meter.received_bytes() for meter in meters)
-
-    def interrupt(self) -> None:
-        """Ask the run to end after the step under way, with a checkpoint.
-
-        Safe in a signal handler: it only queues a note to ourselves.
-        """
-        self._said.note(0, {"type": "stopping"})
-
-    def kill(self) -> None:
-        """End every peer that still runs, at once."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self._processes:
-            process.wait()
-            if process.stdin:
-                with contextlib.suppress(BrokenPipeError):  # of an order that it never read
-                    process.stdin.close()
-
-    def _spawn(self, stage: int, log: Path) -> None:
-        order = {
-            "stage": stage,
-            "coordinator": self._listener.address,
-            "identity": self._issue(f"stage-{stage}").to_plain(),
-        }
-        try:
-            with log.open("ab") as output:
-                process = self._start(output)
-        except OSError as error:
-            raise StageError(
-                f"stage {stage} cannot be started with its log in {log}: {error}"
-            ) from error
-        self._processes.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: `_watch` says how
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-        threading.Thread(target=self._watch, args=(stage, process), daemon=True).start()
-
-    def _start(self, output: BinaryIO) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            # -P: a file in the user's folder must not pass for a module
-            [sys.executable, "-P", "-m", "thinwire.run.peer"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C reaches the coordinator alone
-        )
-
-    def _watch(self, stage: int, process: subprocess.Popen[bytes]) -> None:
-        self._said.note(stage, {"type": "exit", "code": process.wait()})
-
-    def _accept(self, stage: int) -> None:
-        """Wait for a peer to dial and listen to it; runs on a thread of its own per peer."""
-        try:
-            pipe = self._listener.accept(f"control-{stage}", None, f"stage-{stage}")
+            self._conduct[stage].check(message)
+            if isinstance(message, Failed):
+                self._suspect(Said(stage, message), now)
+            elif self.phase is not Phase.SETTLING:
+                self._check_due(stage, message)
         except WireError as error:
-            self._said.note(stage, {"type": "lost", "error": str(error)})
-            return
-        self._channels[stage] = Channel(
-            pipe,
-            f"control of stage {stage}",
-            on_message=lambda message: self._said.hear(stage, message),
-            on_lost=lambda error: self._said.note(stage, _lost_by(error)),
-            check=PeerConduct(stage, self.stages).check,
-        )
+            self._suspect(Lost(stage, str(error), in_breach=True), now)
+        if self.phase is Phase.SETTLING:
+            return []
+        if self.phase in _ROUNDS:
+            return self._on_arrival(stage, message)
+        if isinstance(message, ShardWritten | ShardFailed):
+            return self._on_part(stage, message)
+        if isinstance(message, Step):
+            self._last_step[stage] = message.step + 1
+        assert isinstance(message, Step | Evaluation | Finished), "all else was not due"
+        commands: list[Command] = [Record(stage, message)]
+        if isinstance(message, Finished):
+            self._finished.add(stage)
+            self._watch.dismiss(stage)
+            if len(self._finished) == len(self._all):
+                commands.append(self._end())
+        return commands
 
-    def _next(self) -> tuple[int, Message]:
-        """The next message; StageError when no stage has made any progress for too long."""
-        while True:
-            try:
-                said = self._said.next(self._watched.tick)
-            except queue.Empty:
-                said = None
-            self._watched.pass_time()
-            if said is not None:
-                stage, message = said
-                is_pulse = message["type"] == "pulse"
-                self._watched.heard(stage, message.get("begun"), message.get("doing", ""))
-                if not is_pulse:
-                    return stage, message
-            if complaint := self._watched.complaint():
-                self._on_wait(complaint)
-            self._watched.check()
-
-    def _gather(self, wanted: str) -> list[Message]:
-        """One message of the wanted type from every stage, in stage order.
-
-        Waits for as long as all stages live and get on: a death is a message too.
-        """
-        got: dict[int, Message] = {}
-        while len(got) < self.stages:
-            stage, message = self._next()
-            if message["type"] != wanted:
-                raise self._explain(stage, message)
-            got[stage] = message
-            if wanted in _STARTING:
-                self._on_start(len(got), _STARTING[wanted])
-        return [got[stage] for stage in range(self.stages)]
-
-    def _tell_all(self, message: Message) -> None:
-        for channel in self._channels.values():
-            channel.send(message)
-
-    def _explain(self, stage: int, message: Message) -> StageError:
-        """The error of the stage that failed first in truth, not the first to be heard of.
-
-        A stage that dies takes its neighbours' links down, and they may complain before the
-        coordinator sees the death. So listen a moment before blaming anyone.
-        """
-        heard = [(stage, message)]
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                heard.append(self._said.next(left))
-            except queue.Empty:
-                break
-        culprit, evidence = blame(heard)
-        step = self._last_step[culprit]
-        where = f"at step {step}" if step else "at the start"
-        if evidence["type"] == "failed":
-            reason = f"failed {where}: {evidence['error']}"
-        elif evidence["type"] == "exit" and evidence["code"] < 0:
-            reason = f"died {where}: killed by {signal.Signals(-evidence['code']).name}"
-        elif evidence["type"] == "exit":
-            reason = f"died {where}: exit code {evidence['code']}"
-        elif evidence["type"] == "breach":
-            reason = f"broke the contract {where}: {evidence['error']}"
+    def _check_due(self, stage: int, message: FromPeer) -> None:
+        """Refuse what belongs to another phase, or comes from a stage that is done with this."""
+        if self.phase in _ROUNDS:
+            is_due = type(message) is _ROUNDS[self.phase][0]
         else:
-            reason = f"was lost {where}: {evidence.get('error', evidence['type'])}"
-        # An error that was foreseen says all there is to say; any other needs its traceback.
-        lines = 0 if evidence.get("known") else LOG_LINES
-        last_words = self._last_words(culprit, lines, evidence.get("trace", ""))
-        return StageError(f"stage {culprit} {reason}" + last_words)
+            is_due = not isinstance(message, Hello | Ready | Linked)
+        if not is_due or stage not in self.waiting_for():
+            raise WireError(
+                f"stage {stage} sent a {name_of(message)!r} message while the run "
+                f"{self.phase.value}"
+            )
 
-    def _last_words(self, stage: int, count: int, trace: str) -> str:
-        """The end of a stage's log, or where the log is lost, as on a full disk, what it sent."""
-        log = self.run_folder / "logs" / f"stage-{stage}.log"
-        if not count:
-            return f"\n  its log is {log}"
-        try:
-            lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        except OSError:
-            lines = []
-        source = f"last lines of {log}" if lines else f"its log {log} is empty; its last words"
-        lines = lines or trace.splitlines()
-        if not lines:
-            return f"\n  its log {log} is empty"
-        shown = [f"  | {printable(line)}" for line in lines[-count:]]
-        return f"\n  {source}:\n" + "\n".join(shown)
+    def _on_arrival(self, stage: int, message: FromPeer) -> list[Command]:
+        """A stage is through with this phase of the start; when all are, the next one begins."""
+        self._arrived[stage] = message
+        what = _ROUNDS[self.phase][1]
+        commands: list[Command] = [Starting(len(self._arrived), what)] if what else []
+        if self.waiting_for():
+            return commands
+        arrived = [self._arrived.pop(stage) for stage in self._all]
+        if self.phase is Phase.GATHERING:
+            self._enter(Phase.BUILDING)
+            self._versions = arrived[0].versions
+            return [*commands, *self._tell_all(self._assignment)]
+        if self.phase is Phase.BUILDING:
+            self._enter(Phase.LINKING)
+            self._ready = arrived
+            addresses = ["", *(ready.address for ready in arrived)]
+            return [*commands, *(Tell(s, Connect(addresses[s])) for s in self._all)]
+        self._enter(Phase.TRAINING)
+        self._watch.begin_training()
+        return [*self._tell_all(Start()), Begin(self._ready, self._versions)]
 
-    def _wait_for_exits(self) -> None:
-        deadline = time.monotonic() + 10.0
-        for process in self._processes:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+    def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> list[Command]:
+        """A stage has written its part of a checkpoint or failed; when all have, it is settled."""
+        parts = self._parts.setdefault(part.step, {})
+        parts[stage] = part
+        if len(parts) < len(self._all):
+            return []  # another stage may be writing still
+        del self._parts[part.step]
+        failures = [part.error for part in parts.values() if isinstance(part, ShardFailed)]
+        if failures:
+            return [Discard(part.step, failures[0])]
+        written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
+        if difference := disagreement(part.step, [p.agreements for p in written]):
+            return [Discard(part.step), self._end(StageError(difference))]
+        return [Commit(part.step, written)]
+
+    def _on_stop(self) -> list[Command]:
+        """The first time: finish the step, checkpoint, end. The second time: leave at once."""
+        if self.phase in _ROUNDS or self.stop_asked:
+            return [self._end(Interrupted())]
+        self.stop_asked = True
+        if self.phase is Phase.SETTLING or 0 in self._finished:
+            return []  # too late to ask, and the end is near
+        self._enter(Phase.STOPPING)
+        note = "stopping after this step, with a checkpoint; press Ctrl-C again to exit now"
+        return [*self._tell_all(Stop()), Say(note)]
+
+    def _suspect(self, evidence: Evidence, now: float) -> None:
+        """Something is wrong: listen a moment before blaming anyone.
+
+        A stage that dies takes its neighbours' links down, and they may complain before its death
+        is seen.
+        """
+        if self.phase is not Phase.SETTLING:
+            self._enter(Phase.SETTLING)
+            self._settled_at = now + SETTLE_SECONDS
+        self._evidence.append(evidence)
+
+    def _explain(self) -> End:
+        """The end of the run with the error of the stage that failed first in truth."""
+        culprit = blame(self._evidence)
+        step = self._last_step[culprit.stage]
+        where = f"at step {step}" if step else "at the start"
+        error = StageError(f"stage {culprit.stage} {culprit.deed} {where}: {culprit.reason}")
+        return self._end(error, Culprit(culprit.stage, culprit.known, culprit.trace))
+
+    def _end(self, error: BaseException | None = None, culprit: Culprit | None = None) -> End:
+        self._enter(Phase.FINISHED)
+        return End(error, culprit)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase, self._since = phase, self._watch.now
+
+    def _tell_all(self, message: FromCoordinator) -> list[Command]:
+        return [Tell(stage, message) for stage in self._all]
 
 
-def _lost_by(error: ThinwireError) -> Message:
-    """What became of a stage whose control stream is broken."""
-    kind = "breach" if isinstance(error, BreachError) else "lost"
-    return {"type": kind, "error": str(error), "known": kind == "breach"}
-
-
-def blame(heard: list[tuple[int, Message]]) -> tuple[int, Message]:
-    """The stage that failed first in truth, and the message that shows it.
-
-    A stage whose link broke accuses the neighbour at its other end. Who was accused and has said
-    nothing is lost; who has complained too was a victim, and its exit is no news. A stage that sent
-    what the contract forbids is convicted by its neighbour, whatever it says itself.
-    """
-    spoke = {stage for stage, message in heard if message["type"] == "failed"}
-    suspects = [item for item in heard if item[1]["type"] != "exit" or item[0] not in spoke]
-    for stage, message in heard:
-        for accused in set(message.get("accuses", ())) - spoke:
-            error = f"stage {stage} says: {message['error']}"
-            suspects.append((accused, {"type": "lost", "error": error}))
-        for convicted in message.get("convicts", ()):
-            error = f"stage {stage} says: {message['error']}"
-            suspects.append((convicted, {"type": "breach", "error": error, "known": True}))
-    return min(suspects, key=lambda suspect: _doubt(suspect[1]))
-
-
-def _doubt(message: Message) -> int:
-    """How unsure a message leaves us that its stage is the cause."""
-    if message["type"] == "breach":
-        return -1
-    if message["type"] == "exit" and message["code"] != 0:
-        return 0
-    if message["type"] == "failed" and message["kind"] not in ("WireError", "BreachError"):
-        return 1
-    if message["type"] == "lost":
-        return 2
-    if message["type"] == "failed":
-        return 4 if message["accuses"] else 3
-    return 5
+def disagreement(step: int, agreements: list[Agreements]) -> str:
+    """Why a run cannot go on: two ends of a cut remember different things; stages in order."""
+    for below, above in itertools.pairwise(agreements):
+        for cut in sorted(below.keys() & above.keys()):
+            for leg, ours in below[cut].items():
+                if ours != above[cut].get(leg):
+                    return (
+                        f"after step {step} the two ends of cut {cut} no longer remember the "
+                        f"same on the {leg} leg (below {ours or 'nothing'}, above "
+                        f"{above[cut].get(leg) or 'nothing'}): what the codec makes of the bytes "
+                        "is not what was sent. This checkpoint is not kept; resume from an "
+                        "earlier one"
+                    )
+    return ""

@@ -26,11 +26,25 @@ import torch
 
 import thinwire
 from thinwire.engine.progress import Progress
+from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
-from thinwire.run.control import CONTROL_KEEPALIVE, MAX_MESSAGE, Channel, Message
-from thinwire.run.messages import plain
+from thinwire.run.control import CONTROL_KEEPALIVE, Channel
+from thinwire.run.messages import (
+    MAX_MESSAGE,
+    Assign,
+    Connect,
+    Failed,
+    Finished,
+    FromCoordinator,
+    Hello,
+    Linked,
+    Pulse,
+    Ready,
+    Start,
+    Stop,
+)
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, handshake
@@ -66,12 +80,12 @@ class Peer:
             MAX_MESSAGE,
             CONTROL_KEEPALIVE,
         )
-        self.control = Channel(pipe, f"control of stage {stage}")
+        self.control = Channel(pipe, f"control of stage {stage}", FromCoordinator)
 
     def run(self) -> None:
         """The whole life of a peer; errors leave through `fail`."""
-        self.control.send({"type": "hello", "stage": self.stage, "versions": versions()})
-        assignment = self._assignment(self.control.receive("assign"))
+        self.control.send(Hello(self.stage, versions()))
+        assignment = self._assignment(self.control.receive(Assign))
         patience = assignment.settings.run.patience
         threading.Thread(target=self._pulse, args=(patience,), daemon=True).start()
         self._progress.begin("builds its layers")
@@ -83,17 +97,16 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = listener.address if listener else ""
-        self.control.send({"type": "ready", "address": address, **worker.describe()})
-        connect = self.control.receive("connect")
+        self.control.send(Ready(address, **worker.describe()))
+        connect = self.control.receive(Connect)
         self._progress.begin("waits for its neighbours to link")
-        self._join(worker, connect["below"], listener)
-        self.control.send({"type": "linked"})
-        self.control.receive("start")
+        self._join(worker, connect.below, listener)
+        self.control.send(Linked())
+        self.control.receive(Start)
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
-        worker.run(below, above, lambda report: self.control.send(plain(report)))
-        meters = {link.name: link.meter.snapshot() for link in self._links.values()}
-        self.control.send({"type": "finished", "meters": meters})
+        worker.run(below, above, self.control.send)
+        self.control.send(Finished(meters_of(self._links.values())))
         self.control.close()
         if listener:
             listener.close()
@@ -105,28 +118,27 @@ class Peer:
         """
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
-        message = {
-            "type": "failed",
-            "kind": type(error).__name__,
-            "known": known,
-            "error": str(error) if known else f"{type(error).__name__}: {error}",
-            "trace": "" if known else "".join(traceback.format_exception(error)[-_TRACE_PARTS:]),
-            "accuses": lost if is_wire else [],
-            "convicts": [s for s, link in self._links.items() if link.other_end_at_fault],
-        }
+        message = Failed(
+            kind=type(error).__name__,
+            known=known,
+            error=str(error) if known else f"{type(error).__name__}: {error}",
+            trace="" if known else "".join(traceback.format_exception(error)[-_TRACE_PARTS:]),
+            accuses=lost if is_wire else [],
+            convicts=[s for s, link in self._links.items() if link.other_end_at_fault],
+        )
         try:
             self.control.send(message)
             self.control.close()
         except ThinwireError:
             pass  # the coordinator sees the exit code and the log
 
-    def _assignment(self, message: Message) -> Assignment:
+    def _assignment(self, assigned: Assign) -> Assignment:
         return Assignment(
-            settings=Settings.from_plain(message["settings"]),
+            settings=Settings.from_plain(assigned.settings),
             stage=self.stage,
-            corpus=Path(message["corpus"]),
-            run_folder=Path(message["run_folder"]),
-            resume=Path(message["resume"]) if message["resume"] else None,
+            corpus=Path(assigned.corpus),
+            run_folder=Path(assigned.run_folder),
+            resume=Path(assigned.resume) if assigned.resume else None,
         )
 
     def _join(self, worker: Worker, below_address: str, listener: Listener | None) -> None:
@@ -149,9 +161,8 @@ class Peer:
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
         while True:
-            begun, doing = self._progress.begun, self._progress.doing
             try:
-                self.control.send({"type": "pulse", "begun": begun, "doing": doing})
+                self.control.send(Pulse(self._progress.begun, self._progress.doing))
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))
@@ -159,7 +170,7 @@ class Peer:
     def _obey(self, worker: Worker) -> None:
         """While training, the only message a coordinator sends is to stop after this step."""
         try:
-            self.control.receive("stop")
+            self.control.receive(Stop)
         except ThinwireError:
             return
         worker.stop_requested.set()

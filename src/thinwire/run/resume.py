@@ -5,7 +5,7 @@ from pathlib import Path
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.engine.cut import check_memory
-from thinwire.errors import ConfigError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.optim import rate_change
 from thinwire.report import Display
 from thinwire.run.proof import choose_checkpoint
@@ -77,6 +77,15 @@ def open_resume(
     if rate := rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step):
         display.note(rate)
     return checkpoint
+
+
+def refuse_other_data(checkpoint: Checkpoint, fingerprint: str) -> None:
+    """A run goes on with the data that it began with."""
+    if (corpus := checkpoint.manifest["corpus"]) != fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained on another corpus (fingerprint {corpus}, now "
+            f"{fingerprint}): resume with the same data"
+        )
 
 
 def _crosses_exactly(settings: Settings) -> bool:

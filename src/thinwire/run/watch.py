@@ -6,11 +6,7 @@ run ends with the name of the stage that is stuck. A link that breaks, or a proc
 long before; this is for a stage that is frozen, or that answers and does nothing.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from thinwire.errors import StageError
 
 NOTICE_SECONDS = 30.0  # without progress before it is said
 _USUAL = 10  # a wait may be so many times the longest one that ended well
@@ -39,14 +35,11 @@ class Watch:
     its own absence for that of its stages.
     """
 
-    def __init__(
-        self, stages: int, patience: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stages: int, patience: float) -> None:
         self.tick = max(0.05, min(1.0, pulse_seconds(patience)))
+        self.now = 0.0
         self._patience = patience
-        self._clock = clock
-        self._last_tick = clock()
-        self._now = 0.0
+        self._last_tick: float | None = None
         self._seen = {stage: _Seen() for stage in range(stages)}
         self._is_training = False
         self._longest = 0.0  # wait of the training that ended well
@@ -56,10 +49,10 @@ class Watch:
         """The start is over: waits from now on tell how long one may be."""
         self._is_training = True
 
-    def pass_time(self) -> None:
+    def pass_time(self, now: float) -> None:
         """Called at least once a `tick`: what took much longer was not the stages' time."""
-        now = self._clock()
-        self._now += min(now - self._last_tick, 3 * self.tick)
+        passed = 0.0 if self._last_tick is None else now - self._last_tick
+        self.now += min(passed, 3 * self.tick)
         self._last_tick = now
 
     def heard(self, stage: int, begun: int | None = None, doing: str = "") -> None:
@@ -67,11 +60,11 @@ class Watch:
         seen = self._seen.get(stage)
         if seen is None:
             return
-        seen.heard = self._now
+        seen.heard = self.now
         if begun is None or begun != seen.begun:
             if self._is_training:
                 self._longest = max(self._longest, self._stuck_for())
-            seen.advanced = self._now
+            seen.advanced = self.now
         if begun is not None:
             seen.begun, seen.doing = begun, doing
 
@@ -90,19 +83,27 @@ class Watch:
         self._said_at = stuck
         return f"no progress for {stuck:.0f} s: {self._all_stages()}"
 
-    def check(self) -> None:
-        """StageError, with the stage that is stuck, once the patience is at its end."""
+    def verdict(self) -> str:
+        """Which stage is stuck and what to do, once the patience is at its end; or nothing."""
         stuck = self._stuck_for()
-        limit = max(self._patience, _USUAL * self._longest)
-        if not self._patience or stuck < limit:
-            return
+        if not self._patience or stuck < max(self._patience, _USUAL * self._longest):
+            return ""
         culprit = self._culprit()
         who = "the stages wait for each other" if culprit is None else f"stage {culprit} is stuck"
-        raise StageError(
+        return (
             f"{who}: no progress for {stuck:.0f} s ({self._all_stages()}). If a single piece of "
             f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
             "forever). Otherwise see the logs, and continue with --resume"
         )
+
+    def doing(self) -> list[str]:
+        """What each stage that has not finished says it does, and for how long."""
+        lines = []
+        for stage, seen in self._seen.items():
+            silence = self._silence(seen)
+            line = f"stage {stage} {seen.doing}, for {self.now - seen.advanced:.0f} s"
+            lines.append(line + (f", silent for {silence:.0f} s" if silence else ""))
+        return lines
 
     @property
     def _notice(self) -> float:
@@ -111,7 +112,7 @@ class Watch:
 
     def _stuck_for(self) -> float:
         """Seconds since any stage has begun something: while one works, the others may wait."""
-        return self._now - max((seen.advanced for seen in self._seen.values()), default=self._now)
+        return self.now - max((seen.advanced for seen in self._seen.values()), default=self.now)
 
     def _culprit(self) -> int | None:
         """Who is silent, else who is at work; None if all say that they wait."""
@@ -122,14 +123,9 @@ class Watch:
 
     def _silence(self, seen: _Seen) -> float:
         """Seconds for which a stage has not spoken, if that is out of the ordinary."""
-        silence = self._now - seen.heard
+        silence = self.now - seen.heard
         usual = pulse_seconds(self._patience)
         return silence if silence > max(3 * usual, 1.0) else 0.0
 
     def _all_stages(self) -> str:
-        parts = []
-        for stage, seen in self._seen.items():
-            told = f"stage {stage} {seen.doing}, for {self._now - seen.advanced:.0f} s"
-            silence = self._silence(seen)
-            parts.append(told + (f", silent for {silence:.0f} s" if silence else ""))
-        return "; ".join(parts)
+        return "; ".join(self.doing())

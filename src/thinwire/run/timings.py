@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.engine.reports import Step
 from thinwire.report import TraceSpan
 
 WAITS = ("neighbour", "link", "basis", "verdict")
@@ -17,8 +18,6 @@ is packed, queued, sent or on its way; a basis; the verdict that ends the step.
 """
 _WARMUP_STEPS = 2  # first steps pay for allocations and caches
 _LAST_TRACES = 16  # steps of which one is drawn
-
-Report = dict[str, Any]
 
 
 class Timings:
@@ -30,19 +29,19 @@ class Timings:
     def __init__(self, stages: int):
         self.seconds: list[float] = []
         self.sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
-        self.traces: deque[list[Report]] = deque(maxlen=_LAST_TRACES)
+        self.traces: deque[list[Step]] = deque(maxlen=_LAST_TRACES)
 
-    def add(self, reports: list[Report]) -> None:
+    def add(self, reports: list[Step]) -> None:
         """Count one step that all stages have reported."""
         self.seconds.append(step_seconds(reports))
         self.traces.append(reports)
         for stage, (sums, report) in enumerate(zip(self.sums, reports, strict=True)):
-            for name, seconds in report["costs"].items():
+            for name, seconds in vars(report.costs).items():
                 sums[name] += seconds
-            sums["wait"] += report["wait"]
+            sums["wait"] += report.wait
             for reason, seconds in wait_seconds(reports, stage).items():
                 sums[f"wait for {reason}"] += seconds
-            sent = (end - start for lane, _, start, end in report["spans"] if lane == "send")
+            sent = (end - start for lane, _, start, end in report.spans if lane == "send")
             sums["send"] += sum(sent)
 
     @property
@@ -72,7 +71,7 @@ class Timings:
             "other": max(0.0, 1 - compute - update - wait),
         }
 
-    def typical(self) -> list[Report]:
+    def typical(self) -> list[Step]:
         """Of the last few steps the one nearest to the median duration of all."""
         median = statistics.median(self.seconds)
         return min(self.traces, key=lambda reports: abs(step_seconds(reports) - median))
@@ -88,7 +87,7 @@ class StepTimes:
     def __init__(self, stages: int):
         self._first, self._behind, self._steady = (Timings(stages) for _ in range(3))
 
-    def add(self, reports: list[Report], behind_validation: bool) -> bool:
+    def add(self, reports: list[Step], behind_validation: bool) -> bool:
         """File a step; whether its duration counts."""
         if len(self._first.seconds) < _WARMUP_STEPS:
             chosen = self._first
@@ -123,10 +122,10 @@ class StepTimes:
         return self._first, self._behind, self._steady
 
 
-def wait_seconds(reports: Sequence[Report], stage: int) -> dict[str, float]:
+def wait_seconds(reports: Sequence[Step], stage: int) -> dict[str, float]:
     """What a stage waited for in a step, by the reasons in WAITS."""
     waits = dict.fromkeys(WAITS, 0.0)
-    for lane, label, start, end in reports[stage]["spans"]:
+    for lane, label, start, end in reports[stage].spans:
         if lane != "wait":
             continue
         source = {"F": stage - 1, "B": stage + 1}.get(label[:1])
@@ -139,22 +138,22 @@ def wait_seconds(reports: Sequence[Report], stage: int) -> dict[str, float]:
     return waits
 
 
-def _computed_at(report: Report, label: str, unknown: float) -> float:
-    ends = (end for lane, name, _, end in report["spans"] if (lane, name) == ("compute", label))
+def _computed_at(report: Step, label: str, unknown: float) -> float:
+    ends = (end for lane, name, _, end in report.spans if (lane, name) == ("compute", label))
     return next(ends, unknown)
 
 
-def step_seconds(reports: Sequence[Report]) -> float:
+def step_seconds(reports: Sequence[Step]) -> float:
     """A step as the first stage sees it: from its first forward to the end of its update."""
-    return float(reports[0]["end"] - reports[0]["start"])
+    return reports[0].end - reports[0].start
 
 
-def spans_of(reports: Sequence[Report]) -> list[TraceSpan]:
+def spans_of(reports: Sequence[Step]) -> list[TraceSpan]:
     """The spans of a step for a chart, in seconds since it began on the first stage."""
-    origin = reports[0]["start"]
+    origin = reports[0].start
     return [
         TraceSpan(stage, lane, label, start - origin, end - origin)
         for stage, report in enumerate(reports)
-        for lane, label, start, end in report["spans"]
+        for lane, label, start, end in report.spans
         if label != "norm"
     ]

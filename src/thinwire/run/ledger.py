@@ -6,16 +6,17 @@ times from each, bytes from both ends of each boundary.
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline
-from thinwire.schedule import Costs, Simulation, simulate
+from thinwire.run.messages import Ready
+from thinwire.run.timings import StepTimes, spans_of, step_seconds
+from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import network_of, stream_width
-from thinwire.timings import Report, StepTimes, Timings, spans_of, step_seconds
 
 BF16_BYTES = 2
 FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
@@ -29,56 +30,72 @@ _LAST_SECONDS = 20  # steps over which the speed on display is taken
 class Ledger:
     """Collects the stages' reports step by step, and sums the run up at its end."""
 
-    def __init__(self, settings: Settings, descriptions: list[dict[str, str]], first_step: int):
+    def __init__(self, settings: Settings, stages: Sequence[Ready], first_step: int):
         self.settings = settings
-        self.descriptions = descriptions
-        self.stages = settings.pipeline.stages
         self.first_step = first_step
         self.done = first_step
         self.refused = 0  # updates in a row that were not committed
-        self.valid_losses: list[tuple[int, float]] = []
-        self.accuracies: list[tuple[int, float]] = []
-        self.records: list[StepRecord] = []  # the last few
-        self._pending: dict[int, dict[int, Report]] = {}
-        self._times = StepTimes(self.stages)
+        self.records: deque[StepRecord] = deque(maxlen=_LAST_RECORDS)
+        self._ready = stages
+        self._stages = range(len(stages))
+        self._pending: dict[int, dict[int, Step]] = {}
+        self._times = StepTimes(len(stages))
+        self._valid_losses: list[tuple[int, float]] = []
+        self._accuracies: list[tuple[int, float]] = []
         self._training_seconds = self._validation_seconds = 0.0
         self._refused_in_all = 0
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
-        self._crossed = [(0, 0)] * (self.stages - 1)
-        self._meters: dict[int, dict[str, Any]] = {}
+        self._crossed = [(0, 0)] * (len(stages) - 1)
+        self._meters: dict[int, Meters] = {}
 
-    def add_step(self, stage: int, report: Report) -> StepRecord | None:
+    def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
-        reports = self._pending.setdefault(report["step"], {})
+        reports = self._pending.setdefault(report.step, {})
         reports[stage] = report
-        if len(reports) < self.stages:
+        if len(reports) < len(self._stages):
             return None
-        complete = [reports[s] for s in range(self.stages)]
-        del self._pending[report["step"]]
-        self._times.add(complete, self._is_behind_validation(report["step"]))
+        del self._pending[report.step]
+        complete = [reports[s] for s in self._stages]
+        validated = report.step == self.first_step or self.settings.is_evaluation_step(report.step)
+        self._times.add(complete, behind_validation=validated)
         # On the last stage a step begins when the validation before it is over on all stages.
-        self._training_seconds += complete[-1]["end"] - complete[-1]["start"]
-        self.done = report["step"] + 1
-        self.refused = 0 if complete[0]["committed"] else self.refused + 1
-        self._refused_in_all += not complete[0]["committed"]
+        self._training_seconds += complete[-1].end - complete[-1].start
+        self.done = report.step + 1
+        committed = complete[0].committed
+        self.refused = 0 if committed else self.refused + 1
+        self._refused_in_all += not committed
         record = self._record(complete)
-        self.records = [*self.records, record][-_LAST_RECORDS:]
+        self.records.append(record)
         self._follow_space(record)
         return record
 
-    def add_evaluation(
-        self, step: int, loss: float, accuracy: float | None = None, seconds: float = 0.0
-    ) -> None:
-        """File a validation, from the stage that has it; `seconds` are those it took there."""
-        self.valid_losses.append((step, loss))
-        self._validation_seconds += seconds
-        if accuracy is not None:
-            self.accuracies.append((step, accuracy))
+    def add_evaluation(self, report: Evaluation) -> None:
+        """File a validation, from the stage that has it."""
+        self._valid_losses.append((report.step, report.loss))
+        self._validation_seconds += report.seconds
+        if report.accuracy is not None:
+            self._accuracies.append((report.step, report.accuracy))
 
-    def add_finished(self, stage: int, message: Report) -> None:
+    def add_finished(self, stage: int, meters: Meters) -> None:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
-        self._meters[stage] = message["meters"]
+        self._meters[stage] = meters
+
+    def last_losses(self) -> list[float]:
+        """The last loss of training and the last of a validation, where there are any."""
+        steps, validations = list(self.records)[-1:], self._valid_losses[-1:]
+        return [record.loss for record in steps] + [loss for _, loss in validations]
+
+    def typical_step(self) -> Timeline:
+        """The timeline of a typical step, to draw; there must have been a step."""
+        chosen = self._times.timed.typical()
+        return Timeline(
+            run=self.settings.run.name,
+            step=chosen[0].step + 1,
+            seconds=step_seconds(chosen),
+            stages=self._stage_records(chosen),
+            spans=spans_of(chosen),
+        )
 
     def summary(
         self, versions: dict[str, str], total_seconds: float, start_seconds: float = 0.0
@@ -88,7 +105,9 @@ class Ledger:
         Where `unit` is "image", what is told of tokens is of images. `start_seconds` of the total
         passed before the stages began.
         """
-        settings = self.settings
+        settings, microbatches = self.settings, self.settings.pipeline.microbatches
+        shares = [self._times.timed.shares(stage, microbatches) for stage in self._stages]
+        boundaries = self._boundaries()
         return {
             "name": settings.run.name,
             **self._losses(),
@@ -100,10 +119,12 @@ class Ledger:
             "seconds": self._seconds(total_seconds, start_seconds),
             **self._simulated(),
             "measured_costs": vars(self._costs()),
-            "bubble_fraction": self._bubble(),
-            "time_shares": [self._time_shares(stage) for stage in range(self.stages)],
+            "bubble_fraction": self._bubble(shares),
+            "time_shares": shares,
             "link_utilisation": self._busiest_uplink(),
-            **self._bytes(),
+            "ratio_vs_bf16": _total_ratio(boundaries),
+            "boundaries": boundaries,
+            "bytes_sent": self._bytes_sent(),
             "space": self._space_measures(),
             "refused_updates": self._refused_in_all,
             "total_seconds": total_seconds,
@@ -117,21 +138,21 @@ class Ledger:
         final = {
             "final_train_loss": statistics.fmean(losses) if losses else None,
             "last_train_loss": losses[-1] if losses else None,
-            "final_valid_loss": self.valid_losses[-1][1] if self.valid_losses else None,
+            "final_valid_loss": self._valid_losses[-1][1] if self._valid_losses else None,
         }
         return {
             **final,
             "final_train_loss_steps": len(losses),  # of which that loss is the mean
             # JSON has no NaN: a null that is named here was NaN or infinite
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
-            "valid_losses": self.valid_losses,
-            "final_accuracy": self.accuracies[-1][1] if self.accuracies else None,
-            "accuracies": self.accuracies,
+            "valid_losses": self._valid_losses,
+            "final_accuracy": self._accuracies[-1][1] if self._accuracies else None,
+            "accuracies": self._accuracies,
         }
 
     def _speed(self) -> dict[str, Any]:
         """Tokens per second of the steps that count, and which these are: they divide."""
-        seconds, per_step = self._timings.seconds, self.settings.tokens_per_step
+        seconds, per_step = self._times.timed.seconds, self.settings.tokens_per_step
         return {
             "tokens_per_s": per_step * len(seconds) / sum(seconds) if seconds else None,
             "timed": {
@@ -154,7 +175,9 @@ class Ledger:
 
     def _simulated(self) -> dict[str, Any]:
         """The step as the simulator plays it with the measured costs, and with faster stages."""
-        measured, faster = self._simulation(), self._simulation(FASTER).step_seconds
+        schedule, network = self.settings.schedule(), network_of(self.settings)
+        measured = simulate(schedule, self._costs(), network)
+        faster = simulate(schedule, self._costs(FASTER), network).step_seconds
         was_run = self._times.steps > 0
         return {
             "simulated_step_seconds": measured.step_seconds if was_run else None,
@@ -164,31 +187,27 @@ class Ledger:
             ),
         }
 
-    def _simulation(self, faster: int = 1) -> Simulation:
-        settings = self.settings
-        return simulate(settings.schedule(), self._costs(faster), network_of(settings))
-
-    def _bytes(self) -> dict[str, Any]:
-        boundaries = self._boundaries()
-        return {
-            "ratio_vs_bf16": _total_ratio(boundaries),
-            "boundaries": boundaries,
-            "bytes_sent": self._bytes_sent(),
-        }
-
-    def typical_step(self) -> Timeline:
-        """The timeline of a typical step, to draw; there must have been a step."""
-        chosen = self._timings.typical()
-        return Timeline(
-            run=self.settings.run.name,
-            step=chosen[0]["step"] + 1,
-            seconds=step_seconds(chosen),
-            stages=self._stage_records(chosen),
-            spans=spans_of(chosen),
+    def _costs(self, faster: int = 1) -> Costs:
+        """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
+        mean = self._times.timed.mean
+        frames = max(1, self._times.steps * self.settings.pipeline.microbatches)
+        crossed = self._crossed_in_all()
+        return Costs(
+            forward=[mean(s, "forward") / faster for s in self._stages],
+            backward=[mean(s, "backward") / faster for s in self._stages],
+            update=[mean(s, "update") / faster for s in self._stages],
+            forward_bytes=[forward // frames for forward, _ in crossed],
+            backward_bytes=[backward // frames for _, backward in crossed],
         )
 
-    def _is_behind_validation(self, step: int) -> bool:
-        return step == self.first_step or self.settings.is_evaluation_step(step)
+    def _bubble(self, shares: list[dict[str, Any]]) -> float | None:
+        """Share of the stages' time within a step in which they do not compute.
+
+        The simulator's and the planner's `bubble_fraction` is the same.
+        """
+        if not self._times.timed.total:
+            return None
+        return 1 - statistics.fmean(share["compute"] + share["update"] for share in shares)
 
     def _follow_space(self, record: StepRecord) -> None:
         """Keep what a step says of the subspace.
@@ -208,80 +227,67 @@ class Ledger:
             return None
         return {"largest_drift": self._largest_drift, "moves": self._moves}
 
-    def _record(self, reports: list[Report]) -> StepRecord:
+    def _record(self, reports: list[Step]) -> StepRecord:
         settings = self.settings
-        seconds = step_seconds(reports)
-        usual = statistics.fmean(self._timings.seconds[-_LAST_SECONDS:])
-        meters = {stage: report["meters"] for stage, report in enumerate(reports)}
-        crossed = [self._crossed_bytes(b, meters) for b in range(self.stages - 1)]
-        links = [
-            LinkRecord(
-                b,
-                now[0] - before[0],
-                now[1] - before[1],
-                self._share_of_link(max(now[0] - before[0], now[1] - before[1]), seconds),
-            )
-            for b, (now, before) in enumerate(zip(crossed, self._crossed, strict=True))
-        ]
-        self._crossed = crossed
+        usual = statistics.fmean(self._times.timed.seconds[-_LAST_SECONDS:])
+        loss = reports[-1].loss
         return StepRecord(
             step=self.done,
             steps=settings.train.steps,
-            loss=reports[-1]["loss"],
-            lr=reports[0]["lr"],
-            grad_norm=reports[0]["grad_norm"],
+            loss=math.nan if loss is None else loss,
+            lr=reports[0].lr,
+            grad_norm=reports[0].grad_norm,
             tokens=self.done * settings.tokens_per_step,
             tokens_per_s=settings.tokens_per_step / usual,
-            step_seconds=seconds,
+            step_seconds=step_seconds(reports),
             eta_seconds=usual * (settings.train.steps - self.done),
             stages=self._stage_records(reports),
-            links=links,
+            links=self._link_records(reports),
             measures=_merged_measures(reports),
             unit=settings.unit,
         )
 
-    def _stage_records(self, reports: list[Report]) -> list[StageRecord]:
+    def _stage_records(self, reports: list[Step]) -> list[StageRecord]:
+        microbatches = self.settings.pipeline.microbatches
         return [
             StageRecord(
                 stage,
-                self.descriptions[stage]["layers"],
-                _compute_seconds(report, self.settings),
-                report["wait"],
-                report["costs"]["update"],
-                self.descriptions[stage]["device"],
+                ready.layers,
+                (report.costs.forward + report.costs.backward) * microbatches,
+                report.wait,
+                report.costs.update,
+                ready.device,
             )
-            for stage, report in enumerate(reports)
+            for stage, (ready, report) in enumerate(zip(self._ready, reports, strict=True))
         ]
 
-    @property
-    def _timings(self) -> Timings:
-        """The steps whose timings count."""
-        return self._times.timed
-
-    def _crossed_bytes(self, boundary: int, meters: Mapping[int, Any]) -> tuple[int, int]:
-        """Bytes that have left both ends of a boundary by these meters, forward and backward."""
-        name = f"boundary-{boundary}"
-        return (
-            _sent(meters[boundary][name], _FORWARD_KINDS),
-            _sent(meters[boundary + 1][name], _BACKWARD_KINDS),
-        )
+    def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
+        """What crossed each boundary since the step before."""
+        before, seconds = self._crossed, step_seconds(reports)
+        self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
+        moved = [
+            (now[0] - then[0], now[1] - then[1])
+            for now, then in zip(self._crossed, before, strict=True)
+        ]
+        return [
+            LinkRecord(b, forward, backward, self._share_of_link(max(forward, backward), seconds))
+            for b, (forward, backward) in enumerate(moved)
+        ]
 
     def _crossed_in_all(self) -> list[tuple[int, int]]:
         """Bytes of training that have left both ends of each boundary, forward and backward.
 
         A step's report may miss frames that are still to leave; the last word of a stage has all.
         """
-        if len(self._meters) < self.stages:
-            return self._crossed
-        return [self._crossed_bytes(b, self._meters) for b in range(self.stages - 1)]
+        return _crossed(self._meters) if len(self._meters) == len(self._stages) else self._crossed
 
     def _boundaries(self) -> list[dict[str, Any]]:
         tokens = self._times.steps * self.settings.tokens_per_step
-        seconds = self._times.total
         rows = []
         for b, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
             dense = BF16_BYTES * stream_width(self.settings, b)
             codecs = self.settings.codec.names(b)
+            fuller = max(forward, backward)
             rows.append(
                 {
                     "boundary": b,
@@ -292,7 +298,7 @@ class Ledger:
                     "bf16_bytes_per_token": dense,
                     "ratio_vs_bf16": 2 * dense * tokens / (forward + backward),
                     # of this boundary's own bytes: the fuller of its two directions
-                    "link_utilisation": self._share_of_link(max(forward, backward), seconds),
+                    "link_utilisation": self._share_of_link(fuller, self._times.total),
                 }
             )
         return rows
@@ -303,13 +309,12 @@ class Ledger:
         Beside training this has validations, handshakes and goodbyes. None until all stages
         have said their last word.
         """
-        if len(self._meters) < self.stages:
+        if len(self._meters) < len(self._stages):
             return None
         by_kind: Counter[str] = Counter()
-        for meters in self._meters.values():
-            for snapshot in meters.values():
-                for kind in snapshot["sent"].keys() - {"total"}:
-                    by_kind[kind] += _sent(snapshot, (kind,))
+        for moved in (moved for meters in self._meters.values() for moved in meters.values()):
+            for kind in moved["sent"].keys() - {"total"}:
+                by_kind[kind] += _sent(moved, (kind,))
         return {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
 
     def _share_of_link(self, size: int, seconds: float) -> float:
@@ -324,43 +329,17 @@ class Ledger:
         An uplink carries activations up and gradients down, so this may be twice what the two
         boundaries of a host say each. None where no rate is emulated: then nothing is "full".
         """
-        link, timings = self.settings.link, self._timings
-        if not (link.emulate and link.mbps_up and timings.total and self.stages > 1):
+        link, timings = self.settings.link, self._times.timed
+        if not (link.emulate and link.mbps_up and timings.total and len(self._stages) > 1):
             return None
-        return max(timings.share(stage, "send") for stage in range(self.stages))
-
-    def _costs(self, faster: int = 1) -> Costs:
-        """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
-        stages, mean = range(self.stages), self._timings.mean
-        frames = max(1, self._times.steps * self.settings.pipeline.microbatches)
-        crossed = self._crossed_in_all()
-        return Costs(
-            forward=[mean(s, "forward") / faster for s in stages],
-            backward=[mean(s, "backward") / faster for s in stages],
-            update=[mean(s, "update") / faster for s in stages],
-            forward_bytes=[forward // frames for forward, _ in crossed],
-            backward_bytes=[backward // frames for _, backward in crossed],
-        )
-
-    def _bubble(self) -> float | None:
-        """Share of the stages' time within a step in which they do not compute.
-
-        The simulator's and the planner's `bubble_fraction` is the same.
-        """
-        if not self._timings.total:
-            return None
-        shares = [self._time_shares(stage) for stage in range(self.stages)]
-        return 1 - statistics.fmean(share["compute"] + share["update"] for share in shares)
-
-    def _time_shares(self, stage: int) -> dict[str, Any]:
-        return self._timings.shares(stage, self.settings.pipeline.microbatches)
+        return max(timings.share(stage, "send") for stage in self._stages)
 
 
-def _merged_measures(reports: list[Report]) -> dict[str, float]:
+def _merged_measures(reports: list[Step]) -> dict[str, float]:
     """What the stages measured of the shared space: the worst of each, over all stages."""
     merged: dict[str, float] = {}
     for report in reports:
-        for name, value in report["measures"].items():
+        for name, value in report.measures.items():
             merged[name] = max(value, merged.get(name, value))
     return merged
 
@@ -370,22 +349,19 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
     return loss / math.log(2) * tokens / size if size else None
 
 
-def next_free_name(out: Path, name: str) -> str:
-    """`name`, or the first of name-2, name-3, ... that has no folder yet."""
-    candidate, number = name, 1
-    while (out / candidate).exists():
-        number += 1
-        candidate = f"{name}-{number}"
-    return candidate
+def _crossed(meters: Mapping[int, Meters]) -> list[tuple[int, int]]:
+    """Bytes that have left both ends of each boundary by these meters, forward and backward."""
+    return [
+        (
+            _sent(meters[b][f"boundary-{b}"], _FORWARD_KINDS),
+            _sent(meters[b + 1][f"boundary-{b}"], _BACKWARD_KINDS),
+        )
+        for b in range(len(meters) - 1)
+    ]
 
 
-def _compute_seconds(report: Report, settings: Settings) -> float:
-    costs = report["costs"]
-    return (costs["forward"] + costs["backward"]) * settings.pipeline.microbatches
-
-
-def _sent(snapshot: dict[str, Any], kinds: tuple[str, ...]) -> int:
-    counts = [snapshot["sent"][kind] for kind in kinds if kind in snapshot["sent"]]
+def _sent(moved: Moved, kinds: tuple[str, ...]) -> int:
+    counts = [moved["sent"][kind] for kind in kinds if kind in moved["sent"]]
     return sum(count["header_bytes"] + count["payload_bytes"] for count in counts)
 
 

@@ -1,0 +1,66 @@
+"""Which stage ended a run in truth: it need not be the first that is heard of."""
+
+import signal
+from dataclasses import dataclass
+
+from thinwire.run.events import Exited, Lost, Said
+from thinwire.run.messages import Failed
+
+Evidence = Said | Exited | Lost
+"""What shows that something is wrong; of what stages say, only that they failed."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A stage that may be the cause, and how unsure the evidence leaves us of that."""
+
+    doubt: int
+    stage: int
+    deed: str
+    reason: str
+    known: bool = False
+    trace: str = ""
+
+
+def blame(heard: list[Evidence]) -> Suspect:
+    """The stage that failed first in truth, with what shows it.
+
+    A stage whose link broke accuses the neighbour at its other end. Who was accused and has said
+    nothing is lost; who has complained too was a victim, and its exit is no news. A stage that sent
+    what the contract forbids is convicted by its neighbour, whatever it says itself.
+    """
+    complaints = {
+        event.stage: event.message
+        for event in heard
+        if isinstance(event, Said) and isinstance(event.message, Failed)
+    }
+    suspects = [
+        _suspect(e) for e in heard if not isinstance(e, Exited) or e.stage not in complaints
+    ]
+    for stage, complaint in complaints.items():
+        witness = f"stage {stage} says: {complaint.error}"
+        suspects += [_lost(s, witness) for s in complaint.accuses if s not in complaints]
+        suspects += [_in_breach(s, witness) for s in complaint.convicts]
+    return min(suspects, key=lambda suspect: suspect.doubt)
+
+
+def _suspect(event: Evidence) -> Suspect:
+    match event:
+        case Lost(stage, error, in_breach):
+            return _in_breach(stage, error) if in_breach else _lost(stage, error)
+        case Exited(stage, code):
+            reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return Suspect(1 if code else 6, stage, "died", reason)
+        case Said(stage, Failed() as said):
+            by_itself = said.kind not in ("WireError", "BreachError")
+            doubt = 2 if by_itself else 5 if said.accuses else 4
+            return Suspect(doubt, stage, "failed", said.error, said.known, said.trace)
+    raise AssertionError(f"{event} is no evidence")
+
+
+def _in_breach(stage: int, error: str) -> Suspect:
+    return Suspect(0, stage, "broke the contract", error, known=True)
+
+
+def _lost(stage: int, error: str) -> Suspect:
+    return Suspect(3, stage, "was lost", error)

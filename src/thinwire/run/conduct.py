@@ -1,0 +1,74 @@
+"""What one peer may say in its place, beyond the form of each message."""
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
+from thinwire.errors import WireError
+from thinwire.run.messages import Failed, Finished, FromPeer, Hello, name_of
+
+
+class PeerConduct:
+    """The results of one stage so far, and so what it can mean next.
+
+    `check` is called with every message of that peer, in order, and raises WireError at the first
+    that this stage cannot mean: it would be filed under another stage, or fit into no step.
+    """
+
+    def __init__(self, stage: int, stages: int):
+        self._stage = stage
+        self._others = set(range(stages)) - {stage}
+        self._is_last = stage == stages - 1
+        self._links = {f"boundary-{cut}" for cut in (stage - 1, stage) if 0 <= cut < stages - 1}
+        self._step: int | None = None
+        self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
+
+    def check(self, message: FromPeer) -> None:
+        """Refuse what does not fit this stage."""
+        name = name_of(message)
+        match message:
+            case Hello(stage=stage) if stage != self._stage:
+                self._refuse(name, f"as stage {stage}")
+            case Step():
+                self._check_meters(name, message.meters)
+                self._check_step(message)
+            case Evaluation(step=step):
+                if not self._is_last:
+                    self._refuse(name, "which only the last stage can score")
+                self._check_order(name, step)
+            case ShardWritten(step=step, shard=shard):
+                if shard.file != f"stage-{self._stage}.safetensors":
+                    self._refuse(name, f"of the file {shard.file!r}")
+                self._check_order(name, step)
+            case ShardFailed(step=step):
+                self._check_order(name_of(ShardWritten), step)
+            case Finished(meters=meters):
+                self._check_meters(name, meters)
+            case Failed() if not {*message.accuses, *message.convicts} <= self._others:
+                self._refuse(name, "that blames a stage which is not there")
+
+    def _check_meters(self, name: str, meters: Meters) -> None:
+        if meters.keys() != self._links:
+            self._refuse(name, f"with meters of {_listed(meters)}")
+
+    def _check_step(self, report: Step) -> None:
+        if self._step is not None and report.step != self._step + 1:
+            self._refuse("step", f"{report.step} after step {self._step}")
+        self._step = report.step
+        if (report.loss is None) == self._is_last:
+            self._refuse("step", "without its loss" if self._is_last else "with a loss")
+
+    def _check_order(self, name: str, step: int) -> None:
+        """Results of a step come after it, once: else they could be piled up without end."""
+        if self._step is not None and step != self._step + 1:
+            self._refuse(name, f"of {step} steps after {self._step + 1}")
+        if step <= self._once.get(name, -1):
+            self._refuse(name, f"of step {step} twice")
+        self._once[name] = step
+
+    def _refuse(self, name: str, what: str) -> NoReturn:
+        raise WireError(f"stage {self._stage} sent a {name!r} message {what}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "no link"

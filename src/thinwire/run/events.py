@@ -1,0 +1,122 @@
+"""What happens in a run, as the coordinator is told, and what it asks to be done."""
+
+from dataclasses import dataclass
+
+from thinwire.engine.reports import Evaluation, ShardWritten, Step
+from thinwire.run.messages import Finished, FromCoordinator, FromPeer, Ready
+
+
+@dataclass(frozen=True)
+class Said:
+    """A stage has said something."""
+
+    stage: int
+    message: FromPeer
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The process of a stage has ended."""
+
+    stage: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The control stream of a stage is broken; in breach: by what the stage has sent."""
+
+    stage: int
+    error: str
+    in_breach: bool = False
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The user asks the run to end."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passes, and nothing else happened."""
+
+
+Event = Said | Exited | Lost | StopAsked | Tick
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to a stage."""
+
+    stage: int
+    message: FromCoordinator
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Starting:
+    """Show how far the start is: so many stages have come to this point."""
+
+    stages: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    """All stages have begun to train: what they are, and what computes them."""
+
+    stages: list[Ready]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Keep what a stage reports."""
+
+    stage: int
+    report: Step | Evaluation | Finished
+
+
+@dataclass(frozen=True)
+class Commit:
+    """All stages have written their parts of a checkpoint, and they agree: complete it."""
+
+    step: int
+    parts: list[ShardWritten]
+
+
+@dataclass(frozen=True)
+class Discard:
+    """A checkpoint cannot be completed: remove what was written of it.
+
+    With an error the run goes on without it.
+    """
+
+    step: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The stage that ended a run. Where the error is not `known` only its traceback explains it."""
+
+    stage: int
+    known: bool
+    trace: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over: in good order, or with this error."""
+
+    error: BaseException | None = None
+    culprit: Culprit | None = None
+
+
+Command = Tell | Say | Starting | Begin | Record | Commit | Discard | End

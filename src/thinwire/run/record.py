@@ -1,0 +1,200 @@
+"""What is kept and shown of a run: metrics and checkpoints on the way, then summary and plots."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.feed import Data, Feed
+from thinwire.engine.reports import Evaluation, Step
+from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
+from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
+from thinwire.report.metrics import without_nan
+from thinwire.run.commit import Checkpoints, divergence, way_back
+from thinwire.run.events import Begin, Command, Commit, Discard, Record, Say, Starting
+from thinwire.run.ledger import Ledger, bits_per_byte
+from thinwire.run.messages import Finished
+from thinwire.run.signals import Interrupted
+from thinwire.settings import Settings
+from thinwire.typed import to_toml
+
+
+class RunRecord:
+    """Keeps the record of a run under way, as its coordinator asks."""
+
+    ledger: Ledger  # from the moment that training begins
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        data: Data,
+        resumed: Checkpoint | None,
+        display: Display,
+    ):
+        self.settings = settings
+        self.folder = folder
+        self.display = display
+        self.checkpoints = Checkpoints(settings, folder, data, resumed, display)
+        self.is_over = False  # its stages are done; results are left to write
+        self._feed = Feed(data, settings, torch.device("cpu"))
+        self._resume_step = resumed.step if resumed else None
+        self._began = time.monotonic()
+        self._versions: dict[str, str] = {}
+        self._metrics: MetricsWriter | None = None
+        self._is_drawing = self._in_haste = False
+
+    def carry_out(self, command: Command) -> None:
+        """Do what the coordinator of the run asks."""
+        match command:
+            case Say(text):
+                self.display.note(text)
+            case Starting(count, what):
+                self.display.progress("start", count, self.settings.pipeline.stages, what)
+            case Begin():
+                self._begin(command)
+            case Record(stage, Step() as report):
+                self._on_step(stage, report)
+            case Record(_, Evaluation() as report):
+                self._on_evaluation(report)
+            case Record(stage, Finished(meters)):
+                self.ledger.add_finished(stage, meters)
+            case Commit(step, parts):
+                self.checkpoints.complete(step, parts)
+            case Discard(step, error):
+                self.checkpoints.drop(step, error)
+
+    def close(self) -> None:
+        """The stages are done, or the run has failed: nothing more is reported."""
+        self.is_over = True
+        self._write(MetricsWriter.close)
+
+    def finish(self, control_bytes: int, stop_asked: bool, started: float) -> dict[str, Any]:
+        """Write the summary, then draw the plots; complain last about what was lost."""
+        steps, ledger = self.settings.train.steps, self.ledger
+        trouble = self._trouble()
+        if trouble is None:
+            self.checkpoints.end(ledger.done)
+        latest = self.checkpoints.latest
+        seconds = time.monotonic() - started
+        summary = {
+            **ledger.summary(self._versions, seconds, self._began - started),
+            "control_bytes": control_bytes,
+            "first_step": ledger.first_step,
+            "steps_planned": steps,
+            "interrupted": stop_asked and ledger.done < steps,
+            "paths": {
+                "folder": str(self.folder),
+                "checkpoint": str(latest) if latest else None,
+                "metrics": str(self.folder / "metrics.jsonl"),
+                "logs": str(self.folder / "logs"),
+                "plots": str(self.folder / "plots"),
+            },
+        }
+        text = json.dumps(without_nan(summary), indent=1, allow_nan=False)
+        try:
+            (self.folder / "summary.json").write_text(text + "\n")
+        except OSError as error:
+            self.display.note(f"summary.json could not be written: {error}")
+        try:
+            self._draw()
+        except Interrupted:
+            self.display.note("the plots are left out: you asked to end")
+        except Exception as error:  # whatever a plot stumbles over, the run itself is done
+            self.display.note(f"the plots could not be drawn: {error}")
+        if trouble is not None:
+            raise trouble
+        return summary
+
+    def hurry(self) -> None:
+        """The user asks to end when only results are left: write them, but draw no plots.
+
+        For a signal handler.
+        """
+        self._in_haste = True
+        if self._is_drawing:
+            raise Interrupted
+
+    def _begin(self, begun: Begin) -> None:
+        """Begin or continue what is written of the run, now that its stages train."""
+        settings = self.settings
+        self._began, self._versions = time.monotonic(), begun.versions
+        self.ledger = Ledger(settings, begun.stages, self._resume_step or 0)
+        self.checkpoints.begin()
+        header = f"# settings of run {settings.run.name}, hash {settings.hash}\n\n"
+        try:
+            text = header + to_toml(settings.relaxed(), settings)
+            (self.folder / "config.toml").write_text(text)
+            self._metrics = MetricsWriter(self.folder, self._resume_step)
+        except OSError as error:
+            raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
+
+    def _on_step(self, stage: int, report: Step) -> None:
+        record = self.ledger.add_step(stage, report)
+        if record is None:
+            return
+        if math.isfinite(record.loss) and not self.ledger.refused:
+            # The loss was measured before the update of its step.
+            self.checkpoints.prove(record.step - 1)
+        self._write(MetricsWriter.step, record)
+        self.display.step(record)
+        if self.ledger.refused:
+            self.display.note(
+                f"step {record.step}: gradients are not finite, so no stage updated its weights"
+            )
+
+    def _on_evaluation(self, report: Evaluation) -> None:
+        self.ledger.add_evaluation(report)
+        ratio = bits_per_byte(report.loss, *self._feed.validation_text)
+        record = EvaluationRecord(report.step, report.loss, ratio, report.accuracy)
+        self._write(MetricsWriter.evaluation, record)
+        self.display.evaluation(record)
+
+    def _write(self, write: Callable[..., None], *values: Any) -> None:
+        """Give the metrics something to write; a full disk costs them, but not the training."""
+        if self._metrics is None:
+            return
+        try:
+            write(self._metrics, *values)
+        except Exception as error:  # TensorBoard has errors of its own
+            self.display.note(f"metrics are no longer written, training continues: {error}")
+            with contextlib.suppress(Exception):
+                self._metrics.close()
+            self._metrics = None
+
+    def _trouble(self) -> ThinwireError | None:
+        """What a user must know about a run whose last weights are lost or no good."""
+        ledger, done, good = self.ledger, self.ledger.done, self.checkpoints.last_good()
+        if (lost := divergence(ledger.refused, done, good)) is not None:
+            return lost
+        if ledger.refused or not all(map(math.isfinite, ledger.last_losses())):
+            return StageError(
+                f"the run ended at step {done} with a loss or gradients that are not finite: "
+                f"{way_back(good)} with a lower optim.lr"
+            )
+        failed = self.checkpoints.failed.get(done)
+        return CheckpointError(failed) if failed is not None else None
+
+    def _draw(self) -> None:
+        try:
+            self._is_drawing = True
+            if self._in_haste:
+                raise Interrupted
+            from thinwire.report.losses import Losses
+            from thinwire.report.plots import plot_loss, plot_step  # slow to import
+
+            plots, name = self.folder / "plots", self.settings.run.name
+            plots.mkdir(exist_ok=True)
+            plot_loss(Losses.read(self.folder), plots / "loss.png", f"{name}: loss")
+            if self.ledger.records:
+                timeline = self.ledger.typical_step()
+                write_timeline(timeline, plots / "step.json")
+                plot_step(timeline, plots / "step.png")
+        finally:
+            self._is_drawing = False

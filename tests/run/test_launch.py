@@ -1,0 +1,186 @@
+"""Peers as processes on this machine: how they start, what they say, and what is left of them."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from thinwire.data import Corpus
+from thinwire.engine.reports import Step
+from thinwire.errors import ConfigError, StageError, WireError
+from thinwire.run import coordinator as coordinator_module
+from thinwire.run import launch
+from thinwire.run.control import Channel
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.events import Command, Culprit, Record, Said, StopAsked
+from thinwire.run.hearing import MOST_UNHEARD, Hearing
+from thinwire.run.launch import LocalPeers, lead
+from thinwire.run.messages import Assign, Finished, FromPeer, Pulse, Stop
+from thinwire.settings import Settings
+from thinwire.wire import memory_pair
+
+
+@pytest.fixture
+def make_peers(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., LocalPeers]]:
+    """Peers whose processes are ended with the test."""
+    monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
+    made: list[LocalPeers] = []
+
+    def make(**changes: object) -> LocalPeers:
+        made.append(LocalPeers(make_settings(**changes), tmp_path / "run"))
+        return made[-1]
+
+    yield make
+    for peers in made:
+        peers.__exit__(None, None, None)
+
+
+@pytest.fixture
+def coordinate(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> Callable[..., Coordinator]:
+    def make(resume: str = "", **changes: object) -> Coordinator:
+        settings = make_settings(**changes)
+        assign = Assign(settings.to_plain(), str(corpus.folder), str(tmp_path / "run"), resume)
+        return Coordinator(settings.pipeline.stages, 100.0, assign)
+
+    return make
+
+
+def ignore(command: Command) -> None:
+    """For a run that ends before anything is to be kept."""
+
+
+def test_only_an_unforeseen_error_shows_its_log(make_peers: Callable, tmp_path: Path) -> None:
+    peers = make_peers()
+    log = tmp_path / "run" / "logs" / "stage-1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("Traceback (most recent call last):\n  a line\x1b[2J of ours\n")
+    assert peers.last_words(Culprit(1, known=True, trace="")) == f"\n  its log is {log}"
+    unknown = peers.last_words(Culprit(1, known=False, trace=""))
+    assert f"last lines of {log}" in unknown and "| Traceback" in unknown and "\x1b" not in unknown
+
+
+def test_a_traceback_is_shown_though_the_log_is_lost(make_peers: Callable) -> None:
+    trace = "Traceback (most recent call last):\n  a line of ours\n"
+    text = make_peers().last_words(Culprit(0, known=False, trace=trace))
+    assert "its last words:\n  | Traceback" in text and "  |   a line of ours" in text
+
+
+def test_a_stage_that_has_left_is_told_nothing(make_peers: Callable) -> None:
+    """It is about to be heard that it has finished: no error of ours."""
+    peers = make_peers()
+    ours, theirs = memory_pair()
+    peers._channels[0] = Channel(ours, "control of stage 0", FromPeer)
+    peers._accepting = [peers._begin(lambda: None)]
+    Channel(theirs, "control", FromPeer).close()
+    with pytest.raises(WireError, match="said goodbye"):  # as soon as the goodbye has come
+        while True:
+            peers._channels[0].send(Stop())
+    peers.tell(0, Stop())
+
+
+def test_stages_start_in_any_folder_and_account_for_every_byte(
+    make_peers: Callable, coordinate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes, in a folder whose files bear the names of modules."""
+    for name in ("platform", "safetensors", "thinwire"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from the wrong folder')\n")
+    monkeypatch.chdir(tmp_path)
+    path = os.environ.get("PYTHONPATH", "")
+    absolute = [str(Path(p).absolute()) for p in path.split(os.pathsep) if p]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(absolute))
+    peers = make_peers(train__steps=2)
+    commands: list[Command] = []
+    peers.start()
+    lead(coordinate(train__steps=2), peers, commands.append)
+    reports = [(c.stage, c.report) for c in commands if isinstance(c, Record)]
+    finished = {stage: r.meters for stage, r in reports if isinstance(r, Finished)}
+    assert sorted(finished) == [0, 1]
+    steps = {stage: r.meters for stage, r in reports if isinstance(r, Step)}
+    for stage, meters in finished.items():
+        assert list(meters) == ["boundary-0"]
+        sent = meters["boundary-0"]["sent"]
+        before = steps[stage]["boundary-0"]["sent"]
+        assert sent["HELLO"]["frames"] == before["HELLO"]["frames"] == 1
+        assert "BYE" not in before
+        assert sent["total"] == {
+            key: sum(kind[key] for name, kind in sent.items() if name != "total")
+            for key in ("frames", "header_bytes", "payload_bytes")
+        }
+    lower, upper = (finished[stage]["boundary-0"] for stage in (0, 1))
+    assert "BYE" in lower["sent"] or "BYE" in upper["sent"]  # whoever leaves first says it
+    for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
+        assert lower["sent"][kind] == upper["received"][kind]
+    orders, hellos = 2 * 3_000, 2 * 1_000  # settings go out once
+    assert 2 * 64 < peers.control_bytes() < orders + hellos + 4 * 600
+
+
+def test_a_place_for_logs_that_is_none_is_named(make_peers: Callable, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match=r"cannot create the folder .*/logs for the stages' logs"):
+        make_peers().start()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_under_the_logs_hides_no_reason(
+    make_peers: Callable, coordinate: Callable, tmp_path: Path
+) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "stage-0.log").symlink_to("/dev/full")
+    peers = make_peers(pipeline__stages=1)
+    peers.start()
+    coordinator = coordinate(resume=str(tmp_path / "absent"), pipeline__stages=1)
+    with pytest.raises(
+        StageError, match=r"failed at the start: there is no checkpoint at .*absent"
+    ):
+        lead(coordinator, peers, ignore)
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
+def test_a_stage_that_cannot_start_is_named(
+    program: str, make_peers: Callable, coordinate: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process that is dead before its order is written, and one that never was."""
+    monkeypatch.setattr(launch.sys, "executable", program)
+    peers = make_peers(pipeline__stages=1)
+    run = peers._run
+
+    def run_and_die(output: BinaryIO) -> subprocess.Popen[bytes]:
+        process = run(output)
+        process.wait()
+        return process
+
+    peers._run = run_and_die
+    with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
+        peers.start()
+        lead(coordinate(pipeline__stages=1), peers, ignore)
+
+
+def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
+    """What waits to be heard is bounded, for each stage; notes of our own never wait."""
+    ours, theirs = memory_pair(limit=4)
+    heard = Hearing(2)
+    Channel(ours, "control of stage 1", FromPeer, lambda message: heard.hear(1, message))
+    flooding = Channel(theirs, "flood", FromPeer)
+    total = 4 * MOST_UNHEARD
+    for number in range(total):
+        flooding.send(Pulse(number, "floods"))
+    deadline = time.monotonic() + 60
+    while heard.waiting < MOST_UNHEARD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # for those that must not come
+    assert heard.waiting == MOST_UNHEARD
+    heard.note(StopAsked())
+    events = [heard.next(60) for _ in range(total + 1)]
+    begun = [e.message.begun for e in events if isinstance(e, Said)]
+    assert begun == list(range(total))
+    assert StopAsked() in events
