@@ -23,7 +23,7 @@ def test_a_ground_is_named_by_what_matters() -> None:
     def named(**values: dict[str, Any]) -> dict[str, Any]:
         return arms.differences(Settings.from_plain(values))
 
-    assert named() == {"run.precision": "fp32"}
+    assert named() == {}
     assert named(train={"steps": 70, "keep": 9}, run={"seed": 5, "name": "x"}) == named()
     assert named(optim={"weight_decay": 0.2})["optim.weight_decay"] == 0.2
     assert named(model={"preset": "mini"})["model.dim"] == 256

@@ -21,15 +21,16 @@ from thinwire.lab.arms import Arm, Ground
 from thinwire.lab.experiment import sheet
 from thinwire.lab.findings import (
     FAILS,
-    FINDINGS,
     HOLDS,
     OPEN,
     PARTLY,
+    RULES,
     SMALL,
     WORST,
-    Harm,
+    Harmed,
     Harms,
     judge,
+    of_kind,
     too_small,
 )
 from thinwire.lab.measure import Errors, load_weights, save_weights
@@ -70,10 +71,8 @@ def harms_of(ground: str, given: dict[str, Any], noise: float) -> Harms:
     """Harms of arms by name, with compression at test time and without it or both alike."""
     harms = []
     for name, harm in given.items():
-        entry = entry_of(ground, name)
-        at = tuple(entry["bits"]) if "bits" in entry else entry.get("share")
         on, off = harm if isinstance(harm, tuple) else (harm, harm)
-        harms.append(Harm(name, entry["kind"], at, on, off))
+        harms.append(Harmed(entry_of(ground, name), on, off))
     return Harms(harms, noise, is_accuracy=ground == "cifar")
 
 
@@ -101,9 +100,8 @@ MILD: Given = {"topk50": 0.0, "topk30": 0.001, "topk20": 0.002, "topk10": 0.01, 
 
 
 def verdict(number: int, given: Given, noise: float = 0.001) -> str:
-    finding = FINDINGS[number - 1]
-    assert finding.number == number
-    return finding.decide(harms_of(finding.grounds[-1], given, noise))[0]
+    ground = sheet("codecs")["findings"][number - 1]["grounds"][-1]
+    return RULES[number](harms_of(ground, given, noise))[0]
 
 
 @pytest.mark.parametrize(
@@ -198,16 +196,16 @@ def test_arms_are_compared_with_dense_of_their_seed() -> None:
     report = codec_report.GroundReport("scratch", runs)
     assert report.noise == pytest.approx(0.4 / 4.2)
     assert report.harms is not None and report.harms.tolerance == pytest.approx(0.8 / 4.2)
-    topk = report.of("topk")
-    assert topk[10].harm.on == pytest.approx((0.025 + 0.0) / 2)
-    assert topk[10].harm.off == pytest.approx((0.1 + 0.2) / 2)
-    assert topk[5].harm.on == WORST and report.harms.show(WORST) == "diverged"
+    topk = of_kind(report.arms, "topk")
+    assert topk[10].on == pytest.approx((0.025 + 0.0) / 2)
+    assert topk[10].off == pytest.approx((0.1 + 0.2) / 2)
+    assert topk[5].on == WORST and report.harms.show(WORST) == "diverged"
     table = {line["arm"]: line for line in report.rows()}
     assert table["topk5"]["loss"] is None and table["dense"]["harm"] == 0
     found = codec_report.outcome("lm", [report], [])
     json.dumps(found.to_plain(), allow_nan=False)
     alone = codec_report.GroundReport("scratch", [run("dense", 0, 4.0), run("topk10", 0, 4.4)])
-    assert alone.harms is None and alone.of("topk")[10].score == 4.4
+    assert alone.harms is None and of_kind(alone.arms, "topk")[10].score == 4.4
 
 
 # --- what an arm measures ---

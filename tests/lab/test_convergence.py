@@ -8,10 +8,10 @@ import pytest
 from thinwire.data import Corpus
 from thinwire.errors import ConfigError
 from thinwire.lab import convergence as lab
-from thinwire.lab.arms import Arm, Values
-from thinwire.lab.decide import gap_to_dense, noise_of
+from thinwire.lab.arms import Arm, Values, ground_of
+from thinwire.lab.decide import compared, gap_to_dense, noise_of
 from thinwire.lab.outcome import write_outcome
-from thinwire.lab.pool import Session, Trained
+from thinwire.lab.pool import Session, Trained, train_arms
 from thinwire.settings import Settings
 
 
@@ -21,21 +21,25 @@ def base(make_settings: Callable[..., Settings]) -> Values:
     return {key: values[key] for key in ("model", "data", "pipeline", "codec", "train", "run")}
 
 
+def train(arms: list[Arm], base: Values, corpus: Corpus, session: Session) -> list[Trained]:
+    return train_arms(arms, ground_of(arms[0], base, corpus, points=3), session)
+
+
 def test_only_arms_of_the_same_ground_count_as_trained(
     base: Values, corpus: Corpus, tmp_path: Path
 ) -> None:
     arms = lab.grid([], [], [1e-2], [2], [0], 1)
     said: list[str] = []
-    train = Session(tmp_path / "log.jsonl", 1, said.append)
-    (run,) = lab.train_grid(arms, base, corpus, train)
-    read = Session(train.log, 0, said.append)
-    assert lab.train_grid(arms, base, corpus, read) == [run]
+    first = Session(tmp_path / "log.jsonl", 1, said.append)
+    (run,) = train(arms, base, corpus, first)
+    read = Session(first.log, 0, said.append)
+    assert train(arms, base, corpus, read) == [run]
     assert said[-1].startswith("1 arms, 1 of them")
     for change in ({"optim": {"weight_decay": 0.2}}, {"codec": {"forward": "int8"}}):
-        assert lab.train_grid(arms, {**base, **change}, corpus, read) == []
+        assert train(arms, {**base, **change}, corpus, read) == []
     lr, stages = {"optim": {"lr": 0.5}}, {"pipeline": {**base["pipeline"], "stages": 4}}
     for change in (lr, stages):  # of the arm, and so not of the ground
-        assert lab.train_grid(arms, {**base, **change}, corpus, read) == [run]
+        assert train(arms, {**base, **change}, corpus, read) == [run]
 
 
 def test_variants_of_modes() -> None:
@@ -52,7 +56,7 @@ def test_variants_of_modes() -> None:
 
 def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: Path) -> None:
     arms = lab.grid(["projected"], [4], [1e-2], [2], [0], 3)
-    rows = lab.train_grid(arms, base, corpus, Session(tmp_path / "log.jsonl", 2, print))
+    rows = train(arms, base, corpus, Session(tmp_path / "log.jsonl", 2, print))
     assert {row.arm.label for row in rows} == {"dense", "projected k=4"}
     assert all(len(row.figures["curve"]) == 4 for row in rows)
     assert all(row.loss == row.figures["curve"][-1][1] for row in rows)
@@ -64,12 +68,14 @@ def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: 
     assert write_outcome(found, tmp_path).joinpath("report.md").exists()
 
 
+BYTES = {"bytes_forward": 9.0, "bytes_backward": 9.0, "ratio": 8.0}
+
+
 def trained(
     mode: str, rank: int, loss: float | None, lr: float = 1e-3, seed: int = 0, steps: int = 400
 ) -> Trained:
     narrow = lab.grid([mode], [rank], [lr], [2], [seed], steps)
-    figures = {"bytes_forward": 9.0, "bytes_backward": 9.0, "ratio": 8.0}
-    return Trained(narrow[mode != "dense"], {**figures, "loss": loss, "curve": [[0, 9], [8, 7]]})
+    return Trained(narrow[mode != "dense"], {**BYTES, "loss": loss, "curve": [[0, 9], [8, 7]]})
 
 
 def test_the_best_rate_over_seeds_counts_and_what_diverged_does_not() -> None:
@@ -116,9 +122,10 @@ def test_a_verdict_needs_steps_and_more_than_noise(
 
 def test_gaps_are_against_dense_of_the_same_seed() -> None:
     def run(seed: int, loss: float) -> Trained:
-        return Trained(Arm("", seed, 1), {"loss": loss})
+        return Trained(Arm("", seed, 1), {**BYTES, "loss": loss})
 
     dense = [run(0, 4.0), run(1, 5.0)]
     assert gap_to_dense([run(1, 5.5)], dense) == pytest.approx(0.1)
     assert gap_to_dense([run(7, 5.4)], dense) == pytest.approx(0.2)
-    assert noise_of(dense) == pytest.approx(1 / 4.5) and noise_of(dense[:1]) is None
+    assert noise_of(compared(dense, dense)) == pytest.approx(1 / 4.5)
+    assert noise_of(compared(dense[:1], dense)) is None and noise_of(None) is None

@@ -125,16 +125,16 @@ def test_an_interrupted_grid_leaves_no_process(
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    popen = lab.subprocess.Popen
+    kind = lab._Process
 
-    def start(*arguments: Any, **options: Any) -> Any:
-        started.append(popen(*arguments, **options))
+    def start(arm: Arm, ground: Ground) -> Any:
+        started.append(kind(arm, ground))
         return started[-1]
 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab.subprocess, "Popen", start)
+    monkeypatch.setattr(lab, "_Process", start)
     monkeypatch.setattr(lab.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         lab.train_arms(

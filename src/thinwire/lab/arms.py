@@ -23,26 +23,11 @@ Values = dict[str, dict[str, Any]]
 """Plain settings: section -> key -> value."""
 
 _COMMA = re.compile(r",(?![^(]*\))")  # not within a codec's parentheses
-_GROUND = ("model", "data", "boundary", "codec", "optim", "train", "pipeline")
 _NO_GROUND = {
-    *("data.source", "data.path", "data.tokenizer", "data.valid_fraction"),
-    *("data.valid_path", "data.text_key"),
-    *("train.steps", "train.eval_every", "train.checkpoint_every", "train.keep"),
-    *("pipeline.schedule", "pipeline.window"),
+    *("data.source", "data.tokenizer", "data.valid_fraction"),  # its fingerprint says these
+    *("run.seed", "train.steps"),  # of the arm
+    *("train.eval_every", "pipeline.schedule", "pipeline.window", "run.compile"),  # no result here
 }
-_OPTIONS = {
-    "optim.lr": "--lrs",
-    "train.steps": "--steps",
-    "run.seed": "--seed or --seeds",
-    "pipeline.stages": "--stages",
-    "boundary.mode": "--modes or --arms",
-    "boundary.rank": "--ranks or --arms",
-    "codec.forward": "--arms",
-    "codec.backward": "--arms",
-    "link.mbps_up": "--mbps",
-    "link.mbps_down": "--mbps",
-}
-"""What to use where an experiment chooses a setting itself."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +101,16 @@ def ground_of(
 def differences(settings: Settings) -> dict[str, Any]:
     """What decides a result and is not at its default, as section.key: value.
 
-    Named in this way, settings that are added later leave logs valid. Left out are seed and steps,
-    which belong to the arm, what data has a fingerprint of its own for, and what changes nothing.
+    Named in this way, settings that are added later leave logs valid. Left out is what belongs to
+    the arm, what data has a fingerprint of its own for, and what changes nothing in one process.
     """
-    plain, usual = settings.to_plain(), Settings.from_plain({}).to_plain()
-    found = {
+    plain, usual = (each.of_scope("result") for each in (settings, Settings.from_plain({})))
+    return {
         f"{section}.{key}": value
-        for section in _GROUND
-        for key, value in plain[section].items()
+        for section, keys in plain.items()
+        for key, value in keys.items()
         if f"{section}.{key}" not in _NO_GROUND and value != usual[section][key]
     }
-    return {**found, "run.precision": plain["run"]["precision"]}
 
 
 def fingerprint(told: Any) -> str:
@@ -184,9 +168,10 @@ def refuse_overridden(changes: Values, base: Values, overrides: Sequence[str], a
         section, _, key = place.partition(".")
         chosen = changes.get(section, {})
         if key in chosen and chosen[key] != base[section][key]:
-            option = f": use {_OPTIONS[place]}" if place in _OPTIONS else ""
+            option = sheet("common")["instead"].get(place)
+            use = f": use {option}" if option else ""
             raise ConfigError(
-                f"--set {override}: the experiment chooses {place} itself{option} "
+                f"--set {override}: the experiment chooses {place} itself{use} "
                 f"({chosen[key]!r} for {arm})"
             )
 

@@ -1,14 +1,21 @@
 """What `thinwire lab codecs` says of its runs: a table of findings, one of arms, and a picture."""
 
 import textwrap
-from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from thinwire.lab.decide import mean
-from thinwire.lab.findings import FEEDBACK, FEEDBACK_SHARE, Harm, Harms, bounded, judge, too_small
+from thinwire.lab.findings import (
+    FEEDBACK,
+    FEEDBACK_SHARE,
+    Harmed,
+    Harms,
+    bounded,
+    judge,
+    of_kind,
+    too_small,
+)
 from thinwire.lab.labels import Point, legend_below, log_ticks, name_points
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.pool import Trained
@@ -26,22 +33,6 @@ FAMILIES = {  # kinds of arms, and their marker
     "TopK": (("topk", "own"), "o"),
     "dense": (("dense",), "*"),
 }
-
-
-@dataclass(frozen=True)
-class ArmReport:
-    """One arm, averaged over its seeds."""
-
-    tags: dict[str, Any]  # its entry in codecs.toml
-    runs: list[Trained]
-    score: float  # accuracy or loss; NaN if a run of it diverged
-    score_off: float  # tested without compression
-    harm: Harm
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes than bf16."""
-        return self.runs[0].figures["ratio"]
 
 
 class GroundReport:
@@ -72,12 +63,7 @@ class GroundReport:
         """How much worse than dense of their seed arms are; None while noise is unknown."""
         if self.noise is None:
             return None
-        return Harms([arm.harm for arm in self.arms], self.noise, self.is_accuracy)
-
-    def of(self, kind: str) -> dict[Any, ArmReport]:
-        """The arms of a kind by what sets them apart: their bits, or the share they keep."""
-        found = [arm for arm in self.arms if arm.harm.kind == kind]
-        return {arm.harm.at: arm for arm in sorted(found, key=lambda arm: arm.harm.at or 0)}
+        return Harms(self.arms, self.noise, self.is_accuracy)
 
     def rows(self) -> list[Row]:
         """A row for each arm."""
@@ -89,34 +75,30 @@ class GroundReport:
             found.append(
                 {
                     "ground": self.ground,
-                    "arm": arm.harm.name,
-                    "forward": arm.tags["forward"],
-                    "backward": arm.tags["backward"],
+                    "arm": arm.name,
+                    "forward": arm.entry["forward"],
+                    "backward": arm.entry["backward"],
                     "seeds": len(arm.runs),
                     self.metric: _finite(arm.score),
                     f"{self.metric}, off": _finite(arm.score_off),
-                    "harm": arm.harm.on if knows else None,
-                    "harm, off": arm.harm.off if knows else None,
+                    "harm": arm.on if knows else None,
+                    "harm, off": arm.off if knows else None,
                     f"bytes per {unit} forward": figures["bytes_forward"],
                     f"bytes per {unit} backward": figures["bytes_backward"],
-                    "ratio": arm.ratio,
+                    "ratio": figures["ratio"],
                     "error forward": figures.get("error_forward"),
                     "error backward": figures.get("error_backward"),
-                    "for finding": " ".join(map(str, arm.tags.get("findings", []))) or None,
+                    "for finding": " ".join(map(str, arm.entry.get("findings", []))) or None,
                 }
             )
         return found
 
-    def _arm(self, runs: list[Trained]) -> ArmReport:
+    def _arm(self, runs: list[Trained]) -> Harmed:
         """Of dense the seeds count that other arms have too, so that it can stand beside them."""
-        tags = runs[0].arm.tags
         shared = [run for run in runs if run.arm.seed in self._seeds] or runs
         score, score_off = (mean(self._score(run, how) for run in shared) for how in ("", "_off"))
         on, off = (bounded(mean(self._harm(run, how) for run in runs)) for how in ("", "_off"))
-        at = tuple(tags["bits"]) if "bits" in tags else tags.get("share")
-        return ArmReport(
-            tags, runs, score, score_off, Harm(tags["name"], tags["kind"], at, on, off)
-        )
+        return Harmed(runs[0].arm.tags, on, off, runs, score, score_off)
 
     def _harm(self, run: Trained, how: str) -> float:
         if not self._dense:
@@ -216,9 +198,9 @@ def _limits(report: GroundReport) -> tuple[float, float]:
 
 def _draw_bits(axis: Axes, report: GroundReport) -> None:
     shades = [[float("nan")] * len(BITS) for _ in BITS]
-    for (forward, backward), arm in report.of("integers").items():
+    for (forward, backward), arm in of_kind(report.arms, "integers").items():
         column, row = BITS.index(forward), BITS.index(backward)
-        harm = 0.0 if report.noise is None else arm.harm.on
+        harm = 0.0 if report.noise is None else arm.on
         shades[row][column] = min(harm, 0.1)
         shown = f"{arm.score:.1%}" if report.is_accuracy else f"{arm.score:.3f}"
         color = "white" if harm > 0.06 else "black"
@@ -239,11 +221,11 @@ def _draw_shares(axis: Axes, report: GroundReport) -> None:
         "TopK + AQ-SGD, off": ("aqsgd", "score_off", "^--", "C2"),
     }
     for label, (kind, score, style, color) in series.items():
-        scores = {share: getattr(arm, score) for share, arm in report.of(kind).items()}
+        scores = {share: getattr(arm, score) for share, arm in of_kind(report.arms, kind).items()}
         if scores:
             axis.plot(*zip(*scores.items(), strict=True), style, color=color, label=label, ms=5)
     axis.set_xscale("log")
-    shares = list(report.of("topk"))
+    shares = list(of_kind(report.arms, "topk"))
     axis.set_xticks(shares, map(str, shares))
     axis.minorticks_off()
     _draw_dense(axis, report)
@@ -252,7 +234,7 @@ def _draw_shares(axis: Axes, report: GroundReport) -> None:
 
 
 def _draw_feedback(axis: Axes, report: GroundReport) -> None:
-    every = {kind: report.of(kind).get(FEEDBACK_SHARE) for kind in ("topk", *FEEDBACK)}
+    every = {kind: of_kind(report.arms, kind).get(FEEDBACK_SHARE) for kind in ("topk", *FEEDBACK)}
     arms = {kind: arm for kind, arm in every.items() if arm}
     places = range(len(arms))
     on, off = ([getattr(arm, how) for arm in arms.values()] for how in ("score", "score_off"))
@@ -274,13 +256,13 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
     for number, (family, (kinds, marker)) in enumerate(FAMILIES.items()):
         near = []
         for arm in report.arms:
-            if arm.harm.kind in kinds:
-                score, name = better(arm.score, arm.score_off), arm.harm.name
+            if arm.kind in kinds:
+                score, ratio = better(arm.score, arm.score_off), arm.runs[0].figures["ratio"]
                 if low <= score <= high:
-                    near.append((arm.ratio, score))
-                    names.append((arm.ratio, score, name, f"C{number}"))
+                    near.append((ratio, score))
+                    names.append((ratio, score, arm.name, f"C{number}"))
                 else:
-                    beyond.append(name)
+                    beyond.append(arm.name)
         across, up = [x for x, _ in near], [y for _, y in near]
         axis.scatter(across, up, marker=marker, color=f"C{number}", label=family, s=30)
     _draw_dense(axis, report)
@@ -304,7 +286,7 @@ def _near_dense(report: GroundReport) -> tuple[float, float]:
 
 
 def _draw_dense(axis: Axes, report: GroundReport) -> None:
-    dense, harms = report.of("dense").get(None), report.harms
+    dense, harms = of_kind(report.arms, "dense").get(100), report.harms
     if dense is None:
         return
     if harms:

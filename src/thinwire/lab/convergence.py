@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from thinwire.data import Corpus
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import (
     Arm,
@@ -26,8 +25,7 @@ from thinwire.lab.arms import (
 )
 from thinwire.lab.decide import (
     at_best_rate,
-    gap_to_dense,
-    mean,
+    compared,
     noise_note,
     noise_of,
     one_seed,
@@ -44,6 +42,7 @@ from thinwire.train import prepare_corpus
 
 PARITY = 0.01  # the loss above dense that counts as none lost
 LEAST_STEPS = 200  # shorter runs say nothing of what a cut costs
+DENSE = "dense"
 POINTS = 10  # of a curve
 CHOSEN_LINK = Network(80.0, 80.0, 0.025)
 
@@ -55,24 +54,24 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Train the grid and compare."""
     base = base_of(options, small_settings("small"))
     usual = sheet("convergence")["grid"]["quick" if options.quick else "usual"]
-    width = width_of(base)
-    ranks = options.ranks or sorted({max(1, width // part) for part in usual["parts"]})
-    lrs, modes, seeds = options.lrs or usual["lrs"], options.modes.split(","), options.seeds
+    parts = sorted({max(1, width_of(base) // part) for part in usual["parts"]})
+    seeds, sweep, session = options.seeds, options.sweep_steps, Session.of(options, say)
 
     def grid_of(seeds: list[int], dense_seeds: list[int], steps: int) -> list[Arm]:
-        return grid(modes, ranks, lrs, options.stages, seeds, steps, dense_seeds)
+        modes, ranks, lrs = options.modes.split(","), options.ranks or parts, options.lrs
+        return grid(modes, ranks, lrs or usual["lrs"], options.stages, seeds, steps, dense_seeds)
 
     two = seeds if len(seeds) > 1 else [seeds[0], seeds[0] + 1]  # dense shows the noise
     arms = grid_of(seeds, two, steps_of(options))
     check_arms(arms, base, options.set)
     corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
-    session, sweep = Session.of(options, say), options.sweep_steps
+    ground = ground_of(arms[0], base, corpus, points=POINTS)
     if sweep:
-        swept = train_grid(grid_of(seeds[:1], seeds[:1], sweep), base, corpus, session)
+        swept = train_arms(grid_of(seeds[:1], seeds[:1], sweep), ground, session)
         best = best_by_method(run for run in swept if run.arm.steps == sweep)
-        rates = {(stages, label): _lr(runs[0]) for (stages, _, label), runs in best.items()}
+        rates = {(place[0], place[2]): runs[0].arm.get("optim.lr") for place, runs in best.items()}
         arms = [a for a in arms if rates.get((_stages(a), a.label)) == a.get("optim.lr")]
-    runs = train_grid(arms, base, corpus, session)
+    runs = train_arms(arms, ground, session)
     if not runs:
         raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
     return outcome(runs, base, options.tflops * 1e12)
@@ -92,7 +91,7 @@ def grid(
     Dense arms are trained for the first number of stages only: other cuts would change nothing
     but where activations are rounded.
     """
-    dense = itertools.product(stages[:1], ["dense"], [0], lrs, dense_seeds or seeds)
+    dense = itertools.product(stages[:1], [DENSE], [0], lrs, dense_seeds or seeds)
     narrow = itertools.product(stages, modes, ranks, lrs, seeds)
     return [_arm(*choice, steps) for choice in itertools.chain(dense, narrow)]
 
@@ -118,12 +117,6 @@ def _arm(stages: int, mode: str, rank: int, lr: float, seed: int, steps: int) ->
     return Arm(label, seed, steps, changes)
 
 
-def train_grid(arms: list[Arm], base: Values, corpus: Corpus, session: Session) -> list[Trained]:
-    """Train the arms that the log lacks; returns all of this model, batch and corpus."""
-    dense = grid([], [], [1e-3], [1], [0], 10)[0]
-    return train_arms(arms, ground_of(dense, base, corpus, points=POINTS), session)
-
-
 def best_by_method(runs: Iterable[Trained]) -> dict[Place, list[Trained]]:
     """The runs of each method at its best learning rate. What diverged does not count."""
     groups: dict[Place, list[Trained]] = {}
@@ -138,40 +131,19 @@ def _stages(arm: Arm) -> int:
     return arm.get("pipeline.stages")
 
 
-def _lr(run: Trained) -> float:
-    return run.arm.get("optim.lr")
-
-
 def table(best: dict[Place, list[Trained]], base: Values) -> list[Row]:
     """One row per method: loss gap against the dense arm of the same stages and tokens."""
     rows = []
     for (stages, steps, label), runs in best.items():
-        first, dense = runs[0], _dense(best, stages, steps)
-        losses = [run.loss for run in runs if run.loss is not None]
-        rows.append(
-            {
-                "stages": stages,
-                "tokens": steps * first.arm.settings(base).tokens_per_step,
-                "method": label,
-                "bytes per token": _bytes(first),
-                "ratio": first.figures["ratio"],
-                "best lr": _lr(first),
-                "seeds": len(runs),
-                "valid loss": mean(losses),
-                "spread": max(losses) - min(losses) if len(losses) > 1 else None,
-                "gap": gap_to_dense(runs, dense) if dense else None,
-            }
-        )
+        tokens = steps * runs[0].arm.settings(base).tokens_per_step
+        figures = compared(runs, _dense(best, stages, steps))
+        rows.append({"stages": stages, "tokens": tokens, "method": label, **figures})
     return rows
-
-
-def _bytes(run: Trained) -> float:
-    return run.figures["bytes_forward"] + run.figures["bytes_backward"]
 
 
 def _dense(best: dict[Place, list[Trained]], stages: int, steps: int) -> list[Trained]:
     """The dense arm to hold against: of the same cuts, or of others, which only round to bf16."""
-    same = {s: runs for (s, n, label), runs in best.items() if (n, label) == (steps, "dense")}
+    same = {s: runs for (s, n, label), runs in best.items() if (n, label) == (steps, DENSE)}
     return same.get(stages) or next(iter(same.values()), [])
 
 
@@ -189,7 +161,8 @@ def figure(best: dict[Place, list[Trained]], base: Values, flops_per_s: float) -
         settings = _with_microbatches(runs[0].arm.settings(base))
         costs = estimate_costs(settings, flops_per_s)
         step = simulate(settings.schedule(), costs, CHOSEN_LINK).step_seconds
-        scales = (1e-6, _bytes(runs[0]) / 1e9, step / settings.tokens_per_step / 3600)
+        per_token = compared(runs, [])["bytes per token"]
+        scales = (1e-6, per_token / 1e9, step / settings.tokens_per_step / 3600)
         style = {"label": label, "marker": "o", "markersize": 3, "color": next(colours)}
         for axis, scale in zip(axes, scales, strict=True):
             axis.plot([count * scale for count in tokens], losses, **style)
@@ -216,17 +189,18 @@ def outcome(runs: list[Trained], base: Values, flops_per_s: float) -> Outcome:
     """The grid as a report, with the verdict that its figures give."""
     best = best_by_method(runs)
     rows = table(best, base)
-    longest = max(row["tokens"] for row in rows)
-    decided = [r for r in rows if r["tokens"] == longest and r["gap"] is not None]
-    narrow = sorted((r for r in decided if r["method"] != "dense"), key=lambda r: r["gap"])
-    parts = [
-        f"{r['method']} ({r['ratio']:.0f}x) {r['gap']:+.1%}"
-        for r in narrow
-        if r["stages"] == narrow[0]["stages"]
-    ]
     steps = max(run.arm.steps for run in runs)
-    noise = noise_of(_dense(best, min(row["stages"] for row in rows), steps))
-    worst = max((r["gap"] for r in narrow), default=0.0)
+    longest = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
+    dense = next((row for row in longest if row["method"] == DENSE), None)
+    narrow = [row for row in longest if row["method"] != DENSE and row["gap"] is not None]
+    narrow.sort(key=lambda row: row["gap"])
+    parts = [
+        f"{row['method']} ({row['ratio']:.0f}x) {row['gap']:+.1%}"
+        for row in narrow
+        if row["stages"] == narrow[0]["stages"]
+    ]
+    noise = noise_of(dense)
+    worst = max((row["gap"] for row in narrow), default=0.0)
     return Outcome(
         name="convergence",
         question=(

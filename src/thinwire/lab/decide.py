@@ -8,6 +8,7 @@ words, or nothing.
 import math
 from collections.abc import Iterable, Sequence
 
+from thinwire.lab.outcome import Row
 from thinwire.lab.pool import Trained
 
 CAST_NOISE = 0.008
@@ -39,10 +40,28 @@ def gap_to_dense(runs: Sequence[Trained], dense: Sequence[Trained]) -> float:
     return mean(_finite(run) / by_seed.get(run.arm.seed, usual) - 1 for run in runs)
 
 
-def noise_of(dense: Sequence[Trained]) -> float | None:
+def compared(runs: Sequence[Trained], dense: Sequence[Trained]) -> Row:
+    """What a table says of the runs of one label: bytes, and loss against dense of the same seed.
+
+    Where a run diverged there is neither loss nor gap.
+    """
+    arm, figures = runs[0].arm, runs[0].figures
+    losses = [run.loss for run in runs if run.loss is not None]
+    settled = len(losses) == len(runs)
+    return {
+        "bytes per token": figures["bytes_forward"] + figures["bytes_backward"],
+        "ratio": figures["ratio"],
+        "lr": arm.get("optim.lr"),
+        "seeds": len(runs),
+        "valid loss": mean(losses) if settled else None,
+        "spread": max(losses) - min(losses) if settled and len(losses) > 1 else None,
+        "gap": gap_to_dense(runs, dense) if settled and dense else None,
+    }
+
+
+def noise_of(dense: Row | None) -> float | None:
     """What the seeds of dense differ by, relative to their mean; None with one seed."""
-    losses = [_finite(run) for run in dense]
-    return (max(losses) - min(losses)) / mean(losses) if len(losses) > 1 else None
+    return dense["spread"] / dense["valid loss"] if dense and dense["spread"] is not None else None
 
 
 def too_short(steps: int, least: int) -> str:

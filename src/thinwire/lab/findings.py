@@ -9,12 +9,14 @@ steps, one seed of dense, or seeds of dense that are far apart.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.lab.decide import one_seed, too_short
+from thinwire.lab.experiment import sheet
 from thinwire.lab.outcome import Row
+from thinwire.lab.pool import Trained
 
 HOLDS, PARTLY, FAILS = "holds", "in part", "does not hold"
 OPEN, SMALL = "not tested", "too small to decide"  # arms are missing; the runs are too small
@@ -27,40 +29,60 @@ FAILED = 0.2  # a model with more harm has not learned what to be tested for
 WORST = 10.0  # the harm of an arm that diverged
 FEEDBACK = ("ef", "ef-mixed", "ef21")
 FEEDBACK_SHARE = 10
-ALL = ("cifar", "scratch", "tune")
 
 Found = tuple[str, str]
 """The verdict, and our figure."""
 
 
 @dataclass(frozen=True)
-class Harm:
-    """How much worse than dense an arm is."""
+class Harmed:
+    """One arm, averaged over its seeds, and how much worse than dense it is."""
 
-    name: str
-    kind: str
-    at: Any  # bits forward and backward of integers, else the percentage that TopK keeps
+    entry: dict[str, Any]  # of codecs.toml
     on: float  # tested with compression
     off: float  # and without
+    runs: Sequence[Trained] = ()
+    score: float = math.nan  # its accuracy or loss; NaN if a run of it diverged
+    score_off: float = math.nan
+
+    @property
+    def name(self) -> str:
+        """What it is called within its ground."""
+        return self.entry["name"]
+
+    @property
+    def kind(self) -> str:
+        """What it tries."""
+        return self.entry["kind"]
+
+    @property
+    def at(self) -> Any:
+        """Bits forward and backward of integers, else the percentage that TopK keeps."""
+        return tuple(self.entry["bits"]) if "bits" in self.entry else self.entry.get("share", 100)
 
     @property
     def best(self) -> float:
-        """Tested in the way that suits the model."""
+        """The harm, tested in the way that suits the model."""
         return min(self.on, self.off)
+
+
+def of_kind(arms: Iterable[Harmed], kind: str) -> dict[Any, Harmed]:
+    """The arms of a kind by what sets them apart, mildest first."""
+    mine = (arm for arm in arms if arm.kind == kind)
+    return {arm.at: arm for arm in sorted(mine, key=lambda arm: arm.at, reverse=True)}
 
 
 class Harms:
     """The harms of one ground."""
 
-    def __init__(self, harms: Iterable[Harm], noise: float, is_accuracy: bool):
+    def __init__(self, arms: Iterable[Harmed], noise: float, is_accuracy: bool):
         self.is_accuracy = is_accuracy
         self.tolerance = max(2 * noise, FLOOR)
-        self._harms = list(harms)
+        self._arms = list(arms)
 
-    def of(self, kind: str) -> dict[Any, Harm]:
+    def of(self, kind: str) -> dict[Any, Harmed]:
         """The arms of a kind by what sets them apart, mildest first."""
-        mine = (harm for harm in self._harms if harm.kind == kind)
-        return {harm.at: harm for harm in sorted(mine, key=lambda harm: harm.at, reverse=True)}
+        return of_kind(self._arms, kind)
 
     def differs(self, difference: float) -> bool | None:
         """Whether one model is worse than another by so much; None where noise hides it."""
@@ -84,32 +106,6 @@ def bounded(harm: float) -> float:
     return min(harm, WORST) if math.isfinite(harm) else WORST
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A claim, the grounds on which it can be tested, and the rule that does it."""
-
-    number: int
-    claim: str
-    grounds: tuple[str, ...]
-    rule: str
-    decide: Callable[[Harms], Found]
-
-
-FINDINGS: list[Finding] = []
-
-
-def _finding(
-    claim: str, grounds: tuple[str, ...], rule: str
-) -> Callable[[Callable[[Harms], Found]], Callable[[Harms], Found]]:
-    """The next finding, which the function decides."""
-
-    def add(decide: Callable[[Harms], Found]) -> Callable[[Harms], Found]:
-        FINDINGS.append(Finding(len(FINDINGS) + 1, claim, grounds, rule, decide))
-        return decide
-
-    return add
-
-
 def too_small(noise: float | None, steps: int) -> str:
     """Why runs decide nothing, whatever their figures; empty if they may."""
     if noise is not None and not noise <= MOST_NOISE:  # NaN: dense diverged
@@ -120,29 +116,23 @@ def too_small(noise: float | None, steps: int) -> str:
 def judge(ground: str, harms: Harms | None, reason: str = "") -> list[Row]:
     """A row for each finding that can be tested on this ground; `reason`: it is too small."""
     rows = []
-    for finding in FINDINGS:
-        if ground not in finding.grounds:
+    for number, finding in enumerate(sheet("codecs")["findings"], 1):
+        if ground not in finding["grounds"]:
             continue
-        verdict, figure = finding.decide(harms) if harms is not None else (SMALL, reason)
+        verdict, figure = RULES[number](harms) if harms is not None else (SMALL, reason)
         rows.append(
             {
-                "finding": finding.number,
+                "finding": number,
                 "ground": ground,
-                "claim": finding.claim,
+                "claim": finding["claim"],
                 "our figure": figure,
                 "verdict": SMALL if reason and verdict != OPEN else verdict,
-                "rule": finding.rule,
+                "rule": finding["rule"],
             }
         )
     return rows
 
 
-@_finding(
-    "gradients need milder compression than activations",
-    ALL,
-    "of two arms with the bits of forward and backward exchanged, the one with fewer bits "
-    "backward is worse by more than the tolerance, and never the other one",
-)
 def _bits(harms: Harms) -> Found:
     arms = harms.of("integers")
     pairs = [(arms[f, b], arms[b, f]) for f, b in sorted(arms) if f < b and (b, f) in arms]
@@ -161,11 +151,6 @@ def _bits(harms: Harms) -> Found:
     )
 
 
-@_finding(
-    "TopK 10 % is the least that does not harm ResNet-18 on CIFAR-10 severely",
-    ("cifar",),
-    f"down to 10 % and not below, harm is at most {SEVERE:.0%} of the images, or the tolerance",
-)
 def _least_share(harms: Harms) -> Found:
     on = {share: harm.on for share, harm in harms.of("topk").items()}
     if not {10, 5} <= on.keys():
@@ -179,11 +164,6 @@ def _least_share(harms: Harms) -> Found:
     return HOLDS if least == 10 else FAILS, f"{floor}: {harms.listed(on)}"
 
 
-@_finding(
-    "a model trained with TopK must be tested with TopK",
-    ALL,
-    "at 20 % and less, testing the same model without compression is worse by more than the floor",
-)
 def _tested_as_trained(harms: Harms) -> Found:
     lost = {share: arm.off - arm.on for share, arm in harms.of("topk").items() if share <= 20}
     if not lost:
@@ -192,13 +172,6 @@ def _tested_as_trained(harms: Harms) -> Found:
     return verdict, f"without compression at test time: {harms.listed(lost)}"
 
 
-@_finding(
-    "error feedback does not improve training, but the model is nearly as good without "
-    "compression at test time",
-    ALL,
-    "no kind is better than TopK alone by more than the tolerance; all have learned (harm "
-    f"below {FAILED:.0%}), and switching compression off costs none more than the floor",
-)
 def _feedback(harms: Harms) -> Found:
     plain, *kinds = (harms.of(kind).get(FEEDBACK_SHARE) for kind in ("topk", *FEEDBACK))
     tried = [arm for arm in kinds if arm]
@@ -211,12 +184,6 @@ def _feedback(harms: Harms) -> Found:
     )
 
 
-@_finding(
-    "AQ-SGD with TopK below 30 % hurts",
-    ("cifar", "tune"),
-    "below 30 % it is worse than TopK alone by more than the tolerance, from 30 % on not; "
-    "each tested in the way that suits it",
-)
 def _by_example(harms: Harms) -> Found:
     plain = harms.of("topk")
     both = {share: arm for share, arm in harms.of("aqsgd").items() if share in plain}
@@ -231,11 +198,6 @@ def _by_example(harms: Harms) -> Found:
     return verdict, f"beyond TopK alone: {harms.listed(more)}"
 
 
-@_finding(
-    "fine-tuning a language model degrades from TopK 20 % on",
-    ("tune",),
-    "harm is above the tolerance at 20 % and less, and not at 30 % and more",
-)
 def _tuning(harms: Harms) -> Found:
     on = {share: arm.on for share, arm in harms.of("topk").items()}
     hurts = {share: harms.differs(harm) for share, harm in on.items()}
@@ -248,11 +210,6 @@ def _tuning(harms: Harms) -> Found:
     return _verdict(strong + mild), f"{begins}: {harms.listed(on)}"
 
 
-@_finding(
-    "with language models the backward must reuse the forward's indices",
-    ("scratch", "tune"),
-    "choosing its own is worse by more than the tolerance",
-)
 def _shared_mask(harms: Harms) -> Found:
     plain, own = harms.of("topk"), harms.of("own")
     more = {share: arm.on - plain[share].on for share, arm in own.items() if share in plain}
@@ -271,3 +228,15 @@ def _verdict(parts: list[bool | None]) -> str:
 
 def _not(answer: bool | None) -> bool | None:
     return None if answer is None else not answer
+
+
+RULES: dict[int, Callable[[Harms], Found]] = {
+    1: _bits,
+    2: _least_share,
+    3: _tested_as_trained,
+    4: _feedback,
+    5: _by_example,
+    6: _tuning,
+    7: _shared_mask,
+}
+"""What decides each finding of codecs.toml."""

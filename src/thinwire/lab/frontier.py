@@ -26,7 +26,7 @@ from thinwire.lab.arms import (
     split_patterns,
     width_of,
 )
-from thinwire.lab.decide import at_best_rate, gap_to_dense, mean, noise_note, one_seed, too_short
+from thinwire.lab.decide import at_best_rate, compared, noise_note, noise_of, one_seed, too_short
 from thinwire.lab.experiment import Say, sheet, steps_of
 from thinwire.lab.labels import Point, log_ticks, name_points
 from thinwire.lab.outcome import Outcome, Row
@@ -90,10 +90,7 @@ def make_arms(
 
 
 def table(runs: list[Trained]) -> list[Row]:
-    """A row for each line of the grid at its best learning rate, fewest bytes last.
-
-    A line whose loss is no number at any rate has diverged: it has neither loss nor gap.
-    """
+    """A row for each line of the grid at its best learning rate, fewest bytes last."""
     groups: dict[str, list[Trained]] = {}
     for run in runs:
         groups.setdefault(run.arm.label, []).append(run)
@@ -101,29 +98,14 @@ def table(runs: list[Trained]) -> list[Row]:
     dense = [run for run in best.get(DENSE, []) if run.loss is not None]
     if not dense:
         raise ConfigError(f"{DENSE} could not be trained: there is nothing to compare with")
-    lines = [_line(group, dense) for group in best.values()]
+    lines = []
+    for label, group in best.items():
+        arm = group[0].arm
+        place = {"mode": arm.get("boundary.mode"), "rank": arm.get("boundary.rank") or None}
+        lines.append({"arm": label, **place, **compared(group, dense)})
     for line in lines:
         line["edge"] = is_on_edge(line, lines)
     return sorted(lines, key=lambda line: -line["bytes per token"])
-
-
-def _line(runs: list[Trained], dense: list[Trained]) -> Row:
-    """What is told of a line; its gap is against dense of the same seed."""
-    losses = [run.loss for run in runs if run.loss is not None]
-    settled = len(losses) == len(runs)
-    arm, figures = runs[0].arm, runs[0].figures
-    return {
-        "arm": arm.label,
-        "mode": arm.get("boundary.mode"),
-        "rank": arm.get("boundary.rank") or None,
-        "bytes per token": figures["bytes_forward"] + figures["bytes_backward"],
-        "ratio": figures["ratio"],
-        "lr": arm.get("optim.lr"),
-        "seeds": len(runs),
-        "valid loss": mean(losses) if settled else None,
-        "spread": max(losses) - min(losses) if settled and len(losses) > 1 else None,
-        "gap": gap_to_dense(runs, dense) if settled else None,
-    }
 
 
 def is_on_edge(line: Row, lines: list[Row]) -> bool:
@@ -170,15 +152,10 @@ def figure(lines: list[Row], noise: float | None) -> Figure:
         for line, point in zip(mine, points, strict=True):
             name = line["arm"].removeprefix(f"{mode} ")
             names.append((*point, name, "black" if line["edge"] else f"C{number}"))
-    edge = [line for line in lines if line["edge"]]
-    axis.plot(
-        [line["bytes per token"] for line in edge],
-        [100 * line["gap"] for line in edge],
-        color="0.4",
-        linewidth=1,
-        drawstyle="steps-post",
-        label="edge: nothing is better in both",
-    )
+    edge = [(line["bytes per token"], 100 * line["gap"]) for line in lines if line["edge"]]
+    across, up = zip(*edge, strict=True)
+    label = "edge: nothing is better in both"
+    axis.plot(across, up, color="0.4", linewidth=1, drawstyle="steps-post", label=label)
     if noise is not None:
         axis.axhspan(0, 100 * noise, color="0.92", label="what two seeds of dense differ by")
     axis.set(
@@ -208,8 +185,7 @@ def figure(lines: list[Row], noise: float | None) -> Figure:
 def outcome(runs: list[Trained]) -> Outcome:
     """The map as a report, with the choices that its figures give."""
     lines = table(runs)
-    dense = next(line for line in lines if line["arm"] == DENSE)
-    noise = dense["spread"] / dense["valid loss"] if dense["spread"] is not None else None
+    noise = noise_of(next(line for line in lines if line["arm"] == DENSE))
     steps = runs[0].arm.steps
     choices = [choice for ratio in RATIOS if (choice := _choice(lines, ratio, noise or 0.0))]
     return Outcome(

@@ -95,20 +95,17 @@ def write_outcome(outcome: Outcome, folder: Path) -> Path:
 
 def _place(outcome: Outcome, folder: Path) -> Path:
     """The first of NAME, NAME-2, ... that no other command's report stands in."""
-    places = (
-        folder / (outcome.name if number == 1 else f"{outcome.name}-{number}")
-        for number in itertools.count(1)
-    )
+    numbered = (folder / f"{outcome.name}-{number}" for number in itertools.count(2))
+    places = itertools.chain([folder / outcome.name], numbered)
     return next(place for place in places if _made_by(place) in (None, outcome.command))
 
 
 def _made_by(place: Path) -> str | None:
     """The command whose report stands in a folder; None if there is no report."""
-    result = place / "result.json"
-    if not result.exists():
-        return None
     try:
-        return str(json.loads(result.read_text())["command"])
+        return str(json.loads((place / "result.json").read_text())["command"])
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # a report that cannot be read is somebody's all the same
 

@@ -107,13 +107,13 @@ def _train_all(
         while waiting and len(running) < session.parallel:
             running.append(_Process(waiting.pop(0), ground))
         time.sleep(_POLL_SECONDS)
-        for process in [process for process in running if process.is_over()]:
+        for process in [process for process in running if process.poll() is not None]:
             running.remove(process)
             finished += 1
-            line, figures, ending = process.arm.line, process.figures(), process.ending()
+            line, output, ending = process.arm.line, process.said(), process.ending()
+            figures = _figures_in(output)
             if figures is None:
-                said = process.output()[-500:]
-                say(f"FAILED {line} ({ending or 'printed no figures'}): {said}")
+                say(f"FAILED {line} ({ending or 'printed no figures'}): {output[-500:]}")
                 continue
             if ending:
                 say(f"{line} had its figures, and then {ending}")
@@ -148,51 +148,44 @@ def _none_left_behind() -> Iterator[list["_Process"]]:
                 process.wait()
 
 
-class _Process:
+class _Process(subprocess.Popen[str]):
     """An arm under way. What it prints goes to a file: a pipe that nobody reads would fill up."""
 
     def __init__(self, arm: Arm, ground: Ground):
         self.arm = arm
         order = json.dumps({"arm": asdict(arm), "shared": ground.shared})
         self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with us
-        self._process = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-P", "-m", "thinwire.lab.pool", ground.trainer, order],
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
-
-    def output(self) -> str:
+    def said(self) -> str:
+        """All that it has printed."""
         self._output.seek(0)
         return self._output.read()
 
     def ending(self) -> str:
         """How it ended, unless as it should."""
-        status = self._process.returncode
+        status = self.returncode
         if not status:
             return ""
         return f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
 
-    def figures(self) -> dict[str, Any] | None:
-        """The figures that it printed, if it did.
 
-        Who has printed them has trained: what a driver does to a process that is on its way out,
-        and what that process says of it, takes no training back.
-        """
-        lines = [line for line in self.output().splitlines() if line.startswith(_FIGURES)]
-        try:
-            return json.loads(lines[-1].removeprefix(_FIGURES))
-        except (IndexError, json.JSONDecodeError):  # none, or cut short
-            return None
+def _figures_in(output: str) -> dict[str, Any] | None:
+    """The figures that an arm's process printed, if it did.
 
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> None:
-        self._process.wait()
+    Who has printed them has trained: what a driver does to a process that is on its way out, and
+    what that process says of it, takes no training back.
+    """
+    lines = [line for line in output.splitlines() if line.startswith(_FIGURES)]
+    try:
+        return json.loads(lines[-1].removeprefix(_FIGURES))
+    except (IndexError, json.JSONDecodeError):  # none, or cut short
+        return None
 
 
 def _result(figures: dict[str, Any]) -> str:
