@@ -39,7 +39,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedul
     A window beyond what is of use (more than all microbatches, or any with one stage of
     1f1b) is lowered to that, so one setting serves runs of different sizes.
     """
-    _check_sizes(stages, microbatches)
+    _check_sizes(stages=stages, microbatches=microbatches)
     if window < 0:
         raise ConfigError(f"pipeline.window = {window}: must be 0 (the schedule's own) or more")
     if name == "gpipe":
@@ -84,7 +84,7 @@ def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int
 
 def forward_only(stages: int, microbatches: int) -> Schedule:
     """The schedule of an evaluation: forwards alone, so no stage keeps a microbatch."""
-    _check_sizes(stages, microbatches)
+    _check_sizes(stages=stages, microbatches=microbatches)
     rows = tuple(
         tuple(Action(stage, Kind.F, m) for m in range(microbatches)) for stage in range(stages)
     )
@@ -99,8 +99,7 @@ def split_layers(layers: int, config_split: list[int], stages: int) -> list[rang
     An uneven remainder goes to the middle stages first, then to the first stage and last
     to the last one: the ends also hold the embedding and the (dearer) head with the loss.
     """
-    if stages < 1:
-        raise ConfigError(f"pipeline.stages = {stages}: must be 1 or more")
+    _check_sizes(stages=stages)
     if stages > layers:
         raise ConfigError(
             f"pipeline.stages = {stages} but the model has {layers} layers: every stage needs "
@@ -185,11 +184,10 @@ def _row(stage: int, microbatches: int, held: int) -> tuple[Action, ...]:
     return (*actions, Action(stage, Kind.U))
 
 
-def _check_sizes(stages: int, microbatches: int) -> None:
-    if stages < 1:
-        raise ConfigError(f"pipeline.stages = {stages}: must be 1 or more")
-    if microbatches < 1:
-        raise ConfigError(f"pipeline.microbatches = {microbatches}: must be 1 or more")
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"pipeline.{name} = {size}: must be 1 or more")
 
 
 def _validate_row(schedule: Schedule, stage: int) -> None:
