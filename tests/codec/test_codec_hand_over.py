@@ -102,17 +102,22 @@ def test_it_is_as_if_the_tensor_had_travelled(
             assert by_sending[leg].agreement() == by_handing[leg].agreement()
 
 
-@pytest.mark.parametrize("name", ["topk(0.2)+ef-mixed", "topk(0.2)+aqsgd", "int4+aqsgd", "int4"])
-def test_where_content_does_not_decide_the_layout_says_the_size(name: str) -> None:
-    (sender, _), sent = ends_of((name, "bf16"), torch.float32), tensor_of(1, "tied", torch.float32)
-    codec = sender[Leg.FORWARD]
-    assert not codec.content_decides_size
-    for step in range(3):
-        place = Place(Leg.FORWARD, step, 0, examples=(0, 1, 2, 3))
-        size = sum(part.bytes for part in codec.layout(SHAPE, place))
-        assert len(codec.pack(sent, place)) == size
+NAMES = sorted({name for pair in PAIRS for name in pair if "shared" not in name})
+NAMES += ["int4", "int4+zstd+ef21", "int4+zstd+aqsgd", "int4+aqsgd+zstd", "int4+ef+zstd"]
 
 
-@pytest.mark.parametrize("name", ["step(4)+zstd", "int4+zstd+ef21", "int4+zstd+aqsgd"])
-def test_where_content_decides_it_is_said(name: str) -> None:
-    assert build_codecs(name, "bf16")[Leg.FORWARD].content_decides_size
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_as_a_codec_declares_them(name: str) -> None:
+    """What the layout says where content does not decide; the limit where nothing varies."""
+    sender, _ = ends_of((name, "bf16"), torch.float32)
+    codec, sizes = sender[Leg.FORWARD], []
+    for step, kind in enumerate(("plain", "zeros", "tied", "plain")):
+        sent = tensor_of(step, kind, torch.float32) * (kind != "zeros")
+        place = Place(Leg.FORWARD, step, 0, training=step < 3, examples=(0, 1, 2, 3))
+        said = sum(part.bytes for part in codec.layout(SHAPE, place))
+        sizes.append(len(codec.pack(sent, place)))
+        assert codec.content_decides_size or sizes[-1] == said
+    limit = codec.payload_limit(SHAPE)
+    assert max(sizes) <= limit and (codec.size_varies or set(sizes) == {limit})
+    assert codec.content_decides_size is ("zstd" in name)
+    assert codec.size_varies is any(word in name for word in ("zstd", "aqsgd", "ef-mixed"))

@@ -102,7 +102,7 @@ class Buffered(Feedback):
             raise ConfigError(
                 f"{self.name} keeps a buffer of {self._buffer.dtype} and shape "
                 f"{tuple(self._buffer.shape)}, but a tensor of {spec.dtype} and shape "
-                f"{spec.shape} arrived: with feedback all microbatches must have one shape"
+                f"{spec.shape} arrived: with feedback all microbatches must have the same shape"
             )
         return self._buffer.to(spec.device)
 

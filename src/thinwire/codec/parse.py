@@ -132,8 +132,8 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
         is_base = factories is _CODECS
         if name in (_SUFFIXES if is_base else _CODECS):
             hint = f"bf16+{name}" if is_base else f"{name}+zstd"
-            place = "behind a codec" if is_base else "first"
-            raise ConfigError(f'"{name}" must stand {place}, as in "{hint}"')
+            place = "after a codec" if is_base else "first"
+            raise ConfigError(f'"{name}" must come {place}, as in "{hint}"')
         kind = "a codec" if is_base else "a suffix"
         raise ConfigError(f'"{name}" is not {kind}{nearest(name, factories)}')
     factory = factories[name]
