@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import ConfigError
+from thinwire.lab.arms import check_arms
 from thinwire.lab.bandwidth import (
     Speeds,
     Study,
@@ -44,8 +45,14 @@ def test_an_arm_without_a_curve_is_refused() -> None:
 
 def speeds(measured_thin: float) -> dict[str, Speeds]:
     return {
-        "dense": Speeds({0.0: 100.0, 80.0: 50.0}, {10.0: 10.0, 80.0: 95.0, 0.0: 100.0}),
-        "thin": Speeds({0.0: 100.0, 80.0: measured_thin}, {10.0: 90.0, 80.0: 96.0, 0.0: 100.0}),
+        "dense": {
+            "measured": {0.0: 100.0, 80.0: 50.0},
+            "simulated": {10.0: 10.0, 80.0: 95.0, 0.0: 100.0},
+        },
+        "thin": {
+            "measured": {0.0: 100.0, 80.0: measured_thin},
+            "simulated": {10.0: 90.0, 80.0: 96.0, 0.0: 100.0},
+        },
     }
 
 
@@ -62,12 +69,12 @@ def test_a_verdict_keeps_measured_and_simulated_apart_and_says_where_they_disagr
 def test_a_cut_that_pays_without_a_link_shows_that_compute_times_do_not_compare() -> None:
     found = speeds(60.0)
     assert incomparable(found) == ""
-    found["thin"].simulated[0.0] = 120.0
+    found["thin"]["simulated"][0.0] = 120.0
     assert incomparable(found).startswith("without any limit the simulation has thin 1.20x as fast")
 
 
 def test_no_column_mixes_the_two(tmp_path: Path) -> None:
-    study = Study({"optim": {"warmup": 2}}, ARMS, [80.0], 5, tmp_path)
+    study = Study({"optim": {"warmup": 2}}, ARMS, [80.0], 5, str(tmp_path))
     rows = table(study, speeds(60.0), "1B tokens", {"dense": 1e9, "thin": 1e9})
     ten, eighty, unlimited = (row for row in rows if row["mode"] == "thin")
     assert [row["link"] for row in (ten, eighty, unlimited)] == ["10 Mbps", "80 Mbps", "unlimited"]
@@ -84,7 +91,7 @@ def test_every_rank_is_measured_and_what_measurements_override_is_refused(tmp_pa
     assert list(arms) == ["dense", "subspace k=4", "subspace k=8"]
     assert list(boundaries(["subspace"], [4])) == ["dense", "subspace"]
     base = {"pipeline": {"stages": 2}, "link": {"mbps_up": 3.0}, "optim": {"warmup": 2}}
-    study = Study(base, arms, [80.0], 5, tmp_path)
-    study.check(["optim.warmup=2"])
+    study = Study(base, arms, [80.0], 5, str(tmp_path))
+    check_arms(study.arms(), base, ["optim.warmup=2"])
     with pytest.raises(ConfigError, match=r"--set link.mbps_up=3: .* itself: use --mbps"):
-        study.check(["link.mbps_up=3"])
+        check_arms(study.arms(), base, ["link.mbps_up=3"])

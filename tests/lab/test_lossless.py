@@ -8,22 +8,22 @@ import torch
 
 from thinwire.lab import lossless
 from thinwire.lab.experiment import EXPERIMENTS
-from thinwire.lab.lossless import BROKEN, EXACT, QUANTITIES, WARM_UP_STEPS, Case
+from thinwire.lab.lossless import BROKEN, EXACT, QUANTITIES, Case
 from thinwire.lab.outcome import write_outcome
 from thinwire.subspace import drift
 
-CASES = [Case(mode, stages, blocks) for mode, blocks, stages in lossless.WAYS]
+CASES = [Case(*way) for way in lossless.WAYS]
 
 
 @pytest.fixture(scope="module")
 def pairs() -> dict[Case, lossless.Pair]:
     """Each model once; nothing below changes a pair."""
-    return {case: lossless.build_pair(case, lossless.warm_weights(case)) for case in CASES}
+    return {case: lossless.Pair(case, lossless.warm_weights(case)) for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_float64_cuts_change_nothing(case: Case, pairs: dict[Case, lossless.Pair]) -> None:
-    found = lossless.differences(*pairs[case].traces(case.ids(WARM_UP_STEPS)))
+    found = lossless.differences(*pairs[case].traces())
     assert found.keys() == QUANTITIES.keys()
     assert max(found.values()) <= EXACT, found
 
@@ -37,20 +37,20 @@ def test_every_broken_assumption_shows(case: Case, pairs: dict[Case, lossless.Pa
 
 
 def test_all_ways_are_tried() -> None:
-    tried = {(case.mode, case.stages, case.blocks_per_stage) for case in CASES}
+    tried = {(case.mode, case.stages, case.blocks) for case in CASES}
     assert tried == {
         (mode, stages, blocks)
         for mode in ("subspace", "reparam")
         for stages in (2, 4, 8)
         for blocks in (1, 2)
     }
-    model = CASES[0].settings(cut=True).model
+    model = CASES[0].settings().model
     assert (model.dim, model.kv_heads < model.heads) == (32, True)
 
 
 def test_the_pair_is_what_it_says(pairs: dict[Case, lossless.Pair]) -> None:
     """Cuts on one side and none on the other, the same weights, the last stage's blocks free."""
-    case = Case("subspace", 4, 2)
+    case = Case("subspace", blocks=2, stages=4)
     pair = pairs[case]
     assert len(pair.chain.stages) == 4 and len(pair.whole.stages) == 1
     (whole,) = pair.whole.stages
@@ -69,22 +69,22 @@ def test_the_pair_is_what_it_says(pairs: dict[Case, lossless.Pair]) -> None:
 
 
 def test_a_trace_sees_both_ends_of_every_stage(pairs: dict[Case, lossless.Pair]) -> None:
-    case = Case("reparam", 2, 1)
-    whole, chain = pairs[case].traces(case.ids(0))
+    case = Case("reparam", blocks=1, stages=2)
+    whole, chain = pairs[case].traces(draw=0)
     layers = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
     wanted = {f"{layer} {end}" for layer in layers for end in ("in", "out")}
-    assert chain.activations.keys() == wanted - {"model.embed_tokens in"}
-    assert chain.gradients.keys() == lossless.parameters_of(pairs[case].whole).keys()
-    repeated, _ = pairs[case].traces(case.ids(0))
-    assert lossless.largest_difference(whole.gradients, repeated.gradients) <= EXACT
+    assert chain["activation"].keys() == wanted - {"model.embed_tokens in"}
+    assert chain["gradient"].keys() == lossless.parameters_of(pairs[case].whole).keys()
+    repeated, _ = pairs[case].traces(draw=0)
+    assert lossless.largest_difference(whole["gradient"], repeated["gradient"]) <= EXACT
 
 
 def test_single_precision_is_worse_than_double(pairs: dict[Case, lossless.Pair]) -> None:
     """The failing side of the aim: it is not so loose that float32 would reach it."""
-    case = Case("subspace", 2, 1)
+    case = Case("subspace", blocks=1, stages=2)
     single = dataclasses.replace(case, precision="fp32")
-    pair = lossless.build_pair(single, lossless.warm_weights(case))
-    found = lossless.differences(*pair.traces(case.ids(WARM_UP_STEPS)))
+    pair = lossless.Pair(single, lossless.warm_weights(case))
+    found = lossless.differences(*pair.traces())
     assert EXACT < max(found.values()) < 1e-4
 
 

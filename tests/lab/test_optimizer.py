@@ -1,6 +1,5 @@
 """What keeps weights in the subspace over 500 real steps in float32, and what does not."""
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from settings_values import with_changes
 from thinwire.lab import optimizer as lab
 from thinwire.lab.experiment import EXPERIMENTS
-from thinwire.lab.optimizer import ENGINE, LEAVES, STANDARD, STAYS, UNPROJECTED, Size, train_arm
+from thinwire.lab.optimizer import ENGINE, LEAVES, STANDARD, STAYS, UNPROJECTED
 from thinwire.lab.outcome import write_outcome
 from thinwire.optim import SubspaceAdamW
 from thinwire.subspace import Constraint, Held, random_basis
-
-TINY = Size(dim=32, rank=6, vocab=257, context=16, batch=2)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,9 +28,11 @@ def without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(*before)
 
 
-def trained(arm: lab.Arm, steps: int) -> lab.Curve:
-    settings = lab.settings_of(dataclasses.replace(TINY, steps=steps), seed=0, device="cpu")
-    return train_arm(arm, settings, lab.synthetic_tokens(TINY.vocab, 0))
+def trained(way: lab.Way, steps: int) -> lab.Curve:
+    values = lab.settings_of(quick=True, seed=0, device="cpu").to_plain()
+    tiny = {"boundary__rank": 6, "train__batch": 2, "train__steps": steps}
+    settings = with_changes(values, tiny)
+    return lab.train(way, settings, lab.synthetic_tokens(settings.model.vocab, 0))
 
 
 def test_the_engine_stays_in_the_subspace_over_500_steps() -> None:
@@ -62,7 +62,7 @@ def test_the_report_is_written(tmp_path: Path) -> None:
     assert len(leaving) == 3 and min(row["largest drift"] for row in leaving) > LEAVES
     assert len({row["first loss"] for row in outcome.rows}) == 1, "one start for all"
     (axes,) = outcome.figure.axes
-    assert axes.get_yscale() == "log" and len(axes.lines) == len(lab.ARMS) + 2
+    assert axes.get_yscale() == "log" and len(axes.lines) == len(lab.WAYS) + 2
     assert (write_outcome(outcome, tmp_path) / "plot.png").stat().st_size > 10_000
 
 

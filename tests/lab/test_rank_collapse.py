@@ -54,21 +54,25 @@ def test_a_random_matrix_has_the_stable_rank_foretold(rows: int, columns: int) -
     assert np.mean(found) == pytest.approx(lab.random_stable_rank(rows, columns), rel=0.08)
 
 
+def look(matrices: list[torch.Tensor]) -> dict[str, float]:
+    return lab.look_at(matrices)[0]
+
+
 def test_a_look_tells_low_rank_from_random() -> None:
     low = gaussian(32, 3) @ gaussian(3, 64, seed=1)
     noisy, full = low + 1e-3 * gaussian(32, 64, seed=2), gaussian(32, 64, seed=3)
-    assert lab.look_at([noisy]).energy_share <= 3 / 32
-    assert lab.look_at([noisy]).of_random < 0.3
-    assert lab.look_at([full]).of_random == pytest.approx(1, rel=0.2)
-    assert lab.look_at([full]).energy_share > 0.5
-    both = lab.look_at([noisy, full])
-    assert lab.look_at([noisy]).stable < both.stable < lab.look_at([full]).stable
-    assert both.spectrum[0] == 1 and (np.diff(both.spectrum) <= 0).all()
+    assert look([noisy])["90 % energy in"] <= 3 / 32
+    assert look([noisy])["share of random"] < 0.3
+    assert look([full])["share of random"] == pytest.approx(1, rel=0.2)
+    assert look([full])["90 % energy in"] > 0.5
+    both, spectrum = lab.look_at([noisy, full])
+    assert look([noisy])["stable rank"] < both["stable rank"] < look([full])["stable rank"]
+    assert spectrum[0] == 1 and (np.diff(spectrum) <= 0).all()
 
 
 def test_a_convolution_is_read_as_a_matrix() -> None:
     kernel = gaussian(8, 4 * 9).view(8, 4, 3, 3)
-    assert lab.look_at([kernel]).stable == lab.look_at([kernel.view(8, 36)]).stable
+    assert look([kernel])["stable rank"] == look([kernel.view(8, 36)])["stable rank"]
 
 
 def test_checkpoints_are_spread_by_doubling() -> None:
@@ -134,24 +138,27 @@ def test_a_low_rank_gradient_is_recognised(make_settings: Callable[..., Settings
     model = OneWriter()
     one = torch.ones(1, 24)
     task = lab.Task("one", model, lambda step: (one, torch.tensor([3])), model)
-    trail = lab.follow(task, make_settings(train__steps=8, optim__warmup=1))
-    assert list(trail.looks["gradient"]) == [0, 1, 2, 4, 8]
-    assert all(look.stable == pytest.approx(1) for look in trail.looks["gradient"].values())
-    assert trail.looks["weight"][0].of_random == pytest.approx(1, rel=0.25)
+    trail = lab.follow(task, make_settings(train__steps=8, optim__warmup=1), print)
+    ranks = trail.course("gradient", "stable rank")
+    assert list(ranks) == [0, 1, 2, 4, 8]
+    assert list(ranks.values()) == [pytest.approx(1)] * 5
+    assert trail.course("weight", "share of random")[0] == pytest.approx(1, rel=0.25)
     assert trail.rows[-1]["loss"] < trail.rows[0]["loss"]
 
 
-def trail_of(start: float, end: float, gradient: float = 0.02) -> lab.Trail:
-    def look(share: float) -> lab.Look:
-        return lab.Look(16 * share, share, share / 0.3, share, np.ones_like(lab.GRID))
-
-    weights = {0: look(start), 8: look(end)}
-    return lab.Trail([], {"weight": weights, "gradient": {0: look(0.05), 8: look(gradient)}})
+def trail_of(start: float, end: float) -> lab.Trail:
+    shares = {0: start, 8: end}
+    return lab.Trail(
+        [
+            {"what": "weight", "step": step, lab.SHARE: share, "accuracy": 0.5}
+            for step, share in shares.items()
+        ]
+    )
 
 
 def test_the_verdict_says_whose_collapse_it_is() -> None:
     down, stays = trail_of(0.3, 0.05), trail_of(0.3, 0.25)
-    names = list(lab.MODELS)
+    names = list(lab.COLOURS)
     holds, text = lab.judge(dict(zip(names, [down, down, stays, stays], strict=True)))
     assert holds and "in transformer LM, ViT. As a share" in text and "30% to 5%" in text
     holds, text = lab.judge(dict(zip(names, [down] * 4, strict=True)))
@@ -171,8 +178,8 @@ def test_all_models_are_followed_and_reported(
     settings = make_settings(
         run__precision="fp32", train__steps=2, pipeline__stages=1, pipeline__microbatches=1
     )
-    trails = lab.compare(corpus, settings)
-    assert list(trails) == list(lab.MODELS)
+    trails = {task.name: lab.follow(task, settings, print) for task in lab.tasks(corpus, settings)}
+    assert list(trails) == list(lab.COLOURS)
     holds, verdict = lab.judge(trails)
     rows = [row for trail in trails.values() for row in trail.rows]
     assert len(rows) == 4 * 2 * 3  # models, weights and gradients, looks at 0, 1 and 2 updates

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.lab import stability as lab
+from thinwire.lab.experiment import sheet
 from thinwire.lab.outcome import Outcome, write_outcome
 from thinwire.settings import Settings
 from thinwire.subspace import captured_energy, random_basis
@@ -38,12 +38,12 @@ def test_distance_is_the_angle_and_adds_over_directions() -> None:
 
 
 def test_oscillation_tells_return_from_drift() -> None:
-    assert lab.oscillation(line(0), line(10), line(0)) == pytest.approx(0, abs=1e-9)
-    assert lab.oscillation(line(0), line(10), line(20)) == pytest.approx(1)
-    assert lab.oscillation(line(0), line(10), line(5)) == pytest.approx(1 / 3)
-    sideways = lab.oscillation(line(0), line(2), line(2, tilt=2))
+    assert lab.straightness([line(0), line(10), line(0)]) == pytest.approx(0, abs=1e-9)
+    assert lab.straightness([line(0), line(10), line(20)]) == pytest.approx(1)
+    assert lab.straightness([line(0), line(10), line(5)]) == pytest.approx(1 / 3)
+    sideways = lab.straightness([line(0), line(2), line(2, tilt=2)])
     assert sideways == pytest.approx(math.sqrt(0.5), rel=1e-3)
-    assert lab.oscillation(line(7), line(7), line(7)) is None
+    assert lab.straightness([line(7), line(7), line(7)]) is None
 
 
 def test_best_share_is_the_top_of_the_spectrum() -> None:
@@ -55,12 +55,12 @@ def test_best_share_is_the_top_of_the_spectrum() -> None:
     assert lab.best_share(torch.zeros(4, 4, dtype=torch.float64), 2) == 0
 
 
-def track_of(bases: list[torch.Tensor], every: int, valid: float, name: str = "") -> lab.Track:
+def track_of(bases: list[torch.Tensor], valid: float, name: str = "4") -> lab.Track:
     """A run of twelve steps with a constant gradient along the first axis, and made-up losses."""
     covariance = torch.diag(torch.tensor([1.0, 0, 0], dtype=torch.float64))
     moves = [(3 + 3 * n, {"largest_angle": 0.1}) for n in range(len(bases) - 1)]
     return lab.Track(
-        lab.Arm(name or str(every), every, 0),
+        name,
         1,
         losses=[3.0] * 12,
         covariances=[covariance] * 12,
@@ -72,16 +72,16 @@ def track_of(bases: list[torch.Tensor], every: int, valid: float, name: str = ""
 
 
 def test_energy_follows_the_basis_that_was_in_use() -> None:
-    track = track_of([line(90), line(0)], 4, 3.0)  # moves after step 3
+    track = track_of([line(90), line(0)], 3.0)  # moves after step 3
     assert track.energy(0, 4)[0] == pytest.approx(0, abs=1e-12)
     assert track.energy(4, 12) == (pytest.approx(1), pytest.approx(1))
     assert track.energy(2, 6)[0] == pytest.approx(0.5)
 
 
 def test_straightness_sees_a_way_that_comes_back() -> None:
-    assert track_of([line(0), line(10), line(0)], 4, 3.0).straightness() == pytest.approx(0)
-    assert track_of([line(0), line(10), line(30)], 4, 3.0).straightness() == pytest.approx(1)
-    assert track_of([line(0)], 0, 3.0).straightness() is None
+    assert lab.straightness([line(0), line(10), line(0), line(10), line(0)]) == pytest.approx(0)
+    assert lab.straightness([line(0), line(10), line(30), line(40)]) == pytest.approx(1)
+    assert lab.straightness([line(0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_the_verdict_weighs_a_gain_against_the_chance_in_a_basis(
     moving: float, helps: bool, is_clear: bool
 ) -> None:
     tracks = [
-        track_of([line(60), line(50), line(60)], 4, moving),
-        track_of([line(60)], 0, 3.0, lab.NEVER),
-        track_of([line(80)], 0, 3.1, lab.OTHER_BASIS),
+        track_of([line(60), line(50), line(60)], moving),
+        track_of([line(60)], 3.0, lab.NEVER),
+        track_of([line(80)], 3.1, lab.OTHER_BASIS),
     ]
     found, unclear, text = lab.judge(tracks, 1 / 3)
     assert found is helps and bool(unclear) != is_clear
@@ -158,16 +158,9 @@ def test_a_jump_is_the_move_alone_on_the_same_batches(
 
 @pytest.fixture
 def tracks(corpus: Corpus, make_settings: Callable[..., Settings]) -> list[lab.Track]:
-    def settings(arm: lab.Arm) -> Settings:
-        changes: dict[str, Any] = {
-            **ARMS,
-            "boundary__basis_update_every": arm.every,
-            "boundary__basis_seed": arm.basis_seed,
-            "train__steps": 19,  # no move follows the last update
-        }
-        return make_settings(**changes)
-
-    return [lab.follow(arm, settings(arm), corpus) for arm in lab.arms_of((3, 6))]
+    arms = lab.arms_of((3, 6), seed=0, steps=19)  # no move follows the last update
+    base = make_settings(**ARMS).to_plain()
+    return [lab.follow(arm.label, arm.settings(base), corpus, print) for arm in arms]
 
 
 def test_all_arms_are_followed_and_reported(tracks: list[lab.Track], tmp_path: Path) -> None:
@@ -177,15 +170,15 @@ def test_all_arms_are_followed_and_reported(tracks: list[lab.Track], tmp_path: P
     assert three.losses[:3] == never.losses[:3], "arms differ only from the first move on"
     assert three.losses[4] != never.losses[4] and six.losses[:6] == never.losses[:6]
     assert other.losses[0] != never.losses[0]
-    rows = lab.move_rows(three)
+    rows = three.move_rows()
     assert rows[0]["oscillation"] is None and 0 <= rows[1]["oscillation"] <= 1 + 1e-9
     assert rows[0]["energy after"] > rows[0]["energy before"]
     assert rows[0]["fresh after"] <= rows[0]["best possible"] + 1e-9
     assert rows[-1]["fresh after"] is None, "nothing follows the last"
-    summary = lab.summary_row(three)
+    summary = three.summary()
     assert summary["validation loss"] != summary["after the last step"]
     helps, _, verdict = lab.judge(tracks, 4 / 32)
-    rows += [lab.summary_row(track) for track in tracks]
+    rows += [track.summary() for track in tracks]
     outcome = Outcome("subspace", "?", verdict, helps, rows, lab.figure(tracks), "thinwire")
     place = write_outcome(outcome, tmp_path)
     assert (place / "plot.png").stat().st_size > 10_000
@@ -193,7 +186,9 @@ def test_all_arms_are_followed_and_reported(tracks: list[lab.Track], tmp_path: P
 
 
 def test_the_experiments_own_settings_can_work() -> None:
-    for arm in lab.arms_of(lab.CADENCES):
-        settings = lab.arm_settings(arm, 5, 0, "cpu", lab.MODEL)
-        assert settings.boundary.rank == 8 and settings.optim.warmup == 5
-        assert settings.boundary.basis_update_every == arm.every
+    for cadences in sheet("stability")["cadences"].values():
+        arms = lab.arms_of(cadences, seed=0, steps=5)
+        for arm, every in zip(arms, [*cadences, 0, 0], strict=True):
+            settings = arm.settings(sheet("stability")["settings"])
+            assert settings.boundary.rank == 8 and settings.boundary.mode == "subspace"
+            assert settings.boundary.basis_update_every == every

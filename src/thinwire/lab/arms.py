@@ -141,6 +141,13 @@ def small_settings(size: str) -> Values:
     return sheet("common")["settings"][size]
 
 
+def own_settings(module: str, chosen: Values, quick: bool = False) -> Settings:
+    """The settings on an experiment's sheet, its quick ones if asked, and those that are chosen."""
+    told = sheet(module)
+    values = merged(told["settings"], told["quick"]) if quick else told["settings"]
+    return Settings.from_plain(merged(values, chosen))
+
+
 def width_of(base: Values) -> int:
     """The width of a base's model."""
     return Settings.from_plain({"model": base["model"], "pipeline": {"stages": 1}}).model.dim

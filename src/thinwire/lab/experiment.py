@@ -38,6 +38,13 @@ def sheet(module: str) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
+def words(module: str, **facts: Any) -> dict[str, Any]:
+    """What a sheet has for an outcome: name, question, and notes with these facts."""
+    told = sheet(module)
+    notes = [note.format(**facts) for note in told["notes"]]
+    return {"name": told["name"], "question": told["question"], "notes": notes}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One experiment: what it does, and what can be chosen."""

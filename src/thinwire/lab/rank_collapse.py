@@ -8,46 +8,40 @@ width, depth, optimizer and starting rule, so that what is the transformer's own
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.data import Corpus, DataConfig, prepare
-from thinwire.engine.build import choose_device, prepare_torch
+from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
+from thinwire.lab.arms import own_settings
 from thinwire.lab.decide import too_short
-from thinwire.lab.experiment import Say, steps_of
+from thinwire.lab.experiment import Say, steps_of, words
 from thinwire.lab.outcome import Outcome, Row
+from thinwire.lab.plots import BLUE, GREEN, ORANGE, SKY, canvas, shared_legend
 from thinwire.lab.vision import CHARACTERS, character_batch, classifier
-from thinwire.model import Stage, llama_layers
 from thinwire.model.llama import WRITERS
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.paths import cache_folder
 from thinwire.settings import Settings
 
 LEAST_STEPS = 200  # in fewer, models have hardly learned and ranks have not settled
-DIM, DEPTH, HIDDEN, VOCAB, CONTEXT = 64, 4, 128, 1024, 64
-SEQUENCES, IMAGES = 24, 48  # per step: about 1,600 tokens or patches each
+IMAGES = 48  # per step: about as many patches as the language model has tokens
 PROBE = 4  # batches that gradients are measured on: never trained on, the same at every step
 FALLEN = 0.5  # below this share of where it started, a stable rank counts as collapsed
-MODELS = {
-    "transformer LM": "#0072B2",
-    "ViT": "#56B4E9",
-    "MLP-Mixer": "#E69F00",
-    "CNN": "#009E73",
-}
-TRANSFORMERS = ("transformer LM", "ViT")
-GRID = np.linspace(0, 1, 65)  # places in a spectrum, as shares of the rank, for mean spectra
+LANGUAGE = "transformer LM"
+IMAGE_MODELS = {"ViT": "vit", "MLP-Mixer": "mixer", "CNN": "cnn"}
+COLOURS = {LANGUAGE: BLUE, "ViT": SKY, "MLP-Mixer": ORANGE, "CNN": GREEN}
+TRANSFORMERS = {LANGUAGE, "ViT"}
+PLACES = np.linspace(0, 1, 65)  # in a spectrum, as shares of the rank, for mean spectra
+SHARE = "share of full rank"
 
 
 def stable_rank(singular: Tensor) -> float:
@@ -72,36 +66,25 @@ def checkpoints(steps: int) -> list[int]:
     return sorted({0, steps, *(2**n for n in range(max(1, steps).bit_length()) if 2**n < steps)})
 
 
-@dataclass(frozen=True)
-class Look:
-    """The mean over a model's writers of what their spectra say, at one time."""
+def look_at(matrices: Iterable[Tensor]) -> tuple[dict[str, float], np.ndarray]:
+    """What the spectra of matrices say, as means, and their mean spectrum over its largest value.
 
-    stable: float
-    stable_share: float  # of the largest possible rank
-    of_random: float  # of the stable rank of a random matrix of that shape
-    energy_share: float
-    spectrum: np.ndarray  # singular values over the largest, at the places of GRID
-
-
-def look_at(matrices: Iterable[Tensor]) -> Look:
-    """Measure matrices; a convolution counts as (channels out, channels in x places)."""
-    stable, possible, random, energy, spectra = [], [], [], [], []
+    A convolution counts as (channels out, channels in x places).
+    """
+    figures, spectra = [], []
     for matrix in matrices:
         flat = matrix.detach().flatten(1)
         singular = torch.linalg.svdvals(flat.double().cpu())
-        stable.append(stable_rank(singular))
-        possible.append(min(flat.shape))
-        random.append(random_stable_rank(*flat.shape))
-        energy.append(energy_rank(singular) / min(flat.shape))
+        rank, full = stable_rank(singular), min(flat.shape)
+        random = random_stable_rank(*flat.shape)
+        figures.append((rank, rank / full, rank / random, energy_rank(singular) / full))
         normalised = (singular / singular[0].clamp(min=1e-300)).numpy()
-        spectra.append(np.interp(GRID, np.linspace(0, 1, len(normalised)), normalised))
-    return Look(
-        stable=float(np.mean(stable)),
-        stable_share=float(np.mean(np.divide(stable, possible))),
-        of_random=float(np.mean(np.divide(stable, random))),
-        energy_share=float(np.mean(energy)),
-        spectrum=np.mean(spectra, axis=0),
-    )
+        spectra.append(np.interp(PLACES, np.linspace(0, 1, len(normalised)), normalised))
+    names = ("stable rank", SHARE, "share of random", "90 % energy in")
+    spectrum = np.mean(spectra, axis=0)
+    found = dict(zip(names, np.mean(figures, axis=0).tolist(), strict=True))
+    quarter, half = spectrum[[len(PLACES) // 4, len(PLACES) // 2]].tolist()
+    return {**found, "σ at 1/4": quarter, "σ at 1/2": half}, spectrum
 
 
 @dataclass
@@ -125,54 +108,69 @@ class Task:
         return [p for name, p in self.model.named_parameters() if name.endswith(WRITERS)]
 
 
-def language_task(corpus: Corpus, settings: Settings, device: torch.device) -> Task:
-    """Llama blocks without any boundary, on text."""
-    model = Stage(llama_layers(settings.model))
-    model.initialise(settings.model, settings.run.seed)
-    feed = Feed(corpus, settings, device)
+def tasks(corpus: Corpus, settings: Settings) -> list[Task]:
+    """Llama blocks without any boundary, on text, and image classifiers on printed characters."""
+    model, seed = settings.model, settings.run.seed
+    chain = Chain(settings)
+    feed = Feed(corpus, settings, chain.device)
 
-    def examples(step: int) -> tuple[Tensor, Tensor]:
+    def text(step: int) -> tuple[Tensor, Tensor]:
         batch = feed.training(step, 0)
         return batch.inputs, batch.targets
 
-    return Task("transformer LM", model.to(device), examples, lambda ids: model(ids))
+    def images(step: int) -> tuple[Tensor, Tensor]:
+        drawn, classes = character_batch(IMAGES, seed, step)
+        return drawn.to(chain.device), classes.to(chain.device)
 
-
-def image_task(name: str, seed: int, device: torch.device) -> Task:
-    """One of the image classifiers, on printed characters."""
-    kind = {"ViT": "vit", "MLP-Mixer": "mixer", "CNN": "cnn"}[name]
-    model = classifier(kind, DIM, DEPTH, HIDDEN, seed).to(device)
-
-    def examples(step: int) -> tuple[Tensor, Tensor]:
-        images, classes = character_batch(IMAGES, seed, step)
-        return images.to(device), classes.to(device)
-
-    return Task(name, model, examples, model)
+    found = [Task(LANGUAGE, chain.stages[0], text, chain.logits)]
+    for name, kind in IMAGE_MODELS.items():
+        network = classifier(kind, model.dim, model.layers, model.ffn, seed).to(chain.device)
+        found.append(Task(name, network, images, network))
+    return found
 
 
 @dataclass
 class Trail:
-    """What one model's training left: rows for the table, looks for the picture."""
+    """What one model's training left: rows for the table, spectra for the picture."""
 
-    rows: list[Row]
-    looks: dict[str, dict[int, Look]]  # "weight" or "gradient" -> updates done -> look
+    rows: list[Row] = field(default_factory=list)
+    spectra: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of what, look by look
+
+    def course(self, what: str, figure: str = SHARE) -> dict[int, float]:
+        """A figure of the weights or the gradients, by the updates done."""
+        return {row["step"]: row[figure] for row in self.rows if row["what"] == what}
+
+    def look(self, task: Task, step: int, steps: int) -> None:
+        """Weights as they are, gradients over examples that come after all training steps."""
+        probes = []
+        for number in range(steps, steps + PROBE):
+            loss, right = task.loss(number)
+            (loss / PROBE).backward()
+            probes.append((float(loss.detach()), right))
+        loss_and_right = dict(zip(("loss", "accuracy"), np.mean(probes, 0).tolist(), strict=True))
+        gradients = [p.grad for p in task.writers() if p.grad is not None]
+        for what, matrices in (("weight", task.writers()), ("gradient", gradients)):
+            found, spectrum = look_at(matrices)
+            self.spectra.setdefault(what, []).append(spectrum)
+            place = {"model": task.name, "what": what, "step": step}
+            self.rows.append({**place, **found, **loss_and_right})
+        task.model.zero_grad()
 
 
-def follow(task: Task, settings: Settings) -> Trail:
+def follow(task: Task, settings: Settings, say: Say) -> Trail:
     """Train a model and look at its writers and their gradients on the way."""
     steps = settings.train.steps
     parameters = dict(task.model.named_parameters())
     optimizer = StageOptimizer(parameters, {}, settings.optim)
-    trail = Trail([], {"weight": {}, "gradient": {}})
-    start = time.perf_counter()
+    trail, start = Trail(), time.perf_counter()
     for step in range(steps + 1):
         if step in checkpoints(steps):
-            _take_look(task, step, steps, trail)
-            row = trail.rows[-1]
+            trail.look(task, step, steps)
+            weights, gradients = trail.rows[-2:]
             say(
-                f"{task.name:<15} step {step:>4}  loss {row['loss']:.3f}  stable rank of weights "
-                f"{trail.rows[-2]['stable rank']:.1f}, of gradients {row['stable rank']:.1f}  "
-                f"({time.perf_counter() - start:.0f} s)"
+                f"{task.name:<15} step {step:>4}  loss {weights['loss']:.3f}  stable rank of "
+                f"weights {weights['stable rank']:.1f}, of gradients "
+                f"{gradients['stable rank']:.1f}  ({time.perf_counter() - start:.0f} s)"
             )
         if step < steps:
             loss, _ = task.loss(step)
@@ -182,158 +180,64 @@ def follow(task: Task, settings: Settings) -> Trail:
     return trail
 
 
-def _take_look(task: Task, step: int, steps: int, trail: Trail) -> None:
-    """Weights as they are, gradients over examples that come after all training steps."""
-    losses, rights = [], []
-    for number in range(steps, steps + PROBE):
-        loss, right = task.loss(number)
-        (loss / PROBE).backward()
-        losses.append(float(loss.detach()))
-        rights.append(right)
-    gradients = [p.grad for p in task.writers() if p.grad is not None]
-    for what, matrices in (("weight", task.writers()), ("gradient", gradients)):
-        look = look_at(matrices)
-        trail.looks[what][step] = look
-        trail.rows.append(
-            {
-                "model": task.name,
-                "what": what,
-                "step": step,
-                "stable rank": look.stable,
-                "share of full rank": look.stable_share,
-                "share of random": look.of_random,
-                "90 % energy in": look.energy_share,
-                "σ at 1/4": float(look.spectrum[len(GRID) // 4]),
-                "σ at 1/2": float(look.spectrum[len(GRID) // 2]),
-                "loss": float(np.mean(losses)),
-                "accuracy": float(np.mean(rights)),
-            }
-        )
-    task.model.zero_grad()
-
-
-def fallen(trail: Trail, what: str) -> float:
-    """The last stable rank over the first, as shares of the full rank."""
-    looks = list(trail.looks[what].values())
-    return looks[-1].stable_share / looks[0].stable_share if looks[0].stable_share else 1.0
-
-
 def judge(trails: dict[str, Trail]) -> tuple[bool, str]:
     """Whether the transformers' writers collapse and the others' do not, in words."""
-    collapsed = [name for name, trail in trails.items() if fallen(trail, "weight") < FALLEN]
-    holds = set(collapsed) == set(TRANSFORMERS)
+    collapsed, ways = [], []
+    for name, trail in trails.items():
+        first, *_, last = shares = list(trail.course("weight").values())
+        if last < FALLEN * first:
+            collapsed.append(name)
+        ways.append(f"{name} {first:.0%} to {last:.0%} (lowest {min(shares):.0%})")
     where = {0: "no model", len(trails): "every model"}.get(len(collapsed), ", ".join(collapsed))
-    learned = [f"{n} {trail.rows[-1]['accuracy']:.0%}" for n, trail in trails.items() if trail.rows]
-    return holds, (
+    learned = [f"{name} {trail.rows[-1]['accuracy']:.0%}" for name, trail in trails.items()]
+    return set(collapsed) == TRANSFORMERS, (
         f"The stable rank of writers' weights fell below {FALLEN:.0%} of its start in {where}. As "
-        f"a share of full rank, first to last: {_ways(trails)}. Final accuracy: "
+        f"a share of full rank, first to last: {', '.join(ways)}. Final accuracy: "
         f"{', '.join(learned)}."
     )
 
 
-def _ways(trails: dict[str, Trail]) -> str:
-    parts = []
-    for name, trail in trails.items():
-        shares = {step: look.stable_share for step, look in trail.looks["weight"].items()}
-        first, *_, last = shares.values()
-        parts.append(f"{name} {first:.0%} to {last:.0%} (lowest {min(shares.values()):.0%})")
-    return ", ".join(parts)
-
-
 def figure(trails: dict[str, Trail]) -> Figure:
     """Above: stable rank over training. Below: mean spectra, before and after."""
-    plot = Figure(figsize=(12, 8.5), layout="constrained")
-    axes = plot.subplots(2, 2)
-    for column, what in enumerate(("weight", "gradient")):
-        over, spectra = axes[0][column], axes[1][column]
+    title = "Stable rank and spectra of the matrices that write to the stream"
+    plot, axes = canvas(title, (12, 8.5), 2, 2)
+    for what, over, spectra in zip(("weight", "gradient"), axes[:2], axes[2:], strict=True):
         for name, trail in trails.items():
-            looks = trail.looks[what]
-            shares = [look.stable_share for look in looks.values()]
-            over.plot(list(looks), shares, color=MODELS[name], marker="o", markersize=4, label=name)
-            first, *_, last = looks.values()
-            spectra.plot(GRID, first.spectrum, color=MODELS[name], linestyle=":", linewidth=1.3)
-            spectra.plot(GRID, last.spectrum, color=MODELS[name], linewidth=1.8, label=name)
+            style: Row = {"color": COLOURS[name], "label": name}
+            shares = trail.course(what)
+            over.plot(list(shares), list(shares.values()), marker="o", markersize=4, **style)
+            first, *_, last = trail.spectra[what]
+            spectra.plot(PLACES, first, color=COLOURS[name], linestyle=":", linewidth=1.3)
+            spectra.plot(PLACES, last, linewidth=1.8, **style)
         over.set_xscale("symlog", linthresh=1)
-        over.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        over.xaxis.set_major_formatter("{x:g}")
         over.set(title=f"writers' {what}s", xlabel="updates (0, then logarithmic)", ylim=(0, None))
-        spectra.set(xlabel="place in the spectrum (share of full rank)", ylim=(1e-3, 1.3))
-        spectra.set_yscale("log")
-    axes[0][0].set_ylabel("stable rank, share of full rank")
-    axes[1][0].set_ylabel("singular value over the largest\ndotted: before, solid: after")
-    plot.suptitle("Stable rank and spectra of the matrices that write to the stream")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    plot.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    for axis in axes.flat:
-        _plain(axis)
+        spectra.set(xlabel=f"place in the spectrum ({SHARE})", yscale="log", ylim=(1e-3, 1.3))
+    axes[0].set_ylabel(f"stable rank, {SHARE}")
+    axes[2].set_ylabel("singular value over the largest\ndotted: before, solid: after")
+    shared_legend(axes[0], columns=4)
     return plot
-
-
-def _plain(axis: Axes) -> None:
-    axis.grid(color="#E0E0E0", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def lab_settings(steps: int, seed: int, device: str, model: dict[str, Any]) -> Settings:
-    """One optimizer, learning rate and batch rule for all models."""
-    return Settings.from_plain(
-        {
-            "run": {"seed": seed, "device": device, "threads": 2},
-            "model": model,
-            "pipeline": {"stages": 1, "microbatches": 1},
-            "optim": {"warmup": min(20, steps)},
-            "train": {"steps": steps, "batch": SEQUENCES, "eval_batches": 1},
-        }
-    )
-
-
-def compare(corpus: Corpus, settings: Settings) -> dict[str, Trail]:
-    """Train every model and follow its writers."""
-    device = choose_device(settings.run.device, 0)
-    prepare_torch(settings, device)
-    trails = {"transformer LM": follow(language_task(corpus, settings, device), settings)}
-    for name in ("ViT", "MLP-Mixer", "CNN"):
-        trails[name] = follow(image_task(name, settings.run.seed, device), settings)
-    return trails
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Follow the writers of four kinds of model through training."""
-    steps, seed, device = steps_of(options), options.seed, options.device
-    shape = {"layers": DEPTH, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": HIDDEN}
-    settings = lab_settings(steps, seed, device, {**shape, "vocab": VOCAB, "context": CONTEXT})
-    corpus = prepare(DataConfig(), VOCAB, cache_folder())
-    trails = compare(corpus, settings)
+    steps = steps_of(options)
+    chosen = {
+        "run": {"seed": options.seed, "device": options.device},
+        "optim": {"warmup": min(20, steps)},
+        "train": {"steps": steps},
+    }
+    settings = own_settings("rank_collapse", chosen)
+    model = settings.model
+    corpus = prepare(DataConfig(), model.vocab, cache_folder())
+    trails = {task.name: follow(task, settings, say) for task in tasks(corpus, settings)}
     holds, verdict = judge(trails)
+    facts = {"depth": model.layers, "dim": model.dim, "vocab": model.vocab, "probe": PROBE}
     return Outcome(
-        name="rank-collapse",
-        question=(
-            "Does training drive the matrices that write to the stream, and their gradients, to "
-            "low stable rank? The claim: the weights of transformers, and of no other model."
-        ),
+        **words("rank_collapse", **facts, characters=len(CHARACTERS), fallen=FALLEN),
         verdict=verdict,
         holds=holds,
         too_small=too_short(steps, LEAST_STEPS),
         rows=[row for trail in trails.values() for row in trail.rows],
         figure=figure(trails),
-        notes=[
-            "stable rank: ||W||_F^2 / ||W||_2^2, mean over the model's writers; a random matrix "
-            "has 25 % of full rank if square and more if not, so step 0 is the baseline for "
-            "weights, and `share of random` compares with a random matrix of the same shape",
-            f"writers: attention output and feed-forward down projection ({DEPTH} blocks of width "
-            f"{DIM}); the mixer's second matrix of each kind; the CNN's second convolution of each "
-            "block as (out, in x 9)",
-            f"text: Python's standard library, {VOCAB} tokens; images: {len(CHARACTERS)} printed "
-            "characters in 16 fonts, turned, scaled, shifted, noised; no example comes twice",
-            f"gradients, loss and accuracy: over {PROBE} batches that no step trains on",
-            "writers start small in every model (the Llama blocks' rule), so a few dozen of Adam's "
-            "updates may outweigh the start: the early dip is perhaps theirs (no control was run)",
-            f"collapsed: the share of full rank fell below {FALLEN:.0%} of where it started; one "
-            "seed, small models, short training",
-        ],
     )
-
-
-def say(text: str) -> None:
-    """Progress, beside whatever the command prints as its result."""
-    print(text, file=sys.stderr, flush=True)
