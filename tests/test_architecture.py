@@ -35,7 +35,6 @@ NEIGHBOURS = {
     "paths": {"errors"},
     "boundary": {"optim"},
     "outlook": {"plan"},
-    "inference": {"train"},
     "lab": {"plan", "train", "inference"},
     "cli": {"completion", "demo"},
 }
@@ -208,7 +207,7 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
         ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
         ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
         ("thinwire.lab.bench", "import thinwire.train, thinwire.plan, thinwire.wire"),
-        ("thinwire.inference", "from thinwire.train import prepare_corpus"),
+        ("thinwire.inference", "from thinwire.run.prepare import prepare_corpus"),
         ("thinwire.cli", "from thinwire.settings import load_settings"),
     ],
 )

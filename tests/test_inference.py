@@ -18,8 +18,8 @@ from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
 from thinwire.run.commit import commit
+from thinwire.run.prepare import prepare_corpus
 from thinwire.settings import Settings
-from thinwire.train import prepare_corpus
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import Past
 from thinwire.report import Display
 from thinwire.run.ledger import bits_per_byte
-from thinwire.train import prepare_data
+from thinwire.run.prepare import prepare_data
 
 
 class Model:

@@ -10,28 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from thinwire.data import Corpus, ImageSet, prepare, prepare_images
-from thinwire.engine.build import check_devices, parameter_count
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.build import check_devices
 from thinwire.engine.worker import scratch_folder
-from thinwire.paths import cache_folder
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.launch import LocalPeers, lead
 from thinwire.run.messages import Assign
+from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
 from thinwire.settings import Settings
-from thinwire.settings.remarks import remarks
-from thinwire.typed import to_plain
-
-DataT = TypeVar("DataT", Corpus, ImageSet)
 
 
 def train(
@@ -113,51 +105,3 @@ def _scratch(folder: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(scratch_folder(folder), ignore_errors=True)
-
-
-def describe(settings: Settings) -> list[str]:
-    """What a run is, in a line or two: its size, and the settings that are not at their defaults.
-
-    All settings, resolved, stand in the run's config.toml.
-    """
-    count, stages = parameter_count(settings), settings.pipeline.stages
-    first = (
-        f"{settings.run.name}: {count:,} parameters in {stages} stages, "
-        f"{settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s, "
-        f"hash {settings.hash}"
-    )
-    asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
-    changed = [
-        f"{section}.{key} = {value}"
-        for section, keys in asked.items()
-        for key, value in keys.items()
-        if value != defaults[section][key] and (section, key) != ("run", "name")
-    ]
-    own = [f"set: {', '.join(changed)}"] if changed else []
-    return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
-
-
-def prepare_data(settings: Settings, display: Display) -> Data:
-    """The data of these settings, from the cache if it was prepared before."""
-    if not settings.model.sees_images:
-        return prepare_corpus(settings, display)
-    images = prepare_images(settings.data.path, cache_folder(), _progress(display))
-    return _announced(images, settings, display)
-
-
-def prepare_corpus(settings: Settings, display: Display) -> Corpus:
-    """The tokenised corpus of these settings, from the cache if it was prepared before."""
-    corpus = prepare(settings.data, settings.model.vocab, cache_folder(), _progress(display))
-    return _announced(corpus, settings, display)
-
-
-def _progress(display: Display) -> Callable[[str, int, int], None]:
-    return lambda phase, done, total: display.progress(phase, done, total, "B")
-
-
-def _announced(data: DataT, settings: Settings, display: Display) -> DataT:
-    display.phase("data", data.summary())
-    for note in data.notes:
-        display.note(note)
-    Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
-    return data

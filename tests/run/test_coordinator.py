@@ -22,7 +22,6 @@ from thinwire.run.events import (
     Begin,
     Command,
     Commit,
-    Culprit,
     Discard,
     End,
     Event,
@@ -33,6 +32,7 @@ from thinwire.run.events import (
     Say,
     Starting,
     StopAsked,
+    Suspect,
     Tell,
     Tick,
 )
@@ -203,6 +203,12 @@ def test_a_request_to_stop_while_a_cause_is_sought_ends_nothing_sooner_unless_re
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
 
 
+def found(end: End) -> tuple[int, bool, str]:
+    """Who was blamed, whether its error was known, and its traceback."""
+    assert isinstance(end.culprit, Suspect)
+    return end.culprit.stage, end.culprit.known, end.culprit.trace
+
+
 LOST = Lost(1, "link control of stage 1 is broken")
 BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
 
@@ -214,41 +220,40 @@ BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
 @pytest.mark.parametrize(
     ("event", "words", "culprit"),
     [
-        (Exited(1, -9), "stage 1 died at the start: killed by SIGKILL", Culprit(1, False, "")),
-        (Exited(1, 3), "stage 1 died at the start: exit code 3", Culprit(1, False, "")),
-        (Exited(1, 0), "stage 1 died at the start: exit code 0", Culprit(1, False, "")),
-        (LOST, f"stage 1 was lost at the start: {LOST.error}", Culprit(1, False, "")),
-        (BREACH, f"stage 1 broke the contract at the start: {BREACH.error}", Culprit(1, True, "")),
+        (Exited(1, -9), "stage 1 died at the start: killed by SIGKILL", (1, False, "")),
+        (Exited(1, 3), "stage 1 died at the start: exit code 3", (1, False, "")),
+        (LOST, f"stage 1 was lost at the start: {LOST.error}", (1, False, "")),
+        (BREACH, f"stage 1 broke the contract at the start: {BREACH.error}", (1, True, "")),
         (
             Said(1, failed("no such device", "ConfigError")),
             "stage 1 failed at the start: no such device",
-            Culprit(1, True, ""),
+            (1, True, ""),
         ),
         (
             Said(1, failed("odd", "ValueError")),
             "stage 1 failed at the start: odd",
-            Culprit(1, False, "a trace"),
+            (1, False, "a trace"),
         ),
         (
             Said(1, failed("link boundary-0 is broken", accuses=(0,))),
             "stage 0 was lost at the start: stage 1 says: link boundary-0 is broken",
-            Culprit(0, False, ""),
+            (0, False, ""),
         ),
         (
             Said(1, failed("odd frame", "BreachError", convicts=(0,))),
             "stage 0 broke the contract at the start: stage 1 says: odd frame",
-            Culprit(0, True, ""),
+            (0, True, ""),
         ),
     ],
 )
 def test_every_failure_ends_every_phase_with_the_stage_and_the_reason(
-    event: Event, words: str, culprit: Culprit, phase: Phase
+    event: Event, words: str, culprit: tuple[int, bool, str], phase: Phase
 ) -> None:
     lead = Lead().until(phase)
     assert lead.on(event) == [], "a moment is left for a surer sign"
     end = lead.settled()
     assert isinstance(end.error, StageError) and str(end.error) == words
-    assert end.culprit == culprit
+    assert found(end) == culprit
 
 
 def test_the_cause_may_be_heard_of_last() -> None:
@@ -269,6 +274,19 @@ def test_nobody_is_blamed_for_leaving_after_the_goodbye() -> None:
     assert lead.coordinator.phase is Phase.TRAINING
     lead.on(Exited(1, 1))
     assert "stage 1 died" in str(lead.settled().error)
+
+
+def test_last_words_may_be_heard_after_the_end_of_a_process() -> None:
+    """They wait their turn where many are unheard; the end of a process does not."""
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, Finished(METERS))
+    assert lead.on(Exited(1, 0)) == []
+    assert lead.say(1, step(1, 0)) == [Record(1, step(1, 0))]
+    assert lead.say(1, Finished(METERS))[-1] == End()
+    lead = Lead().until(Phase.TRAINING)
+    assert lead.on(Exited(1, 0)) == []
+    assert lead.on(Tick(), 1.0) == [], "nothing is left to be heard"
+    assert str(lead.settled().error) == "stage 1 died at the start: exit code 0"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +313,7 @@ def test_a_message_that_is_not_due_is_its_sender_s_error(
     end = lead.settled()
     assert str(end.error).startswith("stage 1 broke the contract at the start: stage 1 sent a ")
     assert f"while the run {phase.value}" in str(end.error)
-    assert end.culprit == Culprit(1, True, "")
+    assert found(end) == (1, True, "")
 
 
 def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> None:

@@ -16,7 +16,7 @@ from thinwire.run import coordinator as coordinator_module
 from thinwire.run import launch
 from thinwire.run.control import Channel
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Culprit, Record, Said, StopAsked
+from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
 from thinwire.run.hearing import MOST_UNHEARD, Hearing
 from thinwire.run.launch import LocalPeers, lead
 from thinwire.run.messages import Assign, Finished, FromPeer, Pulse, Stop
@@ -38,7 +38,7 @@ def make_peers(
 
     yield make
     for peers in made:
-        peers.__exit__(None, None, None)
+        peers.__exit__()
 
 
 @pytest.fixture
@@ -53,6 +53,10 @@ def coordinate(
     return make
 
 
+def suspect(stage: int, known: bool, trace: str = "") -> Suspect:
+    return Suspect(1, stage, "failed", "odd", known, trace)
+
+
 def ignore(command: Command) -> None:
     """For a run that ends before anything is to be kept."""
 
@@ -62,14 +66,14 @@ def test_only_an_unforeseen_error_shows_its_log(make_peers: Callable, tmp_path: 
     log = tmp_path / "run" / "logs" / "stage-1.log"
     log.parent.mkdir(parents=True)
     log.write_text("Traceback (most recent call last):\n  a line\x1b[2J of ours\n")
-    assert peers.last_words(Culprit(1, known=True, trace="")) == f"\n  its log is {log}"
-    unknown = peers.last_words(Culprit(1, known=False, trace=""))
+    assert peers.last_words(suspect(1, known=True)) == f"\n  its log is {log}"
+    unknown = peers.last_words(suspect(1, known=False))
     assert f"last lines of {log}" in unknown and "| Traceback" in unknown and "\x1b" not in unknown
 
 
 def test_a_traceback_is_shown_though_the_log_is_lost(make_peers: Callable) -> None:
     trace = "Traceback (most recent call last):\n  a line of ours\n"
-    text = make_peers().last_words(Culprit(0, known=False, trace=trace))
+    text = make_peers().last_words(suspect(0, known=False, trace=trace))
     assert "its last words:\n  | Traceback" in text and "  |   a line of ours" in text
 
 

@@ -25,8 +25,9 @@ from thinwire.lab.experiment import sheet
 from thinwire.model import Stage, llama_layers, token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.report import PlainDisplay
+from thinwire.run.prepare import prepare_corpus
 from thinwire.settings import Settings
-from thinwire.train import prepare_corpus, train
+from thinwire.train import train
 
 CASES = sheet("bench")
 

@@ -41,8 +41,8 @@ from thinwire.lab.pool import Session, Trained, train_arms
 from thinwire.lab.vision import CHARACTERS, MEAN, SPREAD, character_batch
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
+from thinwire.run.prepare import prepare_corpus
 from thinwire.settings import Settings
-from thinwire.train import prepare_corpus
 
 GROUNDS = {"cifar": ("cifar",), "lm": ("scratch", "tune")}
 EXAMPLE_MEMORY_MB = 16_384  # a row of each CIFAR image at the first cut of ResNet-18: 6,554 MB

@@ -36,9 +36,9 @@ from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.pool import Session, Trained, train_arms
 from thinwire.plan import estimate_costs
 from thinwire.report import PlainDisplay
+from thinwire.run.prepare import prepare_corpus
 from thinwire.schedule import Network, simulate
 from thinwire.settings import Settings
-from thinwire.train import prepare_corpus
 
 PARITY = 0.01  # the loss above dense that counts as none lost
 LEAST_STEPS = 200  # shorter runs say nothing of what a cut costs

@@ -32,7 +32,7 @@ from thinwire.lab.labels import Point, log_ticks, name_points
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.pool import Session, Trained, train_arms
 from thinwire.report import PlainDisplay
-from thinwire.train import prepare_corpus
+from thinwire.run.prepare import prepare_corpus
 
 DENSE = "dense bf16/bf16"
 LEAST_STEPS = 200  # shorter runs do not tell arms apart

@@ -1,25 +1,12 @@
 """Which stage ended a run in truth: it need not be the first that is heard of."""
 
 import signal
-from dataclasses import dataclass
 
-from thinwire.run.events import Exited, Lost, Said
+from thinwire.run.events import Exited, Lost, Said, Suspect
 from thinwire.run.messages import Failed
 
 Evidence = Said | Exited | Lost
 """What shows that something is wrong; of what stages say, only that they failed."""
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A stage that may be the cause, and how unsure the evidence leaves us of that."""
-
-    doubt: int
-    stage: int
-    deed: str
-    reason: str
-    known: bool = False
-    trace: str = ""
 
 
 def blame(heard: list[Evidence]) -> Suspect:

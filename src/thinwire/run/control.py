@@ -11,14 +11,14 @@ from types import UnionType
 from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.messages import MAX_MESSAGE, Message, name_of, pack, unpack
+from thinwire.run.messages import MAX_MESSAGE, FromCoordinator, Message, name_of, pack, unpack
 from thinwire.wire import Frame, FrameKind, Keepalive, Link, Meter, Pipe
 
 CONTROL_KEEPALIVE = Keepalive(every_s=60.0, timeout_s=7 * 86_400.0)
 """A coordinator may be suspended for days (Ctrl-Z) and go on. On one machine a death shows without
 pings, and a stage that is stuck shows in its pulses."""
 
-MessageT = TypeVar("MessageT")
+MessageT = TypeVar("MessageT", bound=FromCoordinator)
 
 
 class Channel:
@@ -52,7 +52,9 @@ class Channel:
         if isinstance(message, ThinwireError):
             raise message
         if not isinstance(message, wanted):
-            raise WireError(f"another message was due than {name_of(message)!r}")
+            raise WireError(
+                f"expected {name_of(wanted)!r} from the coordinator, got {name_of(message)!r}"
+            )
         return message
 
     def close(self) -> None:

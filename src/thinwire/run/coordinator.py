@@ -17,7 +17,6 @@ from thinwire.run.events import (
     Begin,
     Command,
     Commit,
-    Culprit,
     Discard,
     End,
     Event,
@@ -28,7 +27,9 @@ from thinwire.run.events import (
     Say,
     Starting,
     StopAsked,
+    Suspect,
     Tell,
+    Tick,
 )
 from thinwire.run.messages import (
     Assign,
@@ -85,6 +86,7 @@ class Coordinator:
         self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
+        self._left: set[int] = set()  # in good order; their last words may be still to be heard
         self._versions: dict[str, str] = {}
         self._ready: list[Ready] = []
         self._last_step = [0] * stages
@@ -136,11 +138,16 @@ class Coordinator:
             case Said(stage, message):
                 self._watch.heard(stage)
                 return self._on_message(stage, message, now)
+            case Exited(stage=stage, code=0):
+                self._left.add(stage)
             case Exited(stage=stage) | Lost(stage=stage):
                 if stage not in self._finished:
                     self._suspect(event, now)
             case StopAsked():
                 return self._on_stop()
+            case Tick():
+                for stage in sorted(self._left - self._finished):
+                    self._suspect(Exited(stage, 0), now)
         return []
 
     def _on_message(self, stage: int, message: FromPeer, now: float) -> list[Command]:
@@ -245,9 +252,9 @@ class Coordinator:
         step = self._last_step[culprit.stage]
         where = f"at step {step}" if step else "at the start"
         error = StageError(f"stage {culprit.stage} {culprit.deed} {where}: {culprit.reason}")
-        return self._end(error, Culprit(culprit.stage, culprit.known, culprit.trace))
+        return self._end(error, culprit)
 
-    def _end(self, error: BaseException | None = None, culprit: Culprit | None = None) -> End:
+    def _end(self, error: BaseException | None = None, culprit: Suspect | None = None) -> End:
         self._enter(Phase.FINISHED)
         return End(error, culprit)
 

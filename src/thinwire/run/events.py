@@ -103,12 +103,18 @@ class Discard:
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """The stage that ended a run. Where the error is not `known` only its traceback explains it."""
+class Suspect:
+    """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
 
+    Where its error is not `known`, only its log or traceback explains it.
+    """
+
+    doubt: int
     stage: int
-    known: bool
-    trace: str
+    deed: str
+    reason: str
+    known: bool = False
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class End:
     """The run is over: in good order, or with this error."""
 
     error: BaseException | None = None
-    culprit: Culprit | None = None
+    culprit: Suspect | None = None
 
 
 Command = Tell | Say | Starting | Begin | Record | Commit | Discard | End

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from thinwire.errors import (
@@ -26,7 +25,7 @@ from thinwire.errors import (
 )
 from thinwire.run.control import CONTROL_KEEPALIVE, Channel
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Culprit, End, Exited, Lost, StopAsked, Tell
+from thinwire.run.events import Command, End, Exited, Lost, StopAsked, Suspect, Tell
 from thinwire.run.hearing import Hearing
 from thinwire.run.messages import MAX_MESSAGE, FromCoordinator, FromPeer
 from thinwire.settings import Settings
@@ -82,12 +81,7 @@ class LocalPeers:
     def __enter__(self) -> "LocalPeers":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -132,7 +126,7 @@ class LocalPeers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
 
-    def last_words(self, culprit: Culprit) -> str:
+    def last_words(self, culprit: Suspect) -> str:
         """The end of a stage's log, or where the log is lost, as on a full disk, what it sent.
 
         An error that was foreseen says all there is to say: then it is only where the log is.

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import WireError, printable
 from thinwire.run.compact import compact_step, deflate, expand_step, inflate
-from thinwire.run.fields import checks_of
+from thinwire.run.fields import checked, hints_of
 from thinwire.typed import Exact
 
 MAX_MESSAGE = 16 << 20
@@ -113,10 +113,10 @@ _KINDS: dict[str, type[Message]] = {
     "finished": Finished,
     "failed": Failed,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES: dict[type, str] = {kind: name for name, kind in _KINDS.items()}
 
 
-def name_of(message: Message | type[Message]) -> str:
+def name_of(message: Message | type) -> str:
     """What a kind of message is called on the wire."""
     return _NAMES[message if isinstance(message, type) else type(message)]
 
@@ -149,15 +149,15 @@ def _checked(name: str, values: dict[str, Any]) -> Message:
     kind: Any = _KINDS.get(name)
     if kind is None:
         raise WireError(f"a control message of unknown type: {_quoted(name)}")
-    wanted = checks_of(kind)
+    wanted = hints_of(kind)
     for key in values.keys() - wanted.keys():
         raise WireError(f"a {name!r} message has an unknown field: {_quoted(key)}")
     fields = {}
-    for key, check in wanted.items():
+    for key, hint in wanted.items():
         if key not in values:
             raise WireError(f"a {name!r} message has no field {key!r}")
         try:
-            fields[key] = check(values[key])
+            fields[key] = checked(hint, values[key])
         except (ValueError, OverflowError) as error:
             raise WireError(
                 f"a {name!r} message has {key} = {_quoted(values[key])}, which must be {error}"

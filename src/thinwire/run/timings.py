@@ -85,41 +85,34 @@ class StepTimes:
     """
 
     def __init__(self, stages: int):
-        self._first, self._behind, self._steady = (Timings(stages) for _ in range(3))
+        kinds = ("steady", "behind validations", "first")  # the best first
+        self._kinds = {kind: Timings(stages) for kind in kinds}
 
-    def add(self, reports: list[Step], behind_validation: bool) -> bool:
-        """File a step; whether its duration counts."""
-        if len(self._first.seconds) < _WARMUP_STEPS:
-            chosen = self._first
-        else:
-            chosen = self._behind if behind_validation else self._steady
-        chosen.add(reports)
-        return chosen is self._steady
-
-    @property
-    def timed(self) -> Timings:
-        """The steps whose durations count; where there are none, the next best."""
-        return next((t for t in (self._steady, self._behind) if t.seconds), self._first)
+    def add(self, reports: list[Step], behind_validation: bool) -> None:
+        """File a step that all stages have reported."""
+        kind = "behind validations" if behind_validation else "steady"
+        is_first = len(self._kinds["first"].seconds) < _WARMUP_STEPS
+        self._kinds["first" if is_first else kind].add(reports)
 
     @property
     def which(self) -> str:
-        """The steps that `timed` has, in a word or two."""
-        names = {"steady": self._steady, "behind validations": self._behind, "first": self._first}
-        return next(name for name, timings in names.items() if timings is self.timed)
+        """The kind of steps whose durations count: the best that there are."""
+        return next((kind for kind, timings in self._kinds.items() if timings.seconds), "first")
+
+    @property
+    def timed(self) -> Timings:
+        """The steps whose durations count."""
+        return self._kinds[self.which]
 
     @property
     def steps(self) -> int:
         """How many steps there were."""
-        return sum(len(timings.seconds) for timings in self._all)
+        return sum(len(timings.seconds) for timings in self._kinds.values())
 
     @property
     def total(self) -> float:
         """Seconds of all steps, as the first stage sees them."""
-        return sum(timings.total for timings in self._all)
-
-    @property
-    def _all(self) -> tuple[Timings, ...]:
-        return self._first, self._behind, self._steady
+        return sum(timings.total for timings in self._kinds.values())
 
 
 def wait_seconds(reports: Sequence[Step], stage: int) -> dict[str, float]:
