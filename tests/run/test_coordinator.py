@@ -391,7 +391,7 @@ def test_where_the_run_stands_is_told_at_any_time() -> None:
         lead.on(Tick(), 1.0)
     assert lead.coordinator.waiting_for() == [1]
     assert lead.coordinator.reasons() == [
-        "the run waits for processes to report, for 12 s (without stage 1)",
+        "the run waits for processes to report, for 12 s; still missing: stage 1",
         "stage 0 builds its layers, for 12 s",
         "stage 1 has said nothing yet, for 12 s",
     ]

@@ -235,8 +235,8 @@ def test_control_characters_of_a_peer_reach_nobody() -> None:
         (replace(STEP, meters=BOTH_METERS), "with a loss"),
         (Evaluation(1, 1.0, None, 0.1), "only the last stage"),
         (Finished(METERS), "with meters of boundary-0"),
-        (replace(FAILED, accuses=[3]), "blames a stage which is not there"),
-        (replace(FAILED, convicts=[1]), "blames a stage which is not there"),
+        (replace(FAILED, accuses=[3]), "blames a stage that does not exist"),
+        (replace(FAILED, convicts=[1]), "blames a stage that does not exist"),
         (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),
     ],
 )

@@ -45,7 +45,7 @@ class PeerConduct:
             case Finished(meters=meters):
                 self._check_meters(name, meters)
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:
-                self._refuse(name, "that blames a stage which is not there")
+                self._refuse(name, "that blames a stage that does not exist")
 
     def _check_meters(self, name: str, meters: Meters) -> None:
         if meters.keys() != self._links:

@@ -66,5 +66,5 @@ class Channel:
             raise WireError(f"a {frame.kind.name} frame came on a control stream")
         message = unpack(bytes(frame.payload))
         if not isinstance(message, self._takes):
-            raise WireError(f"a {name_of(message)!r} message came to the end that sends it")
+            raise WireError(f"a {name_of(message)!r} message arrived at the end that sends it")
         self._on_message(message)

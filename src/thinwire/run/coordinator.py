@@ -128,7 +128,7 @@ class Coordinator:
         """Where the run stands and since when; then what each stage does that is waited for."""
         since = f"the run {self.phase.value}, for {self._watch.now - self._since:.0f} s"
         missing = ", ".join(f"stage {stage}" for stage in self.waiting_for())
-        who = f" (without {missing})" if self.phase in _ROUNDS else ""
+        who = f"; still missing: {missing}" if self.phase in _ROUNDS else ""
         return [since + who, *self._watch.doing()]
 
     def _respond(self, event: Event, now: float) -> list[Command]:

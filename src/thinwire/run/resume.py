@@ -36,10 +36,22 @@ def open_resume(
         display.note(why)
     checkpoint = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
     checkpoint.verify()
-    for weakness in checkpoint.weaknesses():
-        display.note(weakness)
     saved = checkpoint.settings
-    before, now = saved.to_plain(), settings.to_plain()
+    _refuse_changes(checkpoint, settings)
+    steps = saved.train.steps, settings.train.steps
+    notes = [
+        *checkpoint.weaknesses(),
+        *_inexact(saved, settings),
+        *check_memory(settings, checkpoint),
+        rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step),
+    ]
+    for note in filter(None, notes):
+        display.note(note)
+    return checkpoint
+
+
+def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
+    before, now = checkpoint.settings.to_plain(), settings.to_plain()
     changed = {
         f"{section}.{key}": before[section][key]
         for section, keys in now.items()
@@ -58,25 +70,25 @@ def open_resume(
             f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
             f"(now {settings.train.steps}) to continue"
         )
+
+
+def _inexact(saved: Settings, settings: Settings) -> list[str]:
+    """Why the run will not continue bit for bit as it would have."""
+    notes = []
     exact = _crosses_exactly(saved) and _crosses_exactly(settings)
     if saved.split() != settings.split() and not exact:
-        display.note(
+        notes.append(
             "the layers are split differently than before, and what crosses a cut is rounded: the "
             "run continues, but not bit for bit as it would have"
         )
-    threads = threads_per_stage(saved), threads_per_stage(settings)
-    if threads[0] != threads[1] and choose_device(settings.run.device, 0).type == "cpu":
-        display.note(
-            f"each stage computes with {threads[1]} threads, {threads[0]} before, and so adds up "
-            "sums in another order: the run continues, but not bit for bit as it would have. "
-            f"For that set run.threads = {threads[0]}"
+    before, now = threads_per_stage(saved), threads_per_stage(settings)
+    if before != now and choose_device(settings.run.device, 0).type == "cpu":
+        notes.append(
+            f"each stage computes with {now} threads, {before} before, and so adds up sums in "
+            "another order: the run continues, but not bit for bit as it would have. "
+            f"For that set run.threads = {before}"
         )
-    for note in check_memory(settings, checkpoint):
-        display.note(note)
-    steps = saved.train.steps, settings.train.steps
-    if rate := rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step):
-        display.note(rate)
-    return checkpoint
+    return notes
 
 
 def refuse_other_data(checkpoint: Checkpoint, fingerprint: str) -> None:
