@@ -56,7 +56,7 @@ def test_what_crosses_is_known_from_the_settings_alone(
     settings = slow_link(make_settings, pipeline__stages=4, **boundary)
     builder = StageBuilder(settings, torch.device("cpu"))
     ids = torch.zeros(settings.microbatch_size, settings.model.context, dtype=torch.long)
-    z = None
+    z = ids
     for cut in range(3):
         z = builder.build(cut)(z, ids)
         assert tuple(z.shape) == wire_shape(settings, cut)
