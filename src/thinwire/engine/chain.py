@@ -7,10 +7,10 @@ bit where both compute with one thread.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import (
@@ -146,7 +146,8 @@ class Chain(Joined):
         """End the step as the pipeline does; False where it was refused."""
         for update in self.updates:
             update.project()
-        self._gather_learned()
+        for below, above in itertools.pairwise(self.updates):
+            below.add_lent_gradients(above.take_borrowed_gradients())
         moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
         basis_DK = self.keepers[-1].propose() if moves else None
         norm = global_norm([square for update in self.updates for square in update.squared_norms()])
@@ -159,25 +160,9 @@ class Chain(Joined):
             update.commit(step, lr, norm)
         if basis_DK is not None:
             self._switch(basis_DK)
-        self._share_learned()
+        for stage, above in zip(self.stages, self.updates[1:], strict=False):
+            above.follow_lender(stage.lent())
         return True
-
-    def _gather_learned(self) -> None:
-        """The lender adds up what both ends of a cut have found."""
-        for own, copy in self._shared():
-            assert own.grad is not None and copy.grad is not None
-            own.grad += copy.grad
-            copy.grad = None
-
-    @torch.no_grad()
-    def _share_learned(self) -> None:
-        for own, copy in self._shared():
-            copy.copy_(own)
-
-    def _shared(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """What boundaries have learned: on the sender's side, and the receiver's copy."""
-        for below, above in itertools.pairwise(self.stages):
-            yield from zip(below.lent(), above.borrowed(), strict=True)
 
     def _switch(self, basis_DK: Tensor) -> None:
         """All stages share one space here: it moves once, and every stage's weights follow."""

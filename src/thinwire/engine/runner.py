@@ -11,10 +11,8 @@ step's first activation. Nobody waits an extra round trip for it.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port, Versions
 from thinwire.engine.progress import Progress
+from thinwire.engine.reports import StageCosts
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
@@ -34,17 +33,8 @@ from thinwire.wire import FrameKind
 
 FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step
 
-
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
-
-
-@dataclass
-class _InFlight:
-    """What a microbatch leaves behind between its forward and its backward."""
-
-    received: Tensor | None
-    output: Tensor
 
 
 class Runner:
@@ -73,7 +63,7 @@ class Runner:
         assert last.kind is Kind.U, "a validated training schedule ends with an update"
         self._autocast = autocast
         self._device = next(stage.parameters()).device
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # received, output
         self._losses: list[Tensor] = []
 
     def train_step(self, step: int, lr: float, decide: Decide) -> tuple[Verdict, float | None]:
@@ -135,11 +125,6 @@ class Runner:
             self._above.send_message(FrameKind.VALIDATED, step, verdict.to_bytes())
         return verdict.stop
 
-    def _take_validation(self, kind: FrameKind, step: int, number: int) -> Tensor | None:
-        if self._below is None:
-            return None
-        return self._below.take_tensor(kind, step, number, self._made_with())
-
     def _score(
         self,
         kind: FrameKind,
@@ -153,25 +138,19 @@ class Runner:
         with self._autocast():
             output = self._run_layers(received, batch)
             if self._above is None:
-                loss = self.stage.loss(output, batch.targets)
-                score.add(loss, output, batch.targets)
+                score.add(self.stage.loss(output, batch.targets), output, batch.targets)
         if self._above is not None:
             self._sync()
             self._above.send_tensor(kind, output, step, number, self._made_with())
 
-    def costs(self) -> dict[str, float]:
+    def costs(self) -> StageCosts:
         """Mean seconds of a forward, a backward and an update in the last step."""
-        microbatches = self._schedule.microbatches
-        update = self.trace.seconds("compute", "U") + self.trace.seconds("compute", "norm")
-        return {
-            "forward": self.trace.seconds("compute", "F") / microbatches,
-            "backward": self.trace.seconds("compute", "B") / microbatches,
-            "update": update,
-        }
-
-    def now(self) -> float:
-        """The clock of the trace."""
-        return time.monotonic()
+        seconds, count = self.trace.seconds, self._schedule.microbatches
+        return StageCosts(
+            seconds("compute", "F") / count,
+            seconds("compute", "B") / count,
+            seconds("compute", "U") + seconds("compute", "norm"),
+        )
 
     def _forward(self, step: int, microbatch: int) -> None:
         batch = self._feed.training(step, microbatch)
@@ -191,7 +170,7 @@ class Runner:
                     output = loss / self._schedule.microbatches
                     self._losses.append(output.detach())
             self._sync()
-        self._in_flight[microbatch] = _InFlight(received, output)
+        self._in_flight[microbatch] = received, output
         if self._above is not None:
             sent = output.detach()
             self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self._made_with())
@@ -201,22 +180,20 @@ class Runner:
         return self.stage(x, batch.inputs if self.stage.needs_ids else None)
 
     def _backward(self, step: int, microbatch: int) -> None:
-        kept = self._in_flight.pop(microbatch)
+        received, output = self._in_flight.pop(microbatch)
         gradient = None
         if self._above is not None:
             with self.trace.span("wait", f"B{microbatch}"):
                 gradient = self._above.take_tensor(
                     FrameKind.BACKWARD, step, microbatch, self._made_with()
-                )
+                ).to(output.dtype)
         with self.trace.span("compute", f"B{microbatch}"):
-            if gradient is not None:
-                gradient = gradient.to(kept.output.dtype)
-            torch.autograd.backward(kept.output, gradient)
+            torch.autograd.backward(output, gradient)
             self._sync()
         if self._below is not None:
-            assert kept.received is not None and kept.received.grad is not None
+            assert received is not None and received.grad is not None
             self._below.send_tensor(
-                FrameKind.BACKWARD, kept.received.grad, step, microbatch, self._made_with()
+                FrameKind.BACKWARD, received.grad, step, microbatch, self._made_with()
             )
 
     def _end_step(self, step: int, lr: float, decide: Decide) -> Verdict:
@@ -225,7 +202,10 @@ class Runner:
             with self.trace.span("compute", "norm"):
                 update.project()
                 self._sync()
-            self._gather_learned(step)
+            gradients = update.take_borrowed_gradients()
+            self._send_basis(self._below, step, gradients, FROM_ABOVE)
+            lent = self.stage.lent()
+            update.add_lent_gradients(self._take_basis(self._above, step, lent, FROM_ABOVE))
             if keeper.moves_after(step):
                 new_basis_DK = self._pass_move_down(step, keeper)
         with self.trace.span("compute", "norm"):
@@ -241,8 +221,9 @@ class Runner:
         if verdict.commit:
             if keeper is not None and new_basis_DK is not None:
                 self._move_basis(step, keeper, new_basis_DK)
-            if keeper is not None:
-                self._share_learned(step)
+            self._send_basis(self._above, step, self.stage.lent(), FROM_BELOW)
+            borrowed = self.stage.borrowed()
+            update.follow_lender(self._take_basis(self._below, step, borrowed, FROM_BELOW))
             with self.trace.span("compute", "U"):
                 update.check(step)
         return verdict
@@ -263,9 +244,10 @@ class Runner:
     @torch.no_grad()
     def _probe(self, step: int, number: int) -> float | None:
         """The loss of the first validation microbatch as things are, on the last stage."""
-        with self.trace.span("wait", "basis"):
-            received = self._take_validation(FrameKind.PROBE, step, number)
-        score = Score()
+        received, score = None, Score()
+        if self._below is not None:
+            with self.trace.span("wait", "basis"):
+                received = self._below.take_tensor(FrameKind.PROBE, step, number, self._made_with())
         with self.trace.span("compute", "U"):
             self.stage.eval()
             batch = self._feed.validation(0)
@@ -273,29 +255,16 @@ class Runner:
             self.stage.train()
             return score.loss if self._above is None else None
 
-    def _gather_learned(self, step: int) -> None:
-        """Add to the gradient of what is lent what its receiver found, before norms count."""
-        borrowed, lent = self.stage.borrowed(), self.stage.lent()
-        if self._below is not None and borrowed:
-            payload = _to_bytes([_gradient(parameter) for parameter in borrowed])
-            self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
-            for parameter in borrowed:
-                parameter.grad = None
-        if self._above is not None and lent:
-            payload = self._take_basis(self._above, step, FROM_ABOVE)
-            for parameter, found in zip(lent, _from_bytes(payload, lent), strict=True):
-                _gradient(parameter).add_(found)
-
     def _pass_move_down(self, step: int, keeper: Keeper) -> Tensor:
         """The basis that the last stage proposes, handed on to the stage below."""
         if self._above is None:
             with self.trace.span("compute", "norm"):
-                payload = _to_bytes([keeper.propose()])
+                basis_DK = keeper.propose()
         else:
-            payload = self._take_basis(self._above, step, FROM_ABOVE)
-        if self._below is not None:
-            self._below.send_message(FrameKind.BASIS, step, payload, FROM_ABOVE)
-        return _from_bytes(payload, [keeper.space.basis_DK])[0]
+            like = [keeper.space.basis_DK]
+            (basis_DK,) = self._take_basis(self._above, step, like, FROM_ABOVE)
+        self._send_basis(self._below, step, [basis_DK], FROM_ABOVE)
+        return basis_DK
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
@@ -313,21 +282,31 @@ class Runner:
             self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
         return verdict
 
-    def _share_learned(self, step: int) -> None:
-        """Send up what is lent; what is borrowed from the stage below follows."""
-        borrowed, lent = self.stage.borrowed(), self.stage.lent()
-        if self._above is not None and lent:
-            self._above.send_message(FrameKind.BASIS, step, _to_bytes(lent), FROM_BELOW)
-        if self._below is not None and borrowed:
-            payload = self._take_basis(self._below, step, FROM_BELOW)
-            with torch.no_grad():
-                for parameter, found in zip(borrowed, _from_bytes(payload, borrowed), strict=True):
-                    parameter.copy_(found)
+    def _send_basis(
+        self, port: Port | None, step: int, tensors: Sequence[Tensor], way: int
+    ) -> None:
+        """A basis or gradients of one to a neighbour, if there is any."""
+        if port is not None and tensors:
+            parts = [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
+            port.send_message(FrameKind.BASIS, step, b"".join(parts), way)
 
-    def _take_basis(self, port: Port, step: int, way: int) -> bytes:
-        """A basis, or a gradient of one, from a neighbour; the wait for it has its own name."""
+    def _take_basis(
+        self, port: Port | None, step: int, like: Sequence[Tensor], way: int
+    ) -> list[Tensor]:
+        """Tensors of the shapes of `like` from a neighbour; the wait for them has its own name."""
+        if port is None or not like:
+            return []
         with self.trace.span("wait", "basis"):
-            return port.take_message(FrameKind.BASIS, step, way)
+            payload = port.take_message(FrameKind.BASIS, step, way)
+        if len(payload) != sum(tensor.nbytes for tensor in like):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
+            raise StageError(
+                f"a basis of shape {shapes} has {sum(tensor.nbytes for tensor in like)} bytes, "
+                f"but {len(payload)} arrived"
+            )
+        flat = torch.frombuffer(bytearray(payload), dtype=like[0].dtype).to(like[0].device)
+        parts = flat.split([tensor.numel() for tensor in like])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
     def _sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
@@ -336,28 +315,3 @@ class Runner:
 
     def _made_with(self) -> Versions:
         return Versions(self._update.version, self._update.basis_version)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "a boundary reads all its parameters"
-    return parameter.grad
-
-
-def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
-    return b"".join(tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
-
-
-def _from_bytes(payload: bytes, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the shapes, types and devices of `like`; StageError when the size is another."""
-    sizes = [tensor.nbytes for tensor in like]
-    if len(payload) != sum(sizes):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
-        raise StageError(
-            f"a basis of shape {shapes} has {sum(sizes)} bytes, but {len(payload)} arrived"
-        )
-    found, start = [], 0
-    for tensor, size in zip(like, sizes, strict=True):
-        part = torch.frombuffer(bytearray(payload[start : start + size]), dtype=tensor.dtype)
-        found.append(part.reshape(tensor.shape).to(tensor.device))
-        start += size
-    return found

@@ -4,6 +4,7 @@ The same worker runs in a peer process over gRPC links and in a thread over in-m
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from thinwire.engine.reports import (
     Report,
     ShardFailed,
     ShardWritten,
-    StageCosts,
     Step,
     Versions,
     meters_of,
@@ -153,7 +153,7 @@ class Worker:
 
     def _train_step(self, runner: Runner, step: int, tell: Tell) -> Verdict:
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        start = runner.now()
+        start = time.monotonic()
         verdict, loss = runner.train_step(step, lr, self._decide)
         spans = [*runner.trace.spans]
         for port in self._ports:
@@ -170,9 +170,9 @@ class Worker:
                 grad_norm=verdict.grad_norm,
                 committed=verdict.commit,
                 start=start,
-                end=runner.now(),
+                end=time.monotonic(),
                 wait=runner.trace.seconds("wait"),
-                costs=StageCosts(**runner.costs()),
+                costs=runner.costs(),
                 spans=spans,
                 measures=keeper.measures(step) if keeper else {},
                 meters=meters_of(port.link for port in self._ports),
@@ -194,12 +194,12 @@ class Worker:
 
     def _evaluate(self, runner: Runner, done: int, tell: Tell) -> bool:
         """Validate and report the score; whether all stages leave now, as was asked meanwhile."""
-        start = runner.now()
+        start = time.monotonic()
         batches = self.feed.validation_count
         score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
         if score is not None:
             accuracy = score.accuracy if self.settings.model.sees_images else None
-            tell(Evaluation(done, score.loss, accuracy, runner.now() - start))
+            tell(Evaluation(done, score.loss, accuracy, time.monotonic() - start))
         return stop
 
     def _checkpoint(self, done: int, tell: Tell) -> None:
