@@ -1,5 +1,6 @@
 """A trained model in one process: how well it does, and text, from a checkpoint of any split."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from thinwire.run.ledger import bits_per_byte
 from thinwire.run.prepare import prepare_data
 
 
-class Model:
+class Model(Joined):
     """The whole model of a checkpoint, on one device, with the tokenizer it was trained with.
 
     A narrow boundary is part of the model. What codecs do to a tensor at a cut is done here too,
@@ -38,28 +39,25 @@ class Model:
     ):
         self.checkpoint = Checkpoint.open(place, allow_plugins)
         self.checkpoint.verify()
-        self.settings = self.checkpoint.settings
-        self.device = choose_device(device, 0)
+        super().__init__(self.checkpoint.settings, choose_device(device, 0))
         self.compression = compression
-        self._joined = Joined(self.settings, self.device)
-        self.stages = self._joined.stages
         for stage in self.stages:
-            restore_weights(stage, self._joined.builder.space, self.checkpoint)
+            restore_weights(stage, self.builder.space, self.checkpoint)
             stage.eval()
 
     @property
     def crosses_by_token(self) -> bool:
         """Whether every codec of this model lets each token cross by itself."""
-        cuts = self._joined.cuts if self.compression else []
-        return all(cut.lower.codecs[Leg.FORWARD].by_token for cut in cuts)
+        by_token = (cut.lower.codecs[Leg.FORWARD].by_token for cut in self.cuts)
+        return not self.compression or all(by_token)
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
         """Logits of every position or image; `number` tells a microbatch or token from the next.
 
         With the past of each stage, of the positions that follow those in it.
         """
-        self._joined.go_to(self.checkpoint.step, number, training=False)
-        return self._joined.logits(inputs, self.compression, pasts)
+        self.go_to(self.checkpoint.step, number, training=False)
+        return self.logits(inputs, self.compression, pasts)
 
     def notes(self) -> list[str]:
         """What whoever generates text with this model should know."""
@@ -93,8 +91,8 @@ class Model:
         def told(done: int, of: int) -> None:
             display.progress("eval", done, of, "microbatches")
 
-        feed, step = Feed(data, settings, self.device, batches), self.checkpoint.step
-        score = self._joined.validate(feed, step, self.compression, told)
+        feed = Feed(data, settings, self.device, batches)
+        score = self.validate(feed, self.checkpoint.step, self.compression, told)
         found = {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
@@ -136,69 +134,46 @@ class Model:
         tokenizer = self.tokenizer()
         ids = tokenizer.encode(prompt)
         if not ids:
-            ids = [self._start_of_text(tokenizer)]
-        return self._continued(
-            prompt, ids, tokenizer, _Choice(temperature, top_k, seed), tokens, cache
-        )
+            if tokenizer.end_of_text is None:
+                raise ConfigError(
+                    "an empty prompt begins a new text, but the tokenizer of "
+                    f"{self.checkpoint.folder} has no token between texts: give a prompt"
+                )
+            ids = [tokenizer.end_of_text]
+        logits = itertools.islice(self._logits_behind(ids, cache and self.crosses_by_token), tokens)
+        return _continued(prompt, ids, tokenizer, _Choice(temperature, top_k, seed), logits)
 
-    def _start_of_text(self, tokenizer: Tokenizer) -> int:
-        """What a text begins behind: the end of the one before."""
-        if tokenizer.end_of_text is None:
-            raise ConfigError(
-                "an empty prompt begins a new text, but the tokenizer of "
-                f"{self.checkpoint.folder} has no token between texts: give a prompt"
-            )
-        return tokenizer.end_of_text
-
-    def _continued(
-        self,
-        prompt: str,
-        ids: list[int],
-        tokenizer: Tokenizer,
-        choice: "_Choice",
-        tokens: int,
-        cache: bool,
-    ) -> Iterator[str]:
-        yield prompt
-        text = _TextOf(tokenizer, ids)
-        window = _Window(self, ids, cache and self.crosses_by_token)
-        for number in range(tokens):
+    def _logits_behind(self, ids: list[int], cached: bool) -> Iterator[Tensor]:
+        """What the model says of the token that follows `ids`, each time that they have grown."""
+        context = self.settings.model.context
+        first = seen = max(0, len(ids) - context)  # the window's first id; ids that the pasts hold
+        pasts = self._new_pasts() if cached else None
+        for number in itertools.count():
+            if len(ids) - first > context:
+                first = seen = len(ids) - max(1, context // 2)
+                pasts = self._new_pasts() if cached else None
+            ids_BT = torch.tensor([ids[seen if cached else first :]], device=self.device)
+            seen = len(ids)
             with torch.no_grad():
-                chosen = choice(window.next_logits(number).float().cpu())
-            if chosen == tokenizer.end_of_text:
-                break
-            ids.append(chosen)
-            yield text.whole_characters()
-        yield text.rest()
+                logits_V = self(ids_BT, number, pasts)[0, -1].float().cpu()
+            yield logits_V
+
+    def _new_pasts(self) -> list[Past]:
+        return [stage.new_past() for stage in self.stages]
 
 
-class _Window:
-    """The part of a growing text that the model sees, and what is kept of it between tokens."""
-
-    def __init__(self, model: Model, ids: list[int], cached: bool):
-        self._model = model
-        self._ids = ids
-        self._context = model.settings.model.context
-        self._first = max(0, len(ids) - self._context)
-        self._cached = cached
-        self._seen = 0  # how many ids the pasts have taken in
-        self._pasts: list[Past] | None = None
-        self._begin()
-
-    def next_logits(self, number: int) -> Tensor:
-        """What the model says of the token that follows."""
-        if len(self._ids) - self._first > self._context:
-            self._first = len(self._ids) - max(1, self._context // 2)
-            self._begin()
-        start = self._seen if self._cached else self._first
-        ids_BT = torch.tensor([self._ids[start:]], device=self._model.device)
-        self._seen = len(self._ids)
-        return self._model(ids_BT, number, self._pasts)[0, -1]
-
-    def _begin(self) -> None:
-        self._seen = self._first
-        if self._cached:
-            self._pasts = [stage.new_past() for stage in self._model.stages]
+def _continued(
+    prompt: str, ids: list[int], tokenizer: Tokenizer, choice: "_Choice", logits: Iterator[Tensor]
+) -> Iterator[str]:
+    yield prompt
+    text = _TextOf(tokenizer, ids)
+    for logits_V in logits:
+        chosen = choice(logits_V)
+        if chosen == tokenizer.end_of_text:
+            break
+        ids.append(chosen)
+        yield text.whole_characters()
+    yield text.rest()
 
 
 class _TextOf:
