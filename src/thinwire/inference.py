@@ -1,5 +1,6 @@
 """A trained model in one process: how well it does, and text, from a checkpoint of any split."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -87,10 +88,7 @@ class Model(Joined):
                 "the data is no longer what this checkpoint was trained on, so its validation "
                 "set may contain training data: restore the original data"
             )
-
-        def told(done: int, of: int) -> None:
-            display.progress("eval", done, of, "microbatches")
-
+        told = functools.partial(display.progress, "eval", unit="microbatches")
         feed = Feed(data, settings, self.device, batches)
         score = self.validate(feed, self.checkpoint.step, self.compression, told)
         found = {

@@ -12,7 +12,8 @@ import torch
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import EVALUATION_WINDOW, Due, Port, Versions
+from thinwire.engine.port import EVALUATION_WINDOW, Due, Port
+from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
@@ -21,7 +22,7 @@ SHAPE = (2, 4, 8)
 MICROBATCHES = 3
 VALIDATION_BATCHES = 40
 BASIS_BYTES = 24
-MADE_WITH = Versions(weights=7, basis=1)
+MADE_WITH = Versions(weight_version=7, basis_version=1)
 
 
 class Pair:

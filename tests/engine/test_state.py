@@ -106,8 +106,7 @@ def test_steps_can_be_undone(done: int, chain: Chain) -> None:
 def altered(snapshot: Snapshot, change: Callable[[dict[str, Tensor]], Any]) -> Snapshot:
     tensors = snapshot.tensors(snapshot.names())
     change(tensors)
-    return Snapshot(tensors, snapshot.settings, snapshot.step, snapshot.weight_version,
-                    snapshot.basis_version)  # fmt: skip
+    return Snapshot(tensors, snapshot.settings, snapshot.step, snapshot.versions)
 
 
 def test_every_tensor_and_every_fact_counts(chain: Chain) -> None:

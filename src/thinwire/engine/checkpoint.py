@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
-from thinwire.engine.source import Source
+from thinwire.engine.source import Source, Versions
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush
 from thinwire.settings import Settings
@@ -131,7 +131,8 @@ class Checkpoint(Source):
         allow_plugins: bool = False,
         trusted_plugins: Iterable[str] = (),
     ):
-        super().__init__(manifest["step"], manifest["weight_version"], manifest["basis_version"])
+        versions = Versions(manifest["weight_version"], manifest["basis_version"])
+        super().__init__(manifest["step"], versions)
         self.folder = folder
         self.manifest = manifest
         self.shards = shards

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from thinwire.codec import Codec, Leg, Place
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.mailbox import Mailbox
+from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, unpack_tally
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind, Link
@@ -61,16 +61,6 @@ class Due:
         """What the stage above sends: gradients and tallies."""
         kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
         return cls(frozenset(kinds), 0, first_step, basis_bytes=frozenset(basis_bytes))
-
-
-class Versions(NamedTuple):
-    """What a tensor was made with: how often weights were updated, and the basis moved."""
-
-    weights: int
-    basis: int
-
-    def __str__(self) -> str:
-        return f"weight version {self.weights} and basis version {self.basis}"
 
 
 class Port:
@@ -124,8 +114,8 @@ class Port:
                 sender=self._stage,
                 step=step,
                 microbatch=microbatch,
-                weight_version=made_with.weights,
-                basis_version=made_with.basis,
+                weight_version=made_with.weight_version,
+                basis_version=made_with.basis_version,
                 codec=codec.tag,
                 shape=tuple(tensor.shape),
                 payload=codec.pack(tensor.to(self._end.spec.dtype), place),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict, cast
 
 from thinwire.engine.checkpoint import Shard
+from thinwire.engine.source import Versions
 from thinwire.typed import Finite
 from thinwire.wire import Link
 
@@ -77,14 +78,6 @@ class Evaluation:
     loss: float
     accuracy: float | None
     seconds: Finite
-
-
-@dataclass(frozen=True)
-class Versions:
-    """How often weights and basis were updated."""
-
-    weight_version: int
-    basis_version: int
 
 
 @dataclass(frozen=True)

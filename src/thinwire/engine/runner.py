@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.port import Port, Versions
+from thinwire.engine.port import Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import StageCosts
 from thinwire.engine.trace import StepTrace
@@ -100,7 +100,7 @@ class Runner:
             number, received = action.microbatch, None
             if self._below is not None:
                 self._progress.begin(f"waits for validation batch {number} after step {step}")
-                received = self._below.take_evaluated(step, number, self._made_with())
+                received = self._below.take_evaluated(step, number, self._update.versions)
                 if received is None:
                     break
             if not leaves():
@@ -141,7 +141,7 @@ class Runner:
                 score.add(self.stage.loss(output, batch.targets), output, batch.targets)
         if self._above is not None:
             self._sync()
-            self._above.send_tensor(kind, output, step, number, self._made_with())
+            self._above.send_tensor(kind, output, step, number, self._update.versions)
 
     def costs(self) -> StageCosts:
         """Mean seconds of a forward, a backward and an update in the last step."""
@@ -158,7 +158,7 @@ class Runner:
         if self._below is not None:
             with self.trace.span("wait", f"F{microbatch}"):
                 received = self._below.take_tensor(
-                    FrameKind.FORWARD, step, microbatch, self._made_with()
+                    FrameKind.FORWARD, step, microbatch, self._update.versions
                 )
             received.requires_grad_()
         with self.trace.span("compute", f"F{microbatch}"):
@@ -173,7 +173,9 @@ class Runner:
         self._in_flight[microbatch] = received, output
         if self._above is not None:
             sent = output.detach()
-            self._above.send_tensor(FrameKind.FORWARD, sent, step, microbatch, self._made_with())
+            self._above.send_tensor(
+                FrameKind.FORWARD, sent, step, microbatch, self._update.versions
+            )
 
     def _run_layers(self, received: Tensor | None, batch: DeviceBatch) -> Tensor:
         x = batch.inputs if received is None else received
@@ -185,7 +187,7 @@ class Runner:
         if self._above is not None:
             with self.trace.span("wait", f"B{microbatch}"):
                 gradient = self._above.take_tensor(
-                    FrameKind.BACKWARD, step, microbatch, self._made_with()
+                    FrameKind.BACKWARD, step, microbatch, self._update.versions
                 ).to(output.dtype)
         with self.trace.span("compute", f"B{microbatch}"):
             torch.autograd.backward(output, gradient)
@@ -193,7 +195,7 @@ class Runner:
         if self._below is not None:
             assert received is not None and received.grad is not None
             self._below.send_tensor(
-                FrameKind.BACKWARD, received.grad, step, microbatch, self._made_with()
+                FrameKind.BACKWARD, received.grad, step, microbatch, self._update.versions
             )
 
     def _end_step(self, step: int, lr: float, decide: Decide) -> Verdict:
@@ -247,7 +249,9 @@ class Runner:
         received, score = None, Score()
         if self._below is not None:
             with self.trace.span("wait", "basis"):
-                received = self._below.take_tensor(FrameKind.PROBE, step, number, self._made_with())
+                received = self._below.take_tensor(
+                    FrameKind.PROBE, step, number, self._update.versions
+                )
         with self.trace.span("compute", "U"):
             self.stage.eval()
             batch = self._feed.validation(0)
@@ -312,6 +316,3 @@ class Runner:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _made_with(self) -> Versions:
-        return Versions(self._update.version, self._update.basis_version)

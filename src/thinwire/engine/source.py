@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -9,13 +10,23 @@ from thinwire.errors import CheckpointError
 from thinwire.settings import Settings
 
 
+@dataclass(frozen=True)
+class Versions:
+    """How often weights were updated, and the shared basis moved."""
+
+    weight_version: int
+    basis_version: int
+
+    def __str__(self) -> str:
+        return f"weight version {self.weight_version} and basis version {self.basis_version}"
+
+
 class Source(ABC):
     """Tensors by their global names, after `step` steps; `str` of it names it in errors."""
 
-    def __init__(self, step: int, weight_version: int, basis_version: int):
+    def __init__(self, step: int, versions: Versions):
         self.step = step
-        self.weight_version = weight_version
-        self.basis_version = basis_version
+        self.versions = versions
 
     @property
     @abstractmethod
@@ -51,14 +62,9 @@ class Snapshot(Source):
     """A state in memory: of a stage, or of all stages together."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        settings: Settings,
-        step: int,
-        weight_version: int,
-        basis_version: int,
+        self, tensors: Mapping[str, Tensor], settings: Settings, step: int, versions: Versions
     ):
-        super().__init__(step, weight_version, basis_version)
+        super().__init__(step, versions)
         self._tensors = tensors
         self._settings = settings
 

@@ -61,13 +61,8 @@ class StageState:
 
     def snapshot(self) -> Snapshot:
         """A copy that later steps do not change."""
-        return Snapshot(
-            {name: tensor.detach().clone() for name, tensor in self.tensors().items()},
-            self._settings,
-            self.step,
-            self._update.version,
-            self._update.basis_version,
-        )
+        tensors = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        return Snapshot(tensors, self._settings, self.step, self._update.versions)
 
     def restore(self, source: Source) -> None:
         """Become what the source holds; CheckpointError says what of it is missing or unfit."""
@@ -78,13 +73,12 @@ class StageState:
             keeper.load(source)
         for end in self._ends:
             end.load(source)
-        self._update.version = source.weight_version
+        self._update.version = source.versions.weight_version
         self.step = source.step
 
     def fingerprint(self) -> str:
         """A hash of every bit of it, and of the numbers of its step and versions."""
-        facts = self.step, self._update.version, self._update.basis_version
-        digest = hashlib.sha256(repr(facts).encode())
+        digest = hashlib.sha256(f"step {self.step}, {self._update.versions}".encode())
         for name, tensor in sorted(self.tensors().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
@@ -105,7 +99,7 @@ def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
         tensor.copy_(loaded[name])
     if space is not None and BASIS in source.names():
         space.basis_DK.copy_(source.tensors([BASIS])[BASIS])
-        space.version = source.basis_version
+        space.version = source.versions.basis_version
 
 
 def _moments(source: Source, parameters: Iterable[str]) -> dict[str, Tensor]:
@@ -120,7 +114,7 @@ def _moments(source: Source, parameters: Iterable[str]) -> dict[str, Tensor]:
     }
     wanted = set(parameters)
     missing = wanted - set(owners.values())
-    if source.weight_version > 0 and missing:
+    if source.versions.weight_version > 0 and missing:
         raise CheckpointError(
             f"{source} has no optimizer state for {len(missing)} parameters, such as "
             f"{min(missing)}: training cannot continue exactly"

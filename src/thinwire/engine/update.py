@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.keeper import Keeper
+from thinwire.engine.source import Versions
 from thinwire.errors import StageError
 from thinwire.model import Stage
 from thinwire.optim import StageOptimizer
@@ -55,9 +56,9 @@ class StageUpdate:
         return cls(stage, optimizer, settings.optim.clip, keeper)
 
     @property
-    def basis_version(self) -> int:
-        """How often the shared basis has moved."""
-        return self.keeper.space.version if self.keeper is not None else 0
+    def versions(self) -> Versions:
+        """Of the weights, and of the shared basis."""
+        return Versions(self.version, self.keeper.space.version if self.keeper else 0)
 
     def begin(self, step: int) -> None:
         """Before the first forward: note what a refused step must leave as it was."""

@@ -10,27 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.build import (
-    StageBuilder,
-    autocast_for,
-    choose_device,
-    prepare_torch,
-)
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed, open_data
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
 from thinwire.engine.progress import Progress
-from thinwire.engine.reports import (
-    Evaluation,
-    Report,
-    ShardFailed,
-    ShardWritten,
-    Step,
-    Versions,
-    meters_of,
-)
+from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
 from thinwire.engine.runner import Runner
 from thinwire.engine.state import StageState
 from thinwire.engine.update import StageUpdate
@@ -210,27 +197,21 @@ class Worker:
         except CheckpointError as error:
             tell(ShardFailed(done, str(error)))
             return
-        versions = Versions(self.update.version, self.update.basis_version)
         agreements = {str(end.cut): end.agreements() for end in self._ends()}
-        tell(ShardWritten(done, versions, shard, agreements))
+        tell(ShardWritten(done, self.update.versions, shard, agreements))
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
-        settings = self.settings
-        keeper = self.update.keeper
+        keeper, batches = self.update.keeper, self.feed.validation_count
         sizes = keeper.basis_bytes() if keeper else set()
-        from_below = Due.from_below(self.state.step, self.feed.validation_count, sizes)
-        from_above = Due.from_above(self.state.step, sizes)
-        below_port = self._port(below, self.below, from_below)
-        above_port = self._port(above, self.above, from_above)
         return Runner(
             self.stage,
             self.feed,
             self.update,
-            below_port,
-            above_port,
-            settings.schedule(),
+            self._port(below, self.below, Due.from_below(self.state.step, batches, sizes)),
+            self._port(above, self.above, Due.from_above(self.state.step, sizes)),
+            self.settings.schedule(),
             self.index,
-            autocast_for(settings.run.precision, self.device),
+            autocast_for(self.settings.run.precision, self.device),
             self.progress,
         )
 
