@@ -83,24 +83,20 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
                 found.append(timed(microbatch(width), device))
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
     constraint = builder.constraint(stage)
+    projection = timed(constraint.project_gradients, device) if constraint else 0.0
     gradients = {parameter: parameter.grad for parameter in stage.parameters()}
-
-    def restore_gradients() -> None:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
 
     def update_with(held: Constraint | None) -> float:
         optimizer = StageOptimizer(stage.global_parameters(), stage.roles(), settings.optim, held)
 
         def work() -> None:
-            restore_gradients()
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
             optimizer.step(1e-6)
 
         return timed(work, device)
 
     adamw, subspace = update_with(None), update_with(constraint)
-    restore_gradients()
-    projection = timed(constraint.project_gradients, device) if constraint else 0.0
     flat_ND = torch.randn(shape[0] * shape[1], model.dim, device=device)
     gather = timed(lambda: flat_ND.T @ flat_ND, device)
     covariance_DD, basis_DK = flat_ND.T @ flat_ND, builder.space.basis_DK

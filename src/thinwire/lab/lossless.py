@@ -16,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from operator import itemgetter
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from thinwire.boundary import SubspaceBoundary
 from thinwire.engine.chain import Chain
@@ -177,14 +179,14 @@ def largest_difference(reference: Tensors, other: Tensors) -> float:
 def clipping_difference(whole: Trace, chain: Trace, norm_of: str = "gradient") -> float:
     """How clipped gradients differ when the norm is that of the projected or the raw ones."""
 
-    def norm(gradients: Tensors) -> float:
-        return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    def norm(found: Trace, quantity: str) -> float:
+        return float(get_total_norm([gradient.double() for gradient in found[quantity].values()]))
 
     def clipped(found: Trace) -> Tensors:
-        scale = min(1.0, limit / norm(found[norm_of]))
+        scale = min(1.0, limit / norm(found, norm_of))
         return {name: gradient * scale for name, gradient in found["gradient"].items()}
 
-    limit = 0.5 * norm(whole["gradient"])  # so that it does clip
+    limit = 0.5 * norm(whole, "gradient")  # so that it does clip
     return largest_difference(clipped(whole), clipped(chain))
 
 
@@ -278,68 +280,58 @@ def examine(case: Case) -> list[Row]:
     ]
 
 
-def run(options: argparse.Namespace, say: Say) -> Outcome:
-    """Every way to cut, in every precision, and every way to break it."""
-    chosen = options.quick, options.seed, options.device
-    tried = [Case(*way, *chosen) for way in WAYS]
-    with warnings.catch_warnings():  # a CPU without bfloat16 says so at length
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        rows = [row for case in tried for row in examine(case)]
-    broken = [row for row in rows if row["broken"] != "-"]
-    kept = {
-        dtype: [row for row in rows if row["broken"] == "-" and row["dtype"] == dtype]
-        for dtype in PRECISIONS.values()
-    }
-    worst, mildest = max(map(largest, kept["float64"])), min(map(largest, broken))
-    settings = tried[0].settings()
-    facts: Row = {
-        "dim": settings.model.dim,
-        "rank": settings.boundary.rank,
-        "warm_up": WARM_UP_STEPS,
-    }
-    for dtype in ("float32", "bfloat16"):
-        facts[f"{dtype}_cut"] = max(map(largest, kept[dtype]))
-        facts[f"{dtype}_uncut"] = max(row[UNCUT] for row in kept[dtype])
-    return Outcome(
-        **words("lossless", **facts),
-        verdict=f"With 2, 4 and 8 stages of one and two blocks, subspace and reparam, no float64 "
-        f"figure changes by more than {worst:.1e} (limit {EXACT:.0e}). Every broken assumption "
-        f"shows, the mildest by {mildest:.1e} (limit {BROKEN:.0e}).",
-        holds=worst <= EXACT and mildest > BROKEN,
-        rows=[row for found in kept.values() for row in found] + broken,
-        figure=draw(kept, broken),
-    )
-
-
 def largest(row: Row) -> float:
     """The largest difference of any quantity in a row."""
     return max(row[quantity] for quantity in QUANTITIES if quantity in row)
 
 
+def run(options: argparse.Namespace, say: Say) -> Outcome:
+    """Every way to cut, in every precision, and every way to break it."""
+    chosen = options.quick, options.seed, options.device
+    cases = [Case(*way, *chosen) for way in WAYS]
+    with warnings.catch_warnings():  # a CPU without bfloat16 says so at length
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        rows = [row for case in cases for row in examine(case)]
+    kept = [row for row in rows if row["broken"] == "-"]
+    broken = [row for row in rows if row["broken"] != "-"]
+
+    def worst(dtype: str, figure: Callable[[Row], float] = largest) -> float:
+        return max(figure(row) for row in kept if row["dtype"] == dtype)
+
+    model, rank = cases[0].settings().model, cases[0].settings().boundary.rank
+    facts: Row = {"dim": model.dim, "rank": rank, "warm_up": WARM_UP_STEPS}
+    for dtype in ("float32", "bfloat16"):
+        facts[f"{dtype}_cut"] = worst(dtype)
+        facts[f"{dtype}_uncut"] = worst(dtype, itemgetter(UNCUT))
+    exact, mildest = worst("float64"), min(map(largest, broken))
+    return Outcome(
+        **words("lossless", **facts),
+        verdict=f"With 2, 4 and 8 stages of one and two blocks, subspace and reparam, no float64 "
+        f"figure changes by more than {exact:.1e} (limit {EXACT:.0e}). Every broken assumption "
+        f"shows, the mildest by {mildest:.1e} (limit {BROKEN:.0e}).",
+        holds=exact <= EXACT and mildest > BROKEN,
+        rows=kept + broken,
+        figure=draw(kept, broken),
+    )
+
+
 _ZERO = 1e-18  # where a difference of exactly zero is drawn
 
 
-def draw(kept: dict[str, list[Row]], broken: list[Row]) -> Figure:
+def draw(kept: list[Row], broken: list[Row]) -> Figure:
     """Differences by setting on the left, broken assumptions on the right, on one log scale."""
-    figure, (left, right) = canvas(
-        "What cuts change: the model in stages against the same model as a whole",
-        *((14, 6), 1, 2),
-        sharey=True,
-        width_ratios=[3, 2],
-    )
-    for dtype, rows in kept.items():
-        _points(left, rows, "setting", COLOURS[dtype])
-        left.plot([], [], "o", color=COLOURS[dtype], label=dtype)
+    title = "What cuts change: the model in stages against the same model as a whole"
+    figure, (left, right) = canvas(title, (14, 6), columns=2, sharey=True, width_ratios=[3, 2])
+    for dtype, colour in COLOURS.items():
+        _points(left, [row for row in kept if row["dtype"] == dtype], "setting", colour)
+        left.plot([], [], "o", color=colour, label=dtype)
     _points(right, broken, "broken", RED)
     for quantity, marker in QUANTITIES.items():
         left.plot([], [], marker, color=GREY, label=quantity)
     left.set_title("boundaries as they are", loc="left")
     right.set_title("one assumption broken, float64, all settings", loc="left")
-    left.set(
-        ylabel="largest relative difference, cut against uncut",
-        yscale="log",
-        ylim=(_ZERO / 4, 300),
-    )
+    left.set(ylabel="largest relative difference, cut against uncut", yscale="log")
+    left.set_ylim(_ZERO / 4, 300)
     ticks = {"equal": _ZERO, **{f"$10^{{{p}}}$": 10.0**p for p in range(-16, 3, 2)}}
     left.set_yticks(list(ticks.values()), list(ticks))
     left.axhline(EXACT, color=BLUE, linestyle="--")

@@ -50,10 +50,8 @@ class Way:
 
 
 BARE = Way("SubspaceAdamW, projected gradients", SKY, True, True)
-ENGINE = Way(
-    f"the same, weights re-projected every {REPROJECT_EVERY} steps (the engine)",
-    *(BLUE, True, True, REPROJECT_EVERY),
-)
+_ENGINE = f"the same, weights re-projected every {REPROJECT_EVERY} steps (the engine)"
+ENGINE = Way(_ENGINE, BLUE, True, True, REPROJECT_EVERY)
 STANDARD = Way("AdamW, projected gradients", RED, False, True)
 UNPROJECTED = Way("SubspaceAdamW, gradients as they are", ORANGE, True, False)
 NEITHER = Way("AdamW, gradients as they are", PINK, False, False)

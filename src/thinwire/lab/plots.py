@@ -6,10 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Colours of Okabe and Ito: told apart with every common form of colour blindness.
-BLUE, SKY, GREEN, ORANGE, RED, PINK = (
-    *("#0072B2", "#56B4E9", "#009E73"),
-    *("#E69F00", "#D55E00", "#CC79A7"),
-)
+BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
+ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 GREY = "#808080"
 
 
