@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from test_plan import RATE
+from thinwire.boundary import ImageBoundary
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.model import Stage, architecture
 from thinwire.plan import (
@@ -36,7 +37,9 @@ def test_the_costs_of_images_are_those_that_torch_counts(blocks: range) -> None:
     family = architecture(image_settings().model)
     stage = Stage(family.stage_layers(blocks))
     is_first, images = blocks.start == 0, 4
-    x = torch.randn((images, 3, 32, 32) if is_first else family.stream_shape(blocks.start, images))
+    x = torch.randn(images, 3, 32, 32)
+    if not is_first:
+        x = ImageBoundary().decode(torch.randn(family.stream_shape(blocks.start, images)), None)
     own = {t.data_ptr() for t in (*stage.parameters(), *stage.buffers())}
     kept: dict[int, int] = {}
 

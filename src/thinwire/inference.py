@@ -97,11 +97,8 @@ class Model(Joined):
             "compression": "on" if self.compression else "off",
             "valid_loss": score.loss,
         }
-        if settings.model.sees_images:
-            return {**found, "accuracy": score.accuracy, "images": score.count}
         ratio = bits_per_byte(score.loss, *feed.validation_text)
-        text = {"perplexity": _perplexity(score.loss), "bits_per_byte": ratio}
-        return {**found, **text, "tokens": score.count}
+        return {**found, **settings.model.task.figures(score, ratio)}
 
     def generate(self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
         """The prompt and its continuation. The same seed gives the same text on a machine."""
@@ -122,11 +119,8 @@ class Model(Joined):
         its older half is dropped, and the rest is computed anew. `cache` keeps what attention has
         computed of a window, where codecs let each token cross by itself; it changes no token.
         """
-        if self.settings.model.sees_images:
-            raise ConfigError(
-                f"{self.checkpoint.folder} holds a model that classifies images: it has no text "
-                "to continue. `thinwire eval` measures its accuracy"
-            )
+        if no_text := self.settings.model.task.no_text:
+            raise ConfigError(f"{self.checkpoint.folder} holds a model that {no_text}")
         if tokens < 1 or temperature < 0 or top_k < 0:
             raise ConfigError("tokens must be at least 1, temperature and top-k not negative")
         tokenizer = self.tokenizer()
@@ -216,11 +210,3 @@ class _Choice:
             logits_V = logits_V.masked_fill(logits_V < worst, -math.inf)
         shares_V = torch.softmax(logits_V / self._temperature, -1)
         return int(torch.multinomial(shares_V, 1, generator=self._generator))
-
-
-def _perplexity(loss: float) -> float:
-    """e to the loss; infinite where a float cannot hold it."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from thinwire.boundary import BoundaryConfig, DenseBoundary, build_boundary
+from thinwire.boundary import BoundaryConfig, DenseBoundary
 from thinwire.errors import ConfigError
 
 
 def test_what_is_encoded_decodes_to_itself() -> None:
-    boundary = build_boundary(BoundaryConfig(), 6, 10, None, receives=True)
+    boundary = DenseBoundary()
     x_BTD = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     z = boundary.encode(x_BTD, None)
     assert z.shape == x_BTD.shape
@@ -16,7 +16,7 @@ def test_what_is_encoded_decodes_to_itself() -> None:
 
 
 def test_the_gradient_crosses_unchanged() -> None:
-    boundary = DenseBoundary(6)
+    boundary = DenseBoundary()
     x_BTD = torch.zeros(2, 3, 6, requires_grad=True)
     gradient = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1))
     boundary.decode(boundary.encode(x_BTD, None), None).backward(gradient)
@@ -24,7 +24,7 @@ def test_the_gradient_crosses_unchanged() -> None:
 
 
 def test_it_has_no_parameters_and_reads_no_ids() -> None:
-    boundary = DenseBoundary(6)
+    boundary = DenseBoundary()
     assert list(boundary.parameters()) == []
     assert not boundary.needs_ids
 

@@ -17,7 +17,7 @@ def planes(seed: int = 0) -> Tensor:
 
 
 def test_a_row_is_a_pixel_with_its_channels() -> None:
-    boundary, x_BCSS = ImageBoundary(5, 3), planes()
+    boundary, x_BCSS = ImageBoundary(), planes()
     z_BPC = boundary.encode(x_BCSS, None)
     assert tuple(z_BPC.shape) == (2, 9, 5)
     assert z_BPC.is_contiguous()
@@ -30,13 +30,13 @@ def test_a_row_is_a_pixel_with_its_channels() -> None:
 
 
 def test_planes_in_another_layout_cross_too() -> None:
-    boundary, x_BCSS = ImageBoundary(5, 3), planes().contiguous()
+    boundary, x_BCSS = ImageBoundary(), planes().contiguous()
     z_BPC = boundary.encode(x_BCSS, None)
     assert z_BPC.is_contiguous() and torch.equal(boundary.decode(z_BPC, None), x_BCSS)
 
 
 def test_the_gradient_crosses_unchanged_and_in_the_layout_of_planes() -> None:
-    boundary, seen = ImageBoundary(5, 3), []
+    boundary, seen = ImageBoundary(), []
     x_BCSS = planes().requires_grad_()
     sent_BPC = boundary.encode(x_BCSS, None)
     x_BCSS.register_hook(lambda gradient: seen.append(gradient.stride()))
@@ -53,7 +53,7 @@ def test_convolutions_on_either_side_give_the_same_bits(dtype: torch.dtype) -> N
     torch.manual_seed(0)
     below, above = (nn.Conv2d(8, 8, 3, padding=1, bias=False).to(dtype) for _ in range(2))
     image = torch.randn(4, 8, 8, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    boundary, found = ImageBoundary(8, 8), []
+    boundary, found = ImageBoundary(), []
     for is_cut in (False, True):
         x = torch.relu(below(image))
         if is_cut:
@@ -69,7 +69,7 @@ def test_convolutions_on_either_side_give_the_same_bits(dtype: torch.dtype) -> N
 def test_what_a_model_lays_out_is_what_a_cut_delivers(shape: tuple[int, ...]) -> None:
     """Also of one channel or one pixel, where torch takes either layout for channels_last."""
     x_BCSS = torch.randn(shape)
-    boundary = ImageBoundary(shape[1], shape[2])
+    boundary = ImageBoundary()
     received = boundary.decode(boundary.encode(x_BCSS, None), None)
     laid_out = as_from_a_cut(x_BCSS)
     assert torch.equal(laid_out, x_BCSS) and laid_out.stride() == received.stride()

@@ -9,7 +9,7 @@ SPACE = Space(random_basis(8, 3, seed=0))
 
 
 def test_only_a_learned_basis_is_shared() -> None:
-    fixed = (DenseBoundary(8), SubspaceBoundary(SPACE), ProjectedBoundary(SPACE, False, False))
+    fixed = (DenseBoundary(), SubspaceBoundary(SPACE), ProjectedBoundary(SPACE, False, False))
     assert [boundary.shared() for boundary in fixed] == [[], [], []]
     learned = ProjectedBoundary(SPACE, False, True, (5, 8))
     assert [parameter is learned.basis for parameter in learned.shared()] == [True]

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from thinwire.data import Corpus, Order
-from thinwire.model import Stage, llama_layers
+from thinwire.model import Stage, architecture
 from thinwire.settings import Settings
 
 TOLERANCE = 1e-10
@@ -17,7 +17,7 @@ TOLERANCE = 1e-10
 def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, torch.Tensor]]:
     """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping."""
     torch.set_num_threads(1)
-    model = Stage(llama_layers(settings.model))
+    model = Stage(architecture(settings.model).layers())
     model.initialise(settings.model, settings.run.seed)
     model.double()
     matrices = [p for p in model.parameters() if p.ndim > 1]

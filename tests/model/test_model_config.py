@@ -6,6 +6,8 @@ import pytest
 
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS, ModelConfig, architecture
+from thinwire.model.task import IMAGES, TEXT
+from thinwire.typed import from_plain
 
 presets = pytest.mark.parametrize("preset", PRESETS)
 
@@ -15,8 +17,8 @@ def test_every_preset_resolves_to_itself(preset: str) -> None:
     config = ModelConfig(preset=preset).resolved()
     assert {key: getattr(config, key) for key in PRESETS[preset]} == PRESETS[preset]
     assert config.resolved() == config
-    assert config.sees_images == (preset == "resnet18")
-    if not config.sees_images:
+    assert (config.task is IMAGES) == (preset == "resnet18")
+    if config.task is TEXT:
         assert config.head_dim * config.heads == config.dim
 
 
@@ -52,8 +54,8 @@ def test_a_key_overrides_its_preset_and_nothing_else(change: str) -> None:
     "change", ["layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context"]
 )
 def test_negative_sizes_are_refused(change: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model.{change} = -1 must not be negative"):
-        ModelConfig(**{change: -1}).resolved()
+    with pytest.raises(ConfigError, match=rf"model.{change} = -1 must be at least 0"):
+        from_plain(ModelConfig, {change: -1}, "model")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,9 @@ def test_an_image_model_has_its_own_keys(change: str) -> None:
         ({"channels": 2}, "model.channels = 2 must be 3, or 1 for grey images"),
         ({"preset": "tiny", "classes": 10}, 'model.classes = 10 has no effect .*preset = "tiny"'),
         ({"preset": "8b", "side": 32}, "model.side = 32 has no effect"),
-        ({"side": -1}, "model.side = -1 must not be negative"),
+        ({"side": -1}, "model.side = -1 must be at least 0"),
     ],
 )
 def test_keys_of_the_other_family_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(**{"preset": "resnet18", **changes}).resolved()
+        from_plain(ModelConfig, {"preset": "resnet18", **changes}, "model").resolved()

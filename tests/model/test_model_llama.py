@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from thinwire.model import ModelConfig, Stage, llama_layers, token_loss
+from thinwire.model import ModelConfig, Stage, architecture, token_loss
 from thinwire.model.llama import rotary_tables
 
 EXACT, FLOAT32 = 1e-10, 1e-5
@@ -34,7 +34,7 @@ def small_config(shape: str) -> ModelConfig:
 
 def lively_stage(config: ModelConfig) -> Stage:
     """The whole model in float64, with weights large enough that every part of it matters."""
-    stage = Stage(llama_layers(config)).double()
+    stage = Stage(architecture(config).layers()).double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in stage.parameters():

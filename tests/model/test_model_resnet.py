@@ -11,22 +11,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.model import Stage
-from thinwire.model.resnet import BLOCKS, ResNet, ResNetShape, resnet_layers
+from thinwire.boundary.image import to_pixels
+from thinwire.model import ModelConfig, Stage
+from thinwire.model.resnet import BLOCKS, ResNet
+from thinwire.model.task import ONE_PIXEL_SIDE
 from thinwire.schedule import split_layers
 
 EXACT = 1e-10
+
+
+def image_model(**sizes: int) -> ModelConfig:
+    return ModelConfig(preset="resnet18", **sizes).resolved()
+
+
 EPS, MOMENTUM = 1e-5, 0.1  # of every batch norm, torch's own
 SHAPES = {
-    "small": ResNetShape(width=4, classes=5, side=16),
-    "odd side, grey": ResNetShape(width=3, classes=2, channels=1, side=9),
+    "small": image_model(dim=4, classes=5, side=16),
+    "odd side, grey": image_model(dim=3, classes=2, channels=1, side=9),
 }
 TINY = SHAPES["small"]
 
 
-def lively_stage(shape: ResNetShape) -> Stage:
+def lively_stage(shape: ModelConfig) -> Stage:
     """The whole model in float64, every parameter and statistic at a value of its own."""
-    stage = Stage(resnet_layers(shape)).double()
+    stage = Stage(ResNet(shape).layers()).double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, value in state_of(stage).items():
@@ -105,7 +113,7 @@ def written_out(state: dict[str, Tensor], images_BCSS: Tensor, training: bool, e
     return x.flatten(2).mean(2) @ state["fc.weight"].T + state["fc.bias"], after
 
 
-def pictures(shape: ResNetShape, batch: int = 6) -> tuple[Tensor, Tensor]:
+def pictures(shape: ModelConfig, batch: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     size = (batch, shape.channels, shape.side, shape.side)
     images = torch.randn(size, generator=generator, dtype=torch.float64)
@@ -124,7 +132,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 def test_the_names_and_the_size_are_those_of_resnet18() -> None:
     with torch.device("meta"):
-        stage = Stage(resnet_layers(ResNetShape()))
+        stage = Stage(ResNet(image_model()).layers())
     assert list(state_of(stage)) == torchvision_names()
     assert sum(p.numel() for p in stage.parameters()) == 11_173_962  # its 3x3 stem, ten classes
 
@@ -180,7 +188,7 @@ def test_every_split_is_the_whole_model(split: list[int]) -> None:
                 value.copy_(state[name])
         x = stage(x)
         if blocks.stop < BLOCKS:
-            assert tuple(x.shape) == ResNet(TINY).stream_shape(blocks.stop, len(images))
+            assert to_pixels(x).shape == ResNet(TINY).stream_shape(blocks.stop, len(images))
         weights |= stage.global_parameters()
         after |= state_of(stage)
     assert torch.equal(x, logits)
@@ -192,29 +200,35 @@ def test_every_split_is_the_whole_model(split: list[int]) -> None:
 
 def test_four_stages_are_cut_after_the_first_three_groups() -> None:
     stages = split_layers(BLOCKS, [], 4)
-    names = [[plan.name for plan in ResNet(ResNetShape()).stage_layers(b)] for b in stages]
+    names = [[plan.name for plan in ResNet(image_model()).stage_layers(b)] for b in stages]
     assert names == [
         ["conv1", "bn1", "relu", "layer1.0", "layer1.1"],
         ["layer2.0", "layer2.1"],
         ["layer3.0", "layer3.1"],
         ["layer4.0", "layer4.1", "avgpool", "fc"],
     ]
-    crossing = [ResNet(ResNetShape()).stream_shape(blocks.stop, 128) for blocks in stages[:-1]]
-    assert crossing == [(128, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8)]
-    assert ResNet(ResNetShape()).stream_shape(0, 2) == (2, 64, 32, 32)
+    crossing = [ResNet(image_model()).stream_shape(blocks.stop, 128) for blocks in stages[:-1]]
+    assert crossing == [(128, 32 * 32, 64), (128, 16 * 16, 128), (128, 8 * 8, 256)]
+    assert ResNet(image_model()).stream_shape(0, 2) == (2, 32 * 32, 64)
 
 
 @pytest.mark.parametrize("side", [1, 2, 7, 10, 33])
 def test_the_shape_of_the_stream_holds_for_any_side(side: int) -> None:
-    shape = ResNetShape(width=2, side=side)
+    shape = image_model(dim=2, side=side)
     x = torch.zeros(2, 3, side, side)
-    stage = Stage(resnet_layers(shape)).eval()
+    stage = Stage(ResNet(shape).layers()).eval()
     for name, layer in zip(stage.names, stage.layers, strict=True):
         x = layer(x)
         if name.startswith("layer"):
             group, block = map(int, name.removeprefix("layer").split("."))
-            assert tuple(x.shape) == ResNet(shape).stream_shape(2 * group + block - 1, 2)
+            assert to_pixels(x).shape == ResNet(shape).stream_shape(2 * group + block - 1, 2)
     assert x.shape == (2, 10)
+
+
+@pytest.mark.parametrize("side", [1, 5, ONE_PIXEL_SIDE, ONE_PIXEL_SIDE + 1, 32])
+def test_images_up_to_a_known_side_end_as_one_pixel(side: int) -> None:
+    _, pixels, _ = ResNet(image_model(side=side)).stream_shape(BLOCKS, 1)
+    assert (pixels == 1) == (side <= ONE_PIXEL_SIDE)
 
 
 def test_weights_start_from_name_and_seed_alone() -> None:

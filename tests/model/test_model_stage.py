@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire.boundary import DenseBoundary, ProjectedBoundary
-from thinwire.model import ModelConfig, Narrow, Stage, architecture, llama_layers, token_loss
+from thinwire.model import ModelConfig, Narrow, Stage, architecture, token_loss
 from thinwire.model.llama import WRITERS
 from thinwire.optim.roles import Role
 from thinwire.subspace import Space, random_basis
@@ -19,7 +19,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=st
 
 
 def whole_model(dtype: torch.dtype = torch.float32, recompute: bool = False) -> Stage:
-    stage = Stage(llama_layers(CONFIG), recompute=recompute)
+    stage = Stage(architecture(CONFIG).layers(), recompute=recompute)
     stage.initialise(CONFIG, seed=1)
     return stage.to(dtype)
 
@@ -30,8 +30,8 @@ def stages_of(split: list[int], dtype: torch.dtype = torch.float32) -> list[Stag
     for start, stop in itertools.pairwise(starts):
         stage = Stage(
             architecture(CONFIG).stage_layers(range(start, stop)),
-            incoming=DenseBoundary(CONFIG.dim) if start > 0 else None,
-            outgoing=DenseBoundary(CONFIG.dim) if stop < CONFIG.layers else None,
+            incoming=DenseBoundary() if start > 0 else None,
+            outgoing=DenseBoundary() if stop < CONFIG.layers else None,
         )
         stage.initialise(CONFIG, seed=1)
         stages.append(stage.to(dtype))
@@ -58,7 +58,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 @splits
 def test_the_split_covers_every_layer_once_and_in_order(split: list[int]) -> None:
     names = [name for stage in stages_of(split) for name in stage.names]
-    assert names == [plan.name for plan in llama_layers(CONFIG)]
+    assert names == [plan.name for plan in architecture(CONFIG).layers()]
 
 
 @splits
@@ -73,13 +73,13 @@ def test_weights_do_not_depend_on_the_split(split: list[int]) -> None:
 def test_weights_depend_on_nothing_but_seed_and_name() -> None:
     first = dict(whole_model().global_parameters())
     torch.manual_seed(123)
-    wide = Stage(llama_layers(CONFIG)).double()
+    wide = Stage(architecture(CONFIG).layers()).double()
     wide.initialise(CONFIG, seed=1)
     assert same_bits({n: p.double() for n, p in first.items()}, dict(wide.global_parameters()))
 
 
 def test_each_seed_and_each_name_gives_other_weights() -> None:
-    one, two = whole_model(), Stage(llama_layers(CONFIG))
+    one, two = whole_model(), Stage(architecture(CONFIG).layers())
     two.initialise(CONFIG, seed=2)
     matrices = [p for p in one.global_parameters().values() if p.ndim > 1]
     for name, parameter in two.global_parameters().items():
@@ -92,7 +92,7 @@ def test_each_seed_and_each_name_gives_other_weights() -> None:
 
 def test_gains_start_at_one_and_writers_smaller_than_readers() -> None:
     wide = ModelConfig(layers=8, dim=96, heads=4, kv_heads=4, ffn=96, vocab=96).resolved()
-    stage = Stage(llama_layers(wide))
+    stage = Stage(architecture(wide).layers())
     stage.initialise(wide, seed=0)
     seen = set()
     for name, parameter in stage.global_parameters().items():
@@ -181,10 +181,10 @@ def test_a_boundary_may_ask_for_ids_on_either_side(end: str) -> None:
     class IdsBoundary(DenseBoundary):
         needs_ids = True
 
-    ends = {"incoming": DenseBoundary(CONFIG.dim), "outgoing": DenseBoundary(CONFIG.dim)}
+    ends = {"incoming": DenseBoundary(), "outgoing": DenseBoundary()}
     plans = architecture(CONFIG).stage_layers(range(1, 3))
     assert not Stage(plans, **ends).needs_ids
-    ends[end] = IdsBoundary(CONFIG.dim)
+    ends[end] = IdsBoundary()
     assert Stage(plans, **ends).needs_ids
 
 

@@ -7,7 +7,6 @@ from thinwire.lazy import on_first_use
 
 if TYPE_CHECKING:
     from thinwire.boundary.base import Boundary
-    from thinwire.boundary.build import build_boundary
     from thinwire.boundary.dense import DenseBoundary
     from thinwire.boundary.image import ImageBoundary
     from thinwire.boundary.narrow import ProjectedBoundary, SubspaceBoundary
@@ -19,14 +18,12 @@ __all__ = [
     "ImageBoundary",
     "ProjectedBoundary",
     "SubspaceBoundary",
-    "build_boundary",
 ]
 
 __getattr__ = on_first_use(
     __name__,
     {
         "base": ("Boundary",),
-        "build": ("build_boundary",),
         "dense": ("DenseBoundary",),
         "image": ("ImageBoundary",),
         "narrow": ("ProjectedBoundary", "SubspaceBoundary"),

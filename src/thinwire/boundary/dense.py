@@ -8,14 +8,8 @@ from thinwire.boundary.base import Boundary
 class DenseBoundary(Boundary):
     """Encode and decode are the identity."""
 
-    def __init__(self, dim: int):
-        super().__init__()
-        self.dim = dim
-
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """The activation itself."""
         return x_BTD
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """The activation itself."""
         return z

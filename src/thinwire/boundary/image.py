@@ -6,6 +6,8 @@ images what it finds in text, whatever number of pixels and channels a cut has.
 Shapes: B images, C channels, S pixels a side, P = S * S.
 """
 
+import math
+
 from torch import Tensor
 
 from thinwire.boundary.base import Boundary
@@ -37,15 +39,8 @@ class ImageBoundary(Boundary):
     Image models keep the channels of a pixel side by side in memory: neither end copies anything.
     """
 
-    def __init__(self, channels: int, side: int):
-        super().__init__()
-        self.channels = channels
-        self.side = side
-
     def encode(self, x_BCSS: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """Planes as pixels."""
         return to_pixels(x_BCSS)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """Pixels as planes."""
-        return to_planes(z, self.side)
+        return to_planes(z, math.isqrt(z.shape[1]))

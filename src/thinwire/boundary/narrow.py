@@ -62,22 +62,16 @@ class SubspaceBoundary(Boundary):
         return self.space.basis_DK
 
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """Coordinates of x - T_fixed[ids] in the basis."""
-        table_VK = self._anchor_coordinates() if self.anchored else None
+        table_VK = self.space.anchor_coordinates() if self.anchored else None
         return self._encode(x_BTD, self.basis_DK, ids_BT, table_VK)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """The stream from its coordinates."""
         table_VD = self.space.table_VD if self.anchored else None
         return self._decode(z, self.basis_DK, ids_BT, table_VD)
 
     def compile_ends(self, backend: str) -> None:
-        """Fuse what each end does into as few kernels as torch finds."""
         self._encode = torch.compile(to_coordinates, dynamic=False, backend=backend)
         self._decode = torch.compile(from_coordinates, dynamic=False, backend=backend)
-
-    def _anchor_coordinates(self) -> Tensor:
-        return self.space.anchor_coordinates()
 
 
 class ProjectedBoundary(SubspaceBoundary):

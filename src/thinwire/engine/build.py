@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from thinwire.boundary import Boundary, ImageBoundary, build_boundary
+from thinwire.boundary import Boundary, ProjectedBoundary, SubspaceBoundary
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
 from thinwire.model import Narrow, Stage, architecture
@@ -152,11 +152,13 @@ class StageBuilder:
 
     def _boundary(self, block: int, receives: bool) -> Boundary:
         """One end of the cut before `block`."""
-        boundary, model, space = self.settings.boundary, self.settings.model, self.space
-        if model.sees_images:
-            _, channels, side, _ = self.architecture.stream_shape(block, 1)
-            return ImageBoundary(channels, side)
-        if space is not None and boundary.basis == "per-cut":
-            seed = boundary.basis_seed * 1_000_003 + block
+        config, space = self.settings.boundary, self.space
+        if space is None:
+            return self.architecture.dense()
+        if config.is_constrained:
+            return SubspaceBoundary(space)
+        if config.basis == "per-cut":
+            seed = config.basis_seed * 1_000_003 + block
             space = Space(self._basis(seed), space.table_VD)
-        return build_boundary(boundary, model.dim, model.vocab, space, receives)
+        table = (self.settings.model.vocab, config.table) if receives and config.table else None
+        return ProjectedBoundary(space, config.anchor == "fixed", config.learn, table)

@@ -6,7 +6,6 @@ Shapes: B sequences or images of a microbatch, T tokens of context.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,15 +21,9 @@ from thinwire.data.image_batches import (
     normalised,
 )
 from thinwire.errors import ConfigError, DataError
+from thinwire.model.task import Data
 from thinwire.settings import Settings
 from thinwire.settings.precision import WEIGHT_TYPES
-
-Data = Corpus | ImageSet
-
-
-def open_data(settings: Settings, folder: Path) -> Data:
-    """What was prepared for a run, mapped into memory."""
-    return ImageSet.open(folder) if settings.model.sees_images else Corpus.open(folder)
 
 
 class DeviceBatch:
@@ -105,10 +98,10 @@ class Feed:
         codecs = [c for cut in cuts for c in build_codecs(*settings.codec.names(cut)).values()]
         remembering = [codec.name for codec in codecs if codec.remembers_examples]
         if remembering and train.steps * train.batch <= self.example_count:
-            rows = "images" if settings.model.sees_images else "sequences"
             raise ConfigError(
                 f"{remembering[0]} remembers each training example until it comes back, but none "
-                f"does: train.steps = {train.steps} of train.batch = {train.batch} {rows} see "
+                f"does: train.steps = {train.steps} of train.batch = {train.batch} "
+                f"{settings.model.task.rows} see "
                 f"{train.steps * train.batch:,} of {self.example_count:,} examples, each once. "
                 "Train for several epochs, or choose a codec that does not remember examples, "
                 "such as one with +ef21"

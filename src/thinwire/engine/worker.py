@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.feed import Feed, open_data
+from thinwire.engine.feed import Feed
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
 from thinwire.engine.progress import Progress
@@ -62,7 +62,7 @@ class Worker:
         self.last = settings.pipeline.stages - 1
         self.stop_requested = threading.Event()
         self.device = choose_device(settings.run.device, self.index)
-        self.data = open_data(settings, assignment.corpus)
+        self.data = settings.model.task.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
@@ -185,7 +185,7 @@ class Worker:
         batches = self.feed.validation_count
         score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
         if score is not None:
-            accuracy = score.accuracy if self.settings.model.sees_images else None
+            accuracy = self.settings.model.task.accuracy(score)
             tell(Evaluation(done, score.loss, accuracy, time.monotonic() - start))
         return stop
 

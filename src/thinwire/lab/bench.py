@@ -22,7 +22,7 @@ from thinwire.lab.arms import Values, merged
 from thinwire.lab.bench_link import BARE, SIZES, Row, show, show_goodput
 from thinwire.lab.bench_link import Path as LinkPath
 from thinwire.lab.experiment import sheet
-from thinwire.model import Stage, llama_layers, token_loss
+from thinwire.model import Stage, architecture, token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_corpus
@@ -99,7 +99,7 @@ def bench_runtime(scratch: str) -> list[Row]:
 
 def plain_step_seconds(settings: Settings, corpus: Corpus) -> float:
     """Median step of an ordinary loop in this process, with all its threads."""
-    model = Stage(llama_layers(settings.model))
+    model = Stage(architecture(settings.model).layers())
     model.initialise(settings.model, settings.run.seed)
     optimizer = StageOptimizer(model.global_parameters(), model.roles(), settings.optim)
     feed = Feed(corpus, settings, torch.device("cpu"))

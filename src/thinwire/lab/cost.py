@@ -73,7 +73,7 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
         return work
 
     narrow_ends = settings.boundary.rank, stage.incoming, stage.outgoing
-    dense_ends = model.dim, DenseBoundary(model.dim), DenseBoundary(model.dim)
+    dense_ends = model.dim, DenseBoundary(), DenseBoundary()
     narrow: list[float] = []
     dense: list[float] = []
     with weights_rounded_once():

@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.codec import Leg
 from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Chain
-from thinwire.engine.feed import Feed, open_data
+from thinwire.engine.feed import Feed
 from thinwire.folders import replace_file
 from thinwire.lab.arms import Arm
 from thinwire.lab.outcome import Row
@@ -62,7 +62,7 @@ class Errors:
 def train(arm: Arm, shared: dict[str, Any]) -> Row:
     """What an arm's process does: train the arm on what its grid shares."""
     settings = arm.settings(shared["base"])
-    data = open_data(settings, Path(shared["data"]))
+    data = settings.model.task.open(Path(shared["data"]))
     chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
     if shared["from"]:
         load_weights(chain, Path(shared["from"]))
@@ -88,7 +88,8 @@ def train_measured(chain: Chain, points: int = 0) -> Row:
     seconds = time.perf_counter() - start
     on, off = chain.score(), chain.score(compressed=False)
     figures: Row = {"loss": on.loss, "loss_off": off.loss}
-    if chain.settings.model.sees_images:
+    task = chain.settings.model.task
+    if task.accuracy(on) is not None:
         figures |= {"accuracy": on.accuracy, "accuracy_off": off.accuracy}
     if points:
         figures["curve"] = curve

@@ -152,7 +152,7 @@ def cut_error(chain: Chain, inputs_BT: Tensor, targets_BT: Tensor) -> float:
     """Relative change of the loss by the chain's cuts, which are left open afterwards."""
     cut = float(token_loss(chain.logits(inputs_BT), targets_BT))
     for left, right in pairwise(chain.stages):
-        left.outgoing = right.incoming = DenseBoundary(chain.settings.model.dim)
+        left.outgoing = right.incoming = DenseBoundary()
     uncut = float(token_loss(chain.logits(inputs_BT), targets_BT))
     return abs(cut - uncut) / uncut
 

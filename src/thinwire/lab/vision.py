@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from thinwire.errors import DataError
 from thinwire.model import ModelConfig
-from thinwire.model.llama import WRITERS, RMSNorm, initialise
+from thinwire.model.llama import WRITERS, Llama, RMSNorm
 
 CHARACTERS = [chr(code) for code in range(33, 127)]
 FONTS = [
@@ -161,8 +161,9 @@ def classifier(kind: str, dim: int, depth: int, hidden: int, seed: int) -> Class
         blocks.append(Residual(RMSNorm(dim, 1e-5), mixing, across_patches=mixes))
         blocks.append(Residual(RMSNorm(dim, 1e-5), _feed_forward(dim, hidden)))
     model = Classifier(dim, blocks, keeps_grid=kind == "cnn")
+    start = Llama(ModelConfig(layers=depth))
     for name, parameter in model.named_parameters():
-        initialise(name, parameter, ModelConfig(layers=depth), seed)
+        start.initialise(name, parameter, seed)
         if parameter.ndim > 1 and not name.endswith(WRITERS):
             parameter.data /= parameter.data.std() * math.sqrt(parameter[0].numel())
     return model

@@ -8,7 +8,6 @@ from thinwire.model.config import PRESETS, ModelConfig
 if TYPE_CHECKING:
     from thinwire.model.base import Architecture, LayerPlan
     from thinwire.model.family import architecture
-    from thinwire.model.llama import llama_layers
     from thinwire.model.loss import Score, token_loss
     from thinwire.model.narrow import Narrow
     from thinwire.model.stage import Past, Stage
@@ -23,7 +22,6 @@ __all__ = [
     "Score",
     "Stage",
     "architecture",
-    "llama_layers",
     "token_loss",
 ]
 
@@ -32,7 +30,6 @@ __getattr__ = on_first_use(
     {
         "family": ("architecture",),
         "base": ("Architecture", "LayerPlan"),
-        "llama": ("llama_layers",),
         "loss": ("Score", "token_loss"),
         "narrow": ("Narrow",),
         "stage": ("Past", "Stage"),

@@ -4,10 +4,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.boundary import Boundary, DenseBoundary
+from thinwire.model.config import ModelConfig
 from thinwire.model.narrow import Narrow
 from thinwire.optim.roles import Role
 
@@ -42,6 +45,12 @@ class Architecture(ABC):
     first stage also has what comes before them, and the last one what comes after.
     """
 
+    dense: ClassVar[type[Boundary]] = DenseBoundary
+    """The boundary that carries all of the stream."""
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
+
     @abstractmethod
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
         """The whole model as a list; `narrow` where it writes into a subspace."""
@@ -52,7 +61,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
-        """What a batch has become after so many blocks: what a dense cut there carries."""
+        """What a dense cut after so many blocks carries: (batch, tokens or pixels, channels)."""
 
     @abstractmethod
     def forward_flops(self, blocks: range, batch: int) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.model.task import IMAGES, TEXT, Task
 from thinwire.typed import option
 
 _LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
@@ -80,9 +81,14 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "epsilon of the RMS norms", above=0)
 
     @property
-    def sees_images(self) -> bool:
-        """Whether it reads images and says a class, and not tokens and the next one."""
-        return "side" in PRESETS[self.preset]
+    def shape(self) -> dict[str, int]:
+        """The preset's own sizes: those that mean something to its family of models."""
+        return PRESETS[self.preset]
+
+    @property
+    def task(self) -> Task:
+        """What a model of this preset is trained to do."""
+        return IMAGES if "side" in self.shape else TEXT
 
     @property
     def head_dim(self) -> int:
@@ -94,71 +100,37 @@ class ModelConfig:
 
         `embed_std` is the embedding's spread where the config leaves it open.
         """
-        shape = PRESETS[self.preset]
-        filled: dict[str, Any] = {}
-        if not self.sees_images:
+        self._check_use()
+        filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
+        if "vocab" in self.shape:
             filled["embed_std"] = self.embed_std or embed_std
-        for key in SIZES:
-            value = getattr(self, key)
-            if value and key not in shape:
-                raise ConfigError(_no_use(key, value, self.preset, 0))
-            filled[key] = value or shape.get(key, 0)
         full = dataclasses.replace(self, **filled)
-        if full.sees_images:
-            _check_resnet(full)
-        else:
-            _check_llama(full)
+        full.task.check_model(full)
         return full
 
     def relaxed(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
         """The inverse of `resolved`: 0 for every size that is the preset's own."""
-        shape = PRESETS[self.preset]
-        own: dict[str, Any] = {k: 0 for k, value in shape.items() if getattr(self, k) == value}
+        own: dict[str, Any] = {k: 0 for k, size in self.shape.items() if getattr(self, k) == size}
         if self.embed_std == embed_std:
             own["embed_std"] = 0.0
         return dataclasses.replace(self, **own)
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
-        shape = PRESETS[self.preset]
-        sizes = {key: getattr(self, key) for key in SIZES}
+        preset = {key: self.shape.get(key, 0) for key in SIZES}
         return {
-            key: (value, shape.get(key, 0))
-            for key, value in sizes.items()
-            if value not in (0, shape.get(key, 0))
+            key: (getattr(self, key), size)
+            for key, size in preset.items()
+            if getattr(self, key) not in (0, size)
         }
 
-
-def _check_llama(config: ModelConfig) -> None:
-    if config.dim % config.heads or config.head_dim % 2:
-        raise ConfigError(
-            f"model.dim = {config.dim} must split into model.heads = {config.heads} heads of even "
-            f"width (rotary positions turn pairs of channels)"
-        )
-    if config.heads % config.kv_heads:
-        raise ConfigError(
-            f"model.heads = {config.heads} must be a multiple of model.kv_heads = {config.kv_heads}"
-        )
-
-
-def _check_resnet(config: ModelConfig) -> None:
-    default = ModelConfig()
-    for key in _LLAMA_REALS:
-        if getattr(config, key) != getattr(default, key):
-            raise ConfigError(
-                _no_use(key, getattr(config, key), config.preset, getattr(default, key))
-            )
-    blocks = PRESETS[config.preset]["layers"]
-    if config.layers != blocks:
-        raise ConfigError(
-            f"model.layers = {config.layers}, but {config.preset} has {blocks} blocks: only its "
-            "width, model.dim, can be chosen"
-        )
-    if config.channels not in (1, 3):
-        raise ConfigError(f"model.channels = {config.channels} must be 3, or 1 for grey images")
-
-
-def _no_use(key: str, value: float, preset: str, default: float) -> str:
-    return (
-        f'model.{key} = {value} has no effect with model.preset = "{preset}": leave it at {default}'
-    )
+    def _check_use(self) -> None:
+        """Refuse keys that mean nothing to this family of models."""
+        used = {*self.shape, *(_LLAMA_REALS if "vocab" in self.shape else ())}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("preset", *used) and value != field.default:
+                raise ConfigError(
+                    f"model.{field.name} = {value} has no effect with model.preset = "
+                    f'"{self.preset}": leave it at {field.default}'
+                )

@@ -18,7 +18,6 @@ from thinwire.model.past import KeyValues
 from thinwire.optim.roles import Role
 
 EMBEDDING = "model.embed_tokens"
-BLOCKS = "model.layers."
 WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -136,63 +135,50 @@ class Block(nn.Module):
         return KeyValues(len(self.cos_TE))
 
 
-def llama_layers(config: ModelConfig, narrow: Narrow | None = None) -> list[LayerPlan]:
-    """The whole model as a list: embedding, blocks, final norm, head."""
-
-    def embedding() -> nn.Module:
-        if narrow is None:
-            # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
-            empty_VD = torch.empty(config.vocab, config.dim)
-            return nn.Embedding.from_pretrained(empty_VD, freeze=False)
-        return narrow.embedding(config.vocab, config.dim)
-
-    def block(index: int) -> LayerPlan:
-        held = narrow if narrow is not None and index < narrow.blocks else None
-        return LayerPlan(f"{BLOCKS}{index}", lambda: Block(config, held), str(index), Role.MATRIX)
-
-    def head() -> nn.Module:
-        return nn.Linear(config.dim, config.vocab, bias=False)
-
-    return [
-        LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
-        *(block(index) for index in range(config.layers)),
-        LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
-        LayerPlan("lm_head", head, "head", Role.HEAD),
-    ]
-
-
-def initialise(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> None:
-    """Fill a parameter from its global name and the seed alone.
-
-    So weights do not depend on how layers are split, or on the order in which they are made.
-    Writers to the stream start smaller, by the number of writes that add up.
-    """
-    if parameter.ndim < 2:
-        nn.init.ones_(parameter)
-        return
-    spread = MATRIX_STD
-    if name.endswith(WRITERS):
-        spread /= (2 * config.layers) ** 0.5
-    elif name == f"{EMBEDDING}.weight":
-        spread = config.embed_std
-    with torch.no_grad():
-        drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
-        parameter.copy_(drawn * spread)
-
-
 class Llama(Architecture):
     """Llama-style decoders."""
 
-    def __init__(self, config: ModelConfig):
-        self._config = config
-
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
         """Embedding, blocks, final norm, head."""
-        return llama_layers(self._config, narrow)
+        config = self._config
+
+        def embedding() -> nn.Module:
+            if narrow is not None:
+                return narrow.embedding(config.vocab, config.dim)
+            # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
+            empty_VD = torch.empty(config.vocab, config.dim)
+            return nn.Embedding.from_pretrained(empty_VD, freeze=False)
+
+        def block(index: int) -> LayerPlan:
+            held = narrow if narrow is not None and index < narrow.blocks else None
+            name = f"model.layers.{index}"
+            return LayerPlan(name, lambda: Block(config, held), str(index), Role.MATRIX)
+
+        def head() -> nn.Module:
+            return nn.Linear(config.dim, config.vocab, bias=False)
+
+        return [
+            LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
+            *(block(index) for index in range(config.layers)),
+            LayerPlan("model.norm", lambda: RMSNorm(config.dim, config.norm_eps)),
+            LayerPlan("lm_head", head, "head", Role.HEAD),
+        ]
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Gains are one, matrices normal."""
-        initialise(name, parameter, self._config, seed)
+        """Gains are one, matrices normal. Writers to the stream start smaller, by the number of
+        writes that add up.
+        """
+        if parameter.ndim < 2:
+            nn.init.ones_(parameter)
+            return
+        spread = MATRIX_STD
+        if name.endswith(WRITERS):
+            spread /= (2 * self._config.layers) ** 0.5
+        elif name == f"{EMBEDDING}.weight":
+            spread = self._config.embed_std
+        with torch.no_grad():
+            drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
+            parameter.copy_(drawn * spread)
 
     def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
         """The residual stream, the same everywhere."""

@@ -11,14 +11,13 @@ Shapes: B images, C channels, S pixels a side, K classes.
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.boundary.image import as_from_a_cut
+from thinwire.boundary.image import ImageBoundary, as_from_a_cut
 from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.narrow import Narrow
 
@@ -28,23 +27,12 @@ BLOCKS = GROUPS * BLOCKS_PER_GROUP
 """What is split over stages: evenly over four, they are cut after layer1, layer2 and layer3."""
 
 
-@dataclass(frozen=True)
-class ResNetShape:
-    """What may differ between two ResNet-18: the width, and what is classified."""
-
-    width: int = 64
-    classes: int = 10
-    channels: int = 3
-    side: int = 32
-
-
 class Stem(nn.Conv2d):
     """The first convolution. It lays pixels out with their channels side by side, which
     convolutions are fastest on; what follows keeps that layout.
     """
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
-        """The image as `width` planes."""
         return super().forward(as_from_a_cut(x_BCSS))
 
 
@@ -64,7 +52,6 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
-        """The activation after this block."""
         x_BCSS = as_from_a_cut(x_BCSS)
         skip_BCSS = x_BCSS if self.downsample is None else self.downsample(x_BCSS)
         inner_BCSS = F.relu(self.bn1(self.conv1(x_BCSS)))
@@ -75,21 +62,7 @@ class MeanOverPixels(nn.Module):
     """One value per channel. A plain mean: its gradient is the same every time on every device."""
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
-        """The mean of each channel (B, C)."""
         return x_BCSS.mean(dim=(2, 3))
-
-
-def resnet_layers(shape: ResNetShape) -> list[LayerPlan]:
-    """The whole model as a list: stem, eight blocks, head."""
-    width = shape.width
-    return [
-        LayerPlan("conv1", lambda: Stem(shape.channels, width, 3, padding=1, bias=False), "stem"),
-        LayerPlan("bn1", lambda: nn.BatchNorm2d(width)),
-        LayerPlan("relu", nn.ReLU),
-        *(_block(shape, index) for index in range(BLOCKS)),
-        LayerPlan("avgpool", MeanOverPixels),
-        LayerPlan("fc", lambda: nn.Linear(_channels(shape, BLOCKS), shape.classes), "head"),
-    ]
 
 
 class _Convolution(NamedTuple):
@@ -109,13 +82,24 @@ class _Convolution(NamedTuple):
 class ResNet(Architecture):
     """ResNet-18 of some width for images of some size."""
 
-    def __init__(self, shape: ResNetShape):
-        self._shape = shape
+    dense: ClassVar = ImageBoundary
 
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
         """Stem, eight blocks, head."""
         assert narrow is None, "a ResNet writes into no subspace"
-        return resnet_layers(self._shape)
+        config, width = self._config, self._config.dim
+
+        def stem() -> nn.Module:
+            return Stem(config.channels, width, 3, padding=1, bias=False)
+
+        return [
+            LayerPlan("conv1", stem, "stem"),
+            LayerPlan("bn1", lambda: nn.BatchNorm2d(width)),
+            LayerPlan("relu", nn.ReLU),
+            *(self._block(index) for index in range(BLOCKS)),
+            LayerPlan("avgpool", MeanOverPixels),
+            LayerPlan("fc", lambda: nn.Linear(self._channels(BLOCKS), config.classes), "head"),
+        ]
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
         """Convolutions by the rule of He et al. for what leaves them, the classifier uniformly by
@@ -137,23 +121,20 @@ class ResNet(Architecture):
 
     def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
         """Fewer pixels and more channels from group to group; the stem has those of the first."""
-        side = self._shape.side
-        for _ in range(_group(blocks)):
-            side = (side + 1) // 2
-        return batch, _channels(self._shape, blocks), side, side
+        return batch, self._side(blocks) ** 2, self._channels(blocks)
 
     def logits(self, batch: int) -> int:
-        """One for each class."""
-        return batch * self._shape.classes
+        return batch * self._config.classes
 
     def forward_flops(self, blocks: range, batch: int) -> float:
         """Of the convolutions, and of the classifier on the last stage."""
         convolutions = [c for block in blocks for c in self._convolutions(block)]
         if blocks.start == 0:
-            convolutions.append(self._stem())
+            config = self._config
+            convolutions.append(_Convolution(config.channels, 3, config.dim, config.side))
         total = batch * sum(convolution.flops for convolution in convolutions)
         if blocks.stop == BLOCKS:
-            total += 2.0 * self.logits(batch) * _channels(self._shape, BLOCKS)
+            total += 2.0 * self.logits(batch) * self._channels(BLOCKS)
         return total
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
@@ -162,7 +143,7 @@ class ResNet(Architecture):
         """
         kept = math.prod(self.stream_shape(blocks.start, batch))
         if blocks.start == 0:
-            kept = 2 * kept + batch * self._shape.channels * self._shape.side**2
+            kept = 2 * kept + batch * self._config.channels * self._config.side**2
         for block in blocks:
             tensors = len(self._convolutions(block)) + 2
             kept += tensors * math.prod(self.stream_shape(block + 1, batch))
@@ -172,41 +153,39 @@ class ResNet(Architecture):
         """The first block on fewer images where a microbatch would take long."""
         one = sum(convolution.flops for convolution in self._convolutions(0))
         images = max(1, min(batch, int(most_flops / one)))
-        return Probe(_block(self._shape, 0), self.stream_shape(0, images), images * one)
+        side = self._side(0)
+        return Probe(self._block(0), (images, self._channels(0), side, side), images * one)
 
     def describe(self) -> str:
-        """Depth, width and images."""
-        shape = self._shape
+        config = self._config
         return (
-            f"{BLOCKS} blocks of width {shape.width} and more, {shape.classes} classes of images "
-            f"of {shape.channels} x {shape.side} x {shape.side}"
+            f"{BLOCKS} blocks of width {config.dim} and more, {config.classes} classes of images "
+            f"of {config.channels} x {config.side} x {config.side}"
         )
 
-    def _stem(self) -> _Convolution:
-        return _Convolution(self._shape.channels, 3, self._shape.width, self._shape.side)
+    def _block(self, index: int) -> LayerPlan:
+        inputs, channels = self._channels(index), self._channels(index + 1)
+        group, number = divmod(index, BLOCKS_PER_GROUP)
+        stride = 2 if group > 0 and number == 0 else 1
+        name = f"layer{group + 1}.{number}"
+        return LayerPlan(name, lambda: BasicBlock(inputs, channels, stride), str(index))
 
     def _convolutions(self, block: int) -> list[_Convolution]:
-        inputs = _channels(self._shape, block)
-        _, outputs, side, _ = self.stream_shape(block + 1, 1)
+        inputs, outputs = self._channels(block), self._channels(block + 1)
+        side = self._side(block + 1)
         found = [_Convolution(inputs, 3, outputs, side), _Convolution(outputs, 3, outputs, side)]
         return found if inputs == outputs else [*found, _Convolution(inputs, 1, outputs, side)]
 
+    def _channels(self, blocks: int) -> int:
+        return self._config.dim << _group(blocks)
 
-def _block(shape: ResNetShape, index: int) -> LayerPlan:
-    inputs, channels = _channels(shape, index), _channels(shape, index + 1)
-    group, number = divmod(index, BLOCKS_PER_GROUP)
-    stride = 2 if group > 0 and number == 0 else 1
-    name = f"layer{group + 1}.{number}"
-    return LayerPlan(name, lambda: BasicBlock(inputs, channels, stride), str(index))
+    def _side(self, blocks: int) -> int:
+        return -(-self._config.side >> _group(blocks))
 
 
 def _group(blocks: int) -> int:
     """The group of the last of so many blocks; the stem has the shape of the first."""
     return max(0, blocks - 1) // BLOCKS_PER_GROUP
-
-
-def _channels(shape: ResNetShape, blocks: int) -> int:
-    return shape.width << _group(blocks)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from thinwire.data import Corpus, ImageSet, prepare, prepare_images
+from thinwire.data import Corpus, prepare
 from thinwire.engine.build import parameter_count
 from thinwire.engine.feed import Data, Feed
 from thinwire.paths import cache_folder
@@ -14,7 +14,7 @@ from thinwire.settings import Settings
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
 
-DataT = TypeVar("DataT", Corpus, ImageSet)
+DataT = TypeVar("DataT", bound=Data)
 
 
 def describe(settings: Settings) -> list[str]:
@@ -41,10 +41,9 @@ def describe(settings: Settings) -> list[str]:
 
 def prepare_data(settings: Settings, display: Display) -> Data:
     """The data of these settings, from the cache if it was prepared before."""
-    if not settings.model.sees_images:
-        return prepare_corpus(settings, display)
-    images = prepare_images(settings.data.path, cache_folder(), _progress(display))
-    return _announced(images, settings, display)
+    task, vocab = settings.model.task, settings.model.vocab
+    data = task.prepare(settings.data, vocab, cache_folder(), _progress(display))
+    return _announced(data, settings, display)
 
 
 def prepare_corpus(settings: Settings, display: Display) -> Corpus:

@@ -12,12 +12,8 @@ from thinwire.wire import HEADER_BYTES
 
 def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
     """The shape of one microbatch's tensor at a cut."""
-    stream = _stream_shape(settings, cut)
-    if settings.model.sees_images:
-        batch, channels, side, _ = stream
-        return batch, side * side, channels
-    batch, context, dim = stream
-    return batch, context, dim if settings.boundary.mode == "dense" else settings.boundary.rank
+    batch, tokens, channels = _stream_shape(settings, cut)
+    return batch, tokens, settings.boundary.rank or channels
 
 
 def stream_width(settings: Settings, cut: int) -> int:

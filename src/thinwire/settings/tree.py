@@ -125,10 +125,16 @@ class Settings:
         settings = dataclasses.replace(
             self, run=run, model=self.model.resolved(self.optim.embed_std)
         )
-        _check_data(settings)
-        if settings.model.sees_images:
-            _check_images(settings)
-        boundary = settings.boundary.resolved(settings.model.dim, settings.split())
+        split = settings.split()
+        settings.model.task.check(
+            settings.model,
+            settings.data,
+            settings.boundary,
+            settings.pipeline,
+            settings.optim,
+            settings.microbatch_size,
+        )
+        boundary = settings.boundary.resolved(settings.model.dim, split)
         optim = settings.optim.resolved(settings.train.steps)
         settings = dataclasses.replace(settings, boundary=boundary, optim=optim)
         _check(settings)
@@ -186,7 +192,7 @@ class Settings:
     @property
     def unit(self) -> str:
         """What is counted where the speed and the bytes of a run are told: a token or an image."""
-        return "image" if self.model.sees_images else "token"
+        return self.model.task.unit
 
     def schedule(self) -> Schedule:
         """The training schedule, validated by simulation."""
@@ -255,67 +261,10 @@ def _check(settings: Settings) -> None:
             f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
             f"{len(settings.run.name.encode())} bytes, at most {LONGEST_NAME} are sure to fit"
         )
-    rows = "images" if settings.model.sees_images else "sequences"
     if train.batch % pipeline.microbatches:
         raise ConfigError(
-            f"train.batch = {train.batch} {rows} do not divide into "
+            f"train.batch = {train.batch} {settings.model.task.rows} do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     settings.schedule()
     settings.codec.check(pipeline.stages - 1)
-    if settings.model.sees_images:
-        _check_norms(settings)
-
-
-def _check_data(settings: Settings) -> None:
-    """Images are for a model that sees them, and text for one that does not."""
-    preset, source = settings.model.preset, settings.data.source
-    if settings.model.sees_images and source != "images":
-        raise ConfigError(
-            f'model.preset = "{preset}" classifies images, but data.source = "{source}" has none: '
-            'set data.source = "images" and data.path'
-        )
-    if not settings.model.sees_images and source == "images":
-        raise ConfigError(
-            f'model.preset = "{preset}" reads text, but data.source = "images": set model.preset '
-            '= "resnet18", or another source'
-        )
-
-
-def _check_images(settings: Settings) -> None:
-    """What has a meaning for text alone, or cannot work with a ResNet."""
-    preset, boundary, data = settings.model.preset, settings.boundary, settings.data
-    if boundary.mode != "dense" or boundary.rank:
-        raise ConfigError(
-            f'boundary.mode = "{boundary.mode}", rank = {boundary.rank} cannot work with '
-            f'model.preset = "{preset}": its stream changes its width from group to group and '
-            "passes through rectifiers, so no subspace holds it. Use dense, and a codec"
-        )
-    if settings.pipeline.recompute:
-        raise ConfigError(
-            f'pipeline.recompute = true cannot work with model.preset = "{preset}": its batch '
-            "norms would count every microbatch twice"
-        )
-    if settings.optim.name == "muon":
-        raise ConfigError(
-            f'optim.name = "muon" cannot work with model.preset = "{preset}": it is for matrices, '
-            "not convolutions; use sgd or adamw"
-        )
-    if data.tokenizer or data.valid_path or data.valid_fraction != DataConfig().valid_fraction:
-        raise ConfigError(
-            "data.tokenizer, data.valid_path and data.valid_fraction have no effect with "
-            'data.source = "images": a set of images brings its own test images'
-        )
-
-
-def _check_norms(settings: Settings) -> None:
-    """A batch norm needs two values of a channel to tell a spread."""
-    from thinwire.model import architecture  # which needs torch
-
-    *_, side = architecture(settings.model).stream_shape(settings.model.layers, 1)
-    if side == 1 and settings.microbatch_size == 1:
-        raise ConfigError(
-            f"images of model.side = {settings.model.side} end as one pixel, and microbatches of "
-            "one image then leave a batch norm a single value: raise train.batch, or lower "
-            "pipeline.microbatches"
-        )
