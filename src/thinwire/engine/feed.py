@@ -68,7 +68,7 @@ class Feed:
 
     def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
         """Which training examples the rows of a microbatch are; one may stand there twice."""
-        return self._source.examples(step, microbatch)
+        return tuple(self._source.order.microbatch(step, microbatch).examples_B.tolist())
 
     @property
     def validation_count(self) -> int:
@@ -111,12 +111,9 @@ class Feed:
 class _Source(ABC):
     """One kind of data behind a feed."""
 
+    order: Order | ImageOrder
     example_count: int
     validation_count: int
-
-    @abstractmethod
-    def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
-        """The numbers of the training examples."""
 
     @abstractmethod
     def training(self, step: int, microbatch: int) -> DeviceBatch:
@@ -136,7 +133,7 @@ class _Tokens(_Source):
 
     def __init__(self, corpus: Corpus, settings: Settings, device: torch.device, limit: int):
         context, size = settings.model.context, settings.microbatch_size
-        self._order = Order(
+        self.order: Order = Order(
             corpus.train,
             context,
             settings.train.batch,
@@ -146,7 +143,7 @@ class _Tokens(_Source):
         self._validation = Validation(corpus.valid, context, size, limit)
         self._valid_sizes = corpus.valid_sizes
         self._device = device
-        self.example_count = self._order.count
+        self.example_count = self.order.count
         self.validation_count = len(self._validation)
         if self._validation.size < size:
             raise DataError(
@@ -155,20 +152,13 @@ class _Tokens(_Source):
                 f"microbatch takes {size}: raise data.valid_fraction, or lower train.batch"
             )
 
-    def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
-        """The numbers of the windows."""
-        return tuple(self._order.microbatch(step, microbatch).examples_B.tolist())
-
     def training(self, step: int, microbatch: int) -> DeviceBatch:
-        """The ids of a training microbatch."""
-        return self._on_device(self._order.microbatch(step, microbatch))
+        return self._on_device(self.order.microbatch(step, microbatch))
 
     def validation(self, microbatch: int) -> DeviceBatch:
-        """The ids of a validation microbatch."""
         return self._on_device(self._validation.microbatch(microbatch))
 
     def validation_text(self) -> tuple[int, int]:
-        """Tokens and UTF-8 bytes of the text that the validation microbatches predict."""
         if self._valid_sizes is None:
             return 0, 0
         validation = self._validation
@@ -187,7 +177,7 @@ class _Images(_Source):
     def __init__(self, images: ImageSet, settings: Settings, device: torch.device, limit: int):
         _check_shape(images, settings)
         self._images = images
-        self._order = ImageOrder(
+        self.order: ImageOrder = ImageOrder(
             images.train, settings.train.batch, settings.pipeline.microbatches, settings.run.seed
         )
         self._size = settings.microbatch_size
@@ -197,16 +187,10 @@ class _Images(_Source):
         self.example_count = len(images.train)
         self.validation_count = evaluation_batch_count(images.test, self._size, limit)
 
-    def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
-        """The numbers of the images."""
-        return tuple(self._order.microbatch(step, microbatch).examples_B.tolist())
-
     def training(self, step: int, microbatch: int) -> DeviceBatch:
-        """Training images, each in its own variation of this epoch."""
-        return self._on_device(self._order.microbatch(step, microbatch), self._augment)
+        return self._on_device(self.order.microbatch(step, microbatch), self._augment)
 
     def validation(self, microbatch: int) -> DeviceBatch:
-        """Test images as they are."""
         return self._on_device(evaluation_batch(self._images.test, self._size, microbatch), False)
 
     def _on_device(self, batch: ImageBatch, augment: bool) -> DeviceBatch:
@@ -218,7 +202,7 @@ class _Images(_Source):
     def _normalised(self, batch: ImageBatch, augment: bool) -> Tensor:
         pixels_BCSS = torch.from_numpy(batch.pixels_BCSS).to(self._device)
         if augment:
-            pixels_BCSS = augmented(pixels_BCSS, self._order.seed, batch.place)
+            pixels_BCSS = augmented(pixels_BCSS, self.order.seed, batch.place)
         return normalised(pixels_BCSS, self._images.mean_C, self._images.std_C, self._dtype)
 
 
