@@ -20,6 +20,7 @@ from thinwire.data.image_batches import (
     evaluation_batch_count,
     normalised,
 )
+from thinwire.data.order import Shuffled
 from thinwire.errors import ConfigError, DataError
 from thinwire.model.task import Data
 from thinwire.settings import Settings
@@ -64,11 +65,11 @@ class Feed:
     @property
     def example_count(self) -> int:
         """Training examples there are, the same ones in every epoch."""
-        return self._source.example_count
+        return self._source.order.count
 
     def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
         """Which training examples the rows of a microbatch are; one may stand there twice."""
-        return tuple(self._source.order.microbatch(step, microbatch).examples_B.tolist())
+        return tuple(self._source.order.examples(step, microbatch).tolist())
 
     @property
     def validation_count(self) -> int:
@@ -111,45 +112,37 @@ class Feed:
 class _Source(ABC):
     """One kind of data behind a feed."""
 
-    order: Order | ImageOrder
-    example_count: int
+    order: Shuffled
     validation_count: int
 
     @abstractmethod
-    def training(self, step: int, microbatch: int) -> DeviceBatch:
-        """A training microbatch."""
+    def training(self, step: int, microbatch: int) -> DeviceBatch: ...
 
     @abstractmethod
-    def validation(self, microbatch: int) -> DeviceBatch:
-        """A validation microbatch."""
+    def validation(self, microbatch: int) -> DeviceBatch: ...
 
     def validation_text(self) -> tuple[int, int]:
-        """Tokens and bytes of the validation microbatches' text; none where it is not known."""
         return 0, 0
 
 
 class _Tokens(_Source):
     """Windows of a corpus."""
 
+    order: Order
+
     def __init__(self, corpus: Corpus, settings: Settings, device: torch.device, limit: int):
-        context, size = settings.model.context, settings.microbatch_size
-        self.order: Order = Order(
-            corpus.train,
-            context,
-            settings.train.batch,
-            settings.pipeline.microbatches,
-            settings.run.seed,
-        )
+        context, size, train = settings.model.context, settings.microbatch_size, settings.train
+        microbatches, seed = settings.pipeline.microbatches, settings.run.seed
+        self.order = Order(corpus.train, context, train.batch, microbatches, seed)
         self._validation = Validation(corpus.valid, context, size, limit)
         self._valid_sizes = corpus.valid_sizes
         self._device = device
-        self.example_count = self.order.count
         self.validation_count = len(self._validation)
         if self._validation.size < size:
             raise DataError(
                 f"the validation text makes {self._validation.size} sequences of {context} "
-                "tokens, but one "
-                f"microbatch takes {size}: raise data.valid_fraction, or lower train.batch"
+                f"tokens, but one microbatch takes {size}: raise data.valid_fraction, or lower "
+                "train.batch"
             )
 
     def training(self, step: int, microbatch: int) -> DeviceBatch:
@@ -174,17 +167,17 @@ class _Tokens(_Source):
 class _Images(_Source):
     """Images, varied in training where the settings say so."""
 
+    order: ImageOrder
+
     def __init__(self, images: ImageSet, settings: Settings, device: torch.device, limit: int):
         _check_shape(images, settings)
+        microbatches, seed = settings.pipeline.microbatches, settings.run.seed
+        self.order = ImageOrder(images.train, settings.train.batch, microbatches, seed)
         self._images = images
-        self.order: ImageOrder = ImageOrder(
-            images.train, settings.train.batch, settings.pipeline.microbatches, settings.run.seed
-        )
         self._size = settings.microbatch_size
         self._augment = settings.data.augment
         self._dtype = WEIGHT_TYPES[settings.run.precision]
         self._device = device
-        self.example_count = len(images.train)
         self.validation_count = evaluation_batch_count(images.test, self._size, limit)
 
     def training(self, step: int, microbatch: int) -> DeviceBatch:

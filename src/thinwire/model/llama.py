@@ -102,7 +102,6 @@ class FeedForward(nn.Module):
         self.down_proj = writer(config.ffn, config.dim, narrow)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What the feed-forward adds to the stream."""
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
@@ -181,11 +180,9 @@ class Llama(Architecture):
             parameter.copy_(drawn * spread)
 
     def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
-        """The residual stream, the same everywhere."""
         return batch, self._config.context, self._config.dim
 
     def logits(self, batch: int) -> int:
-        """One for each entry of the vocabulary at each position."""
         return batch * self._config.context * self._config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
@@ -215,7 +212,6 @@ class Llama(Architecture):
         return Probe(self.layers()[1], (sequences, context, config.dim), flops)
 
     def describe(self) -> str:
-        """Depth, width and context."""
         config = self._config
         return f"{config.layers} blocks of width {config.dim}, context {config.context}"
 
