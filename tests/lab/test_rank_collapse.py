@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.data import Corpus
+from thinwire.data import DataConfig, prepare
 from thinwire.lab import rank_collapse as lab
-from thinwire.lab.outcome import Outcome, write_outcome
+from thinwire.lab.experiment import EXPERIMENTS
+from thinwire.lab.outcome import write_outcome
 from thinwire.lab.vision import (
     CHARACTERS,
     FONTS,
@@ -168,26 +169,24 @@ def test_the_verdict_says_whose_collapse_it_is() -> None:
 
 
 def test_all_models_are_followed_and_reported(
-    corpus: Corpus,
-    make_settings: Callable[..., Settings],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    text = DataConfig(source="text", path=str(text_folder), valid_fraction=0.3)
+    corpus = prepare(text, 300, tmp_path / "cache")
+    monkeypatch.setattr(lab, "prepare", lambda *_: corpus)
     monkeypatch.setattr(lab, "IMAGES", 6)
     monkeypatch.setattr(lab, "PROBE", 1)
-    settings = make_settings(
-        run__precision="fp32", train__steps=2, pipeline__stages=1, pipeline__microbatches=1
-    )
-    trails = {task.name: lab.follow(task, settings, print) for task in lab.tasks(corpus, settings)}
-    assert list(trails) == list(lab.COLOURS)
-    holds, verdict = lab.judge(trails)
-    rows = [row for trail in trails.values() for row in trail.rows]
+    options = EXPERIMENTS["rank-collapse"].parse("--steps", "2", "--device", "cpu")
+    outcome = lab.run(options, print)
+    assert outcome.conclusion.startswith("Too small to decide: 2 steps, where at least 200 are")
+    assert outcome.notes[3] == "gradients, loss and accuracy: over 1 batches that no step trains on"
+    rows = outcome.rows
+    assert list(dict.fromkeys(row["model"] for row in rows)) == list(lab.COLOURS)
     assert len(rows) == 4 * 2 * 3  # models, weights and gradients, looks at 0, 1 and 2 updates
     for row in rows:
         assert 0 < row["share of full rank"] <= 1 and 0 < row["90 % energy in"] <= 1
         if row["what"] == "weight" and row["step"] == 0:
             assert row["share of random"] == pytest.approx(1, abs=0.2)
-    outcome = Outcome("rank-collapse", "?", verdict, holds, rows, lab.figure(trails), "thinwire")
     place = write_outcome(outcome, tmp_path)
     assert (place / "plot.png").stat().st_size > 10_000
     assert json.loads((place / "result.json").read_text())["rows"] == rows

@@ -12,7 +12,7 @@ from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.lab import stability as lab
-from thinwire.lab.experiment import sheet
+from thinwire.lab.experiment import EXPERIMENTS, sheet
 from thinwire.lab.outcome import Outcome, write_outcome
 from thinwire.settings import Settings
 from thinwire.subspace import captured_energy, random_basis
@@ -183,6 +183,15 @@ def test_all_arms_are_followed_and_reported(tracks: list[lab.Track], tmp_path: P
     place = write_outcome(outcome, tmp_path)
     assert (place / "plot.png").stat().st_size > 10_000
     assert len(json.loads((place / "result.json").read_text())["rows"]) == 6 + 4
+
+
+def test_the_whole_experiment_runs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "prepare", lambda *_: corpus)
+    options = EXPERIMENTS["subspace"].parse("--steps", "2", "--device", "cpu")
+    outcome = lab.run(options, print)
+    assert outcome.conclusion.startswith("Too small to decide: 2 steps, where at least 500 are")
+    assert len(outcome.rows) == 5 and outcome.name == "subspace"
+    assert outcome.notes[-1].endswith("steps before it: 1 at 20, 1 at 40, 1 at 60")
 
 
 def test_the_experiments_own_settings_can_work() -> None:

@@ -48,9 +48,11 @@ def run_bench(output: Path | None = None) -> None:
 
 def bench_steps(scratch: str) -> list[Row]:
     """Four stages as processes: each kind of limit, measured and simulated."""
+    print("step of 4 stages over emulated links: measured, and the simulator's bound for the same")
+    print("compute times (seconds, median of the steps; ratio of 1 = nothing lost)\n", flush=True)
     rows: list[Row] = []
     for name, values in CASES["slow_links"].items():
-        settings = _settings(scratch, name, values)
+        settings = settings_of(scratch, name, values)
         summary = train(settings, _quiet())
         measured, bound = summary["step_seconds_median"], summary["simulated_step_seconds"]
         rows.append(
@@ -63,22 +65,20 @@ def bench_steps(scratch: str) -> list[Row]:
                 "link busy": summary["link_utilisation"],
             }
         )
-    show(
-        "step of 4 stages over emulated links: measured, and the simulator's bound for the same "
-        "compute times (seconds, median of the steps; ratio of 1 = nothing lost)",
-        rows,
-    )
+    show(rows)
     return rows
 
 
 def bench_runtime(scratch: str) -> list[Row]:
     """Unlimited links: the same work in one plain process (0 stages), and in 1, 2 and 4 stages."""
+    print("the runtime's cost, links unlimited, compute dominating: seconds per step, and their")
+    print("ratio to a plain loop in one process (0 stages), the same model and batch\n", flush=True)
     values: Values = CASES["runtime"]
-    settings = _settings(scratch, "plain", values)
+    settings = settings_of(scratch, "plain", values)
     seconds = {0: plain_step_seconds(settings, prepare_corpus(settings, _quiet()))}
     for stages in (1, 2, 4):
         changed = merged(values, {"pipeline": {"stages": stages}})
-        summary = train(_settings(scratch, f"stages-{stages}", changed), _quiet())
+        summary = train(settings_of(scratch, f"stages-{stages}", changed), _quiet())
         seconds[stages] = summary["step_seconds_median"]
     rows: list[Row] = [
         {
@@ -89,11 +89,7 @@ def bench_runtime(scratch: str) -> list[Row]:
         }
         for stages, taken in seconds.items()
     ]
-    show(
-        "the runtime's cost, links unlimited, compute dominating: seconds per step, and their "
-        "ratio to a plain loop in one process (0 stages) with the same model and batch",
-        rows,
-    )
+    show(rows)
     return rows
 
 
@@ -117,7 +113,8 @@ def plain_step_seconds(settings: Settings, corpus: Corpus) -> float:
     return statistics.median(seconds[2:])
 
 
-def _settings(scratch: str, name: str, values: Values) -> Settings:
+def settings_of(scratch: str, name: str, values: Values) -> Settings:
+    """One run of the bench: what all share, with these values."""
     run = {"run": {"name": name, "out": scratch, "device": "cpu"}}
     return Settings.from_plain(merged(merged(CASES["base"], run), values))
 

@@ -228,22 +228,20 @@ def _other_end() -> None:
         print(json.dumps({**found, "arrivals": end.arrivals}), flush=True)
 
 
-def show(title: str, rows: list[Row]) -> None:
-    """Print a table under its title."""
+def show(rows: list[Row]) -> None:
+    """Print a table."""
     from thinwire.lab.outcome import markdown_table  # not above: the other end needs no torch
 
-    print(f"{title}\n\n{markdown_table(rows)}\n", flush=True)
+    print(f"{markdown_table(rows)}\n", flush=True)
 
 
 def show_goodput(path: Path, sizes: Sequence[int] = SIZES, seconds: float = 3.0) -> list[Row]:
     """Measure a path and print what was found."""
-    rows = goodput(path, sizes, seconds)
     rate = f"at {path.mbps:g} Mbit/s each way" if path.mbps else "without emulation"
-    show(
-        f"goodput {rate}, {path.latency_ms:g} ms one way, both directions at once; overhead: the "
-        "kernel's TCP bytes beyond the frames that the meter counts",
-        rows,
-    )
+    print(f"goodput {rate}, {path.latency_ms:g} ms one way, both directions at once; overhead:")
+    print("the kernel's TCP bytes beyond the frames that the meter counts\n", flush=True)
+    rows = goodput(path, sizes, seconds)
+    show(rows)
     return rows
 
 
@@ -266,12 +264,15 @@ def main() -> None:
     show_goodput(path, seconds=seconds)
     if not path.real:
         show_goodput(BARE, (1 << 20,), seconds)
+    print(
+        f"a single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}\n", flush=True
+    )
     rows = []
     for size, taken in alone(path).items():
         model = path.seconds(size)
         share = taken / model if model else None
         rows.append({"size": size, "ms": taken * 1e3, "model ms": model * 1e3, "of model": share})
-    show(f"a single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}", rows)
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -82,9 +82,13 @@ def look_at(matrices: Iterable[Tensor]) -> tuple[dict[str, float], np.ndarray]:
         spectra.append(np.interp(PLACES, np.linspace(0, 1, len(normalised)), normalised))
     names = ("stable rank", SHARE, "share of random", "90 % energy in")
     spectrum = np.mean(spectra, axis=0)
-    found = dict(zip(names, np.mean(figures, axis=0).tolist(), strict=True))
+    found = dict(zip(names, _means(figures), strict=True))
     quarter, half = spectrum[[len(PLACES) // 4, len(PLACES) // 2]].tolist()
     return {**found, "σ at 1/4": quarter, "σ at 1/2": half}, spectrum
+
+
+def _means(rows: Iterable[tuple[float, ...]]) -> list[float]:
+    return [float(np.mean(column)) for column in zip(*rows, strict=True)]
 
 
 @dataclass
@@ -147,7 +151,7 @@ class Trail:
             loss, right = task.loss(number)
             (loss / PROBE).backward()
             probes.append((float(loss.detach()), right))
-        loss_and_right = dict(zip(("loss", "accuracy"), np.mean(probes, 0).tolist(), strict=True))
+        loss_and_right = dict(zip(("loss", "accuracy"), _means(probes), strict=True))
         gradients = [p.grad for p in task.writers() if p.grad is not None]
         for what, matrices in (("weight", task.writers()), ("gradient", gradients)):
             found, spectrum = look_at(matrices)
