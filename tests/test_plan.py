@@ -171,6 +171,23 @@ def test_each_boundary_is_planned_with_its_own_codecs(make_settings: MakeSetting
     assert "each cut, per microbatch" in alike and "cut 0" not in alike
 
 
+def test_each_cut_is_planned_with_its_own_rank(make_settings: MakeSettings) -> None:
+    settings = slow_link(make_settings, pipeline__stages=3, **LEARNED, boundary__ranks=["1: 11"])
+    plan = make_plan(settings, RATE)
+    tokens = settings.tokens_per_microbatch
+    assert plan.costs.forward_bytes == [8 * 5 * tokens + 64, 8 * 11 * tokens + 64]
+    rows = plan_to_plain(plan)["boundaries"]
+    assert [row["basis_bytes"] for row in rows] == [8 * 32 * rank + 64 for rank in (5, 11)]
+    text = plan_text(plan)
+    assert "cut 1, per microbatch" in text and "cut 1, per step" in text
+    assert "each cut" not in text
+    alike = make_plan(slow_link(make_settings, pipeline__stages=3, **LEARNED), RATE)
+    more = [b - a for a, b in zip(alike.parameters, plan.parameters, strict=True)]
+    assert more == [0, 32 * 6, 32 * 6], "both ends of a cut hold its learned basis"
+    memory = [b - a for a, b in zip(alike.memory_bytes, plan.memory_bytes, strict=True)]
+    assert memory[0] == 0 and memory[1] == memory[2] > 0
+
+
 @pytest.mark.parametrize(
     ("preset", "split"),
     [("tiny", [4]), ("tiny", [1, 3]), ("mini", [3, 1, 2, 2]), ("8b", [8, 8, 8, 8])],
@@ -435,4 +452,6 @@ def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Ca
     (varies,) = size_notes(make_settings(codec__forward="step(3)+zstd"))
     assert "the most that these codecs may send" in varies
     (differ,) = size_notes(make_settings(pipeline__stages=3, codec__cuts=["1: forward=int8"]))
-    assert "of the first cut" in differ
+    assert "of the first cut; codec.cuts" in differ
+    (differ,) = size_notes(make_settings(**NARROW, boundary__ranks=["0: 7"]))
+    assert "of the first cut; boundary.ranks" in differ

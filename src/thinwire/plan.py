@@ -24,6 +24,7 @@ from thinwire.settings.crossing import (
     network_of,
     sizes_vary,
     stream_width,
+    wire_shape,
 )
 from thinwire.settings.precision import WEIGHT_TYPES
 
@@ -84,7 +85,8 @@ def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    return Costs(forward, backward, update, out, back, [basis_bytes(settings)] * len(sizes))
+    bases = [basis_bytes(settings, cut) for cut in range(len(sizes))]
+    return Costs(forward, backward, update, out, back, bases)
 
 
 def stage_parameters(settings: Settings, stage: int) -> int:
@@ -209,7 +211,11 @@ def _cut_lines(settings: Settings) -> list[str]:
     """What crosses per microbatch: one line for all cuts, or for each where they differ."""
     tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
-    alike = len({(settings.codec.names(cut), stream_width(settings, cut)) for cut in cuts}) == 1
+    kinds = {
+        (settings.codec.names(cut), stream_width(settings, cut), wire_shape(settings, cut))
+        for cut in cuts
+    }
+    alike = len(kinds) == 1
     lines = []
     for cut in cuts[:1] if alike else cuts:
         out, back = frame_bytes(settings, cut)
@@ -221,11 +227,11 @@ def _cut_lines(settings: Settings) -> list[str]:
             f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
-    if settings.boundary.learn:
-        lines.append(
-            f"each cut, per step: {human_bytes(basis_bytes(settings))} each way for its "
-            "learned basis"
-        )
+        if settings.boundary.learn:
+            lines.append(
+                f"{which}, per step: {human_bytes(basis_bytes(settings, cut))} each way for its "
+                "learned basis"
+            )
     return lines
 
 
@@ -264,7 +270,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "boundary": cut,
                 "forward_bytes": forward,
                 "backward_bytes": backward,
-                "basis_bytes": basis_bytes(plan.settings),
+                "basis_bytes": basis_bytes(plan.settings, cut),
             }
             for cut, (forward, backward) in enumerate(
                 zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)

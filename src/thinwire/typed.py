@@ -28,6 +28,7 @@ _HOLDS = {
     "at most": operator.le,
     "below": operator.lt,
 }
+_CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
 Finite = typing.Annotated[float, "finite"]
@@ -156,6 +157,27 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
     except (KeyError, ValueError, RecursionError):
         raise ConfigError(f"{place}: cannot read {_brief(text)} as {_type_name(wanted)}") from None
     return text
+
+
+def by_cut(texts: list[str], place: str, example: str, cuts: int | None = None) -> dict[int, str]:
+    """What a list of exceptions such as "2: int8" says of single cuts, in its order.
+
+    With `cuts`, the number of cuts that there are, others are refused.
+    """
+    found: dict[int, str] = {}
+    for index, text in enumerate(texts):
+        where = f'{place}[{index}] = "{text}"'
+        matched = _CUT.fullmatch(text)
+        if matched is None or not matched[2].strip():
+            raise ConfigError(f'{where} must look like "{example}"')
+        cut = int(matched[1])
+        if cut in found:
+            raise ConfigError(f"{where}: cut {cut} is listed twice")
+        if cuts is not None and cut >= cuts:
+            there = f"the cuts here are 0..{cuts - 1}" if cuts else "a single stage has no cut"
+            raise ConfigError(f"{where}: {there}")
+        found[cut] = matched[2].strip()
+    return found
 
 
 def _texts(text: str) -> list[str]:

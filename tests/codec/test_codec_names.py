@@ -23,6 +23,7 @@ from thinwire.codec import (
     register_codec,
 )
 from thinwire.codec.cast import FORMATS
+from thinwire.codec.config import PLAIN
 from thinwire.codec.parse import _CODECS
 from thinwire.errors import ConfigError
 
@@ -193,6 +194,11 @@ def test_spaces_do_not_matter_where_a_cut_differs(text: str) -> None:
 def test_a_cut_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match='must look like "0: forward=fp32 backward=bf16"'):
         CodecConfig(cuts=[text]).check(2)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_names_exist(name: str) -> None:
+    assert parse_codec(name).name == name
 
 
 def test_both_directions_are_built_and_the_key_is_named() -> None:

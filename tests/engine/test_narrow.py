@@ -15,6 +15,8 @@ from thinwire.engine.build import StageBuilder, parameter_count
 from thinwire.errors import ConfigError, WireError
 from thinwire.model import token_loss
 from thinwire.settings import Settings
+from thinwire.settings.crossing import basis_bytes, frame_bytes, wire_shape
+from thinwire.wire import HEADER_BYTES
 
 MODES = {
     "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
@@ -52,6 +54,20 @@ MODES = {
         "boundary__rank": 6,
         "boundary__anchor": "trainable",
         "boundary__table": 3,
+    },
+    "projected-ranks": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__ranks": ["0: 9"],
+        "boundary__anchor": "fixed",
+    },
+    "projected-ranks-learned": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__ranks": ["0: 3"],
+        "boundary__basis": "per-cut",
+        "boundary__learn": True,
+        "boundary__anchor": "trainable",
     },
 }
 
@@ -212,6 +228,40 @@ def test_resume_is_bitwise_across_a_move(
         assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
 
 
+@pytest.mark.parametrize("own", [{}, {"boundary__basis": "per-cut", "boundary__learn": True}])
+def test_each_cut_sends_its_own_rank_as_planned(
+    own: dict, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """Bytes at the meters of all four stages are those of the settings, bases included."""
+    settings = make_settings(
+        pipeline__stages=4,
+        boundary__mode="projected",
+        boundary__rank=6,
+        boundary__ranks=["2: 11", "0: 3"],
+        train__eval_batches=1,
+        **own,
+    )
+    outcome = run_in_threads(settings)
+    microbatches = settings.train.steps * settings.pipeline.microbatches
+    for cut, rank in enumerate((3, 6, 11)):
+        assert wire_shape(settings, cut)[-1] == rank
+        out, back = frame_bytes(settings, cut)
+        up = outcome.steps(cut)[-1].meters[f"boundary-{cut}"]["sent"]
+        down = outcome.steps(cut + 1)[-1].meters[f"boundary-{cut}"]["sent"]
+        assert total(up["FORWARD"]) == microbatches * out
+        assert total(down["BACKWARD"]) == microbatches * back
+        bases = settings.train.steps * basis_bytes(settings, cut)
+        assert (total(down["BASIS"]) if own else 0) == bases
+        basis_DK = outcome.workers[cut].stage.outgoing.basis_DK
+        shared_DK = outcome.workers[cut].builder.space.basis_DK
+        assert basis_DK.shape == (settings.model.dim, rank)
+        assert own or torch.equal(basis_DK, shared_DK[:, :rank])
+
+
+def total(counted: dict[str, int]) -> int:
+    return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
+
+
 def test_moves_are_measured_and_versioned(
     make_settings: Callable, run_in_threads: Callable
 ) -> None:
@@ -273,6 +323,20 @@ def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus
             {"mode": "projected", "rank": 4, "basis": "per-cut", "basis_update_every": 5},
             "could not follow",
         ),
+        ({"mode": "subspace", "rank": 4, "ranks": ["0: 3"]}, "all stages share one basis"),
+        ({"mode": "reparam", "rank": 4, "ranks": ["0: 3"]}, "all stages share one basis"),
+        ({"mode": "dense", "ranks": ["0: 3"]}, "all channels cross"),
+        ({"mode": "projected", "rank": 4, "ranks": ["1: 3"]}, "the cuts here are 0..0"),
+        ({"mode": "projected", "rank": 4, "ranks": ["0: 32"]}, r"ranks\[0\] .* between 1 and"),
+        ({"mode": "projected", "rank": 4, "ranks": ["0: 0"]}, r"ranks\[0\] .* between 1 and"),
+        ({"mode": "projected", "rank": 4, "ranks": ["0: wide"]}, 'must look like "2: 96"'),
+        ({"mode": "projected", "rank": 4, "ranks": ["3"]}, 'must look like "2: 96"'),
+        ({"mode": "projected", "rank": 4, "ranks": ["0: 3", "0: 2"]}, "listed twice"),
+        (
+            {"mode": "projected", "rank": 4, "ranks": ["0: 3"], "basis_update_every": 5},
+            "leave one of them out",
+        ),
+        ({"mode": "projected", "ratio": 1.0}, "nothing is saved"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

@@ -115,6 +115,15 @@ def test_a_split_anew_says_whether_it_is_exact(
     assert ("not bit for bit" in stream.getvalue()) == noted
 
 
+def test_ranks_of_single_cuts_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
+    ranks = {"boundary__mode": "projected", "boundary__rank": 4, "boundary__ranks": ["0: 6"]}
+    saved = save(tmp_path, make_settings(**ranks))
+    open_resume(saved, make_settings(**ranks), silent())
+    for split in ({"pipeline__stages": 4}, {"pipeline__split": [1, 3]}):
+        with pytest.raises(ConfigError, match=r"boundary.ranks belong .* Keep its pipeline.stages"):
+            open_resume(saved, make_settings(**ranks, **split), silent())
+
+
 @pytest.mark.parametrize(("threads", "noted"), [(0, True), (1, False), (2, False)])
 def test_other_threads_on_resume_are_said(
     threads: int,

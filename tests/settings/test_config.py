@@ -251,6 +251,20 @@ def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Sett
     assert relaxed.resolved() == settings
 
 
+def test_a_rank_left_to_the_ratio_follows_the_model() -> None:
+    asked = ["boundary.mode=projected", "boundary.ratio=12.5"]
+    ranks = {"tiny": 10, "160m": 61, "8b": 327}
+    for preset, rank in ranks.items():
+        settings = load_settings(None, [*asked, f"model.preset={preset}"])
+        assert settings.boundary.rank == rank
+        assert settings.relaxed().boundary.rank == 0, "else it would stay when the model changes"
+    assert load_settings(None, [*asked[:1], "boundary.ratio=4096"]).boundary.rank == 1
+    chosen = load_settings(None, [*asked, "boundary.rank=64"])
+    assert chosen.boundary.rank == chosen.relaxed().boundary.rank == 64
+    assert any("boundary.ratio = 12.5 has no effect" in remark for remark in remarks(chosen))
+    assert not remarks(load_settings(None, asked))
+
+
 def test_the_comment_of_a_key_left_open_names_its_value() -> None:
     settings = load_settings(None, [])
     lines = to_toml(settings.relaxed(), settings).splitlines()
@@ -281,6 +295,7 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
         (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
         (["optim.momentum=0.5"], 'optim.momentum = 0.5 has no effect without optim.name = "sgd"'),
         (["boundary.basis=per-cut"], "boundary.basis = 'per-cut' has no effect without"),
+        (["boundary.ratio=8"], "boundary.ratio = 8.0 has no effect without a narrow boundary.mode"),
         (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
     ],
 )

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import re
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.typed import option
+from thinwire.typed import by_cut, option
 
 NARROW = ("subspace", "reparam", "projected")
 CONSTRAINED = ("subspace", "reparam")
@@ -21,7 +22,20 @@ class BoundaryConfig:
         "the same by parametrization; projected: free weights, compress at the cut only",
         ("dense", *NARROW),
     )
-    rank: int = option(0, "dimension of the subspace, less than model.dim; 0 for dense", least=0)
+    rank: int = option(
+        0,
+        "dimension of the subspace, less than model.dim; 0 = by ratio, and for dense",
+        least=0,
+    )
+    ratio: float = option(
+        0.0,
+        "with rank = 0: model.dim / rank, so that the rank (rounded down) follows the model",
+        least=1,
+        auto=0,
+    )
+    ranks: list[str] = option(  # noqa: RUF009 -- option makes a fresh list each time
+        [], 'projected: ranks of single cuts, counted from 0, such as "2: 96"'
+    )
     basis_seed: int = option(0, "seed of the basis and of the fixed token table")
     basis_update_every: int = option(
         0, "steps between updates of the shared basis; 0 = never", least=0, most=10**9
@@ -58,21 +72,34 @@ class BoundaryConfig:
 
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
-        last_stage = len(split[-1])
         if self.table and self.anchor != "trainable":
             raise ConfigError(
                 f"boundary.table = {self.table} has no meaning without boundary.anchor = "
                 '"trainable", whose table it narrows: leave it at 0'
             )
+        if self.ranks and self.mode != "projected":
+            why = "all channels cross" if self.mode == "dense" else "all stages share one basis"
+            raise ConfigError(
+                f'boundary.ranks cannot work with boundary.mode = "{self.mode}": {why}; use '
+                "projected, or leave it empty"
+            )
         if self.mode == "dense":
             return self._resolved_dense(dim)
-        if not 0 < self.rank < dim:
-            raise ConfigError(
-                f"boundary.rank = {self.rank} must lie between 1 and model.dim - 1 = {dim - 1} "
-                f'with boundary.mode = "{self.mode}": at the full width nothing is saved, use dense'
-            )
+        rank = self.rank or (max(1, int(dim / self.ratio)) if self.ratio else 0)
+        filled = dataclasses.replace(self, rank=rank)
+        filled._check_rank(rank, f"boundary.rank = {rank}", dim)
         if self.is_constrained:
-            return self._resolved_constrained(last_stage)
+            return filled._resolved_constrained(len(split[-1]))
+        return filled._resolved_projected(dim, len(split) - 1)
+
+    def _resolved_projected(self, dim: int, cuts: int) -> "BoundaryConfig":
+        for place, rank in enumerate(self._ranks(cuts).values()):
+            self._check_rank(rank, f'boundary.ranks[{place}] = "{self.ranks[place]}"', dim)
+        if self.ranks and self.basis_update_every:
+            raise ConfigError(
+                "boundary.basis_update_every cannot move a basis of which boundary.ranks gives "
+                "each cut another part: leave one of them out"
+            )
         if self.free_layers > 0:
             raise ConfigError(
                 "boundary.free_layers has no meaning with projected: all its weights are free"
@@ -97,10 +124,36 @@ class BoundaryConfig:
             )
         return dataclasses.replace(self, anchor=anchor, table=table, free_layers=0)
 
+    def rank_at(self, cut: int) -> int:
+        """Coordinates that cross a cut; 0 where all channels do."""
+        return self._ranks().get(cut, self.rank)
+
+    @property
+    def widest(self) -> int:
+        """The largest rank of any cut."""
+        return max(self.rank, *self._ranks().values(), 0)
+
+    def _ranks(self, cuts: int | None = None) -> dict[int, int]:
+        """What `ranks` says, in its order."""
+        found = by_cut(self.ranks, "boundary.ranks", "2: 96", cuts)
+        for place, text in enumerate(found.values()):
+            if not re.fullmatch(r"\d{1,9}", text):
+                raise ConfigError(
+                    f'boundary.ranks[{place}] = "{self.ranks[place]}" must look like "2: 96"'
+                )
+        return {cut: int(text) for cut, text in found.items()}
+
+    def _check_rank(self, rank: int, where: str, dim: int) -> None:
+        if not 0 < rank < dim:
+            raise ConfigError(
+                f"{where} must lie between 1 and model.dim - 1 = {dim - 1} with boundary.mode = "
+                f'"{self.mode}": at the full width nothing is saved, use dense'
+            )
+
     def relaxed(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The inverse of `resolved`: auto, 0 and -1 where they give the same."""
         auto = self
-        for key, value in (("table", 0), ("anchor", "auto"), ("free_layers", -1)):
+        for key, value in (("rank", 0), ("table", 0), ("anchor", "auto"), ("free_layers", -1)):
             freer = dataclasses.replace(auto, **{key: value})  # type: ignore[arg-type]
             with contextlib.suppress(ConfigError):  # a table of its own width needs its anchor
                 if freer.resolved(dim, split) == self:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from thinwire.codec.place import Leg
 from thinwire.errors import ConfigError
-from thinwire.typed import nearest, option
+from thinwire.typed import by_cut, nearest, option
 
 LEGS = tuple(leg.value for leg in Leg)
-_CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
+PLAIN = ("fp32", "bf16", "fp16", "fp8", *(f"int{bits}" for bits in range(2, 9)))
+"""Names known to exist without a look at the codecs themselves, which need torch."""
 _LEG = re.compile(r"(\w+)\s*=(?![^(]*\))")  # not within a codec's parentheses
 
 
@@ -52,31 +53,22 @@ class CodecConfig:
     def check(self, cuts: int) -> None:
         """Import the plugins, then refuse codecs that do not exist, of cuts that do not exist."""
         self._import_plugins()
-        default = CodecConfig()
-        if (self.forward, self.backward, self.cuts) == (default.forward, default.backward, []):
-            return  # known to exist, without torch, which codecs need
+        if {self.forward, self.backward} <= set(PLAIN) and not self.cuts:
+            return
         from thinwire.codec.parse import build_codecs
 
         build_codecs(self.forward, self.backward)
-        for place, cut in enumerate(self._overrides()):
-            if cut >= cuts:
-                there = f"the cuts here are 0..{cuts - 1}" if cuts else "a single stage has no cut"
-                raise ConfigError(f'codec.cuts[{place}] = "{self.cuts[place]}": {there}')
+        for place, cut in enumerate(self._overrides(cuts)):
             build_codecs(*self.names(cut), where=f"codec.cuts[{place}]")
 
-    def _overrides(self) -> dict[int, dict[str, str]]:
+    def _overrides(self, cuts: int | None = None) -> dict[int, dict[str, str]]:
         """What `cuts` says, in its order: the names by leg of each cut."""
         found: dict[int, dict[str, str]] = {}
-        for place, text in enumerate(self.cuts):
-            where = f'codec.cuts[{place}] = "{text}"'
-            matched = _CUT.fullmatch(text)
-            if matched is None or not matched[2].strip():
-                raise ConfigError(f'{where} must look like "0: forward=fp32 backward=bf16"')
-            cut = int(matched[1])
-            if cut in found:
-                raise ConfigError(f"{where}: cut {cut} is listed twice")
+        texts = by_cut(self.cuts, "codec.cuts", "0: forward=fp32 backward=bf16", cuts)
+        for place, (cut, text) in enumerate(texts.items()):
+            where = f'codec.cuts[{place}] = "{self.cuts[place]}"'
             found[cut] = {}
-            before, *parts = _LEG.split(matched[2])
+            before, *parts = _LEG.split(text)
             if before.strip():
                 parts = [before.strip(), "", *parts]
             for leg, name in zip(parts[::2], parts[1::2], strict=True):

@@ -106,8 +106,8 @@ class StageBuilder:
         with torch.device("meta" if self.device.type == "meta" else "cpu"):
             stage = Stage(
                 self.architecture.stage_layers(blocks, narrow),
-                incoming=self._boundary(blocks.start, True) if index > 0 else None,
-                outgoing=self._boundary(blocks.stop, False) if not is_last else None,
+                incoming=self._boundary(index - 1, receives=True) if index > 0 else None,
+                outgoing=self._boundary(index, receives=False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
                 next_name="" if is_last else self.architecture.block_name(blocks.stop),
             )
@@ -141,24 +141,27 @@ class StageBuilder:
             table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
                 self.device
             )
-        return Space(self._basis(boundary.basis_seed), table_VD)
+        return Space(self._basis(boundary.basis_seed, boundary.widest), table_VD)
 
-    def _basis(self, seed: int) -> torch.Tensor:
+    def _basis(self, seed: int, rank: int) -> torch.Tensor:
         """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
-        dim, rank = self.settings.model.dim, self.settings.boundary.rank
+        dim = self.settings.model.dim
         if self.device.type == "meta":
             return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
         return random_basis(dim, rank, seed).to(self.device, self.dtype)
 
-    def _boundary(self, block: int, receives: bool) -> Boundary:
-        """One end of the cut before `block`."""
+    def _boundary(self, cut: int, receives: bool) -> Boundary:
+        """One end of a cut. One of a lower rank takes the first columns of a shared basis."""
         config, space = self.settings.boundary, self.space
         if space is None:
             return self.architecture.dense()
         if config.is_constrained:
             return SubspaceBoundary(space)
+        rank = config.rank_at(cut)
         if config.basis == "per-cut":
-            seed = config.basis_seed * 1_000_003 + block
-            space = Space(self._basis(seed), space.table_VD)
+            seed = config.basis_seed * 1_000_003 + self.settings.split()[cut].stop
+            space = Space(self._basis(seed, rank), space.table_VD)
+        elif rank < config.widest:
+            space = Space(space.basis_DK[:, :rank], space.table_VD)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
         return ProjectedBoundary(space, config.anchor == "fixed", config.learn, table)

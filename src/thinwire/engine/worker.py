@@ -101,7 +101,7 @@ class Worker:
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
         largest = max((end.payload_limit() for end in self._ends()), default=0)
-        basis = 8 * self.settings.model.dim * self.settings.boundary.rank
+        basis = 8 * self.settings.model.dim * self.settings.boundary.widest
         return max(largest, basis) + 65536
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:

@@ -65,6 +65,12 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
             f"(in the checkpoint: {changed}): they decide what the weights mean. Start a "
             "new run instead"
         )
+    if settings.boundary.ranks and checkpoint.settings.split() != settings.split():
+        raise ConfigError(
+            f"cannot resume {checkpoint.folder} with its layers split differently: boundary.ranks "
+            "belong to the cuts of the run that saved it. Keep its pipeline.stages and "
+            "pipeline.split, or start a new run"
+        )
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(
             f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "

@@ -13,7 +13,7 @@ from thinwire.wire import HEADER_BYTES
 def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
     """The shape of one microbatch's tensor at a cut."""
     batch, tokens, channels = _stream_shape(settings, cut)
-    return batch, tokens, settings.boundary.rank or channels
+    return batch, tokens, settings.boundary.rank_at(cut) or channels
 
 
 def stream_width(settings: Settings, cut: int) -> int:
@@ -36,11 +36,11 @@ def sizes_vary(settings: Settings, cut: int) -> bool:
     return any(codec.size_varies for codec in _codecs(settings, cut))
 
 
-def basis_bytes(settings: Settings) -> int:
-    """Bytes of the frame that carries a learned basis up, or its gradient down, once a step."""
+def basis_bytes(settings: Settings, cut: int = 0) -> int:
+    """Bytes of the frame that carries a cut's learned basis up, or its gradient down, each step."""
     if not settings.boundary.learn:
         return 0
-    numbers = settings.model.dim * settings.boundary.rank
+    numbers = settings.model.dim * settings.boundary.rank_at(cut)
     return numbers * WEIGHT_TYPES[settings.run.precision].itemsize + HEADER_BYTES
 
 
@@ -49,8 +49,12 @@ def size_notes(settings: Settings) -> list[str]:
     notes = []
     if sizes_vary(settings, 0):
         notes.append("bytes: the most that these codecs may send; what they send varies")
-    if settings.codec.cuts:
-        notes.append("bytes: of the first cut; codec.cuts makes others differ")
+    for key, exceptions in (
+        ("codec.cuts", settings.codec.cuts),
+        ("boundary.ranks", settings.boundary.ranks),
+    ):
+        if exceptions:
+            notes.append(f"bytes: of the first cut; {key} makes others differ")
     return notes
 
 
