@@ -134,11 +134,11 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
                 prepare_worker(worker)
         below: list[Link | None] = [None] * count
         above: list[Link | None] = [None] * count
-        for boundary in range(count - 1):
-            name, limit = f"boundary-{boundary}", workers[boundary].max_payload()
+        for cut in range(count - 1):
+            name, limit = f"cut-{cut}", workers[cut].max_payload()
             lower, upper = memory_pair()
-            above[boundary] = Link(lower, Meter(), settings.link.nic(boundary), name, limit)
-            below[boundary + 1] = Link(upper, Meter(), settings.link.nic(boundary), name, limit)
+            above[cut] = Link(lower, Meter(), settings.link.nic(cut), name, limit)
+            below[cut + 1] = Link(upper, Meter(), settings.link.nic(cut), name, limit)
         reports: list[list[Report]] = [[] for _ in range(count)]
         failures: list[BaseException] = []
 

@@ -109,7 +109,7 @@ def test_the_frames_of_a_learned_basis_are_counted(make_settings: MakeSettings) 
     # Each takes its time on an uplink; the way up may overlap with the next step's first forward.
     more = with_basis.simulation.step_seconds - without.simulation.step_seconds
     assert 0.5 * size * 8 / 20e6 < more <= 2 * size * 8 / 20e6
-    assert plan_to_plain(with_basis)["boundaries"][0]["basis_bytes"] == size
+    assert plan_to_plain(with_basis)["cuts"][0]["basis_bytes"] == size
     assert "each way for its learned basis" in plan_text(with_basis)
     assert "basis" not in plan_text(without)
 
@@ -145,7 +145,7 @@ def test_frame_bytes_are_those_of_real_frames(
     assert (costs.forward_bytes, costs.backward_bytes) == ([sizes[0]], [sizes[1]])
 
 
-def test_each_boundary_is_planned_with_its_own_codecs(make_settings: MakeSettings) -> None:
+def test_each_cut_is_planned_with_its_own_codecs(make_settings: MakeSettings) -> None:
     settings = slow_link(
         make_settings,
         pipeline__stages=3,
@@ -163,7 +163,7 @@ def test_each_boundary_is_planned_with_its_own_codecs(make_settings: MakeSetting
     text = plan_text(plan)
     assert "cut 0, per microbatch" in text and "cut 1, per microbatch" in text
     assert "each cut" not in text and "at most" not in text
-    rows = plan_to_plain(plan)["boundaries"]
+    rows = plan_to_plain(plan)["cuts"]
     assert [(row["forward_bytes"], row["backward_bytes"]) for row in rows] == sizes
     packed = plan_text(make_plan(slow_link(make_settings, codec__forward="int4+zstd"), RATE))
     assert "each cut, per microbatch: at most " in packed

@@ -82,7 +82,7 @@ def test_each_cut_of_an_image_model_is_planned_with_its_own_size() -> None:
         assert wanted in text
     assert "token" not in text and "each cut" not in text
     plain = plan_to_plain(plan)
-    assert plain["unit"] == "image" and len(plain["boundaries"]) == 3
+    assert plain["unit"] == "image" and len(plain["cuts"]) == 3
     assert plain["tokens_per_s"] == 16 / plain["step_seconds"]
 
 

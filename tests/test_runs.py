@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SUMMARY_KEYS = {
-    "final_train_loss", "final_valid_loss", "valid_losses", "tokens_per_s", "steps", "boundaries",
+    "final_train_loss", "final_valid_loss", "valid_losses", "tokens_per_s", "steps", "cuts",
     "ratio_vs_bf16", "link_utilisation", "bubble_fraction", "step_seconds_median",
     "simulated_step_seconds", "config_hash", "seed", "versions",
 }  # fmt: skip
@@ -43,7 +43,7 @@ def test_a_run_from_start_to_finish(
     summary = json.loads((folder / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 4
-    assert len(summary["boundaries"]) == 3
+    assert len(summary["cuts"]) == 3
     assert [step for step, _ in summary["valid_losses"]] == [0, 2, 4]
     assert summary["final_valid_loss"] < summary["valid_losses"][0][1]
     for name in ("plots/loss.png", "plots/step.png", "metrics.jsonl", "logs/stage-3.log"):
@@ -55,7 +55,7 @@ def test_a_run_from_start_to_finish(
     assert "loss" in text and "tok/s" in text and str(folder / "plots") in text
 
     # dense bf16: 2 bytes per channel and token, plus headers, tallies and verdicts
-    for row in summary["boundaries"]:
+    for row in summary["cuts"]:
         assert 64 <= row["forward_bytes_per_token"] < 70
         assert 64 <= row["backward_bytes_per_token"] < 72
         assert 0.9 < row["ratio_vs_bf16"] < 1

@@ -54,7 +54,7 @@ def report(stage: int, step: int, seconds: float, **changes: Any) -> Step:
             ("send", "F0>", start, start + seconds / (4 + 4 * stage)),
         ],
         measures={},
-        meters={"boundary-0": meter(**kinds, EVALUATE=7, HELLO=1)},
+        meters={"cut-0": meter(**kinds, EVALUATE=7, HELLO=1)},
         dropped=0,
     )
     return replace(usual, **changes)
@@ -101,7 +101,7 @@ def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
     assert second["compute"] == pytest.approx(3 / 4)
     assert summary["bubble_fraction"] == pytest.approx(1 - (1 / 2 + 3 / 4) / 2 - 1 / 16)
     assert summary["link_utilisation"] == pytest.approx(1 / 4), "stage 0 sends more than stage 1"
-    (row,) = summary["boundaries"]
+    (row,) = summary["cuts"]
     assert row["forward_bytes_per_token"] == pytest.approx(FRAME * 25 / (5 * tokens))
     assert (row["forward_codec"], row["backward_codec"]) == ("fp64", "fp64")
     assert row["link_utilisation"] == pytest.approx(FRAME * 25 * 8e-6 / (8.0 * 27.0))
@@ -118,7 +118,7 @@ def test_a_run_of_no_step_has_a_summary_too(make_ledger: Callable[..., Ledger]) 
     summary = make_ledger().summary({}, 1.0)
     for key in ("tokens_per_s", "final_train_loss", "last_train_loss", "link_utilisation"):
         assert summary[key] is None
-    assert summary["boundaries"] == [] and summary["space"] is None
+    assert summary["cuts"] == [] and summary["space"] is None
 
 
 def test_the_final_loss_is_the_mean_of_ten_and_the_last_is_the_last(
@@ -261,9 +261,9 @@ def test_every_byte_that_left_is_counted_by_kind(make_ledger: Callable[..., Ledg
     assert ledger.summary({}, 1.0)["bytes_sent"] is None, "the stages have not finished"
     down = meter(FORWARD=12, EVALUATE=5, HELLO=1, BYE=1)
     up = meter(BACKWARD=12, HELLO=1, BYE=1)
-    ledger.add_finished(0, {"boundary-0": down})
+    ledger.add_finished(0, {"cut-0": down})
     assert ledger.summary({}, 1.0)["bytes_sent"] is None
-    ledger.add_finished(1, {"boundary-0": up, "boundary-1": down})
+    ledger.add_finished(1, {"cut-0": up, "cut-1": down})
     summary = ledger.summary({}, 1.0)
     wanted = {"FORWARD": 24, "BACKWARD": 12, "EVALUATE": 10, "HELLO": 3, "BYE": 3}
     assert summary["bytes_sent"] == {
@@ -279,10 +279,10 @@ def test_bytes_per_token_have_frames_that_left_after_the_last_report(
     ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
     tokens = 3 * ledger.settings.tokens_per_step
     up, down = meter(FORWARD=12, VERDICT=4, EVALUATE=5), meter(BACKWARD=12, TALLY=4, BYE=1)
-    ledger.add_finished(0, {"boundary-0": up})
-    ledger.add_finished(1, {"boundary-0": down})
+    ledger.add_finished(0, {"cut-0": up})
+    ledger.add_finished(1, {"cut-0": down})
     summary = ledger.summary({}, 1.0)
-    (row,) = summary["boundaries"]
+    (row,) = summary["cuts"]
     assert row["forward_bytes_per_token"] == FRAME * 16 / tokens, "of training alone"
     assert row["backward_bytes_per_token"] == FRAME * 16 / tokens
     assert summary["measured_costs"]["forward_bytes"] == [FRAME * 16 // 12]
@@ -296,7 +296,7 @@ def test_a_link_without_a_rate_is_never_busy(
 ) -> None:
     summary = follow(make_ledger(**changes), [1.0] * 4).summary({}, 1.0)
     assert summary["link_utilisation"] is None
-    assert math.isnan(summary["boundaries"][0]["link_utilisation"])
+    assert math.isnan(summary["cuts"][0]["link_utilisation"])
 
 
 def test_refused_updates_are_counted_in_a_row_and_in_all(

@@ -174,12 +174,12 @@ def read_run(run: Path) -> Record:
         for name, value in load_file(path).items():
             tensors[name] = hashlib.sha256(value.tobytes()).hexdigest()[:16]
     summary = json.loads((run / "summary.json").read_text())
+    cuts = summary["cuts"] if "cuts" in summary else summary["boundaries"]  # as older commits say
     return {
         "losses": [row["loss"] for row in rows if "loss" in row],
         "tensors": tensors,
         "bytes": [
-            [cut["forward_bytes_per_token"], cut["backward_bytes_per_token"]]
-            for cut in summary["boundaries"]
+            [cut["forward_bytes_per_token"], cut["backward_bytes_per_token"]] for cut in cuts
         ],
     }
 

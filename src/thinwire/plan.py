@@ -265,9 +265,9 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory_bytes,
         "forward_bytes": out,
         "backward_bytes": back,
-        "boundaries": [
+        "cuts": [
             {
-                "boundary": cut,
+                "cut": cut,
                 "forward_bytes": forward,
                 "backward_bytes": backward,
                 "basis_bytes": basis_bytes(plan.settings, cut),

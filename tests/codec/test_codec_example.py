@@ -183,4 +183,4 @@ def test_every_process_of_a_run_finds_it(
     sent = summary["bytes_sent"]["by_kind"]
     assert sent["FORWARD"] == frames * (2 * tokens + tokens * run.model.dim // 2 + HEADER)
     assert sent["BACKWARD"] == frames * (2 * tokens + tokens * run.model.dim // 8 + HEADER)
-    assert summary["boundaries"][0]["backward_codec"] == "sign+ef"
+    assert summary["cuts"][0]["backward_codec"] == "sign+ef"

@@ -114,17 +114,17 @@ def test_each_cut_has_its_own_codecs(
     outcome = run_in_threads(settings)
     elements_of = 2 * 16 * 32
     sent = {
-        (stage, boundary): meters["sent"]
+        (stage, link): meters["sent"]
         for stage in range(len(outcome.workers))
-        for boundary, meters in outcome.steps(stage)[-1].meters.items()
+        for link, meters in outcome.steps(stage)[-1].meters.items()
     }
-    for stage, boundary, kind, width in [
-        (0, "boundary-0", "FORWARD", 2),
-        (1, "boundary-1", "FORWARD", 8),
-        (1, "boundary-0", "BACKWARD", 4),
-        (2, "boundary-1", "BACKWARD", 2),
+    for stage, link, kind, width in [
+        (0, "cut-0", "FORWARD", 2),
+        (1, "cut-1", "FORWARD", 8),
+        (1, "cut-0", "BACKWARD", 4),
+        (2, "cut-1", "BACKWARD", 2),
     ]:
-        assert sent[stage, boundary][kind]["payload_bytes"] == 4 * elements_of * width
+        assert sent[stage, link][kind]["payload_bytes"] == 4 * elements_of * width
     worker = outcome.workers[1]
     assert worker.contract(0)["forward_codec"] == "bf16"
     assert worker.contract(1)["forward_codec"] == "fp64"
@@ -171,7 +171,7 @@ def test_a_chain_remembers_as_the_pipeline_does(
     assert abs(chain.evaluate(compressed=False) - chain.evaluate()) > 1e-7
     for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in (0, 1) for leg in Leg]:
         last = outcome.steps(stage)[-1]
-        sent = last.meters[f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
+        sent = last.meters[f"cut-{cut}"]["sent"][leg.name]["payload_bytes"]
         per_token = sent / (4 * settings.tokens_per_step)
         assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_token, rel=1e-3)
 

@@ -112,7 +112,7 @@ def test_lossy_codecs_cross_images_alike_in_processes_and_in_one(
 
     for cut, leg, stage in [(c, leg, c + (leg is Leg.BACKWARD)) for c in range(3) for leg in Leg]:
         last = outcome.steps(stage)[-1]
-        sent = last.meters[f"boundary-{cut}"]["sent"][leg.name]["payload_bytes"]
+        sent = last.meters[f"cut-{cut}"]["sent"][leg.name]["payload_bytes"]
         per_image = sent / (6 * settings.train.batch)
         assert chain.cuts[cut].payload_bytes_per_token(leg) == pytest.approx(per_image, rel=2e-2)
         codec = parse_codec(settings.codec.names(cut)[leg is Leg.BACKWARD])
@@ -183,9 +183,9 @@ def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
     assert [accuracy for _, accuracy in summary["accuracies"]] == accuracies(outcome)
     assert summary["final_accuracy"] == accuracies(outcome)[-1]
     # each group has twice the channels and a quarter of the pixels of the one before
-    dense = [row["bf16_bytes_per_token"] for row in summary["boundaries"]]
+    dense = [row["bf16_bytes_per_token"] for row in summary["cuts"]]
     assert dense == [2 * 2 * 64, 2 * 4 * 16, 2 * 8 * 4]
-    for row in summary["boundaries"]:
+    for row in summary["cuts"]:
         assert row["bf16_bytes_per_token"] < row["forward_bytes_per_token"] < 2000
         assert 0 < row["ratio_vs_bf16"] < 1, "headers and verdicts are not free"
     record = ledger.records[-1]

@@ -278,7 +278,7 @@ def test_moves_are_measured_and_versioned(
     bases = [w.builder.space.basis_DK for w in outcome.workers]
     assert all(torch.equal(b, bases[0]) for b in bases)
     steps = outcome.steps(1)
-    sent = steps[-1].meters["boundary-0"]["sent"]
+    sent = steps[-1].meters["cut-0"]["sent"]
     assert sent["BASIS"]["payload_bytes"] == 2 * 8 * 32 * 6  # two moves of 32 x 6 in float64
 
 
@@ -494,5 +494,5 @@ def test_the_jump_of_a_move_is_that_of_the_same_batch(
     moved = [r.measures for r in reports if "loss_jump" in r.measures]
     assert len(moved) == 1 and "energy_after" in moved[0]
     assert moved[0]["loss_jump"] == after.valid_losses()[1] - before.valid_losses()[-1] != 0.0
-    sent = after.steps(0)[-1].meters["boundary-0"]["sent"]
+    sent = after.steps(0)[-1].meters["cut-0"]["sent"]
     assert sent["PROBE"]["frames"] == 2

@@ -38,10 +38,10 @@ class Pair:
     ):
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=5)
-        self.raw = Link(ours, Meter(), nic(), "boundary-0", limit)
+        self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
         from_above = Due.from_above(first_step, {BASIS_BYTES})
         self.sender = self.port(self.raw, Mailbox(timeout=5), sender_codec, from_above)
-        self.other = Link(theirs, Meter(), nic(), "boundary-0", limit)
+        self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
         from_below = Due.from_below(first_step, VALIDATION_BATCHES, {BASIS_BYTES})
         self.receiver = self.port(self.other, self.mailbox, receiver_codec, from_below)
 

@@ -98,7 +98,7 @@ def test_a_step_s_last_frames_are_in_its_own_row(
         steps = outcome.steps(stage)
         for report in steps:
             assert [s[:2] for s in report.spans if s[1] == "verdict"] == [("send", "verdict")]
-        sent = [r.meters[f"boundary-{stage}"]["sent"]["VERDICT"]["frames"] for r in steps]
+        sent = [r.meters[f"cut-{stage}"]["sent"]["VERDICT"]["frames"] for r in steps]
         assert [after - before for before, after in itertools.pairwise(sent)] == [1, 1, 1]
 
 
@@ -109,7 +109,7 @@ def test_what_ends_a_validation_is_not_billed_as_training(
     settings = make_settings(pipeline__stages=2, train__eval_every=1)
     outcome = run_in_threads(settings)
     last = outcome.steps(0)[-1]
-    sent = last.meters["boundary-0"]["sent"]
+    sent = last.meters["cut-0"]["sent"]
     assert sent["VERDICT"]["frames"] == settings.train.steps
     assert sent["VALIDATED"]["frames"] == settings.train.steps, "one before each step so far"
 

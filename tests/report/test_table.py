@@ -20,9 +20,9 @@ def summary():
         "steps_run": 200,
         "steps_planned": 200,
         "timed": {"steps": 194, "tokens_per_step": 4096, "seconds": 232.9, "which": "steady"},
-        "boundaries": [
+        "cuts": [
             {
-                "boundary": b,
+                "cut": b,
                 "forward_bytes_per_token": 132.4 + b,
                 "backward_bytes_per_token": 264.8 - b,
                 "bf16_bytes_per_token": 2048.0,
@@ -184,8 +184,8 @@ def test_tables_are_ascii_without_colour_within_80_columns(summary, monkeypatch)
     assert "..." not in both
 
 
-def test_one_stage_has_no_boundaries_and_nothing_simulated(summary):
-    summary |= {"boundaries": [], "simulated_step_seconds": None, "ratio_vs_bf16": None}
+def test_one_stage_has_no_cuts_and_nothing_simulated(summary):
+    summary |= {"cuts": [], "simulated_step_seconds": None, "ratio_vs_bf16": None}
     summary |= {"link_utilisation": math.nan, "valid_losses": [[200, 3.4567]]}
     text = as_text(summary_table(summary))
     assert "at each cut" not in text

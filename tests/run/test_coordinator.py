@@ -52,7 +52,7 @@ from thinwire.run.messages import (
 from thinwire.run.signals import Interrupted
 
 ASSIGN = Assign({}, "/corpus", "/run", "")
-METERS: Meters = {"boundary-0": {"sent": {}, "received": {}}}
+METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}
 
 
 def failed(
@@ -235,8 +235,8 @@ BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
             (1, False, "a trace"),
         ),
         (
-            Said(1, failed("link boundary-0 is broken", accuses=(0,))),
-            "stage 0 was lost at the start: stage 1 says: link boundary-0 is broken",
+            Said(1, failed("link cut-0 is broken", accuses=(0,))),
+            "stage 0 was lost at the start: stage 1 says: link cut-0 is broken",
             (0, False, ""),
         ),
         (
@@ -260,7 +260,7 @@ def test_the_cause_may_be_heard_of_last() -> None:
     lead = Lead().until(Phase.TRAINING)
     for stage in (0, 1):
         lead.say(stage, step(stage, 6))
-    lead.say(0, failed("link boundary-0 is broken", accuses=(1,)))
+    lead.say(0, failed("link cut-0 is broken", accuses=(1,)))
     lead.on(Exited(0, 1), 0.1)
     assert lead.say(1, step(1, 7)) == [], "reports are no evidence"
     lead.on(Exited(1, -11), 0.1)
@@ -412,8 +412,8 @@ def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
     ("heard", "culprit"),
     [
         # a frozen stage is silent: its neighbours accuse it, theirs accuse them
-        ([said(1, "boundary-0", accuses=(0,))], 0),
-        ([said(0, "boundary-0", accuses=(1,)), Exited(0, 1)], 1),
+        ([said(1, "cut-0", accuses=(0,))], 0),
+        ([said(0, "cut-0", accuses=(1,)), Exited(0, 1)], 1),
         ([said(0, "b-0", accuses=(1,)), said(2, "b-1", accuses=(1,))], 1),
         ([said(2, "b-1", accuses=(1,)), said(1, "b-0", accuses=(0,))], 0),
         ([said(0, "b-0", accuses=(1,)), said(1, "b-1", accuses=(2,))], 2),

@@ -109,16 +109,16 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     assert sorted(finished) == [0, 1]
     steps = {stage: r.meters for stage, r in reports if isinstance(r, Step)}
     for stage, meters in finished.items():
-        assert list(meters) == ["boundary-0"]
-        sent = meters["boundary-0"]["sent"]
-        before = steps[stage]["boundary-0"]["sent"]
+        assert list(meters) == ["cut-0"]
+        sent = meters["cut-0"]["sent"]
+        before = steps[stage]["cut-0"]["sent"]
         assert sent["HELLO"]["frames"] == before["HELLO"]["frames"] == 1
         assert "BYE" not in before
         assert sent["total"] == {
             key: sum(kind[key] for name, kind in sent.items() if name != "total")
             for key in ("frames", "header_bytes", "payload_bytes")
         }
-    lower, upper = (finished[stage]["boundary-0"] for stage in (0, 1))
+    lower, upper = (finished[stage]["cut-0"] for stage in (0, 1))
     assert "BYE" in lower["sent"] or "BYE" in upper["sent"]  # whoever leaves first says it
     for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
         assert lower["sent"][kind] == upper["received"][kind]

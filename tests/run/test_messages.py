@@ -47,8 +47,8 @@ from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 
 METER = Meter()
 METER.count_sent(FrameKind.FORWARD, 100)
-METERS: Meters = {"boundary-0": {**METER.snapshot(), "received": {}}}
-BOTH_METERS: Meters = {**METERS, "boundary-1": METERS["boundary-0"]}
+METERS: Meters = {"cut-0": {**METER.snapshot(), "received": {}}}
+BOTH_METERS: Meters = {**METERS, "cut-1": METERS["cut-0"]}
 STEP = Step(
     step=3,
     loss=2.5,
@@ -66,7 +66,7 @@ STEP = Step(
 )
 SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
 WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
-FAILED = Failed("WireError", True, "link boundary-0 is broken", "", [0], [])
+FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
 MESSAGES: list[Message] = [
     Hello(1, {"torch": "2.6"}),
     Assign({"run": {}}, corpus="/c", run_folder="/r", resume=""),
@@ -147,8 +147,8 @@ def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
         ({"spans": ["cF0", [1e400], [3]]}, "spans that cannot be read"),
         ({"spans": "all"}, "spans that cannot be read"),
         ({"measures": {"drift": "much"}}, "must be a number"),
-        ({"meters": {"boundary-0": {"FORWARD": [1]}}}, "meters that cannot be read"),
-        ({"meters": {"boundary-0": {"FORWARD": [1, -2]}}}, "must be an integer, 0 or more"),
+        ({"meters": {"cut-0": {"FORWARD": [1]}}}, "meters that cannot be read"),
+        ({"meters": {"cut-0": {"FORWARD": [1, -2]}}}, "must be an integer, 0 or more"),
         ({"extra": 1}, "an unknown field: 'extra'"),
         ({"loss": None, "type": "nonsense"}, "of unknown type: 'nonsense'"),
         ({"type": "exit"}, "of unknown type: 'exit'"),
@@ -234,7 +234,7 @@ def test_control_characters_of_a_peer_reach_nobody() -> None:
         (replace(STEP, meters={}), "with meters of no link"),
         (replace(STEP, meters=BOTH_METERS), "with a loss"),
         (Evaluation(1, 1.0, None, 0.1), "only the last stage"),
-        (Finished(METERS), "with meters of boundary-0"),
+        (Finished(METERS), "with meters of cut-0"),
         (replace(FAILED, accuses=[3]), "blames a stage that does not exist"),
         (replace(FAILED, convicts=[1]), "blames a stage that does not exist"),
         (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),

@@ -21,10 +21,8 @@ def pipelines(draw, max_stages=4):
     name = draw(st.sampled_from(["gpipe", "1f1b", "1f1b"]))
     window = draw(st.integers(1, microbatches)) if name == "1f1b" else 0
     per_stage = st.lists(seconds, min_size=stages, max_size=stages)
-    per_boundary = st.lists(sizes, min_size=stages - 1, max_size=stages - 1)
-    costs = Costs(
-        draw(per_stage), draw(per_stage), draw(per_stage), draw(per_boundary), draw(per_boundary)
-    )
+    per_cut = st.lists(sizes, min_size=stages - 1, max_size=stages - 1)
+    costs = Costs(draw(per_stage), draw(per_stage), draw(per_stage), draw(per_cut), draw(per_cut))
     return build(name, stages, microbatches, window), costs
 
 

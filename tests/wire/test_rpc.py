@@ -369,11 +369,11 @@ def test_closing_without_a_limit_waits_for_a_late_reader(connect, side):
 def test_a_dialer_with_the_certificate_of_another_is_refused(authority, listener):
     right, wrong = authority.issue("stage-1"), authority.issue("stage-2")
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, "boundary-0", PATIENCE, "stage-1")
-        with pytest.raises(WireError, match="'boundary-0' is expected from 'stage-1', not from"):
-            dial(listener.address, "boundary-0", wrong, "host", 3.0, MAX_MESSAGE)
+        accepted = pool.submit(listener.accept, "cut-0", PATIENCE, "stage-1")
+        with pytest.raises(WireError, match="'cut-0' is expected from 'stage-1', not from"):
+            dial(listener.address, "cut-0", wrong, "host", 3.0, MAX_MESSAGE)
         assert not accepted.done()
-        dialed = dial(listener.address, "boundary-0", right, "host", PATIENCE, MAX_MESSAGE)
+        dialed = dial(listener.address, "cut-0", right, "host", PATIENCE, MAX_MESSAGE)
         dialed.write(b"let in")
         assert accepted.result().read() == b"let in"
     listener.close()

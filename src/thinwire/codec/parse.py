@@ -84,7 +84,7 @@ def register_codec(name: str, factory: Factory) -> None:
 
 
 def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg, Codec]:
-    """The codecs of one end of a boundary, new and without memory, for both directions.
+    """The codecs of one end of a cut, new and without memory, for both directions.
 
     A `topk(shared)` on the way back is bound to the masks of the way forward.
     """

@@ -144,7 +144,7 @@ class Keeper:
             self._covariance_DD = None
 
     def basis_bytes(self) -> set[int]:
-        """Sizes of the bases, or gradients of them, that may cross a boundary."""
+        """Sizes of the bases, or gradients of them, that may cross a cut."""
         crossing = ([self.space.basis_DK], self._stage.lent(), self._stage.borrowed())
         return {sum(tensor.nbytes for tensor in tensors) for tensors in crossing if tensors}
 

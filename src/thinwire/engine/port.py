@@ -1,4 +1,4 @@
-"""A stage's end of one boundary: codec, contract and link, on the way out and on the way in."""
+"""A stage's end of one cut: codec, contract and link, on the way out and on the way in."""
 
 import threading
 from collections.abc import Callable

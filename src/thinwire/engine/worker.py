@@ -83,13 +83,13 @@ class Worker:
         """What the display shows of this stage."""
         return {"layers": self.stage.describe(), "device": str(self.device)}
 
-    def contract(self, boundary: int) -> dict[str, Any]:
-        """What both ends of a boundary must agree on before the first frame."""
-        end = self.above if boundary == self.index else self.below
-        assert end is not None, f"stage {self.index} has no part in boundary {boundary}"
+    def contract(self, cut: int) -> dict[str, Any]:
+        """What both ends of a cut must agree on before the first frame."""
+        end = self.above if cut == self.index else self.below
+        assert end is not None, f"stage {self.index} has no part in cut {cut}"
         return {
             "config_hash": self.settings.hash,
-            "boundary": boundary,
+            "cut": cut,
             **{f"{leg}_codec": name for leg, name in end.names().items()},
             **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
             "wire_shape": list(end.spec.shape),

@@ -222,7 +222,7 @@ def _link_table(links: list[LinkRecord]) -> Table:
     for link in links:
         busy = f"{percent(link.utilisation):>5}"
         table.add_row(
-            f"{link.boundary}→{link.boundary + 1}",
+            f"{link.cut}→{link.cut + 1}",
             human_bytes(link.forward_bytes),
             human_bytes(link.backward_bytes),
             Text.assemble(busy, "  ", (meter_bar(link.utilisation), "blue")),

@@ -53,7 +53,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
                 scalars[f"stage/{stage.stage}/{name}"] = getattr(stage, name)
         for link in record.links:
             for name in ("forward_bytes", "backward_bytes", "utilisation"):
-                scalars[f"link/{link.boundary}/{name}"] = getattr(link, name)
+                scalars[f"link/{link.cut}/{name}"] = getattr(link, name)
         scalars |= {f"space/{name}": value for name, value in record.measures.items()}
         self._plot(scalars, record.step)
 

@@ -27,9 +27,9 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class LinkRecord:
-    """What crossed the cut between stage `boundary` and the next one in one step."""
+    """What crossed a cut, which lies between the stage of its number and the next, in one step."""
 
-    boundary: int
+    cut: int
     forward_bytes: int
     backward_bytes: int
     utilisation: float  # of the busier uplink at this cut, 0..1; NaN when not emulated

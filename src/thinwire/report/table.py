@@ -26,7 +26,7 @@ _HEAD_RULE = Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
 def summary_table(summary: Summary) -> RenderableType:
     """What one run reached, what crossed its links, and where its time went."""
     parts: list[RenderableType] = [_facts(summary)]
-    if summary.get("boundaries"):
+    if summary.get("cuts"):
         parts.append(_cut_table(summary))
     if summary.get("time_shares"):
         parts.append(_time_table(summary))
@@ -224,10 +224,10 @@ def _cut_table(summary: Summary) -> RenderableType:
         table.add_column(name, justify="left" if name in ("cut", "stages") else "right")
     for name in ("bytes vs\ndense bf16", "busier direction,\nshare of the link"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in summary["boundaries"]:
+    for row in summary["cuts"]:
         table.add_row(
-            str(row["boundary"]),
-            f"{row['boundary']}, {row['boundary'] + 1}",
+            str(row["cut"]),
+            f"{row['cut']}, {row['cut'] + 1}",
             _number(row.get("forward_bytes_per_token"), ",.1f"),
             _number(row.get("backward_bytes_per_token"), ",.1f"),
             _number(row.get("bf16_bytes_per_token"), ",.1f"),
@@ -263,7 +263,7 @@ def _unit(summary: Summary) -> str:
 
 
 def _busiest(summary: Summary, key: str) -> float | None:
-    known = [row[key] for row in summary.get("boundaries") or [] if row.get(key) is not None]
+    known = [row[key] for row in summary.get("cuts") or [] if row.get(key) is not None]
     return max(known, default=None)
 
 

@@ -19,7 +19,7 @@ class PeerConduct:
         self._stage = stage
         self._others = set(range(stages)) - {stage}
         self._is_last = stage == stages - 1
-        self._links = {f"boundary-{cut}" for cut in (stage - 1, stage) if 0 <= cut < stages - 1}
+        self._links = {f"cut-{cut}" for cut in (stage - 1, stage) if 0 <= cut < stages - 1}
         self._step: int | None = None
         self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
 

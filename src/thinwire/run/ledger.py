@@ -1,7 +1,7 @@
 """The ledger of a run: what the stages report, put together into records and a summary.
 
 Stages see only themselves. Here their reports of one step meet: the loss from the last stage,
-times from each, bytes from both ends of each boundary.
+times from each, bytes from both ends of each cut.
 """
 
 import math
@@ -107,7 +107,7 @@ class Ledger:
         """
         settings, microbatches = self.settings, self.settings.pipeline.microbatches
         shares = [self._times.timed.shares(stage, microbatches) for stage in self._stages]
-        boundaries = self._boundaries()
+        cuts = self._cuts()
         return {
             "name": settings.run.name,
             **self._losses(),
@@ -122,8 +122,8 @@ class Ledger:
             "bubble_fraction": self._bubble(shares),
             "time_shares": shares,
             "link_utilisation": self._busiest_uplink(),
-            "ratio_vs_bf16": _total_ratio(boundaries),
-            "boundaries": boundaries,
+            "ratio_vs_bf16": _total_ratio(cuts),
+            "cuts": cuts,
             "bytes_sent": self._bytes_sent(),
             "space": self._space_measures(),
             "refused_updates": self._refused_in_all,
@@ -262,7 +262,7 @@ class Ledger:
         ]
 
     def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
-        """What crossed each boundary since the step before."""
+        """What crossed each cut since the step before."""
         before, seconds = self._crossed, step_seconds(reports)
         self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
         moved = [
@@ -270,34 +270,34 @@ class Ledger:
             for now, then in zip(self._crossed, before, strict=True)
         ]
         return [
-            LinkRecord(b, forward, backward, self._share_of_link(max(forward, backward), seconds))
-            for b, (forward, backward) in enumerate(moved)
+            LinkRecord(cut, forward, backward, self._share_of_link(max(forward, backward), seconds))
+            for cut, (forward, backward) in enumerate(moved)
         ]
 
     def _crossed_in_all(self) -> list[tuple[int, int]]:
-        """Bytes of training that have left both ends of each boundary, forward and backward.
+        """Bytes of training that have left both ends of each cut, forward and backward.
 
         A step's report may miss frames that are still to leave; the last word of a stage has all.
         """
         return _crossed(self._meters) if len(self._meters) == len(self._stages) else self._crossed
 
-    def _boundaries(self) -> list[dict[str, Any]]:
+    def _cuts(self) -> list[dict[str, Any]]:
         tokens = self._times.steps * self.settings.tokens_per_step
         rows = []
-        for b, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
-            dense = BF16_BYTES * stream_width(self.settings, b)
-            codecs = self.settings.codec.names(b)
+        for cut, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
+            dense = BF16_BYTES * stream_width(self.settings, cut)
+            codecs = self.settings.codec.names(cut)
             fuller = max(forward, backward)
             rows.append(
                 {
-                    "boundary": b,
+                    "cut": cut,
                     "forward_codec": codecs[0],
                     "backward_codec": codecs[1],
                     "forward_bytes_per_token": forward / tokens,
                     "backward_bytes_per_token": backward / tokens,
                     "bf16_bytes_per_token": dense,
                     "ratio_vs_bf16": 2 * dense * tokens / (forward + backward),
-                    # of this boundary's own bytes: the fuller of its two directions
+                    # of this cut's own bytes: the fuller of its two directions
                     "link_utilisation": self._share_of_link(fuller, self._times.total),
                 }
             )
@@ -327,7 +327,7 @@ class Ledger:
         """Share of the steps' time in which the busiest host's uplink was sending.
 
         An uplink carries activations up and gradients down, so this may be twice what the two
-        boundaries of a host say each. None where no rate is emulated: then nothing is "full".
+        cuts of a host say each. None where no rate is emulated: then nothing is "full".
         """
         link, timings = self.settings.link, self._times.timed
         if not (link.emulate and link.mbps_up and timings.total and len(self._stages) > 1):
@@ -350,13 +350,13 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
 
 
 def _crossed(meters: Mapping[int, Meters]) -> list[tuple[int, int]]:
-    """Bytes that have left both ends of each boundary by these meters, forward and backward."""
+    """Bytes that have left both ends of each cut by these meters, forward and backward."""
     return [
         (
-            _sent(meters[b][f"boundary-{b}"], _FORWARD_KINDS),
-            _sent(meters[b + 1][f"boundary-{b}"], _BACKWARD_KINDS),
+            _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),
+            _sent(meters[cut + 1][f"cut-{cut}"], _BACKWARD_KINDS),
         )
-        for b in range(len(meters) - 1)
+        for cut in range(len(meters) - 1)
     ]
 
 
@@ -365,13 +365,13 @@ def _sent(moved: Moved, kinds: tuple[str, ...]) -> int:
     return sum(count["header_bytes"] + count["payload_bytes"] for count in counts)
 
 
-def _total_ratio(boundaries: list[dict[str, Any]]) -> float | None:
-    """Bytes of bf16 dense both ways over those that training sent, over all boundaries.
+def _total_ratio(cuts: list[dict[str, Any]]) -> float | None:
+    """Bytes of bf16 dense both ways over those that training sent, over all cuts.
 
     Training's bytes are activations, gradients, tallies, verdicts and bases, headers included.
     """
-    if not boundaries:
+    if not cuts:
         return None
-    dense = sum(2 * row["bf16_bytes_per_token"] for row in boundaries)
-    left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in boundaries)
+    dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
+    left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
     return dense / left

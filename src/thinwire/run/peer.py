@@ -146,17 +146,17 @@ class Peer:
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         below, above = self.stage - 1, self.stage + 1
         if self.stage > 0:
-            name, server, limit = f"boundary-{below}", f"stage-{below}", worker.max_payload() + 64
+            name, server, limit = f"cut-{below}", f"stage-{below}", worker.max_payload() + 64
             pipe = dial(below_address, name, self.identity, server, JOIN_SECONDS, limit)
             self._links[below] = self._agree(worker, pipe, below, nic)
         if listener is not None:
-            pipe = listener.accept(f"boundary-{self.stage}", JOIN_SECONDS, f"stage-{above}")
+            pipe = listener.accept(f"cut-{self.stage}", JOIN_SECONDS, f"stage-{above}")
             self._links[above] = self._agree(worker, pipe, self.stage, nic)
 
-    def _agree(self, worker: Worker, pipe: Pipe, boundary: int, nic: Nic | None) -> Link:
-        contract, meter = worker.contract(boundary), Meter()
+    def _agree(self, worker: Worker, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
+        contract, meter = worker.contract(cut), Meter()
         handshake(pipe, contract, contract, JOIN_SECONDS, meter)
-        return Link(pipe, meter, nic, f"boundary-{boundary}", worker.max_payload())
+        return Link(pipe, meter, nic, f"cut-{cut}", worker.max_payload())
 
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
