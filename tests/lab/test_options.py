@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
+import thinwire
 from thinwire.cli import main
 from thinwire.lab.experiment import EXPERIMENTS, sheet
 from thinwire.lab.outcome import Outcome, markdown_table, write_outcome
@@ -81,6 +83,16 @@ def options_of(name: str) -> set[str]:
 def test_what_experiments_share_is_used() -> None:
     used = {option for experiment in EXPERIMENTS.values() for option in experiment.shares}
     assert used == sheet("common")["options"].keys()
+
+
+def test_a_wheel_holds_the_data_beside_the_code() -> None:
+    package = Path(thinwire.__file__).parent
+    project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]
+    files = {p for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    folders = {name: package.joinpath(*name.split(".")[1:]) for name in patterns}
+    held = {p for name, globs in patterns.items() for g in globs for p in folders[name].glob(g)}
+    assert files == held and package / "lab" / "codecs.toml" in held
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

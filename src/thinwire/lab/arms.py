@@ -3,8 +3,6 @@ all arms share, a seed, a number of steps, and tags by which reports decide.
 """
 
 import argparse
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +44,10 @@ class Arm:
     @property
     def line(self) -> str:
         """The arm in a line of progress."""
-        lr = self.get("optim.lr")
-        rate = "" if lr is None else f"  lr {lr:g}"
-        return f"{self.label}{rate}  seed {self.seed}  {self.steps} steps"
+        stages, lr = self.get("pipeline.stages"), self.get("optim.lr")
+        place = f"{stages} stages  " if stages else ""
+        rate = f"  lr {lr:g}" if lr else ""
+        return f"{place}{self.label}{rate}  seed {self.seed}  {self.steps} steps"
 
     def get(self, place: str) -> Any:
         """The value of a `section.key` that this arm changes; None if it does not."""
@@ -111,11 +110,6 @@ def differences(settings: Settings) -> dict[str, Any]:
         for key, value in keys.items()
         if f"{section}.{key}" not in _NO_GROUND and value != usual[section][key]
     }
-
-
-def fingerprint(told: Any) -> str:
-    """A short hash of plain values."""
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
 
 def base_of(options: argparse.Namespace, small: Values) -> Values:

@@ -1,11 +1,11 @@
 """What `thinwire lab codecs` says of its runs: a table of findings, one of arms, and a picture."""
 
 import textwrap
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from thinwire.lab.decide import mean
 from thinwire.lab.findings import (
     FEEDBACK,
     FEEDBACK_SHARE,
@@ -53,7 +53,7 @@ class GroundReport:
         self.noise = None
         """What seeds of dense differ by, in units of harm; None while there is only one."""
         if len(scores) > 1:
-            unit = 1.0 if self.is_accuracy else mean(scores)
+            unit = 1.0 if self.is_accuracy else fmean(scores)
             self.noise = (max(scores) - min(scores)) / unit
         self.too_small = too_small(self.noise, self.steps)
         """Why these runs decide nothing, if so."""
@@ -96,8 +96,8 @@ class GroundReport:
     def _arm(self, runs: list[Trained]) -> Harmed:
         """Of dense the seeds count that other arms have too, so that it can stand beside them."""
         shared = [run for run in runs if run.arm.seed in self._seeds] or runs
-        score, score_off = (mean(self._score(run, how) for run in shared) for how in ("", "_off"))
-        on, off = (bounded(mean(self._harm(run, how) for run in runs)) for how in ("", "_off"))
+        score, score_off = (fmean(self._score(run, how) for run in shared) for how in ("", "_off"))
+        on, off = (bounded(fmean(self._harm(run, how) for run in runs)) for how in ("", "_off"))
         return Harmed(runs[0].arm.tags, on, off, runs, score, score_off)
 
     def _harm(self, run: Trained, how: str) -> float:

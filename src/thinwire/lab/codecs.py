@@ -8,6 +8,8 @@ Each trained model is tested with compression and without it.
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import math
 import pydoc_data.topics
 import sys
@@ -28,7 +30,6 @@ from thinwire.lab.arms import (
     Values,
     base_of,
     check_arms,
-    fingerprint,
     ground_of,
     merged,
     small_settings,
@@ -213,8 +214,9 @@ def base_model(base: Values, corpus: Corpus, seed: int, steps: int, session: Ses
     They are still not there if training failed, or the session had no time left.
     """
     arm = _arm("base", grid("scratch")[0], seed, steps)
-    told = [ground_of(arm, base, corpus).names, seed, steps]
-    path = cache_folder() / "lab" / f"base-{fingerprint(told)}.safetensors"
+    told = json.dumps([ground_of(arm, base, corpus).names, seed, steps])
+    name = f"base-{hashlib.sha256(told.encode()).hexdigest()[:12]}.safetensors"
+    path = cache_folder() / "lab" / name
     if session.parallel and not path.exists():
         session.say(f"a dense model of {steps} steps, to be fine-tuned")
         alone = dataclasses.replace(session, log=path.with_suffix(".jsonl"))

@@ -7,6 +7,7 @@ words, or nothing.
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from thinwire.lab.outcome import Row
 from thinwire.lab.pool import Trained
@@ -15,18 +16,12 @@ CAST_NOISE = 0.008
 """How far a loss after 400 steps moved when only the wire's cast changed: docs/results.md."""
 
 
-def mean(values: Iterable[float]) -> float:
-    """The mean of at least one number."""
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
-
-
 def at_best_rate(runs: Iterable[Trained]) -> list[Trained]:
     """Of runs of one label those at the learning rate whose mean loss over the seeds is least."""
     by_rate: dict[float, list[Trained]] = {}
     for run in runs:
         by_rate.setdefault(run.arm.get("optim.lr"), []).append(run)
-    return min(by_rate.values(), key=lambda group: mean(map(_finite, group)))
+    return min(by_rate.values(), key=lambda group: fmean(map(_finite, group)))
 
 
 def _finite(run: Trained) -> float:
@@ -36,8 +31,8 @@ def _finite(run: Trained) -> float:
 def gap_to_dense(runs: Sequence[Trained], dense: Sequence[Trained]) -> float:
     """The loss above dense, relative to it: dense of the same seed, or its mean for other seeds."""
     by_seed = {run.arm.seed: _finite(run) for run in dense}
-    usual = mean(by_seed.values())
-    return mean(_finite(run) / by_seed.get(run.arm.seed, usual) - 1 for run in runs)
+    usual = fmean(by_seed.values())
+    return fmean(_finite(run) / by_seed.get(run.arm.seed, usual) - 1 for run in runs)
 
 
 def compared(runs: Sequence[Trained], dense: Sequence[Trained]) -> Row:
@@ -53,7 +48,7 @@ def compared(runs: Sequence[Trained], dense: Sequence[Trained]) -> Row:
         "ratio": figures["ratio"],
         "lr": arm.get("optim.lr"),
         "seeds": len(runs),
-        "valid loss": mean(losses) if settled else None,
+        "valid loss": fmean(losses) if settled else None,
         "spread": max(losses) - min(losses) if settled and len(losses) > 1 else None,
         "gap": gap_to_dense(runs, dense) if settled and dense else None,
     }
