@@ -213,11 +213,13 @@ def _checked(value: Any, wanted: Any, place: str) -> Any:
 
 
 def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
-    auto = metadata.get("auto")
-    for words, bound in metadata.get("bounds", {}).items():
-        if value != auto and not _HOLDS[words](value, bound):
-            other = "" if auto is None else f", or {auto}"
-            raise ConfigError(f"{place} = {_brief(value)} must be {words} {bound:,}{other}")
+    """Refuse a value outside its bounds, with all of them and what the setting means."""
+    bounds, auto = metadata.get("bounds", {}), metadata.get("auto")
+    if value == auto or all(_HOLDS[words](value, bound) for words, bound in bounds.items()):
+        return
+    allowed = " and ".join(f"{words} {bound:,}" for words, bound in bounds.items())
+    other = "" if auto is None else f", or {auto}"
+    raise ConfigError(f"{place} = {_brief(value)} must be {allowed}{other} ({metadata['help']})")
 
 
 def scopes(cls: type) -> dict[str, Scope]:

@@ -367,13 +367,22 @@ def test_written_settings_explain_every_key() -> None:
     [
         ("model.dim=" + "9" * 30, "model.dim = 9+ must fit into 64 bits"),
         ("model.dim=" + "9" * 5000, r"model.dim: cannot read '9+\.\.\. \(5,002 char"),
-        ("model.vocab=99999999", "model.vocab = 99999999 must be at most 16,777,216"),
-        ("train.batch=9999999999", "train.batch = 9999999999 must be at most"),
-        ("pipeline.microbatches=8000000", "pipeline.microbatches = 8000000 must be at most 4,096"),
+        (
+            "model.vocab=99999999",
+            "model.vocab = 99999999 must be at least 0 and at most 16,777,216",
+        ),
+        ("train.batch=9999999999", "train.batch = 9999999999 must be at least 1 and at most"),
+        (
+            "pipeline.microbatches=8000000",
+            "pipeline.microbatches = 8000000 must be .* at most 4,096",
+        ),
         ("pipeline.microbatches=4096", "do not divide into pipeline.microbatches = 4096"),
-        ("run.threads=100000", "run.threads = 100000 must be at most 1,024"),
+        ("run.threads=100000", "run.threads = 100000 must be at least 0 and at most 1,024"),
         ("link.latency_ms=1e13", "link.latency_ms"),
-        ("link.mbps_up=1e-9", "link.mbps_up = 1e-09 must be at least 0.001, or 0"),
+        (
+            "link.mbps_up=1e-9",
+            "link.mbps_up = 1e-09 must be at least 0.001, or 0 .*; 0 = unlimited",
+        ),
         ("run.out=~no-such-user/x", "run.out = ~no-such-user/x names an unknown home"),
         ("run.name=" + "漢" * 70, "it takes 210 bytes"),
         ("codec.plugins=" + "[" * 100_000, r"codec.plugins: cannot read '\[+\.\.\."),
