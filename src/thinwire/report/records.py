@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_EARLIER_NAMES = {"cut": "boundary"}  # of fields, in what earlier versions wrote
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,12 @@ def revived(cls: type[T], values: dict[str, Any]) -> T:
 
     TypeError if a field is missing that has no default; earlier versions did not write the others.
     """
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return cls(
-        **{f.name: _revived_value(f.type, values[f.name]) for f in fields if f.name in values}
-    )
+    arguments = {}
+    for part in dataclasses.fields(cls):  # type: ignore[arg-type]
+        for name in (part.name, _EARLIER_NAMES.get(part.name)):
+            if name in values:
+                arguments[part.name] = _revived_value(part.type, values[name])
+    return cls(**arguments)
 
 
 def _revived_value(kind: Any, value: Any) -> Any:
