@@ -156,7 +156,10 @@ def test_train_needs_something_to_train(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code("train", *arguments) == 2
-    assert "train needs a run.toml or the folder of a run" in capsys.readouterr().err
+    assert (
+        "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_folder_does_not_run_the_plugins_that_it_names(

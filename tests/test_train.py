@@ -459,7 +459,7 @@ def test_divergence_costs_no_good_checkpoint(
     stream = StringIO()
     settings = make_settings(**saved, train__steps=8)
     assert open_resume(folder, settings, PlainDisplay(stream)).folder == good
-    assert f"going on from {good}" in stream.getvalue()
+    assert f"continuing from {good}" in stream.getvalue()
     assert open_resume(ruined, settings, silent()).folder == ruined, "it was asked for"
     with pytest.raises(StageError, match="not finite") as caught:
         train(settings, silent(), resume=ruined)

@@ -263,7 +263,7 @@ def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
         return config, resume
     if resume is None or resume is NEWEST:
         raise ConfigError(
-            "train needs a run.toml or the folder of a run: `thinwire init` writes one"
+            "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
         )
     if resume.is_dir():
         run = next(

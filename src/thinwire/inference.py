@@ -63,8 +63,8 @@ class Model(Joined):
     def notes(self) -> list[str]:
         """What whoever generates text with this model should know."""
         slow = (
-            "a codec of this run looks at more than one token, so each token computes its whole "
-            "window anew; compression off is faster"
+            "a codec of this run reads more than one token, so every new token recomputes the "
+            "whole window; --compression off is faster"
         )
         return self.checkpoint.weaknesses() + ([] if self.crosses_by_token else [slow])
 

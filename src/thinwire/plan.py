@@ -155,7 +155,7 @@ def plan_text(plan: Plan) -> str:
     unit = settings.unit
     rows = "images" if unit == "image" else f"sequences, {settings.tokens_per_step:,} tokens,"
     lines = [
-        "An estimate: nothing is trained. The step is simulated, from a compute rate that is "
+        "An estimate: nothing is trained. The step is simulated from a compute rate that is "
         f"{'measured here' if plan.is_measured else 'given'},",
         "the sizes of frames, and the links of the settings.",
         "",

@@ -121,7 +121,7 @@ def test_cut_without_end_of_text_is_at_the_fraction(tmp_path):
     shards = shard_of(tmp_path, np.ones(1000, dtype=np.uint16))
     assert cut_for_validation(shards, 0.1, end_of_text=7) == 900
     assert cut_for_validation(shard_of(tmp_path, [1, 1]), 0.001, end_of_text=7) == 1
-    with pytest.raises(DataError, match="1 tokens cannot be cut"):
+    with pytest.raises(DataError, match="1 tokens cannot be split"):
         cut_for_validation(shard_of(tmp_path, [1]), 0.5, end_of_text=7)
 
 
@@ -131,9 +131,9 @@ def test_cut_without_end_of_text_is_at_the_fraction(tmp_path):
         ({"version": 2}, "magic 20240520 with version 2; version 1 is supported"),
         ({"magic": 20240801, "version": 1}, "version 7 is supported"),
         ({"magic": 20240522}, "unknown magic 20240522"),
-        ({"count": 600}, "has 2024 bytes, but its header promises 600 tokens, that is 2224"),
-        ({"count": 400}, "promises 400 tokens"),
-        ({"count": -1}, "promises -1 tokens"),
+        ({"count": 600}, "has 2024 bytes, but its header announces 600 tokens, which take 2224"),
+        ({"count": 400}, "announces 400 tokens"),
+        ({"count": -1}, "announces -1 tokens"),
     ],
 )
 def test_bad_header_is_refused_with_its_values(tmp_path, arguments, complaint):

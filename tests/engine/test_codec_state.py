@@ -261,14 +261,14 @@ def test_a_cut_elsewhere_has_no_memory_and_says_so(
     saved: Path, settings_with: Callable, run_in_threads: Callable, tmp_path: Path
 ) -> None:
     elsewhere = settings_with(pipeline__split=[1, 3])
-    words = r"delta remembers on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
+    words = r"the memory of delta on .* before block 2, but .* \[1, 3\] blocks, and had \[2, 2\]"
     with pytest.raises(CheckpointError, match=words) as caught:
         check_memory(elsewhere, Checkpoint.open(saved))
     assert "cannot be re-split" in str(caught.value)
     forgetful = settings_with(pipeline__split=[1, 3], codec__forward="fp32", codec__backward="fp32")
     notes = check_memory(forgetful, Checkpoint.open(saved))
     assert [note.partition(":")[0] for note in notes] == [
-        f"what delta remembers on the {leg.value} leg of the cut before block 2 is dropped"
+        f"the memory of delta on the {leg.value} leg of the cut before block 2 is dropped"
         for leg in Leg
     ]
     run_in_threads(forgetful, resume=saved, folder=tmp_path / "other")
@@ -279,7 +279,7 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
 ) -> None:
     finer = settings_with(pipeline__stages=3, pipeline__split=[1, 1, 2])
     notes = check_memory(finer, Checkpoint.open(saved))
-    assert [note.partition(",")[0] for note in notes] == [
+    assert [note.partition(" and ")[0] for note in notes] == [
         f"delta is new on the {leg.value} leg of cut 0" for leg in Leg
     ]
 
@@ -345,7 +345,7 @@ def test_fewer_stages_do_not_drop_a_memory_in_silence(
         pipeline__stages=stages, codec__forward="int8+ef21", codec__backward="fp32"
     )
     gone = "1, 3" if stages == 2 else "1, 2, 3"
-    with pytest.raises(CheckpointError, match=f"ef21 remembers .* before block {gone}, but this"):
+    with pytest.raises(CheckpointError, match=f"ef21 on .* leg .* before block {gone}, but this"):
         check_memory(fewer, Checkpoint.open(folder))
 
 

@@ -206,9 +206,9 @@ def test_the_ledger_counts_images_and_each_cut_by_its_own_size(
         ({"optim__name": "muon"}, "for matrices, not convolutions; use sgd or adamw"),
         ({"data__source": "stdlib"}, 'classifies images, but data.source = "stdlib" has none'),
         ({"data__tokenizer": "t.json"}, 'have no effect with data.source = "images"'),
-        ({"data__valid_fraction": 0.1}, "brings its own test images"),
+        ({"data__valid_fraction": 0.1}, "has its own test images"),
         ({"train__batch": 9}, "train.batch = 9 images do not divide"),
-        ({"train__batch": 2}, "leave a batch norm a single value: raise train.batch"),
+        ({"train__batch": 2}, "a batch norm sees a single value: raise train.batch"),
         ({"model__layers": 9}, "resnet18 has 8 blocks"),
         ({"pipeline__stages": 9, "pipeline__microbatches": 10}, "stages = 9 .* 8 layers"),
     ],
@@ -229,9 +229,9 @@ def test_text_models_read_no_images(npz: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model__side": 16}, "images are of 3 x 8 x 8, but the model reads 3 x 16 x 16: set"),
+        ({"model__side": 16}, "images are 3 x 8 x 8, but the model reads 3 x 16 x 16: set"),
         ({"model__channels": 1}, "model.channels = 3 and model.side = 8"),
-        ({"model__classes": 2}, "of 3 classes, but model.classes = 2: set it to 3"),
+        ({"model__classes": 2}, "have 3 classes, but model.classes = 2: set it to 3"),
         ({"train__batch": 42}, "40 training images, fewer than one batch of 42"),
     ],
 )

@@ -166,7 +166,7 @@ def test_without_a_second_seed_nothing_is_decided() -> None:
 @pytest.mark.parametrize(
     ("noise", "steps", "reason"),
     [
-        (0.08, 160, "two seeds of dense differ by 8.0%, and may differ by 2%"),
+        (0.08, 160, "two seeds of dense differ by 8.0%, more than 2%"),
         (0.001, 16, "16 steps, where at least 100 are needed"),
         (float("nan"), 400, "two seeds of dense differ by nan%"),
         (0.0044, 176, ""),

@@ -79,8 +79,8 @@ def test_figures_outlast_a_process_that_dies_on_its_way_out(ground: Ground, tmp_
     rows = lab.train_arms(grid, ground, lab.Session(log, 1, said.append))
     assert [(row.arm.seed, row.loss) for row in rows] == [(1, 1.25), (2, 2.25), (4, 4.25)]
     assert said[1].startswith("FAILED 0+0  seed 0  0 steps (was ended by signal 9): ")
-    assert said[2] == "1+0  seed 1  0 steps had its figures, and then was ended by signal 6"
-    assert said[4] == "2+0  seed 2  0 steps had its figures, and then was ended by signal 6"
+    assert said[2] == "1+0  seed 1  0 steps printed its figures and then was ended by signal 6"
+    assert said[4] == "2+0  seed 2  0 steps printed its figures and then was ended by signal 6"
     assert said[6].startswith("FAILED 3+0  seed 3  0 steps (printed no figures): ")
     assert lab.train_arms(grid[1:3], ground, lab.Session(log, 1, said.append)) == rows
     assert said[-1] == f"2 arms, 2 of them in {log} already"
@@ -110,7 +110,7 @@ def test_other_grounds_do_not_compare(ground: Ground, tmp_path: Path) -> None:
 def test_a_log_in_another_format_is_refused(ground: Ground, tmp_path: Path, line: str) -> None:
     log = tmp_path / "arms.jsonl"
     log.write_text(f"{line}\n")
-    with pytest.raises(ConfigError, match=r"arms\.jsonl, line 1: .* move the file away"):
+    with pytest.raises(ConfigError, match=r"arms\.jsonl, line 1: .* move the file, or"):
         lab.train_arms([summed(1, 2)], ground, lab.Session(log, 1, print))
 
 

@@ -74,7 +74,7 @@ def test_only_an_unforeseen_error_shows_its_log(make_peers: Callable, tmp_path: 
 def test_a_traceback_is_shown_though_the_log_is_lost(make_peers: Callable) -> None:
     trace = "Traceback (most recent call last):\n  a line of ours\n"
     text = make_peers().last_words(suspect(0, known=False, trace=trace))
-    assert "its last words:\n  | Traceback" in text and "  |   a line of ours" in text
+    assert "its last output:\n  | Traceback" in text and "  |   a line of ours" in text
 
 
 def test_a_stage_that_has_left_is_told_nothing(make_peers: Callable) -> None:

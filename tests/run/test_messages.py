@@ -235,8 +235,8 @@ def test_control_characters_of_a_peer_reach_nobody() -> None:
         (replace(STEP, meters=BOTH_METERS), "with a loss"),
         (Evaluation(1, 1.0, None, 0.1), "only the last stage"),
         (Finished(METERS), "with meters of cut-0"),
-        (replace(FAILED, accuses=[3]), "blames a stage that does not exist"),
-        (replace(FAILED, convicts=[1]), "blames a stage that does not exist"),
+        (replace(FAILED, accuses=[3]), "blames an unknown stage"),
+        (replace(FAILED, convicts=[1]), "blames an unknown stage"),
         (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),
     ],
 )
@@ -275,7 +275,7 @@ def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
         with pytest.raises(WireError, match="of step 4 twice"):
             conduct.check(again)
     for other in (replace(written, step=5), replace(failed, step=3), replace(scored, step=5)):
-        with pytest.raises(WireError, match="steps after 4"):
+        with pytest.raises(WireError, match="after step 4"):
             conduct.check(other)
 
 

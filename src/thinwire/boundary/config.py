@@ -29,7 +29,7 @@ class BoundaryConfig:
     )
     ratio: float = option(
         0.0,
-        "with rank = 0: model.dim / rank, so that the rank (rounded down) follows the model",
+        "with rank = 0: the rank is model.dim / ratio, rounded down",
         least=1,
         auto=0,
     )
@@ -97,8 +97,8 @@ class BoundaryConfig:
             self._check_rank(rank, f'boundary.ranks[{place}] = "{self.ranks[place]}"', dim)
         if self.ranks and self.basis_update_every:
             raise ConfigError(
-                "boundary.basis_update_every cannot move a basis of which boundary.ranks gives "
-                "each cut another part: leave one of them out"
+                "boundary.basis_update_every cannot work with boundary.ranks, which gives each cut "
+                "another part of the basis: leave one of them out"
             )
         if self.free_layers > 0:
             raise ConfigError(
@@ -181,14 +181,14 @@ class BoundaryConfig:
     def _resolved_constrained(self, last_stage: int) -> "BoundaryConfig":
         if self.anchor not in ("auto", "fixed"):
             raise ConfigError(
-                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": '
-                "the embedding is the fixed table plus a part in the subspace, so that table is "
-                "what both sides must take off and put back"
+                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": the '
+                "embedding is the fixed table plus a part in the subspace, so one side must "
+                "subtract that table and the other add it"
             )
         if self.learn or self.basis != "shared":
             raise ConfigError(
-                f'boundary.mode = "{self.mode}" has one basis for all stages, which the weights '
-                "follow: it can be moved by basis_update_every, not learned or chosen per cut"
+                f'boundary.mode = "{self.mode}" holds the weights of all stages in one basis: '
+                "basis_update_every can move it, but it cannot be learned or chosen per cut"
             )
         free = last_stage if self.free_layers == -1 else self.free_layers
         if not 0 <= free <= last_stage:

@@ -135,8 +135,8 @@ class AQSGD(Mirrored):
     def _examples(self, place: Place) -> tuple[int, ...]:
         if place.examples is None:
             raise ConfigError(
-                f"{self.name} remembers every training example, but is not told which examples "
-                f"a microbatch holds: it needs training data whose examples come back"
+                f"{self.name} remembers every training example, but microbatches do not name the "
+                "examples that they hold: use training data whose examples repeat"
             )
         return place.examples
 

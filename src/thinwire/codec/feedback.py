@@ -41,8 +41,8 @@ class Feedback(Wrapper, Stateful):
     def __init__(self, inner: Codec):
         if any(isinstance(codec, Feedback) for _, codec in inner.walk()):
             raise ConfigError(
-                f"{inner.name}+{self.suffix}: a codec can have one kind of feedback only, since "
-                f"each would take the other's corrections for errors"
+                f"{inner.name}+{self.suffix}: a codec can have only one kind of feedback: each "
+                "would treat the other's corrections as errors"
             )
         super().__init__(inner)
 

@@ -114,7 +114,7 @@ def write_corpus(
         for side, ids, sizes in chunks:
             if len(ids) and int(ids.max()) >= vocab:
                 raise DataError(
-                    f"token id {ids.max()} was read where ids are below {vocab}: the source "
+                    f"token id {ids.max()} was read, but all ids must be below {vocab}: the source "
                     "changed while it was being read, or its tokenizer is damaged"
                 )
             writer.append(f"{side}.bin", ids.astype(dtype).tobytes())

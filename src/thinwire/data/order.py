@@ -35,7 +35,7 @@ class Shuffled:
     def __init__(self, count: int, batch: int, microbatches: int, seed: int) -> None:
         if min(batch, microbatches) < 1 or batch % microbatches:
             raise ConfigError(
-                f"a batch of {batch} cannot be cut into {microbatches} equal microbatches: both "
+                f"a batch of {batch} cannot be split into {microbatches} equal microbatches: both "
                 "must be positive, and the batch a multiple of the number of microbatches"
             )
         self.count = count

@@ -121,7 +121,8 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
         both = {file.path.resolve() for file in train} & {file.path.resolve() for file in valid}
         if both:
             raise DataError(
-                f"{min(both)} is in data.path and in data.valid_path: what validates must not train"
+                f"{min(both)} is in data.path and in data.valid_path: validation data must not be "
+                "trained on"
             )
     return Shards(tuple(map(open_shard, train)), tuple(map(open_shard, valid)))
 
@@ -161,8 +162,8 @@ def open_shard(file: SourceFile) -> Shard:
     expected = HEADER_BYTES + count * layout.dtype.itemsize
     if count < 0 or file.size != expected:
         raise DataError(
-            f"{file.path} has {file.size} bytes, but its header promises {count} tokens, "
-            f"that is {expected} bytes: it is truncated or damaged; write it again"
+            f"{file.path} has {file.size} bytes, but its header announces {count} tokens, which "
+            f"take {expected} bytes: it is truncated or damaged; write it again"
         )
     return Shard(file, layout, HEADER_BYTES, count)
 
@@ -229,7 +230,7 @@ def cut_for_validation(train: tuple[Shard, ...], fraction: float, end_of_text: i
     """
     total = count_tokens(train)
     if total < 2:
-        raise DataError(f"{total} tokens cannot be cut into training and validation")
+        raise DataError(f"{total} tokens cannot be split into training and validation")
     length = min(max(1, round(total * fraction)), total - 1)
     cut = total - length
     separator = train[-1].layout.end_of_text if end_of_text is None else end_of_text

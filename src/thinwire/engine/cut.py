@@ -127,9 +127,9 @@ class CutEnd:
                 codec.load_state_tensors(source.tensors_under(self._prefix(leg)))
             except ValueError as error:
                 raise CheckpointError(
-                    f"what {codec.name} remembers on the {leg.value} leg of cut {self.cut} is in "
-                    f"{source}, but does not fit this run: {error}. Resume with the "
-                    "same batch and microbatches, or with codecs without memory"
+                    f"the memory of {codec.name} on the {leg.value} leg of cut {self.cut} in "
+                    f"{source} does not fit this run: {error}. Resume with the same batch and "
+                    "microbatches, or with codecs without memory"
                 ) from error
 
     def _prefix(self, leg: Leg) -> str:
@@ -218,8 +218,8 @@ def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
         for leg, codec in build_codecs(*settings.codec.names(cut)).items():
             if codec.remembers and not remembered(checkpoint, block, leg, codec):
                 notes.append(
-                    f"{codec.name} is new on the {leg.value} leg of cut {cut}, and remembers "
-                    "nothing yet"
+                    f"{codec.name} is new on the {leg.value} leg of cut {cut} and starts with an "
+                    "empty memory"
                 )
     return notes
 
@@ -234,17 +234,16 @@ def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[st
     }
     if not gone:
         return []
-    lost = f"what {', '.join(sorted(set(gone.values())))} remembers on the {leg.value} leg"
+    lost = f"the memory of {', '.join(sorted(set(gone.values())))} on the {leg.value} leg"
     where = f"before block {', '.join(map(str, gone))}"
     # A run without cuts still says which codecs it would use.
     cuts = range(len(here)) or range(1)
     if not any(_codec(settings, cut, leg).remembers for cut in cuts):
-        return [f"{lost} of the cut {where} is dropped: no cut is there any more"]
+        return [f"{lost} of the cut {where} is dropped: this run has no cut there"]
     raise CheckpointError(
         f"{checkpoint.folder} holds {lost} of the cut {where}, but this run has no cut there: its "
-        f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. Memory cannot "
-        "be re-split: resume with that pipeline.split or a finer one, or with codecs that "
-        "remember nothing"
+        f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. Memory cannot be "
+        "re-split: resume with that pipeline.split or a finer one, or with codecs without memory"
     )
 
 

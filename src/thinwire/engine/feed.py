@@ -100,12 +100,11 @@ class Feed:
         remembering = [codec.name for codec in codecs if codec.remembers_examples]
         if remembering and train.steps * train.batch <= self.example_count:
             raise ConfigError(
-                f"{remembering[0]} remembers each training example until it comes back, but none "
+                f"{remembering[0]} remembers each training example until it repeats, but none "
                 f"does: train.steps = {train.steps} of train.batch = {train.batch} "
-                f"{settings.model.task.rows} see "
-                f"{train.steps * train.batch:,} of {self.example_count:,} examples, each once. "
-                "Train for several epochs, or choose a codec that does not remember examples, "
-                "such as one with +ef21"
+                f"{settings.model.task.rows} see {train.steps * train.batch:,} of "
+                f"{self.example_count:,} examples, each once. Train for several epochs, or choose "
+                "a codec that does not remember examples, such as one with +ef21"
             )
 
 
@@ -204,12 +203,12 @@ def _check_shape(images: ImageSet, settings: Settings) -> None:
     model = settings.model
     if (images.channels, images.side) != (model.channels, model.side):
         raise DataError(
-            f"the images are of {images.channels} x {images.side} x {images.side}, but the model "
+            f"the images are {images.channels} x {images.side} x {images.side}, but the model "
             f"reads {model.channels} x {model.side} x {model.side}: set model.channels = "
             f"{images.channels} and model.side = {images.side}"
         )
     if len(images.classes) > model.classes:
         raise DataError(
-            f"the images are of {len(images.classes)} classes, but model.classes = "
-            f"{model.classes}: set it to {len(images.classes)}"
+            f"the images have {len(images.classes)} classes, but model.classes = {model.classes}: "
+            f"set it to {len(images.classes)}"
         )

@@ -127,14 +127,14 @@ class StageUpdate:
         name = not_finite(self._stage.owned_parameters())
         if name is not None:
             raise StageError(
-                f"weights of {name} are not finite after step {step + 1}: the update "
-                "overflowed, and is in no checkpoint. Resume with a lower optim.lr"
+                f"weights of {name} are not finite after step {step + 1}: the update overflowed. "
+                "No checkpoint contains it. Resume with a lower optim.lr"
             )
         state = not_finite(self.optimizer.state_tensors())
         if state is not None:
             raise StageError(
                 f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
-                "was too large, and its weights would not learn again. It is in no checkpoint. "
+                "was too large, and its weights would stop learning. No checkpoint contains it. "
                 "Resume with a lower optim.lr, or with optim.clip"
             )
 

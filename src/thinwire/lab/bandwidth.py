@@ -234,8 +234,9 @@ def incomparable(speeds: dict[str, Speeds]) -> str:
     if not found:
         return ""
     return (
-        f"without any limit the simulation has {', '.join(found)} as fast as dense, so the compute "
-        "times that the runs measured do not compare; try more --steps on an idle machine"
+        f"in simulation without a rate limit, speeds against dense are {', '.join(found)}, so the "
+        "compute times that the runs measured cannot be compared; try more --steps on an idle "
+        "machine"
     )
 
 

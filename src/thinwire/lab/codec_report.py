@@ -132,12 +132,12 @@ def outcome(task: str, reports: list[GroundReport], notes: list[str]) -> Outcome
         rows=rows,
         figure=figure(reports),
         notes=[
-            "harm: accuracy lost against dense of the same seed as a share, or loss above it, "
-            "relative; with compression at test time, and off: without it",
+            "harm: accuracy lost, or relative increase of the loss, against dense with the same "
+            "seed; on and off: with and without compression at test time",
             "ratio: bf16 both ways over all bytes that crossed in training, headers and the whole "
             "first visits of +aqsgd included",
-            "error: how far what arrives in training is from what was sent, relative to it, in the "
-            "second half of the training; 1 is as far as nothing at all",
+            "error: |received - sent| / |sent| in the second half of training; 1 is what sending "
+            "nothing would give",
             *(f"{report.ground}: {report.steps} steps; {_noise(report)}" for report in reports),
             *notes,
         ],

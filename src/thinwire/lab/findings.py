@@ -109,7 +109,7 @@ def bounded(harm: float) -> float:
 def too_small(noise: float | None, steps: int) -> str:
     """Why runs decide nothing, whatever their figures; empty if they may."""
     if noise is not None and not noise <= MOST_NOISE:  # NaN: dense diverged
-        return f"two seeds of dense differ by {noise:.1%}, and may differ by {MOST_NOISE:.0%}"
+        return f"two seeds of dense differ by {noise:.1%}, more than {MOST_NOISE:.0%}"
     return too_short(steps, LEAST_STEPS) or one_seed(noise)
 
 

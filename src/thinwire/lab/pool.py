@@ -74,8 +74,8 @@ def read_log(log: Path, ground: Ground | None = None) -> list[Trained]:
             names = row["ground"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{log}, line {number}: no arm that this version of thinwire has logged; move the "
-                "file away, or choose another folder with --out"
+                f"{log}, line {number}: not an arm that this version of thinwire has logged; move "
+                "the file, or choose another folder with --out"
             ) from error
         if ground is None or names == ground.names:
             found.append(trained)
@@ -116,7 +116,7 @@ def _train_all(
                 say(f"FAILED {line} ({ending or 'printed no figures'}): {output[-500:]}")
                 continue
             if ending:
-                say(f"{line} had its figures, and then {ending}")
+                say(f"{line} printed its figures and then {ending}")
             row = {"arm": asdict(process.arm), "ground": ground.names, "figures": figures}
             with session.log.open("a") as file:
                 file.write(json.dumps(without_nan(row)) + "\n")

@@ -164,12 +164,12 @@ class Images(Task):
         if data.tokenizer or data.valid_path or data.valid_fraction != DataConfig().valid_fraction:
             raise ConfigError(
                 "data.tokenizer, data.valid_path and data.valid_fraction have no effect with "
-                'data.source = "images": a set of images brings its own test images'
+                'data.source = "images": an image set has its own test images'
             )
         if model.side <= ONE_PIXEL_SIDE and microbatch == 1:
             raise ConfigError(
-                f"images of model.side = {model.side} end as one pixel, and microbatches of one "
-                "image then leave a batch norm a single value: raise train.batch, or lower "
+                f"images of model.side = {model.side} shrink to one pixel, so with one image per "
+                "microbatch a batch norm sees a single value: raise train.batch, or lower "
                 "pipeline.microbatches"
             )
 

@@ -161,7 +161,7 @@ class _Background:
             text = self._held.popleft()
             self._size -= len(text)
             if self._dropped:
-                gap = f"[note]  {self._dropped} earlier pieces of output were not read in time\n"
+                gap = f"[note]  {self._dropped} earlier pieces of output were dropped unread\n"
                 text, self._dropped = gap.encode() + text, 0
             return text
 

@@ -59,7 +59,9 @@ class Checkpoints:
         """Training begins: what is later than that is set aside, and proves nothing."""
         if self._resumed is not None:
             for moved in set_aside_later(self._folder, self._resumed.step):
-                self._display.note(f"a later checkpoint, not continued from, is kept as {moved}")
+                self._display.note(
+                    f"a later checkpoint, which this run does not continue, is kept as {moved}"
+                )
         self._proof = begin_proof(self._folder, self._resumed)
         self._proof.write(self._folder)
         self._proof_is_due = bool(list_checkpoints(self._folder))

@@ -34,7 +34,7 @@ class PeerConduct:
                 self._check_step(message)
             case Evaluation(step=step):
                 if not self._is_last:
-                    self._refuse(name, "which only the last stage can score")
+                    self._refuse(name, "that only the last stage may send")
                 self._check_order(name, step)
             case ShardWritten(step=step, shard=shard):
                 if shard.file != f"stage-{self._stage}.safetensors":
@@ -45,7 +45,7 @@ class PeerConduct:
             case Finished(meters=meters):
                 self._check_meters(name, meters)
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:
-                self._refuse(name, "that blames a stage that does not exist")
+                self._refuse(name, "that blames an unknown stage")
 
     def _check_meters(self, name: str, meters: Meters) -> None:
         if meters.keys() != self._links:
@@ -61,7 +61,7 @@ class PeerConduct:
     def _check_order(self, name: str, step: int) -> None:
         """Results of a step come after it, once: else they could be piled up without end."""
         if self._step is not None and step != self._step + 1:
-            self._refuse(name, f"of {step} steps after {self._step + 1}")
+            self._refuse(name, f"of step {step} after step {self._step + 1}")
         if step <= self._once.get(name, -1):
             self._refuse(name, f"of step {step} twice")
         self._once[name] = step

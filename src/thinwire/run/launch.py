@@ -138,7 +138,7 @@ class LocalPeers:
             lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         except OSError:
             lines = []
-        source = f"last lines of {log}" if lines else f"its log {log} is empty; its last words"
+        source = f"last lines of {log}" if lines else f"its log {log} is empty; its last output"
         lines = lines or culprit.trace.splitlines()
         if not lines:
             return f"\n  its log {log} is empty"

@@ -90,7 +90,7 @@ def choose_checkpoint(place: Path) -> tuple[Path, str]:
     unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
     good = [path for path in found if is_proven(path)]
     if not good:
-        return place, f"{unproven}; it is used, for there is no other"
+        return place, f"{unproven}; it is used because there is no other"
     return good[-1], (
-        f"{unproven}: going on from {good[-1]}. To use the other, name it: --resume {found[-1]}"
+        f"{unproven}: continuing from {good[-1]}. To use the other, name it: --resume {found[-1]}"
     )

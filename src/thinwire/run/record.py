@@ -105,7 +105,7 @@ class RunRecord:
         try:
             self._draw()
         except Interrupted:
-            self.display.note("the plots are left out: you asked to end")
+            self.display.note("the plots were skipped, as you asked to end")
         except Exception as error:  # whatever a plot stumbles over, the run itself is done
             self.display.note(f"the plots could not be drawn: {error}")
         if trouble is not None:

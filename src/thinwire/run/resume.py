@@ -61,9 +61,8 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
     }
     if changed:
         raise ConfigError(
-            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} "
-            f"(in the checkpoint: {changed}): they decide what the weights mean. Start a "
-            "new run instead"
+            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
+            f"checkpoint: {changed}): the weights depend on them. Start a new run instead"
         )
     if settings.boundary.ranks and checkpoint.settings.split() != settings.split():
         raise ConfigError(
@@ -90,9 +89,9 @@ def _inexact(saved: Settings, settings: Settings) -> list[str]:
     before, now = threads_per_stage(saved), threads_per_stage(settings)
     if before != now and choose_device(settings.run.device, 0).type == "cpu":
         notes.append(
-            f"each stage computes with {now} threads, {before} before, and so adds up sums in "
-            "another order: the run continues, but not bit for bit as it would have. "
-            f"For that set run.threads = {before}"
+            f"each stage now has {now} threads instead of {before} and adds numbers in another "
+            "order: the run continues, but not bit for bit as it would have. For an exact "
+            f"continuation set run.threads = {before}"
         )
     return notes
 

@@ -223,7 +223,7 @@ def _validate_row(schedule: Schedule, stage: int) -> None:
             elif action.microbatch < last_backward:
                 why = (
                     f"backward after that of microbatch {last_backward}; backwards run in "
-                    "microbatch order, so that gradients are summed in the same order always"
+                    "microbatch order, so gradients are always summed in the same order"
                 )
             last_backward = action.microbatch
         else:

@@ -48,7 +48,7 @@ def size_notes(settings: Settings) -> list[str]:
     """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
     notes = []
     if sizes_vary(settings, 0):
-        notes.append("bytes: the most that these codecs may send; what they send varies")
+        notes.append("bytes: the most that these codecs may send; the actual size varies")
     for key, exceptions in (
         ("codec.cuts", settings.codec.cuts),
         ("boundary.ranks", settings.boundary.ranks),

@@ -259,7 +259,7 @@ def _check(settings: Settings) -> None:
     if len(settings.run.name.encode()) > LONGEST_NAME:
         raise ConfigError(
             f"run.name = {settings.run.name!r} must be the name of a folder: it takes "
-            f"{len(settings.run.name.encode())} bytes, at most {LONGEST_NAME} are sure to fit"
+            f"{len(settings.run.name.encode())} bytes, and at most {LONGEST_NAME} are allowed"
         )
     if train.batch % pipeline.microbatches:
         raise ConfigError(

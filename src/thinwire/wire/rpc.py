@@ -245,7 +245,7 @@ def _plainly(reason: str) -> str:
         "Connection refused": "nothing listens there; is that process running?",
         "Hostname Verification": "another process of this run listens there",
         "CERTIFICATE_VERIFY_FAILED": "a process of another run listens there",
-        "Socket closed": "it hung up; was this identity issued by the same run?",
+        "Socket closed": "it closed the connection; was this identity issued by the same run?",
         _CUT_SHORT: "no answer; is the address right and the port open?",
     }
     hints = [text for sign, text in advice.items() if sign in reason]
