@@ -246,8 +246,8 @@ def test_each_cut_sends_its_own_rank_as_planned(
     for cut, rank in enumerate((3, 6, 11)):
         assert wire_shape(settings, cut)[-1] == rank
         out, back = frame_bytes(settings, cut)
-        up = outcome.steps(cut)[-1].meters[f"boundary-{cut}"]["sent"]
-        down = outcome.steps(cut + 1)[-1].meters[f"boundary-{cut}"]["sent"]
+        up = outcome.steps(cut)[-1].meters[f"cut-{cut}"]["sent"]
+        down = outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]["sent"]
         assert total(up["FORWARD"]) == microbatches * out
         assert total(down["BACKWARD"]) == microbatches * back
         bases = settings.train.steps * basis_bytes(settings, cut)
