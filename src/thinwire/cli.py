@@ -182,7 +182,7 @@ def _add_set(sub: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override one setting; repeatable",
+        help="override one setting; may be repeated",
     )
 
 

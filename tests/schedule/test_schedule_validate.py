@@ -33,7 +33,7 @@ def test_the_rows_these_tests_break_are_sound():
         ("0F0 0F1 0B0 0F1 0B1 0U", ABOVE, "0F1: repeated, .* position 1", "0F1"),
         ("0F0 0F1 0B0 0B1 0U 0U", ABOVE, "0U: repeated", "0U"),
         (BELOW, "1F0 1B0 1B1 1F1 1U", "1B1: backward before its own forward 1F1", "1B1"),
-        ("0F0 1F1 0B0 0B1 0U", ABOVE, "an action of stage 1 stands in the row of stage 0", "1F1"),
+        ("0F0 1F1 0B0 0B1 0U", ABOVE, "an action of stage 1 is in the row of stage 0", "1F1"),
         ("0F0 0F1 0B0 0U 0B1", ABOVE, "0U: update before 0B1 has run", "0U"),
         ("0F0 0F1 0B0 0B2 0U", ABOVE, "0B2: microbatch out of range, .* 0 to 1", "0B2"),
         ("0F0 0F1 0B1 0B0 0U", ABOVE, "0B0: backward after that of microbatch 1", "0B0"),
@@ -65,8 +65,8 @@ def test_a_deadlock_names_what_each_stage_waits_for():
     message = refusal("0F0 0B0 0F1 0B1 0U", "1F0 1F1 1B0 1B1 1U")
     assert message.splitlines() == [
         "schedule hand cannot run: 0B0: deadlock, it can never start",
-        "  stage 0 at 0B0 waits for 1B0, which stands behind 1F1",
-        "  stage 1 at 1F1 waits for 0F1, which stands behind 0B0",
+        "  stage 0 at 0B0 waits for 1B0, which comes after 1F1",
+        "  stage 1 at 1F1 waits for 0F1, which comes after 0B0",
         "slot     0    1    -    -    -    -",
         "stage 0  0F0  .   >0B0< 0F1  0B1  0U",
         "stage 1  .    1F0 >1F1< 1B0  1B1  1U",
@@ -81,8 +81,8 @@ def test_a_deadlock_lists_the_stages_that_wait_for_the_blocked_ones_too():
         header="hand stages=3 microbatches=2 window=2",
     )
     assert "stage 0 at 0B0 waits for 1B0\n" in message
-    assert "stage 1 at 1B0 waits for 2B0, which stands behind 2F1" in message
-    assert "stage 2 at 2F1 waits for 1F1, which stands behind 1B0" in message
+    assert "stage 1 at 1B0 waits for 2B0, which comes after 2F1" in message
+    assert "stage 2 at 2F1 waits for 1F1, which comes after 1B0" in message
 
 
 def test_a_window_that_grows_towards_the_last_stage_deadlocks():

@@ -24,7 +24,7 @@ class BoundaryConfig:
     )
     rank: int = option(
         0,
-        "dimension of the subspace, less than model.dim; 0 = by ratio, and for dense",
+        "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense",
         least=0,
     )
     ratio: float = option(

@@ -204,13 +204,13 @@ def _validate_row(schedule: Schedule, stage: int) -> None:
     for position, action in enumerate(row):
         why = ""
         if action.stage != stage:
-            why = f"an action of stage {action.stage} stands in the row of stage {stage}"
+            why = f"an action of stage {action.stage} is in the row of stage {stage}"
         elif action.microbatch >= schedule.microbatches:
             why = f"microbatch out of range, the step has 0 to {schedule.microbatches - 1}"
         elif action not in allowed:
             why = "a forward-only schedule has only F"
         elif first_place[action] < position:
-            why = f"repeated, it already stands at position {first_place[action]} of this row"
+            why = f"repeated, it is already at position {first_place[action]} of this row"
         elif action.kind is Kind.F:
             held += 1
             if training and held > schedule.window:
@@ -253,7 +253,7 @@ def _refuse_deadlock(schedule: Schedule, blocked: dict[int, Action]) -> NoReturn
             row, blocker = schedule.rows[need.stage], blocked.get(need.stage)
             if blocker is None or row.index(need) < row.index(blocker):
                 continue
-            behind = "" if need == blocker else f", which stands behind {blocker}"
+            behind = "" if need == blocker else f", which comes after {blocker}"
             reasons.append(f"  stage {stage} at {action} waits for {need}{behind}")
             break
     cells = [(stage, schedule.rows[stage].index(action)) for stage, action in blocked.items()]

@@ -53,7 +53,7 @@ class RunConfig:
     )
     patience: float = option(
         900.0,
-        "seconds without progress after which a run is ended; 0 = wait forever",
+        "end the run after this many seconds without progress; 0 = wait forever",
         least=0,
         scope="keeping",
     )

@@ -66,7 +66,7 @@ class LinkConfig:
         scope="machine",
     )
     emulate: bool = option(
-        True, "emulate these rates and delays; false = links as fast as they are", scope="machine"
+        True, "emulate these rates and delays; false = no delays", scope="machine"
     )
     listen: str = option(
         "127.0.0.1", "address on which stages and coordinator accept links", scope="machine"
