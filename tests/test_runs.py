@@ -194,7 +194,7 @@ def test_a_stage_that_freezes_ends_the_run_by_name(
     stages: int, victim: int, thinwire: Callable, config: Callable
 ) -> None:
     """Its neighbours fail first, because they wait for it; they must not be blamed."""
-    run = thinwire("train", long_run(config, pipeline__stages=stages))
+    run = thinwire("train", long_run(config, pipeline__stages=stages, link__outage=2.0))
     run.wait_for(r"\[train\] step +\d")
     pids = run.stages()
     os.kill(pids[victim], signal.SIGSTOP)

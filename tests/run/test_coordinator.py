@@ -43,7 +43,9 @@ from thinwire.run.messages import (
     Finished,
     FromPeer,
     Hello,
+    LinkDown,
     Linked,
+    LinkUp,
     Pulse,
     Ready,
     Start,
@@ -161,6 +163,22 @@ def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
     goodbye = Finished(METERS)
     assert lead.say(1, goodbye) == [Record(1, goodbye), End()]
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
+
+
+@pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
+def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
+    lead = Lead().until(phase)
+    between = "the link between stages 0 and 1"
+    assert lead.say(1, LinkDown(0, "it rains")) == [
+        Say(f"{between} is down: it rains; connecting again")
+    ]
+    back, *kept = lead.say(1, LinkUp(0, 2.5))
+    assert back == Say(f"{between} is back after 2.5 s; nothing was lost")
+    assert kept == ([] if phase is Phase.LINKING else [Record(1, LinkUp(0, 2.5))])
+    assert lead.coordinator.phase is phase
+    lead.say(0, LinkDown(0, "it is not its to tell"))
+    error = lead.settled().error
+    assert "stage 0 broke the contract" in str(error) and "of cut 0" in str(error)
 
 
 @pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.BUILDING, Phase.LINKING])

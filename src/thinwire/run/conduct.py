@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
 from thinwire.errors import WireError
-from thinwire.run.messages import Failed, Finished, FromPeer, Hello, name_of
+from thinwire.run.messages import Failed, Finished, FromPeer, Hello, LinkDown, LinkUp, name_of
 
 
 class PeerConduct:
@@ -20,6 +20,7 @@ class PeerConduct:
         self._others = set(range(stages)) - {stage}
         self._is_last = stage == stages - 1
         self._links = {f"cut-{cut}" for cut in (stage - 1, stage) if 0 <= cut < stages - 1}
+        self._is_down = False  # the link to the stage below
         self._step: int | None = None
         self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
 
@@ -42,6 +43,12 @@ class PeerConduct:
                 self._check_order(name, step)
             case ShardFailed(step=step):
                 self._check_order(name_of(ShardWritten), step)
+            case LinkDown(cut=cut) | LinkUp(cut=cut) if cut != self._stage - 1:
+                self._refuse(name, f"of cut {cut}")
+            case LinkDown() | LinkUp():
+                if self._is_down != isinstance(message, LinkUp):
+                    self._refuse(name, "twice")
+                self._is_down = not self._is_down
             case Finished(meters=meters):
                 self._check_meters(name, meters)
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:

@@ -39,7 +39,9 @@ from thinwire.run.messages import (
     FromCoordinator,
     FromPeer,
     Hello,
+    LinkDown,
     Linked,
+    LinkUp,
     Pulse,
     Ready,
     Start,
@@ -135,6 +137,8 @@ class Coordinator:
         match event:
             case Said(stage, Pulse(begun, doing)):
                 self._watch.heard(stage, begun, doing)
+            case Said(stage, LinkDown() | LinkUp() as message):
+                return self._on_outage(stage, message, now)
             case Said(stage, message):
                 self._watch.heard(stage)
                 return self._on_message(stage, message, now)
@@ -223,6 +227,19 @@ class Coordinator:
         if difference := disagreement(part.step, [p.agreements for p in written]):
             return [Discard(part.step), self._end(StageError(difference))]
         return [Commit(part.step, written)]
+
+    def _on_outage(self, stage: int, message: LinkDown | LinkUp, now: float) -> list[Command]:
+        """A link is down or back, in whatever phase: that is no progress, and no failure yet."""
+        try:
+            self._conduct[stage].check(message)
+        except WireError as error:
+            self._suspect(Lost(stage, str(error), in_breach=True), now)
+            return []
+        between = f"the link between stages {stage - 1} and {stage}"
+        if isinstance(message, LinkDown):
+            return [Say(f"{between} is down: {message.reason}; connecting again")]
+        back = Say(f"{between} is back after {message.seconds:.1f} s; nothing was lost")
+        return [back] if self.phase in _ROUNDS else [back, Record(stage, message)]
 
     def _on_stop(self) -> list[Command]:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""

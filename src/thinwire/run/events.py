@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from thinwire.engine.reports import Evaluation, ShardWritten, Step
-from thinwire.run.messages import Finished, FromCoordinator, FromPeer, Ready
+from thinwire.run.messages import Finished, FromCoordinator, FromPeer, LinkUp, Ready
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Record:
     """Keep what a stage reports."""
 
     stage: int
-    report: Step | Evaluation | Finished
+    report: Step | Evaluation | LinkUp | Finished
 
 
 @dataclass(frozen=True)

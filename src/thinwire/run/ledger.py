@@ -48,6 +48,7 @@ class Ledger:
         self._moves: list[dict[str, Any]] = []
         self._crossed = [(0, 0)] * (len(stages) - 1)
         self._meters: dict[int, Meters] = {}
+        self._outages: dict[int, list[float]] = {cut: [] for cut in range(len(stages) - 1)}
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
@@ -76,6 +77,10 @@ class Ledger:
         self._validation_seconds += report.seconds
         if report.accuracy is not None:
             self._accuracies.append((report.step, report.accuracy))
+
+    def add_outage(self, cut: int, seconds: float) -> None:
+        """File that the link over a cut was down for so long."""
+        self._outages[cut].append(seconds)
 
     def add_finished(self, stage: int, meters: Meters) -> None:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
@@ -124,6 +129,10 @@ class Ledger:
             "link_utilisation": self._busiest_uplink(),
             "ratio_vs_bf16": _total_ratio(cuts),
             "cuts": cuts,
+            "outages": [
+                {"cut": cut, "count": len(seconds), "seconds": sum(seconds)}
+                for cut, seconds in self._outages.items()
+            ],
             "bytes_sent": self._bytes_sent(),
             "space": self._space_measures(),
             "refused_updates": self._refused_in_all,

@@ -12,7 +12,7 @@ from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, Sha
 from thinwire.errors import WireError, printable
 from thinwire.run.compact import compact_step, deflate, expand_step, inflate
 from thinwire.run.fields import checked, hints_of
-from thinwire.typed import Exact
+from thinwire.typed import Exact, Finite
 
 MAX_MESSAGE = 16 << 20
 
@@ -75,6 +75,22 @@ class Pulse:
 
 
 @dataclass(frozen=True)
+class LinkDown:
+    """The connection over a cut is lost; the stage above the cut, which dials, says so."""
+
+    cut: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    """There is another connection over a cut, after so many seconds."""
+
+    cut: int
+    seconds: Finite
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage is done; what each of its links has moved, to the goodbye."""
 
@@ -93,7 +109,7 @@ class Failed:
     convicts: list[int]
 
 
-FromPeer = Hello | Ready | Linked | Pulse | Report | Finished | Failed
+FromPeer = Hello | Ready | Linked | Pulse | LinkDown | LinkUp | Report | Finished | Failed
 FromCoordinator = Assign | Connect | Start | Stop
 Message = FromPeer | FromCoordinator
 
@@ -106,6 +122,8 @@ _KINDS: dict[str, type[Message]] = {
     "start": Start,
     "stop": Stop,
     "pulse": Pulse,
+    "link_down": LinkDown,
+    "link_up": LinkUp,
     "step": Step,
     "evaluation": Evaluation,
     "shard": ShardWritten,

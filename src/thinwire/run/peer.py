@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from thinwire.run.messages import (
     Finished,
     FromCoordinator,
     Hello,
+    LinkDown,
     Linked,
+    LinkUp,
     Pulse,
     Ready,
     Start,
@@ -47,7 +50,17 @@ from thinwire.run.messages import (
 )
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
-from thinwire.wire import Identity, Link, Listener, Meter, Nic, Pipe, dial, handshake
+from thinwire.wire import (
+    Identity,
+    LastingPipe,
+    Link,
+    Listener,
+    Meter,
+    Nic,
+    Pipe,
+    dial,
+    handshake,
+)
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
@@ -70,6 +83,7 @@ class Peer:
         self.stage = stage
         self.identity = identity
         self._links: dict[int, Link] = {}  # by the neighbouring stage
+        self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._progress = Progress()
         pipe = dial(
             coordinator,
@@ -147,11 +161,42 @@ class Peer:
         below, above = self.stage - 1, self.stage + 1
         if self.stage > 0:
             name, server, limit = f"cut-{below}", f"stage-{below}", worker.max_payload() + 64
-            pipe = dial(below_address, name, self.identity, server, JOIN_SECONDS, limit)
+
+            def call(timeout: float) -> Pipe:
+                return dial(below_address, name, self.identity, server, timeout, limit)
+
+            pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)
         if listener is not None:
-            pipe = listener.accept(f"cut-{self.stage}", JOIN_SECONDS, f"stage-{above}")
+
+            def accept(timeout: float) -> Pipe:
+                name, dialer = f"cut-{self.stage}", f"stage-{above}"
+                return listener.accept(name, timeout, dialer, is_replaceable=True)
+
+            pipe = self._open(worker, above, accept)
             self._links[above] = self._agree(worker, pipe, self.stage, nic)
+
+    def _open(self, worker: Worker, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
+        """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
+        first, outage = connect(JOIN_SECONDS), worker.settings.link.outage
+        if not outage:
+            return first
+        if neighbour > self.stage:  # it dials, and so knows best when there is a connection
+            pipe = LastingPipe(first, connect, outage)
+        else:
+            pipe = LastingPipe(
+                first,
+                connect,
+                outage,
+                on_down=lambda reason: self._mention(LinkDown(neighbour, reason)),
+                on_up=lambda seconds: self._mention(LinkUp(neighbour, seconds)),
+            )
+        self._lasting[neighbour] = pipe
+        return pipe
+
+    def _mention(self, message: LinkDown | LinkUp) -> None:
+        with suppress(WireError):  # the coordinator is gone: that shows elsewhere
+            self.control.send(message)
 
     def _agree(self, worker: Worker, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
         contract, meter = worker.contract(cut), Meter()
@@ -162,10 +207,16 @@ class Peer:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
         while True:
             try:
-                self.control.send(Pulse(self._progress.begun, self._progress.doing))
+                self.control.send(Pulse(self._progress.begun, self._doing()))
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))
+
+    def _doing(self) -> str:
+        """What this stage is doing, and which of its links are down."""
+        down = {stage: pipe.down_for() for stage, pipe in [*self._lasting.items()]}
+        links = [f"link to stage {s} is down for {t:.0f} s" for s, t in down.items() if t]
+        return self._progress.doing + (f" ({', '.join(links)})" if links else "")
 
     def _obey(self, worker: Worker) -> None:
         """While training, the only message a coordinator sends is to stop after this step."""

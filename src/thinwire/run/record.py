@@ -19,7 +19,7 @@ from thinwire.report.metrics import without_nan
 from thinwire.run.commit import Checkpoints, divergence, way_back
 from thinwire.run.events import Begin, Command, Commit, Discard, Record, Say, Starting
 from thinwire.run.ledger import Ledger, bits_per_byte
-from thinwire.run.messages import Finished
+from thinwire.run.messages import Finished, LinkUp
 from thinwire.run.signals import Interrupted
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
@@ -63,6 +63,8 @@ class RunRecord:
                 self._on_step(stage, report)
             case Record(_, Evaluation() as report):
                 self._on_evaluation(report)
+            case Record(_, LinkUp(cut, seconds)):
+                self.ledger.add_outage(cut, seconds)
             case Record(stage, Finished(meters)):
                 self.ledger.add_finished(stage, meters)
             case Commit(step, parts):

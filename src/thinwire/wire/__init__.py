@@ -7,6 +7,7 @@ from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
 from thinwire.wire.handshake import handshake
 from thinwire.wire.kernel import SocketTotals, raise_descriptor_limit, socket_totals
+from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe, memory_pair
@@ -21,6 +22,7 @@ __all__ = [
     "FrameKind",
     "Identity",
     "Keepalive",
+    "LastingPipe",
     "Link",
     "LinkConfig",
     "Listener",

@@ -74,6 +74,12 @@ class LinkConfig:
     port: int = option(
         0, "port of the coordinator; 0 = any free port", least=0, most=65535, scope="machine"
     )
+    outage: float = option(
+        60.0,
+        "seconds for which a link may be down before the run ends; 0 = end it at the first loss",
+        least=0,
+        scope="machine",
+    )
 
     def nic(self, seed: int = 0) -> Nic | None:
         """The emulated network card of one host, or None when messages are not held back."""

@@ -60,6 +60,7 @@ class Listener:
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
     ) -> None:
         self._expected: dict[str, _Expected] = {}
+        self._replaceable: dict[str, _Expected] = {}  # have arrived
         self._lock = threading.Lock()
         handler = grpc.stream_stream_rpc_method_handler(self._exchange)
         self._server = grpc.server(
@@ -88,17 +89,24 @@ class Listener:
         self.address = address_text(host, bound)
         self._server.start()
 
-    def accept(self, name: str, timeout: float | None, peer_name: str | None = None) -> Pipe:
+    def accept(
+        self,
+        name: str,
+        timeout: float | None,
+        peer_name: str | None = None,
+        is_replaceable: bool = False,
+    ) -> Pipe:
         """Wait for the peer that dials as `name`; dials by any other name are refused.
 
         With `peer_name`, so is a dialer whose certificate was issued to another name. Without
-        a `timeout` only `close` ends the wait.
+        a `timeout` only `close` ends the wait. A replaceable pipe breaks when the same peer dials
+        by its name again: that end knows of a loss which this one may not have noticed yet.
         """
         arrival: futures.Future[StreamPipe] = futures.Future()
         with self._lock:
             if name in self._expected:
                 raise WireError(f"{self.address} is already waiting for {name!r}")
-            self._expected[name] = _Expected(arrival, peer_name)
+            self._expected[name] = _Expected(arrival, peer_name, is_replaceable)
         try:
             return arrival.result(timeout)
         except futures.TimeoutError:
@@ -126,14 +134,20 @@ class Listener:
         outgoing = Outbox()
         pipe = StreamPipe(outgoing, incoming, context.cancel)
         with self._lock:
+            identities = context.peer_identities() or ()
             expected = self._expected.get(name)
-            refusal = _refusal(name, expected, context.peer_identities() or ())
+            refusal = _refusal(name, expected, identities)
             if expected and not refusal and context.add_callback(pipe.stream_is_over):
                 # Raises if the dialer has given up by now; then its next attempt is expected.
                 context.send_initial_metadata(((_ACCEPTED_KEY, "yes"),))
                 del self._expected[name]
                 expected.arrival.set_result(pipe)
+                if expected.is_replaceable:
+                    self._replaceable[name] = expected
                 return outgoing.to_the_last()
+            earlier = None if expected else self._replaceable.get(name)
+        if earlier and not _refusal(name, earlier, identities):
+            earlier.arrival.result().cut()  # its holder accepts again, and the dialer tries again
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal or "the stream has ended")
         raise AssertionError("abort raises")
 
@@ -143,6 +157,7 @@ class _Expected(NamedTuple):
 
     arrival: "futures.Future[StreamPipe]"
     peer_name: str | None
+    is_replaceable: bool
 
 
 def _refusal(name: str, expected: _Expected | None, identities: Iterable[bytes]) -> str:

@@ -95,6 +95,10 @@ class StreamPipe(Pipe):
         self._over.wait(grace)
         self._let_go()
 
+    def cut(self) -> None:
+        """Break it at once: both ends see a lost connection."""
+        self._let_go()
+
     def _discard_rest(self) -> None:
         while self.read() is not None:
             pass

@@ -1,0 +1,239 @@
+"""A pipe that outlives its connections: when one is lost, it is opened anew and nothing is missing.
+
+Each message has a number. An end keeps what it has sent until the other acknowledges it. When a
+connection is lost, both ends open another, tell each other how many messages they have, and send
+the rest again; what came twice is dropped. So a home router may restart in the middle of a step.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+
+from thinwire.errors import BreachError, WireError
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.numbered import HEAD, LASTING_BYTES, Kind, Sent, head_of
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+
+SESSION_BYTES = 8  # behind the head of OPEN: who speaks; another process is another speaker
+ACKNOWLEDGE_BYTES = 1 << 20  # received, after which the sender is told: few beside MOST_KEPT
+LEAST_COUNTED = 1 << 16  # what a message counts for at least
+_ATTEMPT_S = 10.0  # for one attempt to open a connection
+_PAUSE_S = 0.1  # between two of them
+
+Reopen = Callable[[float], Pipe]
+"""Opens another connection to the same end, within so many seconds; WireError if it cannot."""
+
+
+class LastingPipe(Pipe):
+    """Joins successive connections to one other end into one pipe; both ends must be lasting.
+
+    It begins with the connection `first`, and `reopen` makes the next ones. An outage of more than
+    `outage` seconds breaks it for good. A thread of its own opens connections and writes on them.
+    Acknowledgements, and most losses, are noticed by whoever reads: somebody should always do so.
+    `on_down` is told why a connection was lost, `on_up` after how many seconds there is another;
+    neither may wait, or raise.
+    """
+
+    def __init__(
+        self,
+        first: Pipe,
+        reopen: Reopen,
+        outage: float,
+        on_down: Callable[[str], None] = lambda reason: None,
+        on_up: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._reopen, self._outage = reopen, outage
+        self._on_down, self._on_up = on_down, on_up
+        self._session, self._other = os.urandom(SESSION_BYTES), b""
+        self._reading = threading.Lock()  # one thread at a time, so that order is kept
+        self._changed = threading.Condition()  # guards all that follows
+        self.outages = 0
+        self._connection: Pipe | None = None  # on which both ends have said what they have
+        self._down_since, self._reason = time.monotonic(), ""  # of an outage
+        self._sent = Sent()
+        self._received = 0
+        self._unsaid = 0  # bytes received since we last acknowledged
+        self._closed = False  # by us
+        self._over = False  # the other end has said that it ends
+        self._stopped: WireError | None = None  # why nothing more is moved
+        on_daemon_thread("thinwire lasting", lambda: self._carry(first))
+
+    def write(self, message: bytes) -> None:
+        if not message:
+            raise WireError("an empty message cannot be sent")
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._sent.has_room() or self._closed or self._over or self._stopped
+            )
+            if self._closed:
+                raise WireError("the pipe is closed")
+            if self._over or self._stopped:
+                raise self._stopped or WireError("the other end is gone")
+            self._sent.add(Kind.DATA, message)
+            self._changed.notify_all()
+
+    def read(self) -> bytes | None:
+        with self._reading:
+            while (connection := self._wait_for_connection()) is not None:
+                try:
+                    raw = connection.read()
+                    if raw is None:
+                        self._lose(connection, None)
+                    elif (message := self._receive(raw)) is not None:
+                        return message
+                except BreachError as error:
+                    self._stop(error)
+                except WireError as error:
+                    self._lose(connection, error)
+        if self._stopped and not self._over and not self._closed:
+            raise self._stopped
+        return None
+
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                self._sent.add(Kind.END, b"")
+                self._changed.notify_all()
+                # Somebody must read to the end, and from here on it may be nobody else.
+                on_daemon_thread("thinwire close", self.read)
+            self._changed.wait_for(lambda: self._stopped, grace)
+            connection, self._connection = self._connection, None
+            self._stopped = self._stopped or WireError("the pipe is closed")
+            self._changed.notify_all()
+        if connection is not None:
+            connection.close(grace)
+
+    def down_for(self) -> float:
+        """Seconds since the last connection was lost; 0 while there is one, or after the end."""
+        with self._changed:
+            is_down = self.outages and not self._connection and not self._stopped
+            return time.monotonic() - self._down_since if is_down else 0.0
+
+    def _wait_for_connection(self) -> Pipe | None:
+        """The connection to read from; None once there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._connection or self._stopped)
+            return None if self._stopped else self._connection
+
+    def _receive(self, raw: bytes) -> bytes | None:
+        """What one message of a connection says; its content if it is new, and wanted."""
+        kind, number = head_of(raw)
+        with self._changed:
+            if kind == Kind.HAVE:
+                self._sent.forget(number)
+            elif kind not in (Kind.DATA, Kind.END) or number > self._received:
+                raise BreachError(f"message {number} came where {self._received} was due")
+            elif number == self._received:  # else it came twice
+                self._received += 1
+                self._over = self._over or kind == Kind.END
+                self._unsaid += max(len(raw), LEAST_COUNTED)
+                if self._over:  # its sender waits to hear that we know
+                    self._unsaid = ACKNOWLEDGE_BYTES
+                elif not self._closed:
+                    self._changed.notify_all()
+                    return raw[LASTING_BYTES:]
+            self._changed.notify_all()
+            return None
+
+    def _carry(self, first: Pipe) -> None:
+        """On a thread of its own: write on one connection after the other, until the pipe ends."""
+        connection: Pipe | None = first
+        while self._stopped is None and (left := self._time_left()) > 0:
+            try:
+                connection = connection or self._reopen(min(_ATTEMPT_S, left))
+                self._agree(connection)
+                while (message := self._next_due(connection)) is not None:
+                    connection.write(message)
+            except WireError as error:
+                if isinstance(error, BreachError):
+                    self._stop(error)
+                self._lose(connection, error)
+            except Exception as error:  # it must not die with this thread
+                self._stop(WireError(f"a connection failed: {error!r}"))
+            connection = None
+            time.sleep(_PAUSE_S)
+        if self._stopped is None:
+            self._stop(WireError(f"the connection was down for {self._outage:g} s: {self._reason}"))
+
+    def _time_left(self) -> float:
+        """Seconds until an outage has lasted too long."""
+        # Once the other end has said that it ends, it may not come back, and need not.
+        limit = CLOSE_GRACE_S if self._over else self._outage
+        return self._down_since + limit - time.monotonic()
+
+    def _agree(self, connection: Pipe) -> None:
+        """Both ends say what they have; from there they go on, on this connection."""
+        connection.write(HEAD.pack(Kind.OPEN, self._received) + self._session)
+        try:
+            raw = on_daemon_thread("thinwire greeting", connection.read).result(_ATTEMPT_S)
+        except futures.TimeoutError:
+            raw = None
+        if raw is None:
+            raise WireError("the other end did not say how many messages it has")
+        (kind, count), other = head_of(raw), raw[LASTING_BYTES:]
+        if kind != Kind.OPEN or len(other) != SESSION_BYTES:
+            raise BreachError("the other end did not begin with how many messages it has")
+        if self._other not in (b"", other):
+            raise BreachError("the other end began anew, and has forgotten what was sent to it")
+        with self._changed:
+            if self._stopped:
+                raise self._stopped
+            self._other = other
+            self._sent.forget(count)
+            self._sent.rewind()
+            self._connection = connection
+            self._changed.notify_all()
+            if self.outages:
+                self._on_up(time.monotonic() - self._down_since)
+
+    def _next_due(self, connection: Pipe) -> bytes | None:
+        """Wait for what is to be written next; None if the connection is lost or the pipe done."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._connection is not connection
+                    or self._unsaid >= ACKNOWLEDGE_BYTES
+                    or self._sent.unwritten()
+                    or self._is_done()
+                )
+            )
+            self._changed.notify_all()
+            if self._connection is connection and self._unsaid >= ACKNOWLEDGE_BYTES:
+                self._unsaid = 0
+                return HEAD.pack(Kind.HAVE, self._received)
+            if self._is_done():  # whoever closes it hangs up
+                self._stopped = self._stopped or WireError("the pipe is closed")
+            is_due = self._connection is connection and self._stopped is None
+            return self._sent.next() if is_due else None
+
+    def _is_done(self) -> bool:
+        """Whether the other end has all that we had to say, our last word included."""
+        return self._closed and not self._sent.kept
+
+    def _lose(self, connection: Pipe | None, error: WireError | None) -> None:
+        """A connection is lost, or cannot be had; without an error, the other end hung up."""
+        with self._changed:
+            self._reason = str(error or "the other end hung up")
+            if connection is not None and self._connection is connection:
+                self._connection = None
+                if self._is_done() or (error is None and self._over):
+                    self._stopped = self._stopped or WireError("the other end is gone")
+                else:
+                    self._down_since = time.monotonic()
+                    self.outages += 1
+                    self._on_down(self._reason)
+            self._changed.notify_all()
+        if connection is not None:
+            on_daemon_thread("thinwire close", connection.close)
+
+    def _stop(self, error: WireError) -> None:
+        """The pipe is broken for good."""
+        with self._changed:
+            connection, self._connection = self._connection, None
+            self._stopped = self._stopped or error
+            self._changed.notify_all()
+        if connection is not None:
+            on_daemon_thread("thinwire close", connection.close)

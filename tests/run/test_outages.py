@@ -1,0 +1,132 @@
+"""Training over links that break: real processes whose connections take a path of the test."""
+
+import io
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proxy import Proxy
+from thinwire import train as train_module
+from thinwire.errors import StageError
+from thinwire.report import PlainDisplay
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.events import Command, Event, Said
+from thinwire.run.messages import Ready
+from thinwire.settings import Settings
+from thinwire.train import train
+
+Make = Callable[[int, str], Proxy]
+
+
+@pytest.fixture
+def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Make], dict[int, Proxy]]]:
+    """Has every stage dial the one below through a proxy, which `make` builds; those, by cut."""
+    proxies: dict[int, Proxy] = {}
+
+    def install(make: Make) -> dict[int, Proxy]:
+        class Detoured(Coordinator):
+            """Hears another address of each stage than the one where it listens."""
+
+            def on(self, event: Event, now: float) -> list[Command]:
+                match event:
+                    case Said(stage, Ready(address=address) as ready) if address:
+                        proxies[stage] = make(stage, address)
+                        event = Said(stage, replace(ready, address=proxies[stage].address))
+                return super().on(event, now)
+
+        monkeypatch.setattr(train_module, "Coordinator", Detoured)
+        return proxies
+
+    yield install
+    for proxy in proxies.values():
+        proxy.close()
+
+
+def weights_of(run: Path, steps: int) -> dict[str, torch.Tensor]:
+    files = sorted((run / "checkpoints").glob(f"*{steps}/*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_weights(one: Path, other: Path, steps: int) -> None:
+    first, second = weights_of(one, steps), weights_of(other, steps)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_run_whose_links_are_cut_again_and_again_is_the_same_bit_for_bit(
+    make_settings: Callable[..., Settings], detour: Callable, tmp_path: Path
+) -> None:
+    """Three stages; cuts come in mid-step, at counts of bytes, and once a link falls silent."""
+    changes = {"pipeline__stages": 3, "train__steps": 8, "train__eval_every": 4}
+    smooth = make_settings(run__name="smooth", **changes)
+    whole = train(smooth, PlainDisplay(io.StringIO()))
+    once = sum(whole["bytes_sent"]["by_kind"].values()) // 2  # bytes over one of the two cuts
+    cuts = {0: [once * part // 10 for part in (1, 2, 4, 5, 7)], 1: [once // 3]}
+
+    proxies = detour(lambda cut, address: Proxy(address, cuts[cut]))
+    log = io.StringIO()
+
+    def silence() -> None:
+        """For longer than keepalive takes to notice: the connections of then are given up."""
+        while 1 not in proxies or proxies[1].carried < once // 2:
+            time.sleep(0.01)
+        proxies[1].fall_silent()
+        time.sleep(12)
+        proxies[1].speak()
+
+    threading.Thread(target=silence, daemon=True).start()
+    rough = train(make_settings(run__name="rough", **changes), PlainDisplay(log))
+    assert_same_weights(tmp_path / "smooth", tmp_path / "rough", 8)
+    assert rough["valid_losses"] == whole["valid_losses"]
+    assert rough["bytes_sent"]["by_kind"] == {
+        **whole["bytes_sent"]["by_kind"],
+        # whoever leaves first says goodbye, and sometimes both do
+        "BYE": rough["bytes_sent"]["by_kind"]["BYE"],
+    }
+    assert [row["cut"] for row in rough["outages"]] == [0, 1]
+    assert [row["count"] for row in rough["outages"]] == [5, 2]
+    assert rough["outages"][1]["seconds"] > 1
+    assert [row["count"] for row in whole["outages"]] == [0, 0]
+    assert "the link between stages 1 and 2 is down: " in log.getvalue()
+    assert re.search(r"the link between stages 1 and 2 is back after \d+\.\d s", log.getvalue())
+
+
+def test_an_outage_beyond_the_limit_ends_the_run_and_names_the_link(
+    make_settings: Callable[..., Settings], detour: Callable
+) -> None:
+    proxies = detour(lambda cut, address: Proxy(address))
+
+    def break_off() -> None:
+        while 0 not in proxies or proxies[0].carried < 100_000:
+            time.sleep(0.01)
+        proxies[0].is_refusing = True
+        proxies[0].cut()
+
+    threading.Thread(target=break_off, daemon=True).start()
+    settings = make_settings(
+        train__steps=100_000, train__eval_every=0, link__outage=14.0, run__patience=24.0
+    )
+    log = io.StringIO()
+    with pytest.raises(
+        StageError, match=r"link cut-0 is broken: the connection was down for 14 s: "
+    ):
+        train(settings, PlainDisplay(log))
+    waits = r"no progress for 1\d s: stage 0 waits for .* \(link to stage 1 is down for \d+ s\)"
+    assert re.search(waits, log.getvalue()), log.getvalue()
+
+
+def test_without_an_outage_allowed_a_run_ends_at_the_first_loss(
+    make_settings: Callable[..., Settings], detour: Callable
+) -> None:
+    detour(lambda cut, address: Proxy(address, [100_000]))
+    settings = make_settings(train__steps=100_000, train__eval_every=0, link__outage=0.0)
+    with pytest.raises(StageError, match=r"link cut-0 is broken: the other end is gone"):
+        train(settings, PlainDisplay(io.StringIO()))

@@ -1,0 +1,508 @@
+"""A pipe that lasts: whatever happens to its connections, every message comes once, in order."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wiring import MAX_MESSAGE, PATIENCE, Recorder
+
+from proxy import Proxy
+from thinwire.errors import BreachError, WireError
+from thinwire.wire import (
+    Authority,
+    Frame,
+    FrameKind,
+    LastingPipe,
+    Link,
+    Listener,
+    Meter,
+    Pipe,
+    dial,
+    lasting,
+    memory_pair,
+    numbered,
+)
+from thinwire.wire.numbered import HEAD, LASTING_BYTES, Kind
+
+
+class Network:
+    """Joins two ends anew each time both ask, and cuts what it has joined, messages and all."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.is_down = False
+        self._waiting: dict[int, list[Pipe]] = {0: [], 1: []}
+        self._open: tuple[Pipe, Pipe] | None = None
+        self._changed = threading.Lock()
+
+    def opener(self, side: int) -> Callable[[float], Pipe]:
+        def reopen(timeout: float) -> Pipe:
+            with self._changed:
+                if self.is_down:
+                    raise WireError("no route")
+                if not self._waiting[side]:
+                    self._open = memory_pair()
+                    self.connections += 1
+                    self._waiting[1 - side].append(self._open[1 - side])
+                    return self._open[side]
+                return self._waiting[side].pop()
+
+        return reopen
+
+    def cut(self) -> None:
+        with self._changed:
+            pair, self._open = self._open, None
+            self._waiting = {0: [], 1: []}
+        for end in pair or ():
+            end.close()
+
+
+def join(network: Network, outage: float = PATIENCE) -> tuple[LastingPipe, LastingPipe]:
+    left, right = (
+        LastingPipe(network.opener(side)(1), network.opener(side), outage) for side in (0, 1)
+    )
+    return left, right
+
+
+class Losable(Pipe):
+    """The end of a connection that can be lost, where one in memory only ends in good order."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self.is_lost = False
+
+    def write(self, message: bytes) -> None:
+        self._pipe.write(message)
+
+    def read(self) -> bytes | None:
+        message = self._pipe.read()
+        if message is None and self.is_lost:
+            raise WireError("the connection was lost")
+        return message
+
+    def close(self, grace: float | None = 5.0) -> None:
+        self._pipe.close(grace)
+
+
+class ByHand:
+    """The other end of a lasting pipe, spoken by the test, message by message."""
+
+    def __init__(self) -> None:
+        self._next: list[Pipe] = []
+        self._connect(0, bytes(8))
+        self.pipe = LastingPipe(self._next.pop(), self._reopen, PATIENCE)
+        assert self.hear()[:2] == (Kind.OPEN, 0)
+
+    def _connect(self, have: int, who: bytes) -> None:
+        self.connection, theirs = memory_pair()
+        self._theirs = Losable(theirs)
+        self.say(Kind.OPEN, have, who)
+        self._next.append(self._theirs)
+
+    def _reopen(self, timeout: float) -> Pipe:
+        if not self._next:
+            raise WireError("no route")
+        return self._next.pop()
+
+    def say(self, kind: int, number: int, content: bytes = b"") -> None:
+        self.connection.write(HEAD.pack(kind, number) + content)
+
+    def hear(self) -> tuple[int, int, bytes]:
+        raw = self.connection.read()
+        assert raw is not None
+        return (*HEAD.unpack_from(raw), raw[LASTING_BYTES:])  # type: ignore[return-value]
+
+    def lose(self) -> None:
+        self._theirs.is_lost = True
+        self.connection.close()
+
+    def reconnect(self, have: int, who: bytes = bytes(8)) -> int:
+        """Lose the connection, open another, and say how many messages came; what the pipe has."""
+        self.lose()
+        self._connect(have, who)
+        kind, number, _ = self.hear()
+        assert kind == Kind.OPEN
+        return number
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def read_all(pipe: Pipe) -> list[bytes]:
+    return list(iter(pipe.read, None))
+
+
+@pytest.fixture
+def keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbered, "MOST_KEPT", 20_000)
+    monkeypatch.setattr(lasting, "ACKNOWLEDGE_BYTES", 5_000)
+    monkeypatch.setattr(lasting, "LEAST_COUNTED", 300)
+
+
+def test_without_outages_it_is_a_pipe() -> None:
+    left, right = join(Network())
+    left.write(b"there")
+    right.write(b"back")
+    assert (right.read(), left.read()) == (b"there", b"back")
+    with pytest.raises(WireError, match="empty message"):
+        left.write(b"")
+    in_background(left.close)
+    assert right.read() is None
+    with pytest.raises(WireError, match="the other end is gone"):
+        right.write(b"late")
+    right.close()
+    with pytest.raises(WireError, match="closed"):
+        left.write(b"late")
+    assert left.outages == right.outages == 0
+
+
+@pytest.mark.usefixtures("keep_little")
+@pytest.mark.parametrize("seed", range(4))
+def test_every_message_comes_once_and_in_order_however_often_connections_are_lost(
+    seed: int,
+) -> None:
+    network, chance = Network(), random.Random(seed)
+    ends = join(network)
+    sizes = [chance.choice((1, 100, 5_000, 30_000)) for _ in range(2000)]
+    messages = [number.to_bytes(2, "big") + bytes(size) for number, size in enumerate(sizes)]
+
+    def send(pipe: Pipe) -> None:
+        for message in messages:
+            pipe.write(message)
+
+    arrived: list[list[bytes]] = [[], []]
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(send, end) for end in ends]
+        read = [
+            pool.submit(lambda end=end, got=got: got.extend(iter(end.read, None)))
+            for end, got in zip(ends, arrived, strict=True)
+        ]
+        while not all(future.done() for future in sent):
+            time.sleep(chance.random() * 0.03)
+            network.cut()
+        for future in sent:
+            future.result(PATIENCE)
+        wait_until(lambda: all(len(got) == len(messages) for got in arrived))
+        ends[0].close(None)
+        for future in read:
+            future.result(PATIENCE)
+    assert arrived == [messages, messages]
+    assert network.connections > 3
+
+
+def test_a_bare_pipe_loses_messages_there() -> None:
+    """What the numbers are for: the same cut on a bare connection loses what was on its way."""
+    left, right = memory_pair()
+    for number in range(10):
+        left.write(bytes([number + 1]))
+    left.close()
+    right.close()
+    assert read_all(right) == []
+
+
+@pytest.mark.parametrize("have", [1, 3])
+def test_what_was_not_acknowledged_is_sent_again_and_no_more(have: int) -> None:
+    """Of three messages the other end got `have`; its acknowledgements were lost."""
+    other = ByHand()
+    in_background(other.pipe.read)
+    for number in range(3):
+        other.pipe.write(bytes([number]))
+        assert other.hear() == (Kind.DATA, number, bytes([number]))
+    assert other.reconnect(have) == 0
+    other.pipe.write(b"next")
+    heard = [other.hear() for _ in range(4 - have)]
+    again = [(Kind.DATA, number, bytes([number])) for number in range(have, 3)]
+    assert heard == [*again, (Kind.DATA, 3, b"next")]
+
+
+def test_what_comes_twice_is_dropped() -> None:
+    other = ByHand()
+    for number in (0, 1, 1, 0, 2):
+        other.say(Kind.DATA, number, bytes([number]))
+    assert [other.pipe.read() for _ in range(3)] == [b"\0", b"\1", b"\2"]
+    in_background(other.pipe.read)
+    assert other.reconnect(0) == 3, "on another connection it says that it has three"
+
+
+@pytest.mark.parametrize(("size", "count"), [(10, 16), (1 << 20, 1)])
+def test_it_acknowledges_after_so_many_messages_or_bytes(size: int, count: int) -> None:
+    other = ByHand()
+    for number in range(count):
+        other.say(Kind.DATA, number, bytes(size))
+        assert other.pipe.read() == bytes(size)
+    assert other.hear() == (Kind.HAVE, count, b"")
+
+
+@pytest.mark.usefixtures("keep_little")
+def test_a_writer_is_held_back_while_too_much_is_not_acknowledged() -> None:
+    """Whoever reads and never acknowledges must not fill the memory of the other end."""
+    other = ByHand()
+    in_background(other.pipe.read)
+    written = []
+
+    def write() -> None:
+        for number in range(30):
+            other.pipe.write(bytes(2000))
+            written.append(number)
+
+    thread = in_background(write)
+    wait_until(lambda: len(written) == 10)
+    time.sleep(0.2)
+    assert len(written) == 10, "ten messages of 2,009 bytes are all that may be kept"
+    for have in (10, 20):
+        other.say(Kind.HAVE, have)
+        wait_until(lambda have=have: len(written) == have + 10)
+    thread.join(PATIENCE)
+
+
+def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed() -> None:
+    network, told = Network(), []
+    left = LastingPipe(network.opener(0)(1), network.opener(0), PATIENCE, told.append, told.append)
+    right = LastingPipe(network.opener(1)(1), network.opener(1), PATIENCE)
+    left.write(b"before")
+    assert right.read() == b"before" and left.down_for() == 0
+    network.is_down = True
+    network.cut()
+    written = []
+
+    def write() -> None:
+        for number in range(5):
+            left.write(bytes([number]))
+            written.append(number)
+
+    in_background(left.read)
+    thread = in_background(write)
+    wait_until(lambda: left.down_for() > 0.3)
+    assert len(written) <= 1
+    network.is_down = False
+    assert [right.read() for _ in range(5)] == [bytes([number]) for number in range(5)]
+    thread.join(PATIENCE)
+    assert left.outages == right.outages == 1 and left.down_for() == 0
+    reason, seconds = told
+    assert reason == "the other end hung up" and seconds > 0.3
+
+
+def test_an_outage_beyond_the_limit_breaks_both_ends() -> None:
+    network = Network()
+    left, right = join(network, outage=0.5)
+    network.is_down = True
+    network.cut()
+    for end in (left, right):
+        with pytest.raises(WireError, match=r"down for 0\.5 s: no route") as broken:
+            end.read()
+        assert not isinstance(broken.value, BreachError), "nobody broke the contract"
+        with pytest.raises(WireError, match="down for"):
+            end.write(b"x")
+        end.close(None)
+
+
+def test_another_process_in_the_place_of_the_other_end_is_refused() -> None:
+    """It has not got what was sent before, and would take the rest for the whole."""
+    other = ByHand()
+    in_background(lambda: other.reconnect(0, b"stranger"))
+    with pytest.raises(BreachError, match="began anew"):
+        other.pipe.read()
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"x", "shorter than its own head"),
+        (HEAD.pack(Kind.DATA, 7) + b"x", "message 7 came where 0 was due"),
+        (HEAD.pack(9, 0), "message 0 came where 0 was due"),
+        (HEAD.pack(Kind.OPEN, 0), "message 0 came where 0 was due"),
+        (HEAD.pack(Kind.HAVE, 3), "3 messages are acknowledged, but only 0"),
+    ],
+)
+def test_nonsense_is_a_breach(raw: bytes, reason: str) -> None:
+    other = ByHand()
+    other.connection.write(raw)
+    with pytest.raises(BreachError, match=reason):
+        other.pipe.read()
+
+
+def test_both_ends_may_close_at_once() -> None:
+    for _ in range(20):
+        ends = join(Network())
+        for end in ends:
+            end.write(b"unread")
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(end.close, None) for end in ends]:
+                future.result(PATIENCE)
+        assert time.monotonic() - started < 4
+        assert [end.read() for end in ends] == [None, None]
+
+
+def test_a_connection_that_is_lost_with_the_last_word_is_opened_again() -> None:
+    other = ByHand()
+    closing = in_background(lambda: other.pipe.close(None))
+    assert other.hear() == (Kind.END, 0, b"")
+    assert other.reconnect(0) == 0  # the word was lost
+    assert other.hear() == (Kind.END, 0, b"")
+    assert other.reconnect(1) == 0  # its acknowledgement was lost
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
+def test_whoever_heard_the_last_word_waits_a_moment_for_the_other_to_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lasting, "CLOSE_GRACE_S", 1.0)
+    other = ByHand()
+    other.say(Kind.END, 0)
+    reading = in_background(lambda: read_all(other.pipe))
+    assert other.hear() == (Kind.HAVE, 1, b"")
+    assert other.reconnect(0) == 1, "we may have missed that"
+    other.connection.close()  # now we know
+    reading.join(PATIENCE)
+    assert not reading.is_alive()
+    other = ByHand()
+    other.say(Kind.END, 0)
+    in_background(lambda: (other.hear(), other.lose()))
+    started = time.monotonic()
+    assert other.pipe.read() is None
+    assert time.monotonic() - started < PATIENCE / 2, "it does not wait as long as for a link"
+
+
+def test_closing_during_an_outage_gives_up_after_its_grace() -> None:
+    network = Network()
+    left, _right = join(network)
+    network.is_down = True
+    network.cut()
+    started = time.monotonic()
+    left.close(0.3)
+    assert time.monotonic() - started < 5
+    assert left.read() is None
+
+
+@pytest.fixture
+def path(listener: Listener) -> Iterator[Proxy]:
+    proxy = Proxy(listener.address)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def over_tls(
+    authority: Authority, listener: Listener, path: Proxy
+) -> tuple[LastingPipe, LastingPipe]:
+    """The accepted and the dialed end, whose connections take the path."""
+    identity = authority.issue("peer")
+
+    def accept(timeout: float) -> Pipe:
+        return listener.accept("peer", timeout, "peer", is_replaceable=True)
+
+    def call(timeout: float) -> Pipe:
+        return dial(path.address, "peer", identity, "host", timeout, MAX_MESSAGE)
+
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))
+        dialed = LastingPipe(call(PATIENCE), call, PATIENCE)
+        return accepted.result(PATIENCE), dialed
+
+
+def test_it_outlives_lost_connections_over_tls(
+    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
+) -> None:
+    accepted, dialed = over_tls
+    with ThreadPoolExecutor(2) as pool:
+        got = pool.submit(lambda: (read_all(accepted), accepted.close())[0])
+        in_background(lambda: read_all(dialed))
+        for number in range(60):
+            dialed.write(bytes([number + 1]) * 70_000)
+            if number in (20, 40):
+                path.cut()
+                wait_until(lambda number=number: path.connections == number // 20 + 1)
+        dialed.close(None)
+        messages = got.result(PATIENCE)
+    assert [message[0] for message in messages] == list(range(1, 61))
+    assert all(len(message) == 70_000 for message in messages)
+    assert accepted.outages == dialed.outages == 2
+
+
+def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(
+    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
+) -> None:
+    """Keepalive would notice after ten seconds; until then the dialer would be refused."""
+    accepted, dialed = over_tls
+    in_background(lambda: read_all(dialed))
+    started = time.monotonic()
+    path.cut(leave_listener=True)
+    dialed.write(b"again")
+    assert accepted.read() == b"again"
+    assert time.monotonic() - started < 5
+    in_background(lambda: read_all(accepted))
+    dialed.close()
+    accepted.close()
+
+
+def test_a_link_goes_on_where_it_was(
+    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
+) -> None:
+    """The frames of a link, its meters and its goodbye know nothing of outages."""
+    heard, meters = (Recorder(), Recorder()), (Meter(), Meter())
+    links = [
+        Link(pipe, meter, None, "cut-0", MAX_MESSAGE - 64)
+        for pipe, meter in zip(over_tls, meters, strict=True)
+    ]
+    for link, ears in zip(links, heard, strict=True):
+        link.start(ears.on_frame, ears.on_broken, ears.on_end)
+    for step in range(30):
+        for link in links:
+            link.send(Frame(FrameKind.FORWARD, step=step, payload=bytes(100_000)))
+        if step % 10 == 5:
+            path.cut()
+            wait_until(lambda step=step: path.connections > step // 10 + 1)
+    for ears in heard:
+        ears.wait(lambda ears=ears: len(ears.frames) == 30)
+        assert [frame.step for frame in ears.frames] == list(range(30))
+    links[0].close(None)
+    heard[1].wait(lambda: heard[1].ends)
+    links[1].close(None)
+    assert heard[0].errors == heard[1].errors == []
+    assert meters[0].sent_bytes(FrameKind.FORWARD) == 30 * 100_064
+    assert meters[0].received_bytes(FrameKind.FORWARD) == 30 * 100_064
+
+
+def test_what_it_adds_to_messages_is_what_the_page_says() -> None:
+    """docs/wire.md: 9 bytes a message, 17 to open each way, 9 to acknowledge 16 small ones."""
+    written: list[int] = []
+
+    class Counted(Pipe):
+        def __init__(self, pipe: Pipe) -> None:
+            self.pipe = pipe
+
+        def write(self, message: bytes) -> None:
+            written.append(len(message))
+            self.pipe.write(message)
+
+        def read(self) -> bytes | None:
+            return self.pipe.read()
+
+        def close(self, grace: float | None = 5.0) -> None:
+            self.pipe.close(grace)
+
+    first = [Counted(end) for end in memory_pair()]
+    left, right = (LastingPipe(end, lambda timeout: first[0], PATIENCE) for end in first)
+    got = in_background(lambda: read_all(right))
+    for number in range(32):
+        left.write(bytes(1000))
+        wait_until(lambda number=number: written.count(9) >= (number + 1) // 16)
+    left.close(None)
+    got.join(PATIENCE)
+    opened, messages, acknowledged, end = 2 * 17, 32 * 1009, (2 + 1) * 9, 9
+    assert sum(written) == opened + messages + acknowledged + end
