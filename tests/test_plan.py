@@ -176,7 +176,7 @@ def test_each_cut_is_planned_with_its_own_rank(make_settings: MakeSettings) -> N
     plan = make_plan(settings, RATE)
     tokens = settings.tokens_per_microbatch
     assert plan.costs.forward_bytes == [8 * 5 * tokens + 64, 8 * 11 * tokens + 64]
-    rows = plan_to_plain(plan)["boundaries"]
+    rows = plan_to_plain(plan)["cuts"]
     assert [row["basis_bytes"] for row in rows] == [8 * 32 * rank + 64 for rank in (5, 11)]
     text = plan_text(plan)
     assert "cut 1, per microbatch" in text and "cut 1, per step" in text

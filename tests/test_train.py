@@ -177,7 +177,7 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
             ask_again()
         monkeypatch.setattr("thinwire.report.plots.plot_loss", ask_again)
         assert run.finish()["steps"] == 4
-    assert "the plots are left out" in stream.getvalue()
+    assert "the plots were skipped" in stream.getvalue()
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
     assert not list((run.folder / "plots").glob("*"))
 
