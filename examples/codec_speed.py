@@ -4,10 +4,10 @@
     python examples/codec_speed.py --device cuda int4 "int4(group=64,hadamard)"
 
 Speeds are in GB of the float32 tensor per second, for packing and unpacking together, the best of
-five, for each leg. "On the device" leaves out the way to the host and what runs there (+zstd): on a
-GPU it is what competes with the model. "As bytes" has it all, and "of 1 Gbit/s" is its time as a
-share of what the payload takes on such a link. Bits are those of the whole payload; bits and error
-of codecs that remember are those of a first tensor.
+five, for each leg. "On the device" leaves out the copy to CPU memory and what runs there (+zstd):
+on a GPU it is what competes with the model. "As bytes" has it all, and "of 1 Gbit/s" is its time
+as a share of what the payload takes on such a link. Bits are those of the whole payload; bits and
+error of codecs that remember are those of a first tensor.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Clock:
 
 
 def zstd_speed(x: torch.Tensor, clock: Clock) -> tuple[float, float]:
-    """GB/s and bits of zstd alone, on bf16 numbers in host memory."""
+    """GB/s and bits of zstd alone, on bf16 numbers in CPU memory."""
     part = x.flatten()[:ZSTD_ELEMENTS]
     numbers = part.bfloat16().cpu().view(torch.uint8).numpy().tobytes()
     packed = zstandard.compress(numbers)
@@ -78,7 +78,7 @@ def main() -> None:
     zstd, zstd_bits = zstd_speed(x, clock)
     print(f"{device}, {torch.get_num_threads()} threads, float32 {shape}")
     print(f"copying the tensor: {clock.speed(x.clone, size):.1f} GB/s")
-    print(f"zstd alone, of bf16 on the host: {zstd:.2f} GB/s, {zstd_bits:.2f} bits")
+    print(f"zstd alone, of bf16 on the CPU: {zstd:.2f} GB/s, {zstd_bits:.2f} bits")
     print(f"{'':26}{'on the device':>18}{'as bytes':>16}{'of 1 Gbit/s':>14}")
     print(f"{'codec':26}{'fwd':>9}{'bwd':>9}{'fwd':>8}{'bwd':>8}{'fwd':>7}{'bwd':>7}"
           f"{'bits':>8}{'error/rms':>11}")  # fmt: skip

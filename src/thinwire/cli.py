@@ -246,7 +246,7 @@ def init(options: argparse.Namespace) -> None:
 
 
 def train_command(options: argparse.Namespace) -> None:
-    """Train, or go on from a checkpoint."""
+    """Train, or continue from a checkpoint."""
     from thinwire.settings import load_settings
 
     config, resume = _config_and_resume(options)

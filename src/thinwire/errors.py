@@ -62,6 +62,6 @@ class StageError(ThinwireError):
 
 
 class ScheduleError(ThinwireError):
-    """A schedule cannot run: an action is missing, repeated, or waits for ever."""
+    """A schedule cannot run: an action is missing, repeated, or waits forever."""
 
     exit_code = 7

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from thinwire.data import shards as module
-from thinwire.data.shards import chunks, cut_for_validation, find_shards, scan_shards
+from thinwire.data.shards import chunks, find_shards, scan_shards, split_for_validation
 from thinwire.errors import DataError
 
 
@@ -106,23 +106,23 @@ def shard_of(tmp_path: Path, ids) -> tuple:
 def test_cut_moves_to_the_nearest_end_of_text(tmp_path):
     ids = np.ones(1000, dtype=np.uint16)
     ids[[100, 880, 925, 990]] = 7
-    assert cut_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 881
+    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 881
     ids[909] = 7
-    assert cut_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 910
+    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 910
 
 
 def test_cut_uses_the_layouts_own_end_of_text(tmp_path):
     ids = np.ones(1000, dtype=np.uint16)
     ids[890] = 50256
-    assert cut_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=None) == 891
+    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=None) == 891
 
 
 def test_cut_without_end_of_text_is_at_the_fraction(tmp_path):
     shards = shard_of(tmp_path, np.ones(1000, dtype=np.uint16))
-    assert cut_for_validation(shards, 0.1, end_of_text=7) == 900
-    assert cut_for_validation(shard_of(tmp_path, [1, 1]), 0.001, end_of_text=7) == 1
+    assert split_for_validation(shards, 0.1, end_of_text=7) == 900
+    assert split_for_validation(shard_of(tmp_path, [1, 1]), 0.001, end_of_text=7) == 1
     with pytest.raises(DataError, match="1 tokens cannot be split"):
-        cut_for_validation(shard_of(tmp_path, [1]), 0.5, end_of_text=7)
+        split_for_validation(shard_of(tmp_path, [1]), 0.5, end_of_text=7)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def authority() -> Authority:
 
 @pytest.fixture
 def listener(authority: Authority) -> Iterator[Listener]:
-    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE)
     yield listener
     listener.close()
 
@@ -32,7 +32,7 @@ def connect(
     def connect(name: str) -> tuple[Pipe, Pipe]:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(listener.accept, name, PATIENCE)
-            dialed = dial(listener.address, name, identity, "host", PATIENCE, MAX_MESSAGE)
+            dialed = dial(listener.address, name, identity, "coordinator", PATIENCE, MAX_MESSAGE)
             opened.extend((accepted.result(), dialed))
             return accepted.result(), dialed
 

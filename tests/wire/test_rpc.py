@@ -38,11 +38,11 @@ PEER = """
     identity = Identity.from_plain(order["identity"])
     keepalive = Keepalive(*order["keepalive"])
     if "address" in order:
-        pipe = dial(order["address"], "peer", identity, "host", 30, 1 << 25, keepalive)
+        pipe = dial(order["address"], "peer", identity, "coordinator", 30, 1 << 25, keepalive)
     else:
         listener = Listener(identity, "127.0.0.1", 0, 1 << 25, keepalive)
         print(listener.address, flush=True)
-        pipe = listener.accept("host", 30)
+        pipe = listener.accept("coordinator", 30)
     link = Link(pipe, Meter(), None, "echo", 1 << 24)
     link.start(lambda frame: link.send(frame), lambda error: None)
     order["wait"] and threading.Event().wait()
@@ -74,7 +74,7 @@ def spawn() -> Iterator:
         process.communicate()
 
 
-def start(pipe, name="host-peer") -> tuple[Link, Recorder]:
+def start(pipe, name="coordinator-peer") -> tuple[Link, Recorder]:
     heard = Recorder()
     link = Link(pipe, Meter(), None, name, MAX_PAYLOAD)
     link.start(heard.on_frame, heard.on_broken, heard.on_end)
@@ -98,7 +98,7 @@ def order(authority, keepalive: Keepalive, **more) -> dict:
 )
 def test_a_lost_process_is_noticed(authority, spawn, we, stop_with, keepalive):
     # A killed process must be noticed without any ping; a stopped one only pings reveal.
-    identity = authority.issue("host")
+    identity = authority.issue("coordinator")
     listener = None
     if we == "listen":
         listener = Listener(identity, "127.0.0.1", 0, MAX_MESSAGE, keepalive)
@@ -107,7 +107,7 @@ def test_a_lost_process_is_noticed(authority, spawn, we, stop_with, keepalive):
     else:
         process = spawn(order(authority, keepalive))
         address = process.stdout.readline().strip()
-        pipe = dial(address, "host", identity, "peer", PATIENCE, MAX_MESSAGE, keepalive)
+        pipe = dial(address, "coordinator", identity, "peer", PATIENCE, MAX_MESSAGE, keepalive)
     link, heard = start(pipe)
     link.send(Frame(FrameKind.FORWARD, step=5, payload=bytes(1 << 20)))
     heard.wait(lambda: heard.frames)
@@ -115,7 +115,7 @@ def test_a_lost_process_is_noticed(authority, spawn, we, stop_with, keepalive):
 
     process.send_signal(stop_with)
     heard.wait(lambda: heard.errors)
-    assert "link host-peer is broken: the other end is gone" in str(heard.errors[0])
+    assert "link coordinator-peer is broken: the other end is gone" in str(heard.errors[0])
     link.close()
     if listener is not None:
         listener.close()
@@ -124,7 +124,7 @@ def test_a_lost_process_is_noticed(authority, spawn, we, stop_with, keepalive):
 
 @pytest.mark.parametrize("we", ["listen", "dial"])
 def test_a_process_that_forgets_to_close_still_exits(authority, spawn, we):
-    identity = authority.issue("host")
+    identity = authority.issue("coordinator")
     if we == "listen":
         listener = Listener(identity, "127.0.0.1", 0, MAX_MESSAGE)
         process = spawn(order(authority, HOURLY, address=listener.address, wait=False))
@@ -134,7 +134,7 @@ def test_a_process_that_forgets_to_close_still_exits(authority, spawn, we):
     else:
         process = spawn(order(authority, HOURLY, wait=False))
         address = process.stdout.readline().strip()
-        pipe = dial(address, "host", identity, "peer", PATIENCE, MAX_MESSAGE)
+        pipe = dial(address, "coordinator", identity, "peer", PATIENCE, MAX_MESSAGE)
         assert process.wait(PATIENCE) == 0
         pipe.close()
 
@@ -143,11 +143,13 @@ def test_frequent_pings_on_an_idle_link_are_tolerated(authority):
     # Only the dialer pings: whoever hears the other's pings keeps quiet, and it is the
     # listener that would hang up.
     often = Keepalive(every_s=0.05, timeout_s=PATIENCE)
-    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
+    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "peer", PATIENCE)
         identity = authority.issue("peer")
-        dialed = dial(listener.address, "peer", identity, "host", PATIENCE, MAX_MESSAGE, often)
+        dialed = dial(
+            listener.address, "peer", identity, "coordinator", PATIENCE, MAX_MESSAGE, often
+        )
         pipe = accepted.result()
     (here, heard_here), (there, heard_there) = start(pipe), start(dialed)
     time.sleep(5.5)  # gRPC pings once a second at most, and by default hangs up at the fourth
@@ -169,23 +171,23 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do(authority, listener):
 
 
 def test_a_port_is_free_again_after_closing(authority):
-    first = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    first = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE)
     first.close()
     port = int(first.address.rsplit(":", 1)[1])
-    second = Listener(authority.issue("host"), "127.0.0.1", port, MAX_MESSAGE)
+    second = Listener(authority.issue("coordinator"), "127.0.0.1", port, MAX_MESSAGE)
     assert second.address == first.address
     second.close()
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on(authority):
     with pytest.raises(WireError, match=r"cannot listen on port 0 of 192\.0\.2\.1: .*link\.listen"):
-        Listener(authority.issue("host"), "192.0.2.1", 0, MAX_MESSAGE)
+        Listener(authority.issue("coordinator"), "192.0.2.1", 0, MAX_MESSAGE)
 
 
 def test_dialing_where_nothing_listens_is_an_error(authority, listener):
     listener.close()
     with pytest.raises(WireError, match="nothing listens there; is that process running"):
-        dial(listener.address, "peer", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
+        dial(listener.address, "peer", authority.issue("peer"), "coordinator", 3.0, MAX_MESSAGE)
 
 
 def test_a_proxy_of_the_environment_is_not_used(connect, monkeypatch):
@@ -206,13 +208,13 @@ def test_an_empty_message_is_refused(connect):
 
 def test_an_unexpected_name_is_refused(authority, listener):
     with pytest.raises(WireError, match="'stranger' is not expected there"):
-        dial(listener.address, "stranger", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
+        dial(listener.address, "stranger", authority.issue("peer"), "coordinator", 3.0, MAX_MESSAGE)
 
 
 def test_a_second_dial_by_the_same_name_is_refused(authority, listener, connect):
     connect("peer")
     with pytest.raises(WireError, match="'peer' is not expected there"):
-        dial(listener.address, "peer", authority.issue("peer"), "host", 3.0, MAX_MESSAGE)
+        dial(listener.address, "peer", authority.issue("peer"), "coordinator", 3.0, MAX_MESSAGE)
 
 
 def test_a_refusal_outweighs_the_silence_of_later_attempts(authority, listener):
@@ -237,7 +239,7 @@ def test_a_refusal_outweighs_the_silence_of_later_attempts(authority, listener):
     threading.Thread(target=serve, daemon=True).start()
     address = "{}:{}".format(*front.getsockname())
     with pytest.raises(WireError, match="'peer' is not expected there"):
-        dial(address, "peer", authority.issue("peer"), "host", 6.0, MAX_MESSAGE)
+        dial(address, "peer", authority.issue("peer"), "coordinator", 6.0, MAX_MESSAGE)
     assert len(held) == 3, "the second attempt was made"
     for connection in (front, *held):
         connection.close()
@@ -247,7 +249,9 @@ def test_peers_are_told_apart_by_name_and_may_dial_before_they_are_expected(auth
     identity = authority.issue("peer")
     with ThreadPoolExecutor(2) as pool:
         dials = {
-            name: pool.submit(dial, listener.address, name, identity, "host", PATIENCE, MAX_MESSAGE)
+            name: pool.submit(
+                dial, listener.address, name, identity, "coordinator", PATIENCE, MAX_MESSAGE
+            )
             for name in ("ärger", "bliss")
         }
         accepted = {name: listener.accept(name, PATIENCE) for name in ("bliss", "ärger")}
@@ -273,7 +277,7 @@ def test_strangers_hold_few_descriptors_and_not_for_long(authority, monkeypatch)
     raise_descriptor_limit()
     monkeypatch.setattr(rpc, "HANDSHAKE_S", 2.0)
     monkeypatch.setattr(rpc, "MOST_CONNECTIONS", 40)
-    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE)
     host, port = listener.address.split(":")
 
     def open_files() -> int:
@@ -286,7 +290,7 @@ def test_strangers_hold_few_descriptors_and_not_for_long(authority, monkeypatch)
     with ThreadPoolExecutor(1) as pool:  # who belongs to the run comes in as soon as they are gone
         accepted = pool.submit(listener.accept, "peer", PATIENCE)
         identity = authority.issue("peer")
-        dialed = dial(listener.address, "peer", identity, "host", PATIENCE, MAX_MESSAGE)
+        dialed = dial(listener.address, "peer", identity, "coordinator", PATIENCE, MAX_MESSAGE)
         dialed.write(b"in")
         assert accepted.result().read() == b"in"
     for stranger in strangers:
@@ -334,11 +338,11 @@ def test_a_writer_is_held_back_when_nobody_reads(connect):
 
 
 def test_closing_pipe_and_listener_at_once_loses_nothing(authority):
-    listener = Listener(authority.issue("host"), "127.0.0.1", 0, MAX_MESSAGE)
+    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "peer", PATIENCE)
         identity = authority.issue("peer")
-        dialed = dial(listener.address, "peer", identity, "host", PATIENCE, MAX_MESSAGE)
+        dialed = dial(listener.address, "peer", identity, "coordinator", PATIENCE, MAX_MESSAGE)
         received = pool.submit(lambda: list(iter(dialed.read, None)))
         for number in range(30):
             accepted.result().write(bytes([number]) * (1 << 20))
@@ -371,9 +375,9 @@ def test_a_dialer_with_the_certificate_of_another_is_refused(authority, listener
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, "cut-0", PATIENCE, "stage-1")
         with pytest.raises(WireError, match="'cut-0' is expected from 'stage-1', not from"):
-            dial(listener.address, "cut-0", wrong, "host", 3.0, MAX_MESSAGE)
+            dial(listener.address, "cut-0", wrong, "coordinator", 3.0, MAX_MESSAGE)
         assert not accepted.done()
-        dialed = dial(listener.address, "cut-0", right, "host", PATIENCE, MAX_MESSAGE)
+        dialed = dial(listener.address, "cut-0", right, "coordinator", PATIENCE, MAX_MESSAGE)
         dialed.write(b"let in")
         assert accepted.result().read() == b"let in"
     listener.close()
@@ -408,7 +412,7 @@ def test_no_threads_are_left_behind(authority, listener, connect):
     accepted, dialed = connect("peer")
     (here, _), (there, heard) = start(accepted), start(dialed)
     with pytest.raises(WireError):
-        dial(listener.address, "x", authority.issue("peer"), "host", 0.3, MAX_MESSAGE)
+        dial(listener.address, "x", authority.issue("peer"), "coordinator", 0.3, MAX_MESSAGE)
     here.close()
     heard.wait(lambda: heard.ends)
     there.close()

@@ -13,7 +13,7 @@ from thinwire.errors import ConfigError, WireError
 from thinwire.wire import Authority, Identity, dial
 
 
-def refusal(listener, identity, server_name="host") -> str:
+def refusal(listener, identity, server_name="coordinator") -> str:
     """Dial a listener that does expect us; return why it failed."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(listener.accept, "peer", 1.2)
@@ -44,7 +44,7 @@ def test_a_server_of_another_authority_is_refused_by_the_client(listener):
 
 
 def test_a_client_checks_the_server_s_name(authority, listener):
-    reason = refusal(listener, authority.issue("peer"), server_name="coordinator")
+    reason = refusal(listener, authority.issue("peer"), server_name="stage-0")
     assert "another process of this run listens there" in reason
 
 
@@ -53,7 +53,7 @@ def test_a_client_without_a_certificate_is_refused(authority, listener):
     channel = grpc.secure_channel(
         listener.address,
         grpc.ssl_channel_credentials(roots),
-        options=[("grpc.ssl_target_name_override", "host")],
+        options=[("grpc.ssl_target_name_override", "coordinator")],
     )
     assert bare_call(channel).code() == grpc.StatusCode.UNAVAILABLE
 

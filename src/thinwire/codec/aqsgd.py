@@ -42,7 +42,7 @@ class AQSGD(Mirrored):
 
     A microbatch with an example that was not seen before travels whole, in bf16. `place.examples`
     says which examples the entries of the first dimension are, and `prepare` makes room for all of
-    them. If one comes twice in a microbatch, the later row is remembered.
+    them. If one is in a microbatch twice, the later row is remembered.
 
     Payload: 2 N bytes for N elements at a first visit, then the inner codec's.
     """

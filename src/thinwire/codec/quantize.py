@@ -1,7 +1,7 @@
 """Quantizers: whole numbers of 2 to 8 bits, eight-bit floats, and multiples of one step.
 
-Shapes: a tensor is R rows (its last dimension is the row), D wide, cut into G groups of W elements;
-the last group of a row may be short. All arithmetic is in float32.
+Shapes: a tensor is R rows (its last dimension is the row), D wide, split into G groups of W
+elements; the last group of a row may be short. All arithmetic is in float32.
 
 What is not finite cannot be told in a few bits, and must not look as if it could: a group
 that holds NaN, an infinity or a magnitude above 2**120 arrives as NaN from its first element
@@ -101,7 +101,7 @@ class Integer(Codec):
         return x_RD.reshape(spec.shape).to(spec.dtype)
 
     def _grouped(self, x_RD: Tensor) -> Tensor:
-        """Rows cut into groups, the last one filled up with zeros: a view where none is short."""
+        """Rows split into groups, the last one filled up with zeros: a view where none is short."""
         rows, width = x_RD.shape
         group = min(self._group or width, width)
         padded = F.pad(x_RD, (0, -width % group)) if width % group else x_RD

@@ -32,7 +32,7 @@ def rotate(x_RD: Tensor, largest: int, back: bool = False) -> Tensor:
 
 
 def blocks(width: int, largest: int) -> list[tuple[int, int, int]]:
-    """How a row is cut up: (start, stop, size) of runs of equal blocks, the largest first."""
+    """How a row is split: (start, stop, size) of runs of equal blocks, the largest first."""
     found, start = [], 0
     for size in (*(size for size in _SIZES if size <= largest), 1):
         stop = width - (width - start) % size

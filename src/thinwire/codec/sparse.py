@@ -32,7 +32,7 @@ class Masks:
     """Which positions went forward, until the way back of the same microbatch asks.
 
     The two ways run in different threads. Steps before the last one are forgotten, so that a
-    gradient that never came costs no memory for ever.
+    gradient that never came does not occupy memory for the rest of the run.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A codec around another: what it does not say itself is the affair of the codec inside."""
+"""A codec around another: what it does not define itself, the codec inside does."""
 
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """The data room: (step, microbatch) -> token ids or images, a pure function of seed and data.
 
-The coordinating process calls `prepare` or `prepare_images` once; every stage process opens the
+The coordinator calls `prepare` or `prepare_images` once; every stage process opens the
 folder that it made and builds an `Order` or `ImageOrder` on it. Two stages with the same
 fingerprint, sizes and seed therefore compute the same batches, and none need to travel.
 

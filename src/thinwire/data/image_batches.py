@@ -1,7 +1,7 @@
 """Which images a step trains on and how each is varied, computed from numbers alone.
 
 A place in a run's endless sequence of images decides which image stands there and how it is cropped
-and flipped, so neither depends on how a step is cut into microbatches, and every stage finds the
+and flipped, so neither depends on how a step is split into microbatches, and every stage finds the
 same.
 
 Shapes: B images of a microbatch, C channels, S pixels a side, N places.

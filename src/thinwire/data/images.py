@@ -108,8 +108,7 @@ class ImageSet:
 def prepare_images(path: str, cache: str | Path, progress: Progress | None = None) -> ImageSet:
     """Make the set of the images at `path` under `cache`, or find it there, and open it.
 
-    `progress(phase, done, total)` is told the bytes read so far. Only the coordinating process
-    calls this.
+    `progress(phase, done, total)` gets the bytes read so far. Only the coordinator calls this.
     """
     cache, found = Path(cache), find_images(path)
     with ExitStack() as leaving:

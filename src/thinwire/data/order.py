@@ -61,7 +61,7 @@ class Shuffled:
 
 class Order(Shuffled):
     """(step, microbatch) -> Batch. The examples are windows of `context` tokens that the corpus
-    is cut into; they do not overlap.
+    is split into; they do not overlap.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ def prepare(
 ) -> Corpus:
     """Make the corpus of these settings under `cache`, or find it there, and open it.
 
-    `vocab` is the number of ids that the model has. `progress(phase, done, total)` is told
-    the bytes read so far. Only the coordinating process calls this.
+    `vocab` is the number of ids that the model has. `progress(phase, done, total)` gets
+    the bytes read so far. Only the coordinator calls this.
     """
     if config.source not in TEXT_SOURCES:
         known = ", ".join(TEXT_SOURCES)

@@ -18,7 +18,7 @@ from thinwire.errors import DataError
 from thinwire.folders import flush, partial_folder, put_in_place, replace_file, write_file
 
 Progress = Callable[[str, int, int], None]
-"""Told the phase, and the bytes read so far and in all."""
+"""Gets the phase, and the bytes read so far and in all."""
 
 FORMAT = 2
 MANIFEST = "manifest.json"

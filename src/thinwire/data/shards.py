@@ -88,7 +88,7 @@ class Shards:
         last `fraction` of the others validates.
         """
         total = count_tokens(self.train)
-        cut = total if self.valid else cut_for_validation(self.train, fraction, end_of_text)
+        cut = total if self.valid else split_for_validation(self.train, fraction, end_of_text)
         for side, shards, start, stop in (
             ("train", self.train, 0, cut),
             ("valid", self.train, cut, total),
@@ -223,10 +223,10 @@ def changed(path: Path) -> DataError:
     )
 
 
-def cut_for_validation(train: tuple[Shard, ...], fraction: float, end_of_text: int | None) -> int:
+def split_for_validation(train: tuple[Shard, ...], fraction: float, end_of_text: int | None) -> int:
     """Where validation begins when no shard is named for it: the last `fraction` of the tokens.
 
-    The cut moves to just after the nearest end of text, if one is near.
+    It moves to just after the nearest end of text, if one is near.
     """
     total = count_tokens(train)
     if total < 2:

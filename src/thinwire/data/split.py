@@ -138,15 +138,15 @@ class Split:
                 return [("valid", text)]
             return [] if document.digest in self._scan.given else [("train", text)]
         if self._scan.lowest == self._scan.highest:
-            return _cut_near_end(text, self._fraction)
+            return _split_near_end(text, self._fraction)
         if document.place >= self._threshold:
             return [("train", text)]
         if document.size <= 2 * self._longest:
             return [("valid", text)]
-        return _cut_near_end(text, self._longest / document.size)
+        return _split_near_end(text, self._longest / document.size)
 
 
-def _cut_near_end(text: str, fraction: float) -> list[tuple[str, str]]:
+def _split_near_end(text: str, fraction: float) -> list[tuple[str, str]]:
     """The last `fraction` of a text validates, from the start of a line where it has lines."""
     if len(text) < 2:
         raise DataError("the corpus is one document of one character: nothing to train on")

@@ -162,7 +162,7 @@ def pieces_of(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _seam(text: str, start: int) -> int:
-    """Where to cut: between a letter or digit and a newline. Byte-level BPE never merges
+    """Where to split: between a letter or digit and a newline. Byte-level BPE never merges
     across that, so the pieces give the ids that the whole text would give.
     """
     lowest, limit = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS

@@ -30,7 +30,7 @@ from thinwire.optim import learning_rate
 from thinwire.settings import Settings
 
 Told = Callable[[int, int], None]
-"""Told of every batch of a validation: how many are done, of how many."""
+"""Called after every batch of a validation: how many are done, of how many."""
 
 
 class Crossing(torch.autograd.Function):

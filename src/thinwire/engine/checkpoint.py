@@ -201,7 +201,7 @@ class Checkpoint(Source):
         )
 
     def verify(self) -> None:
-        """Hold every file against its size and hash; CheckpointError names the one that differs."""
+        """Check every file against its size and hash; CheckpointError names what differs."""
         for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
@@ -252,7 +252,7 @@ class Checkpoint(Source):
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """The manifest with every fact in its type; CheckpointError names the one that is not."""
+    """The manifest with every fact in its type; CheckpointError names the first that is not."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):

@@ -5,8 +5,8 @@ down the pipeline ahead of the tallies, so that every stage has it when the verd
 stages switch after the same update.
 
 A run that ends where a move is due leaves its weights as they were trained: nothing would be left
-to learn the new coordinates. The move is saved instead, and made by a run that goes on from there,
-which is then the same, bit for bit, as one that never stopped.
+to learn the new coordinates. The move is saved instead, and a run that continues from there makes
+it. That run is then the same, bit for bit, as one that never stopped.
 """
 
 import functools

@@ -15,8 +15,8 @@ class Mailbox:
     held back by `wait_for_room`.
 
     A failure of any link is put here too, so that a stage which waits for a frame that can no
-    longer come stops at once instead of for ever. A link may be as slow as it likes: unless a
-    `timeout` is given, waiting ends with the item or with a failure only.
+    longer come stops at once instead of waiting forever. A link may be as slow as it likes:
+    unless a `timeout` is given, waiting ends with the item or with a failure only.
     """
 
     def __init__(self, timeout: float | None = None):

@@ -278,7 +278,7 @@ def _draw_bytes(axis: Axes, report: GroundReport) -> None:
 
 
 def _near_dense(report: GroundReport) -> tuple[float, float]:
-    """Where arms are told apart: a quarter of the accuracy, or of the loss, from the best one."""
+    """Where arms differ visibly: a quarter of the accuracy, or of the loss, from the best one."""
     low, high = _limits(report)
     if report.is_accuracy:
         return max(low, high - 0.25), high

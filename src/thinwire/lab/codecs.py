@@ -1,9 +1,9 @@
 """`thinwire lab codecs`: what lossy codecs cost, and which findings of arXiv 2401.07788 hold here.
 
 There are three grounds. "cifar" trains ResNet-18 on images; "scratch" a language model from random
-weights; "tune" goes on from a dense language model, on other text and for several epochs. The arms
-of a ground share model, data and batch, and differ in what packs the two directions of every cut.
-Each trained model is tested with compression and without it.
+weights; "tune" continues from a dense language model, on other text and for several epochs. The
+arms of a ground share model, data and batch, and differ in what packs the two directions of every
+cut. Each trained model is tested with compression and without it.
 """
 
 import argparse

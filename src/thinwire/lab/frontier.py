@@ -35,7 +35,7 @@ from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_corpus
 
 DENSE = "dense bf16/bf16"
-LEAST_STEPS = 200  # shorter runs do not tell arms apart
+LEAST_STEPS = 200  # shorter runs do not separate the arms
 RATIOS = (10, 30, 60, 100)
 EQUAL_BYTES = 0.1  # two arms cost the same if their bytes differ by no more than this share
 _SPEC = re.compile(r"(dense|subspace|reparam|projected)(?: (d/)?(\d+))? ([^/]+)/(.+)")

@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Colours of Okabe and Ito: told apart with every common form of colour blindness.
+# Colours of Okabe and Ito: distinct with every common form of colour blindness.
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
 ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 GREY = "#808080"

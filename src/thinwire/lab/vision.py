@@ -133,7 +133,6 @@ class Classifier(nn.Module):
         self._keeps_grid = keeps_grid
 
     def forward(self, images_B1SS: Tensor) -> Tensor:
-        """The logits of each image."""
         x_BDT = self.patches(images_B1SS).flatten(2) + self.positions
         if self._keeps_grid:
             side = SIDE // PATCH

@@ -53,7 +53,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

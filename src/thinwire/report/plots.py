@@ -21,7 +21,7 @@ from thinwire.report.timeline import Timeline
 
 DPI = 150
 
-# Colours of Okabe and Ito: told apart with every common form of colour blindness.
+# Colours of Okabe and Ito: distinct with every common form of colour blindness.
 _TRAIN, _VALID = "#0072B2", "#D55E00"
 _KINDS = {
     "F": ("forward", "#56B4E9"),

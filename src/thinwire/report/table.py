@@ -1,7 +1,7 @@
 """The end of a run, and several runs beside each other, as tables for a terminal.
 
-They read at 80 columns, without colour and in ASCII. A number that a summary lacks is "-", and
-one that is no number is NaN.
+They read at 80 columns, without colour and in ASCII. "-" stands for a number that a summary
+lacks, and NaN is shown as NaN.
 """
 
 import io

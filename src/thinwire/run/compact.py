@@ -51,7 +51,7 @@ def expand_step(small: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `compact_step`; ValueError, naming the field, for what it cannot have made."""
     report = dict(small)
     for name, expand in (("spans", _expand_spans), ("meters", _expand_meters)):
-        if name in report and "start" in report:  # a field that is missing is told of later
+        if name in report and "start" in report:  # a missing field is reported later
             try:
                 report[name] = expand(report)
             except (TypeError, ValueError, LookupError, AttributeError, OverflowError):

@@ -107,7 +107,7 @@ class Ledger:
     ) -> dict[str, Any]:
         """Everything a reader of summary.json wants to know about the run.
 
-        Where `unit` is "image", what is told of tokens is of images. `start_seconds` of the total
+        Where `unit` is "image", all counts of tokens are of images. `start_seconds` of the total
         passed before the stages began.
         """
         settings, microbatches = self.settings, self.settings.pipeline.microbatches

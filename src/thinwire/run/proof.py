@@ -32,7 +32,7 @@ class Proof:
     ended: int = 0  # the run ended in good order with so many
 
     def covers(self, checkpoint: Path) -> bool:
-        """Whether a run may go on from this checkpoint without being told so."""
+        """Whether a run may continue from this checkpoint without being told to."""
         return step_of(checkpoint) <= self.step or step_of(checkpoint) == self.ended
 
     def newest(self, run_folder: Path) -> Path | None:
@@ -79,7 +79,7 @@ def is_proven(checkpoint: Path) -> bool:
 
 
 def choose_checkpoint(place: Path) -> tuple[Path, str]:
-    """Where to go on from, given a checkpoint or a run's folder; and what to tell of the choice.
+    """The checkpoint to continue from, given one or a run's folder; and a note on the choice.
 
     A checkpoint that is named is taken as it is. In a run's folder it is the newest one known to
     be good.

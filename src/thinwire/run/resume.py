@@ -30,7 +30,7 @@ FIXED_ON_RESUME = {
 def open_resume(
     place: Path, settings: Settings, display: Display, allow_plugins: bool = False
 ) -> Checkpoint:
-    """The checkpoint to go on from, verified and compatible with the settings."""
+    """The checkpoint to continue from, verified and compatible with the settings."""
     chosen, why = choose_checkpoint(place)
     if why:
         display.note(why)
