@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import WireError
 from thinwire.wire import HEADER_BYTES, Frame, FrameKind, decode, encode
+from thinwire.wire.numbered import Kind
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 FRAMES = st.builds(
@@ -187,7 +188,11 @@ def test_the_example_of_the_format_page_is_true():
     assert bytes.fromhex("".join(rows)) == encode(example)
 
 
-def test_the_format_page_lists_every_kind():
+@pytest.mark.parametrize(
+    ("section", "kinds"), [("The frame", FrameKind), ("Links that break and come back", Kind)]
+)
+def test_the_format_page_lists_every_kind(section, kinds):
     page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-    listed = dict(re.findall(r"^\| (\d+) \| ([A-Z]+) \|", page, re.MULTILINE))
-    assert listed == {str(int(kind)): kind.name for kind in FrameKind}
+    (text,) = re.findall(rf"^## {section}$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    listed = dict(re.findall(r"^\| (\d+) \| ([A-Z]+) \|", text, re.MULTILINE))
+    assert listed == {str(int(kind)): kind.name for kind in kinds}
