@@ -17,7 +17,7 @@ SOURCE = Path(thinwire.__file__).parent
 MAX_LINES = 500
 
 FLOORS = [
-    {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy"},
+    {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"},
     {"codec", "wire", "schedule", "data", "subspace", "report"},
     {"boundary", "optim"},
     {"model"},

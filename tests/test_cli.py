@@ -312,7 +312,8 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Pa
     "arguments",
     [["--help"], ["train", "--help"], ["lab", "codecs", "--help"], ["--version"],
      ["completion", "bash"],
-     ["init", "a.toml"], ["init", "b.toml", "--set", "model.preset=8b", "--set", "train.steps=9"]],
+     ["init", "a.toml"], ["init", "c.toml", "--recipe", "exact32"],
+     ["init", "b.toml", "--set", "model.preset=8b", "--set", "train.steps=9"]],
     ids=" ".join,
 )  # fmt: skip
 def test_commands_that_compute_nothing_do_not_wait_for_torch(

@@ -67,7 +67,7 @@ def test_commands(
         main(["init", "run.toml"])
     for variables, words in commands:
         is_training = words[:2] == ["thinwire", "train"]
-        if block.way == "run" or words[0] == "touch":
+        if block.way == "run" or words[0] == "touch" or words[:2] == ["thinwire", "init"]:
             perform(words, variables)
         elif block.way == "short":
             short = [word for key in SHORT for word in ("--set", key)] if is_training else []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
-from thinwire.demo import ARMS, conclusion
+from thinwire.demo import RECIPES, conclusion
 
 QUICK = ("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0")
 
@@ -44,7 +44,9 @@ def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
     overrides = [word for key in (*QUICK, f"run.out={tmp_path}") for word in ("--set", key)]
     main(["demo", *overrides])
     shown = capsys.readouterr().out
-    assert [path.name for path in sorted(tmp_path.iterdir())] == sorted(f"demo-{a}" for a in ARMS)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == sorted(
+        f"demo-{a}" for a in RECIPES
+    )
     assert re.search(r"sent .*, the dense run .*: 2\dx fewer bytes", shown)
     assert re.search(r"\n  dense bf16 .* tokens/s\n  projected .* tokens/s\n", shown)
     assert (tmp_path / "demo-thin" / "plots" / "compare.png").stat().st_size > 0

@@ -4,7 +4,6 @@ On two CPU cores a link of 80 Mbps would hide behind the compute, and nothing co
 upload of a small home connection is as narrow for this model as 80 Mbps are for a large one.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,25 +16,18 @@ from thinwire.inference import Model
 from thinwire.outlook import compare_cuts
 from thinwire.report import comparison_table, read_timeline
 from thinwire.report.human import elapsed, human_bytes
-from thinwire.settings import Settings, apply_override
+from thinwire.settings import Settings, make_recipe
 
 Summary = dict[str, Any]
 
-COMMON: dict[str, dict[str, Any]] = {
-    "pipeline": {"window": 8},
-    "link": {"mbps_up": 5.0, "mbps_down": 50.0, "latency_ms": 25.0},
-    "optim": {"name": "muon", "lr": 0.02, "matrix_lr": 1.5, "table_lr": 20.0, "head_lr": 1.0},
-    "train": {"steps": 32, "eval_every": 0, "eval_batches": 32, "checkpoint_every": 0},
-}
-"""Small enough for two cores and two minutes; all else is the defaults."""
-ARMS: dict[str, dict[str, dict[str, Any]]] = {
-    "thin": {
-        "boundary": {"mode": "projected", "rank": 10, "anchor": "trainable"},
-        "codec": {"forward": "int8", "backward": "int4"},
-        "train": {**COMMON["train"], "steps": 56},  # in less time than dense needs for its steps
-    },
-    "dense": {"boundary": {"mode": "dense"}, "codec": {"forward": "bf16", "backward": "bf16"}},
-}
+COMMON = (
+    "pipeline.window=8",
+    *("link.mbps_up=5", "link.mbps_down=50", "link.latency_ms=25"),
+    *("train.eval_every=0", "train.eval_batches=32", "train.checkpoint_every=0"),
+)
+"""Small enough for two cores and two minutes; all else is the recipe's, or the defaults."""
+RECIPES = {"thin": "thin32", "dense": "dense"}
+STEPS = {"thin": 56, "dense": 32}  # thin takes less time for its steps than dense for its own
 PROMPT = "    def __init__(self"
 WELCOME = """\
 One small language model in four processes, as if on four machines at home. Each uploads at most
@@ -50,7 +42,7 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
 
     `overrides` are those of `--set`; what they set holds for both arms.
     """
-    arms = {arm: _settings(arm, overrides) for arm in ARMS}
+    arms = {arm: _settings(arm, overrides) for arm in RECIPES}
     link = arms["thin"].link
     print(WELCOME.format(up=link.mbps_up, latency=link.latency_ms))
     summaries = {}
@@ -89,11 +81,8 @@ def conclusion(summaries: Mapping[str, Summary]) -> list[str]:
 
 
 def _settings(arm: str, overrides: list[str]) -> Settings:
-    values = copy.deepcopy({**COMMON, **ARMS[arm]})
-    values["run"] = {"name": f"demo-{arm}"}
-    for override in overrides:
-        apply_override(values, override)
-    settings = Settings.from_plain(values)
+    own = [*COMMON, f"train.steps={STEPS[arm]}", f"run.name=demo-{arm}"]
+    settings = make_recipe(RECIPES[arm], [*own, *overrides]).asked.resolved()
     name = next_free_name(Path(settings.run.out), settings.run.name)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 

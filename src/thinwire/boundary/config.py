@@ -169,7 +169,7 @@ class BoundaryConfig:
         if self.learn or self.basis_update_every or self.anchor not in ("auto", "none"):
             raise ConfigError(
                 "boundary.learn, basis_update_every and anchor have no meaning with "
-                'boundary.mode = "dense", which has no basis'
+                'boundary.mode = "dense", which has no basis: leave them at false, 0 and "auto"'
             )
         if self.free_layers > 0:
             raise ConfigError(
@@ -183,7 +183,7 @@ class BoundaryConfig:
             raise ConfigError(
                 f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": the '
                 "embedding is the fixed table plus a part in the subspace, so one side must "
-                "subtract that table and the other add it"
+                'subtract that table and the other add it; set it to "auto"'
             )
         if self.learn or self.basis != "shared":
             raise ConfigError(

@@ -149,7 +149,8 @@ class Images(Task):
             raise ConfigError(
                 f'boundary.mode = "{boundary.mode}", rank = {boundary.rank} cannot work with '
                 f"{preset}: its stream changes its width from group to group and passes through "
-                "rectifiers, so no subspace holds it. Use dense, and a codec"
+                "rectifiers, so no subspace holds it. Use dense, and a codec; `thinwire init "
+                "--recipe dense` writes such a file"
             )
         if pipeline.recompute:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """All settings of a run: read, checked, resolved and hashed. No torch is needed for that."""
 
 from thinwire.settings.file import CONFIG, load_asked, load_settings
+from thinwire.settings.recipe import make_recipe
 from thinwire.settings.tree import (
     PRECISIONS,
     RunConfig,
@@ -21,5 +22,6 @@ __all__ = [
     "load_asked",
     "load_settings",
     "machine_cores",
+    "make_recipe",
     "threads_per_stage",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from thinwire.settings.recipe import stale_rates
 from thinwire.settings.tree import Settings
 
 
@@ -45,6 +46,7 @@ def remarks(settings: Settings) -> list[str]:
     if sizes:
         changes = ", ".join(f"{key} {value} (not {own})" for key, (value, own) in sizes.items())
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
+    found += filter(None, [stale_rates(settings)])
     plain, default = settings.relaxed().to_plain(), Settings().to_plain()
     for use in _USES:
         section, key = use.key.split(".")

@@ -1,0 +1,16 @@
+"""The data of recipes.toml: what `thinwire init --recipe` knows, for --help and for settings."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+_SHEET = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SHEETS: dict[str, dict[str, Any]] = _SHEET["recipes"]
+RATES: dict[str, dict[str, Any]] = _SHEET["rates"]
+RECIPES = tuple(SHEETS)
+BEST = "thin32"
+
+
+def rates_of(preset: str) -> str:
+    """The preset whose rates a model gets: its own, or those of 160m where it has none."""
+    return preset if preset in RATES else "160m"

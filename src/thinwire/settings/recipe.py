@@ -1,0 +1,66 @@
+"""Recipes: settings that were measured together, for the model that is asked for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.recipes import BEST, RATES, SHEETS, rates_of
+from thinwire.settings.tree import Settings, apply_override
+
+_OF_A_RECIPE = ("boundary", "codec", "optim")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe for one model, with changes by `--set`."""
+
+    name: str
+    asked: Settings  # changes included
+    about: list[str]  # what it is and what it costs, line by line
+
+
+def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
+    """The recipe of this name, or the best one, for the model and optimizer of the overrides.
+
+    Images cross whole only. Rates are those of Muon: another optimizer keeps the defaults.
+    """
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(changes, override)
+    model = Settings.as_asked(changes).model
+    is_text = "vocab" in model.shape
+    name = name or (BEST if is_text else "dense")
+    sheet = SHEETS[name]
+    values = {section: dict(sheet[section]) for section in ("boundary", "codec")}
+    about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
+    if is_text and changes.get("optim", {}).get("name", "muon") == "muon":
+        values["optim"] = dict(RATES[rates_of(model.preset)])
+        about += _about_rates(name, model.preset)
+    for section, keys in changes.items():
+        values[section] = values.get(section, {}) | keys
+    own = [change for change in overrides if change.partition(".")[0] in _OF_A_RECIPE]
+    if own:
+        about.append(f"Changed by --set, so that other figures hold: {', '.join(own)}")
+    return Recipe(name, Settings.as_asked(values), about)
+
+
+def stale_rates(settings: Settings) -> str:
+    """Says that the learning rates are a recipe's for another model, if they are."""
+    optim = settings.relaxed().optim
+    preset = settings.model.preset
+    for source, rates in RATES.items():
+        is_stale = source != rates_of(preset) and "vocab" in settings.model.shape
+        if is_stale and all(getattr(optim, key) == value for key, value in rates.items()):
+            return (
+                f'optim has the rates of a recipe for model.preset = "{source}", not "{preset}": '
+                f"`thinwire init --set model.preset={preset}` writes others"
+            )
+    return ""
+
+
+def _about_rates(name: str, preset: str) -> list[str]:
+    source = rates_of(preset)
+    measured = "" if preset == source else f" (those of {source}: not measured at this size)"
+    return [
+        f"The learning rates are for {preset}{measured}. They do not follow model.preset",
+        f"as the rank does: use thinwire init --recipe {name} --set model.preset=NAME.",
+    ]

@@ -1,0 +1,106 @@
+"""Recipes: each keeps what its name promises, can be planned and trained, and says its cost."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.plan import make_plan, plan_text
+from thinwire.recipes import BEST, RATES, RECIPES
+from thinwire.settings import load_settings, make_recipe
+from thinwire.settings.remarks import remarks
+from thinwire.typed import to_toml
+
+NARROW = [name for name in RECIPES if name != "dense"]
+SHORT = ("train.steps=2", "train.eval_every=0", "train.eval_batches=1", "link.emulate=false")
+
+
+def planned_ratio(name: str, preset: str) -> float:
+    """What `thinwire plan` says of every cut."""
+    settings = make_recipe(name, [f"model.preset={preset}"]).asked.resolved()
+    (line,) = re.findall("each cut, per microbatch: .*", plan_text(make_plan(settings, 1e12)))
+    return float(re.search(r"([\d.]+)x fewer", line)[1])
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("preset", ["160m", "400m", "8b"])
+def test_the_plan_keeps_what_the_name_promises(name: str, preset: str) -> None:
+    promised = int(re.sub(r"\D", "", name))
+    assert promised <= planned_ratio(name, preset) < 1.2 * promised
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_recipe_says_what_it_is_at_the_smallest_size(name: str) -> None:
+    about = " ".join(make_recipe(name, []).about)
+    assert f"(tiny: {planned_ratio(name, 'tiny'):.0f} times" in about
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_written_planned_and_trained(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["init", "--recipe", name])
+    main(["plan", "run.toml", "--tflops", "1"])
+    assert f"recipe {name}" in (shown := capsys.readouterr().out) and "note:" not in shown
+    main(["train", "run.toml", *(word for key in SHORT for word in ("--set", key))])
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2 and (summary["ratio_vs_bf16"] > 20) == (name in NARROW)
+    assert "has no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_file_begins_with_its_cost_and_means_the_recipe(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    main(["init", str(path), "--recipe", name, "--set", "model.preset=160m"])
+    head, _, _ = path.read_text().partition("\n[run]")
+    assert all(line.startswith("#") for line in head.splitlines() if line)
+    assert f"# Recipe {name}:" in head and "seed" in head
+    recipe = make_recipe(name, ["model.preset=160m"])
+    assert load_settings(path, []) == recipe.asked.resolved()
+    optim = recipe.asked.resolved().optim
+    assert (optim.name, optim.lr, optim.matrix_lr) == ("muon", 6e-4, 3.0)
+
+
+def test_a_plain_init_takes_the_best_recipe_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    main(["init", str(path)])
+    assert f"recipe {BEST}" in capsys.readouterr().out
+    assert load_settings(path, []) == make_recipe(BEST, []).asked.resolved()
+
+
+def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    main(["init", str(path)])
+    assert load_settings(path, []).boundary.rank == 10
+    later = load_settings(path, ["model.preset=160m"])
+    assert later.boundary.rank == 61
+    (stale,) = (remark for remark in remarks(later) if "rates of a recipe" in remark)
+    assert 'for model.preset = "tiny", not "160m"' in stale
+    assert not remarks(make_recipe(BEST, ["model.preset=160m"]).asked.resolved())
+
+
+def test_rates_of_a_size_that_was_not_measured_are_named_as_such() -> None:
+    for preset in ("mini", "8b"):
+        recipe = make_recipe(BEST, [f"model.preset={preset}"])
+        assert recipe.asked.optim.lr == RATES["160m"]["lr"]
+        assert "not measured at this size" in " ".join(recipe.about)
+    assert "not measured at this size" not in " ".join(make_recipe(BEST, []).about)
+
+
+def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults() -> None:
+    recipe = make_recipe(BEST, ["optim.name=adamw", "codec.backward=int8", "train.steps=9"])
+    assert (recipe.asked.optim.lr, recipe.asked.optim.table_lr) == (3e-3, -1)
+    assert recipe.about[-1].endswith("hold: optim.name=adamw, codec.backward=int8")
+
+
+def test_an_image_model_is_dense_by_itself(tmp_path: Path) -> None:
+    recipe = make_recipe(None, ["model.preset=resnet18", "data.source=images"])
+    assert (recipe.name, recipe.asked.boundary.mode) == ("dense", "dense")
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(recipe.asked))
+    assert load_settings(path, []).optim.name == "adamw"
