@@ -130,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--recipe",
         choices=RECIPES,
         help="settings measured together: 32 or 100 times fewer bytes, 32 times with weights that "
-        f"fold into an ordinary Llama, or dense (default: {BEST}; of an image model dense)",
+        f"fold into an ordinary Llama, or dense (default: {BEST}; dense for an image model)",
     )
     _add_set(sub)
 
@@ -249,7 +249,7 @@ def init(options: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {options.path}: {error}") from error
     others = ", ".join(other for other in RECIPES if other != recipe.name)
-    print(f"wrote {options.path}: recipe {recipe.name} (others: {others}); its cost is at the head")
+    print(f"wrote {options.path}: recipe {recipe.name} (others: {others}); its cost is at the top")
     print(f"next: thinwire plan {options.path}, thinwire train {options.path}")
 
 

@@ -292,7 +292,7 @@ def test_a_writer_waits_during_an_outage_which_is_told_of_and_timed() -> None:
     thread.join(PATIENCE)
     assert left.outages == right.outages == 1 and left.down_for() == 0
     reason, seconds = told
-    assert reason == "the other end hung up" and seconds > 0.3
+    assert reason == "the other end closed the connection" and seconds > 0.3
 
 
 def test_an_outage_beyond_the_limit_breaks_both_ends() -> None:
@@ -313,17 +313,17 @@ def test_another_process_in_the_place_of_the_other_end_is_refused() -> None:
     """It has not got what was sent before, and would take the rest for the whole."""
     other = ByHand()
     in_background(lambda: other.reconnect(0, b"stranger"))
-    with pytest.raises(BreachError, match="began anew"):
+    with pytest.raises(BreachError, match="the other end restarted"):
         other.pipe.read()
 
 
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (b"x", "shorter than its own head"),
-        (HEAD.pack(Kind.DATA, 7) + b"x", "message 7 came where 0 was due"),
-        (HEAD.pack(9, 0), "message 0 came where 0 was due"),
-        (HEAD.pack(Kind.OPEN, 0), "message 0 came where 0 was due"),
+        (b"x", "shorter than a header"),
+        (HEAD.pack(Kind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
+        (HEAD.pack(9, 0), "message 0 arrived, but 0 was due"),
+        (HEAD.pack(Kind.OPEN, 0), "message 0 arrived, but 0 was due"),
         (HEAD.pack(Kind.HAVE, 3), "3 messages are acknowledged, but only 0"),
     ],
 )
@@ -407,7 +407,7 @@ def over_tls(
         return listener.accept("peer", timeout, "peer", is_replaceable=True)
 
     def call(timeout: float) -> Pipe:
-        return dial(path.address, "peer", identity, "host", timeout, MAX_MESSAGE)
+        return dial(path.address, "peer", identity, "coordinator", timeout, MAX_MESSAGE)
 
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))

@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
 
 
 def elapsed(seconds: float | None) -> str:
-    """A measured time to three digits, "13.8 s", so that a rate told beside it can be checked.
+    """A measured time to three digits, "13.8 s", so that a rate beside it can be checked.
 
     From a minute on as `duration` has it.
     """

@@ -100,7 +100,7 @@ def without_nan(value: Any) -> Any:
 
 
 def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationRecord]]:
-    """The steps and evaluations in a run's folder, by step; a cut-off last line is left out."""
+    """The steps and evaluations in a run's folder, by step; an incomplete last line is left out."""
     steps: dict[int, StepRecord] = {}
     evaluations: dict[int, EvaluationRecord] = {}
     for record in metrics_of(folder):
@@ -117,7 +117,7 @@ def metrics_of(folder: str | Path) -> Iterator[StepRecord | EvaluationRecord]:
 
 
 def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
-    """Of each step its loss alone, which takes a fraction of the time."""
+    """Only the loss of each step, which takes a fraction of the time."""
     return _records(folder, StepLoss)
 
 
@@ -150,7 +150,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _drop_after(path: Path, last_step: int | None) -> None:
     """Cut the file off behind `last_step`, and in any case a line that a crash has cut off.
 
-    It is read from its end, where what is dropped stands: the rest may be long.
+    It is read from its end, since the rest may be long.
     """
     if not path.exists() or not path.stat().st_size:
         return

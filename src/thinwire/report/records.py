@@ -57,7 +57,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Of a StepRecord what a curve of the loss needs."""
+    """The part of a StepRecord that a curve of the loss needs."""
 
     step: int
     tokens: int

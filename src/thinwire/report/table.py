@@ -115,7 +115,7 @@ def _validation(summary: Summary) -> str:
 
 
 def _loss(summary: Summary, name: str) -> float | None:
-    """A loss; in a summary read from JSON, which has no NaN, that is null and named apart."""
+    """A loss; JSON has no NaN: a summary read from it has null, and says so under another key."""
     return math.nan if name in summary.get("not_finite", ()) else summary.get(name)
 
 
@@ -166,7 +166,7 @@ def _speed(summary: Summary) -> str:
 
 
 def _time(summary: Summary) -> str:
-    """How the seconds of the run divide: what they are listed with adds up to them."""
+    """How the seconds of the run divide; the parts add up to the total."""
     total, parts = summary.get("total_seconds"), summary.get("seconds")
     if total is None or not parts:
         return elapsed(total)

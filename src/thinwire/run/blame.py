@@ -1,4 +1,4 @@
-"""Which stage ended a run in truth: it need not be the first that is heard of."""
+"""Which stage really ended a run: not always the first that reports a failure."""
 
 import signal
 
@@ -10,11 +10,12 @@ Evidence = Said | Exited | Lost
 
 
 def blame(heard: list[Evidence]) -> Suspect:
-    """The stage that failed first in truth, with what shows it.
+    """The stage that really failed first, with the evidence.
 
-    A stage whose link broke accuses the neighbour at its other end. Who was accused and has said
-    nothing is lost; who has complained too was a victim, and its exit is no news. A stage that sent
-    what the contract forbids is convicted by its neighbour, whatever it says itself.
+    A stage whose link broke accuses the neighbour at its other end. A stage that was
+    accused and has said nothing is lost; one that has complained too was a victim, and its exit
+    proves nothing. A stage that sent what the contract forbids is convicted by its neighbour,
+    whatever it says itself.
     """
     complaints = {
         event.stage: event.message

@@ -35,7 +35,7 @@ def claim_folder(folder: Path, checkpoint: Checkpoint | None) -> Iterator[None]:
 
 
 def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
-    """An occupied folder is for the run in it: only that may go on there."""
+    """A folder that holds a run is for that run alone."""
     record, saved = folder / "metrics.jsonl", list_checkpoints(folder)
     if not saved and not (record.is_file() and record.stat().st_size):
         return

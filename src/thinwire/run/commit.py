@@ -56,7 +56,7 @@ class Checkpoints:
         self._proof, self._proof_is_due = Proof(), False
 
     def begin(self) -> None:
-        """Training begins: what is later than that is set aside, and proves nothing."""
+        """Training begins: later checkpoints are set aside and prove nothing."""
         if self._resumed is not None:
             for moved in set_aside_later(self._folder, self._resumed.step):
                 self._display.note(
@@ -188,7 +188,7 @@ def prune(run_folder: Path, keep: int, latest: Path, proven: Path | None = None)
 
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
-    """Rename checkpoints after `step`, from where a run goes on anew; returns where they are.
+    """Rename checkpoints after `step`, from which a run continues; returns where they are.
 
     Left in place, the old course would look like the newer one to whoever resumes next.
     """

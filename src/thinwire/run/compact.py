@@ -1,7 +1,7 @@
 """The small form that a step's report has on the control stream.
 
-A report is mostly times. On the wire they are whole microseconds, each span told from the end of
-the one before it, and of the meters only what was sent; the whole is deflated. So a report takes
+A report is mostly times. On the wire they are whole microseconds, each span counted from the end
+of the one before it, and of the meters only what was sent; the whole is deflated. So a report takes
 about an eighth of the bytes that its JSON would.
 """
 

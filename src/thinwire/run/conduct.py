@@ -9,10 +9,10 @@ from thinwire.run.messages import Failed, Finished, FromPeer, Hello, LinkDown, L
 
 
 class PeerConduct:
-    """The results of one stage so far, and so what it can mean next.
+    """The results of one stage so far, which decide what it may send next.
 
     `check` is called with every message of that peer, in order, and raises WireError at the first
-    that this stage cannot mean: it would be filed under another stage, or fit into no step.
+    that does not fit: it belongs to another stage, or to no step.
     """
 
     def __init__(self, stage: int, stages: int):
@@ -66,7 +66,7 @@ class PeerConduct:
             self._refuse("step", "without its loss" if self._is_last else "with a loss")
 
     def _check_order(self, name: str, step: int) -> None:
-        """Results of a step come after it, once: else they could be piled up without end."""
+        """Results of a step come after it, once: otherwise they could pile up without limit."""
         if self._step is not None and step != self._step + 1:
             self._refuse(name, f"of step {step} after step {self._step + 1}")
         if step <= self._once.get(name, -1):

@@ -1,7 +1,7 @@
 """The coordinator: leads a run from the first hello to the last goodbye.
 
 It is told what happens and answers what to do. It has no threads, no clock and no processes of its
-own, and it does not know how a peer came to be: launch.py starts peers on this machine and carries
+own, and it does not know how peers are started: launch.py starts peers on this machine and carries
 out what the coordinator says.
 """
 
@@ -55,7 +55,7 @@ SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that c
 
 
 class Phase(Enum):
-    """Where a run stands."""
+    """The phase that a run is in."""
 
     GATHERING = "waits for processes to report"
     BUILDING = "waits for layers to be built"
@@ -117,7 +117,7 @@ class Coordinator:
         return self.phase is Phase.FINISHED
 
     def rest(self, now: float) -> float:
-        """For how many seconds nothing need be heard of."""
+        """Seconds until it needs the next event."""
         left = self._settled_at - now if self.phase is Phase.SETTLING else self._watch.tick
         return max(0.0, min(left, self._watch.tick))
 
@@ -127,7 +127,7 @@ class Coordinator:
         return [stage for stage in self._all if stage not in done]
 
     def reasons(self) -> list[str]:
-        """Where the run stands and since when; then what each stage does that is waited for."""
+        """The phase of the run and since when; then what each stage does that it waits for."""
         since = f"the run {self.phase.value}, for {self._watch.now - self._since:.0f} s"
         missing = ", ".join(f"stage {stage}" for stage in self.waiting_for())
         who = f"; still missing: {missing}" if self.phase in _ROUNDS else ""
@@ -264,7 +264,7 @@ class Coordinator:
         self._evidence.append(evidence)
 
     def _explain(self) -> End:
-        """The end of the run with the error of the stage that failed first in truth."""
+        """The end of the run with the error of the stage that really failed first."""
         culprit = blame(self._evidence)
         step = self._last_step[culprit.stage]
         where = f"at step {step}" if step else "at the start"

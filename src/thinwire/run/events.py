@@ -1,4 +1,4 @@
-"""What happens in a run, as the coordinator is told, and what it asks to be done."""
+"""The events that the coordinator gets, and the commands that it gives."""
 
 from dataclasses import dataclass
 

@@ -38,8 +38,8 @@ EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 def lead(
     coordinator: Coordinator, peers: "LocalPeers", carry_out: Callable[[Command], None]
 ) -> None:
-    """Lead a run to its end; raises the error that ends it. What is not for peers to do is
-    handed to `carry_out`.
+    """Lead a run to its end; raises the error that ends it. Commands that are not for
+    peers go to `carry_out`.
     """
     while True:
         event = peers.said.next(coordinator.rest(time.monotonic()))
@@ -109,7 +109,7 @@ class LocalPeers:
         self.said.note(StopAsked())
 
     def tell(self, stage: int, message: FromCoordinator) -> None:
-        """Send a message to a stage that has said hello; one that is gone is heard of in time."""
+        """Send a message to a stage that has said hello; one that is gone shows as an event."""
         self._accepting[stage].join()  # its hello may be heard before its channel is filed
         with contextlib.suppress(WireError):
             self._channels[stage].send(message)
@@ -129,7 +129,7 @@ class LocalPeers:
     def last_words(self, culprit: Suspect) -> str:
         """The end of a stage's log, or where the log is lost, as on a full disk, what it sent.
 
-        An error that was foreseen says all there is to say: then it is only where the log is.
+        A known error explains itself: then this only says where the log is.
         """
         log = self._log(culprit.stage)
         if culprit.known:

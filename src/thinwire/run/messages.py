@@ -1,8 +1,8 @@
 """What coordinator and peers say to each other: frozen dataclasses, checked on arrival.
 
-A peer that holds a certificate may still send nonsense: an older release, a defect, ill will. So
-nothing of a message is used before every field is there and of its kind. What is wrong is the
-sender's error, a WireError that names the field.
+A peer that holds a certificate may still send nonsense: an older release, a defect, malice. So
+no message is used before every field is checked. A wrong or missing field is the sender's error, a
+WireError that names it.
 """
 
 from dataclasses import asdict, dataclass
@@ -140,7 +140,7 @@ def name_of(message: Message | type) -> str:
 
 
 def pack(message: Message) -> bytes:
-    """A message as it travels; WireError if it is none, so that a defect shows at its sender."""
+    """A message as it travels; WireError if it is malformed, so a defect shows at its sender."""
     plain = asdict(_checked(name_of(message), asdict(message)))
     small = compact_step(plain) if isinstance(message, Step) else plain
     return deflate({"type": name_of(message), **small})

@@ -39,7 +39,7 @@ def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
         values[section] = values.get(section, {}) | keys
     own = [change for change in overrides if change.partition(".")[0] in _OF_A_RECIPE]
     if own:
-        about.append(f"Changed by --set, so that other figures hold: {', '.join(own)}")
+        about.append(f"Changed by --set, so these figures do not apply: {', '.join(own)}")
     return Recipe(name, Settings.as_asked(values), about)
 
 

@@ -125,7 +125,7 @@ class LastingPipe(Pipe):
             if kind == Kind.HAVE:
                 self._sent.forget(number)
             elif kind not in (Kind.DATA, Kind.END) or number > self._received:
-                raise BreachError(f"message {number} came where {self._received} was due")
+                raise BreachError(f"message {number} arrived, but {self._received} was due")
             elif number == self._received:  # else it came twice
                 self._received += 1
                 self._over = self._over or kind == Kind.END
@@ -175,9 +175,9 @@ class LastingPipe(Pipe):
             raise WireError("the other end did not say how many messages it has")
         (kind, count), other = head_of(raw), raw[LASTING_BYTES:]
         if kind != Kind.OPEN or len(other) != SESSION_BYTES:
-            raise BreachError("the other end did not begin with how many messages it has")
+            raise BreachError("the other end did not say first how many messages it has")
         if self._other not in (b"", other):
-            raise BreachError("the other end began anew, and has forgotten what was sent to it")
+            raise BreachError("the other end restarted and has lost what was sent to it")
         with self._changed:
             if self._stopped:
                 raise self._stopped
@@ -214,9 +214,9 @@ class LastingPipe(Pipe):
         return self._closed and not self._sent.kept
 
     def _lose(self, connection: Pipe | None, error: WireError | None) -> None:
-        """A connection is lost, or cannot be had; without an error, the other end hung up."""
+        """A connection is lost, or cannot be had; without an error, the other end closed it."""
         with self._changed:
-            self._reason = str(error or "the other end hung up")
+            self._reason = str(error or "the other end closed the connection")
             if connection is not None and self._connection is connection:
                 self._connection = None
                 if self._is_done() or (error is None and self._over):

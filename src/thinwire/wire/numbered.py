@@ -23,7 +23,7 @@ class Kind(IntEnum):
 def head_of(raw: bytes) -> tuple[int, int]:
     """The kind of a message, which may be none of ours, and its number."""
     if len(raw) < LASTING_BYTES:
-        raise BreachError(f"a message of {len(raw)} bytes is shorter than its own head")
+        raise BreachError(f"a message of {len(raw)} bytes is shorter than a header")
     kind, number = HEAD.unpack_from(raw)
     return kind, number
 
