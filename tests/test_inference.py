@@ -144,7 +144,7 @@ def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained:
 def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable) -> None:
     folder, _ = trained(codec__forward="fp64", codec__cuts=["1: forward=int4(tensor)"])
     model = Model(folder, "cpu")
-    assert not model.crosses_by_token and "whole window anew" in model.notes()[0]
+    assert not model.crosses_by_token and "recomputes the whole window" in model.notes()[0]
     assert Model(folder, "cpu", compression=False).crosses_by_token
     texts = ["".join(model.stream("frame ", 9, 0.0, 0, 0, cache=cache)) for cache in (True, False)]
     assert texts[0] == texts[1], "what is cached follows the codec, not the wish"

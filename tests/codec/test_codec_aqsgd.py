@@ -216,9 +216,9 @@ def test_a_mask_of_all_elements_takes_no_memory() -> None:
 
 def test_training_without_examples_is_refused_with_the_reason() -> None:
     ends = Ends("topk")
-    with pytest.raises(ConfigError, match="not told which examples"):
+    with pytest.raises(ConfigError, match="do not name the examples"):
         ends.sender.pack(normal(0), at(0, None))
-    with pytest.raises(ConfigError, match="not told which examples"):
+    with pytest.raises(ConfigError, match="do not name the examples"):
         ends.receiver.unpack(bytes(144), spec_of(normal(0)), at(0, None))
     ends.send(normal(0), at(0, None, training=False))
     with pytest.raises(ConfigError, match="call prepare first"):
