@@ -95,7 +95,7 @@ def test_rates_of_a_size_that_was_not_measured_are_named_as_such() -> None:
 def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults() -> None:
     recipe = make_recipe(BEST, ["optim.name=adamw", "codec.backward=int8", "train.steps=9"])
     assert (recipe.asked.optim.lr, recipe.asked.optim.table_lr) == (3e-3, -1)
-    assert recipe.about[-1].endswith("hold: optim.name=adamw, codec.backward=int8")
+    assert recipe.about[-1].endswith("apply: optim.name=adamw, codec.backward=int8")
 
 
 def test_an_image_model_is_dense_by_itself(tmp_path: Path) -> None:
