@@ -24,7 +24,7 @@ FLOORS = [
     {"settings"},
     {"engine"},
     {"run"},
-    {"plan", "outlook", "train", "inference", "lab"},
+    {"plan", "outlook", "train", "inference", "lab", "remote"},
     {"completion", "demo", "cli"},
     {"__main__"},
 ]
@@ -36,6 +36,7 @@ NEIGHBOURS = {
     "boundary": {"optim"},
     "outlook": {"plan"},
     "lab": {"plan", "train", "inference"},
+    "remote": {"plan"},
     "cli": {"completion", "demo"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

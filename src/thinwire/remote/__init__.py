@@ -1,0 +1,1 @@
+"""Peers on other machines: who may join a run, and how they are reached."""
