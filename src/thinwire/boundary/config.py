@@ -144,9 +144,11 @@ class BoundaryConfig:
         return {cut: int(text) for cut, text in found.items()}
 
     def _check_rank(self, rank: int, where: str, dim: int) -> None:
-        if not 0 < rank < dim:
+        with_tables = self.anchor == "trainable"  # at the full width: dense with tables, a control
+        if not 0 < rank < dim + with_tables:
+            most = f"model.dim = {dim}" if with_tables else f"model.dim - 1 = {dim - 1}"
             raise ConfigError(
-                f"{where} must lie between 1 and model.dim - 1 = {dim - 1} with boundary.mode = "
+                f"{where} must lie between 1 and {most} with boundary.mode = "
                 f'"{self.mode}": at the full width nothing is saved, use dense'
             )
 

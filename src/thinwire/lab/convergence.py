@@ -26,6 +26,7 @@ from thinwire.lab.arms import (
 from thinwire.lab.decide import (
     at_best_rate,
     compared,
+    gap_to_dense,
     noise_note,
     noise_of,
     one_seed,
@@ -34,6 +35,7 @@ from thinwire.lab.decide import (
 from thinwire.lab.experiment import Say, sheet, steps_of
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.pool import Session, Trained, train_arms
+from thinwire.lab.recipe_arms import DENSE, recipe_grid, with_rates
 from thinwire.plan import estimate_costs
 from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_corpus
@@ -42,8 +44,10 @@ from thinwire.settings import Settings
 
 PARITY = 0.01  # the loss above dense that counts as none lost
 LEAST_STEPS = 200  # shorter runs say nothing of what a cut costs
-DENSE = "dense"
+CONTROL = "dense+tables"
+MODES = "subspace,reparam,projected"
 POINTS = 10  # of a curve
+CONTROL_NOTE = f"gap to control: against {CONTROL}, which has the token tables but whole cuts"
 CHOSEN_LINK = Network(80.0, 80.0, 0.025)
 
 Place = tuple[int, int, str]
@@ -52,14 +56,19 @@ Place = tuple[int, int, str]
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Train the grid and compare."""
-    base = base_of(options, small_settings("small"))
+    base = _base(options)
     usual = sheet("convergence")["grid"]["quick" if options.quick else "usual"]
     parts = sorted({max(1, width_of(base) // part) for part in usual["parts"]})
     seeds, sweep, session = options.seeds, options.sweep_steps, Session.of(options, say)
 
     def grid_of(seeds: list[int], dense_seeds: list[int], steps: int) -> list[Arm]:
-        modes, ranks, lrs = options.modes.split(","), options.ranks or parts, options.lrs
-        return grid(modes, ranks, lrs or usual["lrs"], options.stages, seeds, steps, dense_seeds)
+        stages = options.stages
+        if options.recipes:
+            lrs = options.lrs or [Settings.as_asked(base).optim.lr]
+            return recipe_grid(options.recipes, lrs, stages, seeds, steps, dense_seeds)
+        modes = (options.modes or MODES).split(",")
+        ranks, lrs = options.ranks or parts, options.lrs or usual["lrs"]
+        return grid(modes, ranks, lrs, stages, seeds, steps, dense_seeds)
 
     two = seeds if len(seeds) > 1 else [seeds[0], seeds[0] + 1]  # dense shows the noise
     arms = grid_of(seeds, two, steps_of(options))
@@ -75,6 +84,16 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     if not runs:
         raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
     return outcome(runs, base, options.tflops * 1e12)
+
+
+def _base(options: argparse.Namespace) -> Values:
+    """The settings that all arms share; recipes bring their rates."""
+    base = base_of(options, small_settings("small"))
+    if not options.recipes:
+        return base
+    if options.modes or options.ranks:
+        raise ConfigError("--recipes has its own modes and ranks: leave --modes and --ranks out")
+    return with_rates(base)
 
 
 def grid(
@@ -137,7 +156,11 @@ def table(best: dict[Place, list[Trained]], base: Values) -> list[Row]:
     for (stages, steps, label), runs in best.items():
         tokens = steps * runs[0].arm.settings(base).tokens_per_step
         figures = compared(runs, _dense(best, stages, steps))
-        rows.append({"stages": stages, "tokens": tokens, "method": label, **figures})
+        row = {"stages": stages, "tokens": tokens, "method": label, **figures}
+        control = best.get((stages, steps, CONTROL))
+        if control:
+            row["gap to control"] = gap_to_dense(runs, control)
+        rows.append(row)
     return rows
 
 
@@ -214,6 +237,7 @@ def outcome(runs: list[Trained], base: Values, flops_per_s: float) -> Outcome:
         figure=figure(best, base, flops_per_s),
         notes=[
             "gap: against dense with the same tokens and seed (at the first number of stages)",
+            *([CONTROL_NOTE] if any("gap to control" in row for row in rows) else []),
             noise_note(noise),
             "arms are trained in one process with every cut's boundary and rounding in place",
             f"time: simulated at 80 Mbps + 25 ms with {flops_per_s / 1e12:g} TFLOP/s per stage",
