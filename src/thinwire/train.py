@@ -17,8 +17,9 @@ from thinwire.engine.worker import scratch_folder
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.launch import LocalPeers, lead
+from thinwire.run.launch import LocalPeers
 from thinwire.run.messages import Assign
+from thinwire.run.peers import Peers, lead
 from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
@@ -67,7 +68,7 @@ def train(
             return record.finish(peers.control_bytes(), coordinator.stop_asked, started)
 
 
-def follow(coordinator: Coordinator, peers: LocalPeers, record: RunRecord) -> None:
+def follow(coordinator: Coordinator, peers: Peers, record: RunRecord) -> None:
     """Lead the peers to the end of the run, and keep what they report."""
     try:
         lead(coordinator, peers, record.carry_out)

@@ -13,13 +13,14 @@ from thinwire.data import Corpus
 from thinwire.engine.reports import Step
 from thinwire.errors import ConfigError, StageError, WireError
 from thinwire.run import coordinator as coordinator_module
-from thinwire.run import launch
+from thinwire.run import spawn
 from thinwire.run.control import Channel
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
 from thinwire.run.hearing import MOST_UNHEARD, Hearing
-from thinwire.run.launch import LocalPeers, lead
+from thinwire.run.launch import LocalPeers
 from thinwire.run.messages import Assign, Finished, FromPeer, Pulse, Stop
+from thinwire.run.peers import lead
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
 
@@ -154,16 +155,16 @@ def test_a_stage_that_cannot_start_is_named(
     program: str, make_peers: Callable, coordinate: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real process that is dead before its order is written, and one that never was."""
-    monkeypatch.setattr(launch.sys, "executable", program)
+    monkeypatch.setattr(spawn.sys, "executable", program)
     peers = make_peers(pipeline__stages=1)
-    run = peers._run
+    run = spawn.run
 
     def run_and_die(output: BinaryIO) -> subprocess.Popen[bytes]:
         process = run(output)
         process.wait()
         return process
 
-    peers._run = run_and_die
+    monkeypatch.setattr(spawn, "run", run_and_die)
     with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
         peers.start()
         lead(coordinate(pipeline__stages=1), peers, ignore)

@@ -1,8 +1,7 @@
 """The coordinator: leads a run from the first hello to the last goodbye.
 
 It is told what happens and answers what to do. It has no threads, no clock and no processes of its
-own, and it does not know how peers are started: launch.py starts peers on this machine and carries
-out what the coordinator says.
+own, and it does not know how peers are started: peers.py carries out what it says.
 """
 
 import itertools

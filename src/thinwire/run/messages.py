@@ -5,7 +5,7 @@ no message is used before every field is checked. A wrong or missing field is th
 WireError that names it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
@@ -46,9 +46,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Connect:
-    """The coordinator says where the stage below listens."""
+    """The coordinator says where the stage below listens, and who holds which stage.
+
+    Without seats, each stage is held by the process that was started for it.
+    """
 
     below: Exact
+    seats: list[Exact] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,11 @@ from thinwire.run.messages import (
     Start,
     Stop,
 )
+from thinwire.run.order import Order, control_name, cut_name, holder_of
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
-    Identity,
+    DEFAULT_KEEPALIVE,
     LastingPipe,
     Link,
     Listener,
@@ -79,22 +80,14 @@ def versions() -> dict[str, str]:
 class Peer:
     """Joins a run as one stage: assignment, links to the neighbours, training, goodbye."""
 
-    def __init__(self, stage: int, coordinator: str, identity: Identity):
-        self.stage = stage
-        self.identity = identity
+    def __init__(self, order: Order):
+        self.order = order
+        self.stage = order.stage
+        self.identity = order.identity
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._progress = Progress()
-        pipe = dial(
-            coordinator,
-            f"control-{stage}",
-            identity,
-            "coordinator",
-            JOIN_SECONDS,
-            MAX_MESSAGE,
-            CONTROL_KEEPALIVE,
-        )
-        self.control = Channel(pipe, f"control of stage {stage}", FromCoordinator)
+        self.control = Channel(self._report(), f"control of stage {self.stage}", FromCoordinator)
 
     def run(self) -> None:
         """The whole life of a peer; errors leave through `fail`."""
@@ -114,7 +107,7 @@ class Peer:
         self.control.send(Ready(address, **worker.describe()))
         connect = self.control.receive(Connect)
         self._progress.begin("waits for its neighbours to link")
-        self._join(worker, connect.below, listener)
+        self._join(worker, connect, listener)
         self.control.send(Linked())
         self.control.receive(Start)
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
@@ -146,7 +139,22 @@ class Peer:
         except ThinwireError:
             pass  # the coordinator sees the exit code and the log
 
+    def _report(self) -> Pipe:
+        """The control stream to the coordinator; over the internet it may be down for a while."""
+        name, outage = control_name(self.stage, self.order.epoch), self.order.outage
+        keepalive = DEFAULT_KEEPALIVE if outage else CONTROL_KEEPALIVE
+
+        def call(timeout: float) -> Pipe:
+            address = self.order.coordinator
+            return dial(
+                address, name, self.identity, "coordinator", timeout, MAX_MESSAGE, keepalive
+            )
+
+        first = call(JOIN_SECONDS)
+        return LastingPipe(first, call, outage) if outage else first
+
     def _assignment(self, assigned: Assign) -> Assignment:
+        assigned = self.order.own or assigned
         return Assignment(
             settings=Settings.from_plain(assigned.settings),
             stage=self.stage,
@@ -155,22 +163,26 @@ class Peer:
             resume=Path(assigned.resume) if assigned.resume else None,
         )
 
-    def _join(self, worker: Worker, below_address: str, listener: Listener | None) -> None:
+    def _join(self, worker: Worker, connect: Connect, listener: Listener | None) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         below, above = self.stage - 1, self.stage + 1
         if self.stage > 0:
-            name, server, limit = f"cut-{below}", f"stage-{below}", worker.max_payload() + 64
+            server, limit = holder_of(below, connect.seats), worker.max_payload() + 64
 
             def call(timeout: float) -> Pipe:
-                return dial(below_address, name, self.identity, server, timeout, limit)
+                name = cut_name(below, self.order.epoch)
+                return dial(connect.below, name, self.identity, server, timeout, limit)
 
             pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)
         if listener is not None:
 
             def accept(timeout: float) -> Pipe:
-                name, dialer = f"cut-{self.stage}", f"stage-{above}"
+                name, dialer = (
+                    cut_name(self.stage, self.order.epoch),
+                    holder_of(above, connect.seats),
+                )
                 return listener.accept(name, timeout, dialer, is_replaceable=True)
 
             pipe = self._open(worker, above, accept)
@@ -248,7 +260,7 @@ def _live(order: dict[str, Any]) -> int:
     threading.Thread(target=_leave_with_coordinator, daemon=True).start()
     peer = None
     try:
-        peer = Peer(order["stage"], order["coordinator"], Identity.from_plain(order["identity"]))
+        peer = Peer(Order.from_plain(order))
         peer.run()
         return 0
     except BaseException as error:

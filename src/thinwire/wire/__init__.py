@@ -12,10 +12,11 @@ from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.rpc import Listener, dial
-from thinwire.wire.stream import Keepalive
+from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive
 from thinwire.wire.tls import Authority, Identity
 
 __all__ = [
+    "DEFAULT_KEEPALIVE",
     "HEADER_BYTES",
     "Authority",
     "Frame",
