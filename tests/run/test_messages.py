@@ -25,7 +25,6 @@ from thinwire.run.compact import deflate
 from thinwire.run.conduct import PeerConduct
 from thinwire.run.control import Channel
 from thinwire.run.messages import (
-    MAX_MESSAGE,
     Assign,
     Connect,
     Failed,
@@ -45,6 +44,7 @@ from thinwire.run.messages import (
     pack,
     unpack,
 )
+from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 
 METER = Meter()

@@ -11,7 +11,8 @@ from types import UnionType
 from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.messages import MAX_MESSAGE, FromCoordinator, Message, name_of, pack, unpack
+from thinwire.run.messages import CONTROL, FromCoordinator
+from thinwire.run.vocabulary import MAX_MESSAGE, Vocabulary
 from thinwire.wire import Frame, FrameKind, Keepalive, Link, Meter, Pipe
 
 CONTROL_KEEPALIVE = Keepalive(every_s=60.0, timeout_s=7 * 86_400.0)
@@ -34,17 +35,19 @@ class Channel:
         takes: UnionType,
         on_message: Callable[[Any], None] | None = None,
         on_lost: Callable[[ThinwireError], None] | None = None,
+        words: Vocabulary = CONTROL,
     ):
-        self._inbox: queue.SimpleQueue[Message | ThinwireError] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._words = words
         self._takes = takes
         self._on_message = on_message or self._inbox.put
         self.meter = Meter()
         self._link = Link(pipe, self.meter, None, name, MAX_MESSAGE)
         self._link.start(self._on_frame, on_lost or self._inbox.put)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Any) -> None:
         """Queue a message; never blocks."""
-        self._link.send(Frame(kind=FrameKind.CONTROL, payload=pack(message)))
+        self._link.send(Frame(kind=FrameKind.CONTROL, payload=self._words.pack(message)))
 
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message, which must be of the wanted type; waits while the channel holds."""
@@ -52,9 +55,8 @@ class Channel:
         if isinstance(message, ThinwireError):
             raise message
         if not isinstance(message, wanted):
-            raise WireError(
-                f"expected {name_of(wanted)!r} from the coordinator, got {name_of(message)!r}"
-            )
+            due, came = self._words.name_of(wanted), self._words.name_of(message)
+            raise WireError(f"expected {due!r} from the coordinator, got {came!r}")
         return message
 
     def close(self) -> None:
@@ -64,7 +66,9 @@ class Channel:
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind is not FrameKind.CONTROL:
             raise WireError(f"a {frame.kind.name} frame came on a control stream")
-        message = unpack(bytes(frame.payload))
+        message = self._words.unpack(bytes(frame.payload))
         if not isinstance(message, self._takes):
-            raise WireError(f"a {name_of(message)!r} message arrived at the end that sends it")
+            raise WireError(
+                f"a {self._words.name_of(message)!r} message arrived at the end that sends it"
+            )
         self._on_message(message)

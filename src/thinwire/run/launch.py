@@ -7,10 +7,10 @@ from pathlib import Path
 
 from thinwire.run.control import CONTROL_KEEPALIVE
 from thinwire.run.events import Exited, Suspect
-from thinwire.run.messages import MAX_MESSAGE
 from thinwire.run.order import Order, control_name, holder_of
 from thinwire.run.peers import Peers
 from thinwire.run.spawn import end, last_lines, make_log_folder, spawn
+from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
 from thinwire.wire import Authority, Listener, Pipe, raise_descriptor_limit
 

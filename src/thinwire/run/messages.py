@@ -1,20 +1,12 @@
-"""What coordinator and peers say to each other: frozen dataclasses, checked on arrival.
+"""What the coordinator and the stages of a run say to each other (vocabulary.py checks it)."""
 
-A peer that holds a certificate may still send nonsense: an older release, a defect, malice. So
-no message is used before every field is checked. A wrong or missing field is the sender's error, a
-WireError that names it.
-"""
-
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.engine.reports import Evaluation, Meters, Report, ShardFailed, ShardWritten, Step
-from thinwire.errors import WireError, printable
-from thinwire.run.compact import compact_step, deflate, expand_step, inflate
-from thinwire.run.fields import checked, hints_of
+from thinwire.run.compact import compact_step, expand_step
+from thinwire.run.vocabulary import Vocabulary
 from thinwire.typed import Exact, Finite
-
-MAX_MESSAGE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -117,75 +109,25 @@ FromPeer = Hello | Ready | Linked | Pulse | LinkDown | LinkUp | Report | Finishe
 FromCoordinator = Assign | Connect | Start | Stop
 Message = FromPeer | FromCoordinator
 
-_KINDS: dict[str, type[Message]] = {
-    "hello": Hello,
-    "assign": Assign,
-    "ready": Ready,
-    "connect": Connect,
-    "linked": Linked,
-    "start": Start,
-    "stop": Stop,
-    "pulse": Pulse,
-    "link_down": LinkDown,
-    "link_up": LinkUp,
-    "step": Step,
-    "evaluation": Evaluation,
-    "shard": ShardWritten,
-    "shard_failed": ShardFailed,
-    "finished": Finished,
-    "failed": Failed,
-}
-_NAMES: dict[type, str] = {kind: name for name, kind in _KINDS.items()}
-
-
-def name_of(message: Message | type) -> str:
-    """What a kind of message is called on the wire."""
-    return _NAMES[message if isinstance(message, type) else type(message)]
-
-
-def pack(message: Message) -> bytes:
-    """A message as it travels; WireError if it is malformed, so a defect shows at its sender."""
-    plain = asdict(_checked(name_of(message), asdict(message)))
-    small = compact_step(plain) if isinstance(message, Step) else plain
-    return deflate({"type": name_of(message), **small})
-
-
-def unpack(payload: bytes) -> Message:
-    """The message of a payload, every field checked; WireError names what is wrong with it."""
-    try:
-        message = inflate(payload, MAX_MESSAGE)
-    except ValueError as error:
-        raise WireError(f"a control message cannot be read: {printable(str(error), 200)}") from None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise WireError("a control message must be an object with a type")
-    name = message.pop("type")
-    if name == name_of(Step):
-        try:
-            message = expand_step(message)
-        except ValueError as error:
-            raise WireError(f"a 'step' message has {error}") from None
-    return _checked(name, message)
-
-
-def _checked(name: str, values: dict[str, Any]) -> Message:
-    kind: Any = _KINDS.get(name)
-    if kind is None:
-        raise WireError(f"a control message of unknown type: {_quoted(name)}")
-    wanted = hints_of(kind)
-    for key in values.keys() - wanted.keys():
-        raise WireError(f"a {name!r} message has an unknown field: {_quoted(key)}")
-    fields = {}
-    for key, hint in wanted.items():
-        if key not in values:
-            raise WireError(f"a {name!r} message has no field {key!r}")
-        try:
-            fields[key] = checked(hint, values[key])
-        except (ValueError, OverflowError) as error:
-            raise WireError(
-                f"a {name!r} message has {key} = {_quoted(values[key])}, which must be {error}"
-            ) from None
-    return kind(**fields)
-
-
-def _quoted(value: Any) -> str:
-    return printable(repr(value), 100)
+CONTROL = Vocabulary(
+    {
+        "hello": Hello,
+        "assign": Assign,
+        "ready": Ready,
+        "connect": Connect,
+        "linked": Linked,
+        "start": Start,
+        "stop": Stop,
+        "pulse": Pulse,
+        "link_down": LinkDown,
+        "link_up": LinkUp,
+        "step": Step,
+        "evaluation": Evaluation,
+        "shard": ShardWritten,
+        "shard_failed": ShardFailed,
+        "finished": Finished,
+        "failed": Failed,
+    },
+    small={"step": (compact_step, expand_step)},
+)
+name_of, pack, unpack = CONTROL.name_of, CONTROL.pack, CONTROL.unpack

@@ -33,7 +33,6 @@ from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
 from thinwire.run.control import CONTROL_KEEPALIVE, Channel
 from thinwire.run.messages import (
-    MAX_MESSAGE,
     Assign,
     Connect,
     Failed,
@@ -49,6 +48,7 @@ from thinwire.run.messages import (
     Stop,
 )
 from thinwire.run.order import Order, control_name, cut_name, holder_of
+from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (

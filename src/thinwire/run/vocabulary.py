@@ -1,0 +1,83 @@
+"""The messages that two ends may say to each other, by their names on the wire.
+
+Messages are frozen dataclasses, and no message is used before every field is checked: an end that
+holds a certificate may still send nonsense. A wrong or missing field is the sender's error, a
+WireError that names it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from thinwire.errors import WireError, printable
+from thinwire.run.compact import deflate, inflate
+from thinwire.run.fields import checked, hints_of
+
+MAX_MESSAGE = 16 << 20
+
+Reshape = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Vocabulary:
+    """Kinds of messages with their names. `small` has those that travel in another form, with the
+    functions there and back; the latter raises ValueError for what the former cannot have made.
+    """
+
+    def __init__(
+        self, kinds: Mapping[str, type], small: Mapping[str, tuple[Reshape, Reshape]] | None = None
+    ):
+        self._kinds = dict(kinds)
+        self._names = {kind: name for name, kind in kinds.items()}
+        self._small = small or {}
+
+    def name_of(self, message: Any) -> str:
+        """What a message, or a kind of message, is called on the wire."""
+        return self._names[message if isinstance(message, type) else type(message)]
+
+    def pack(self, message: Any) -> bytes:
+        """A message as it travels; a malformed one is a WireError, which shows at its sender."""
+        name = self.name_of(message)
+        plain = asdict(self._checked(name, asdict(message)))
+        if name in self._small:
+            plain = self._small[name][0](plain)
+        return deflate({"type": name, **plain})
+
+    def unpack(self, payload: bytes) -> Any:
+        """The message of a payload, every field checked; WireError names what is wrong with it."""
+        try:
+            message = inflate(payload, MAX_MESSAGE)
+        except ValueError as error:
+            reason = printable(str(error), 200)
+            raise WireError(f"a control message cannot be read: {reason}") from None
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            raise WireError("a control message must be an object with a type")
+        name = message.pop("type")
+        if name in self._small:
+            try:
+                message = self._small[name][1](message)
+            except ValueError as error:
+                raise WireError(f"a {name!r} message has {error}") from None
+        return self._checked(name, message)
+
+    def _checked(self, name: str, values: dict[str, Any]) -> Any:
+        kind: Any = self._kinds.get(name)
+        if kind is None:
+            raise WireError(f"a control message of unknown type: {_quoted(name)}")
+        wanted = hints_of(kind)
+        for key in values.keys() - wanted.keys():
+            raise WireError(f"a {name!r} message has an unknown field: {_quoted(key)}")
+        fields = {}
+        for key, hint in wanted.items():
+            if key not in values:
+                raise WireError(f"a {name!r} message has no field {key!r}")
+            try:
+                fields[key] = checked(hint, values[key])
+            except (ValueError, OverflowError) as error:
+                raise WireError(
+                    f"a {name!r} message has {key} = {_quoted(values[key])}, which must be {error}"
+                ) from None
+        return kind(**fields)
+
+
+def _quoted(value: Any) -> str:
+    return printable(repr(value), 100)
