@@ -3,19 +3,26 @@
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 
 class Proxy:
     """Forwards connections to `target`, until it is told to cut them, fall silent or refuse.
 
     `cuts` are counts of bytes, over all connections and both ways, at which the connection of the
-    moment is cut.
+    moment is cut. `tap` sees all bytes, and what it returns is passed on instead.
     """
 
-    def __init__(self, target: str, cuts: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        cuts: list[int] | None = None,
+        tap: Callable[[bytes], bytes] = lambda data: data,
+    ) -> None:
         host, port = target.rsplit(":", 1)
         self._target = host, int(port)
         self._front = socket.create_server(("127.0.0.1", 0))
+        self._tap = tap
         self.address = "{}:{}".format(*self._front.getsockname())
         self.connections = 0
         self.carried = 0
@@ -75,7 +82,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 14):
                 self._may_speak.wait()
-                target.sendall(data)
+                target.sendall(self._tap(data))
                 with self._lock:
                     self.carried += len(data)
                     is_due = bool(self._cuts) and self.carried >= self._cuts[0]

@@ -3,6 +3,7 @@
 See docs/wire.md for the format and the model of the emulated network.
 """
 
+from thinwire.wire.door import Door, Limits, Traffic
 from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
 from thinwire.wire.handshake import handshake
@@ -14,29 +15,38 @@ from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.rpc import Listener, dial
 from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive
 from thinwire.wire.tls import Authority, Identity
+from thinwire.wire.tunnel import Route, Seen, Standby, Tunnel, ping
 
 __all__ = [
     "DEFAULT_KEEPALIVE",
     "HEADER_BYTES",
     "Authority",
+    "Door",
     "Frame",
     "FrameKind",
     "Identity",
     "Keepalive",
     "LastingPipe",
+    "Limits",
     "Link",
     "LinkConfig",
     "Listener",
     "Meter",
     "Nic",
     "Pipe",
+    "Route",
+    "Seen",
     "SocketTotals",
     "Span",
+    "Standby",
+    "Traffic",
+    "Tunnel",
     "decode",
     "dial",
     "encode",
     "handshake",
     "memory_pair",
+    "ping",
     "raise_descriptor_limit",
     "socket_totals",
 ]

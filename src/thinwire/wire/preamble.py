@@ -1,0 +1,170 @@
+"""How a connection begins at a door: a few short lines, before any byte of TLS.
+
+    door     thinwire-door 1 NONCE
+    caller   reach RUN/SERVICE PROOF        or wait, or ping
+    door     ok ...                         or: no REASON
+
+The proof is an HMAC of nonce and wish under the run's token at that door: the token itself never
+crosses the network, and a proof that was overheard does not work a second time.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.errors import WireError, printable
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.splice import prepare
+
+VERSION = 1
+LONGEST_LINE = 256  # bytes, of what either side says before bytes are passed on
+HERE = b"+"  # what one who waits answers to a call
+_MAGIC = "thinwire-door"
+_NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
+
+Wish = Literal["reach", "wait", "ping"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller wants of a door, and how it proves that it may."""
+
+    wish: Wish
+    name: str
+    proof: str
+
+    @property
+    def run(self) -> str:
+        """The run that the name belongs to."""
+        return self.name.partition("/")[0]
+
+
+def check_name(name: str) -> str:
+    """The name, if it is one: RUN/SERVICE, where RUN has 16 hexadecimal digits."""
+    if not _NAME.fullmatch(name):
+        raise WireError(
+            f"{printable(name, 100)!r} is not a name at a door: it is 16 hexadecimal digits, a "
+            'slash, and a service such as "control" or "cut-2@5"'
+        )
+    return name
+
+
+def proof_of(token: str, nonce: str, wish: str, name: str) -> str:
+    """Shows that one knows the token, for one wish on one connection."""
+    said = f"{_MAGIC} {VERSION} {nonce} {wish} {name}".encode()
+    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
+
+
+async def greet(caller: socket.socket) -> tuple[str, Asked]:
+    """The door's side: say who we are, and hear what is wanted; the nonce, and the wish."""
+    nonce = secrets.token_hex(16)
+    await say(caller, f"{_MAGIC} {VERSION} {nonce}")
+    words = (await hear(caller)).split(" ")
+    if len(words) != 3 or words[0] not in ("reach", "wait", "ping"):
+        raise WireError("the request is not one of reach, wait or ping with a name and a proof")
+    return nonce, Asked(words[0], check_name(words[1]), words[2])  # type: ignore[arg-type]
+
+
+async def call(
+    address: str, token: str, wish: Wish, name: str, timeout: float
+) -> tuple[socket.socket, str]:
+    """The caller's side: the connection once the door agreed, and what it said beside its ok."""
+    check_name(name)
+    connection = None
+    try:
+        async with asyncio.timeout(timeout):
+            connection = await connect(address)
+            magic, _, rest = (await hear(connection)).partition(" ")
+            version, _, nonce = rest.partition(" ")
+            if magic == "no":
+                raise WireError(f"the door refused: {rest}")
+            if magic != _MAGIC:
+                raise WireError("what listens there is not a thinwire door")
+            if version != str(VERSION):
+                raise WireError(
+                    f"the door has version {version} and this process {VERSION}: install the same "
+                    "version of thinwire at both ends"
+                )
+            await say(connection, f"{wish} {name} {proof_of(token, nonce, wish, name)}")
+            word, _, more = (await hear(connection)).partition(" ")
+            if word != "ok":
+                raise WireError(f"the door refused: {more or word}")
+        return connection, more
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, TimeoutError):
+            raise WireError(f"{address}: no answer within {timeout:g} s") from None
+        if isinstance(error, OSError):
+            raise WireError(f"{address}: {why(error)}") from None
+        if isinstance(error, WireError):
+            raise WireError(f"{address}: {error}") from None
+        raise
+
+
+async def connect(address: str) -> socket.socket:
+    """A TCP connection to a host and port; OSError if there is none to be had."""
+    host, port = split_address(address)
+    looked_up = on_daemon_thread(  # a name server may take long, and nobody waits for it at the end
+        "thinwire lookup", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
+    problem: OSError | None = None
+    for family, kind, protocol, _, place in await asyncio.wrap_future(looked_up):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            prepare(connection)
+            await asyncio.get_running_loop().sock_connect(connection, place)
+            return connection
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+            problem = error
+    raise problem or OSError(f"{host} has no address")
+
+
+def why(error: OSError) -> str:
+    """The system's own words; asyncio has others for a connection that was refused."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "10.0.0.1:80" or "[::1]:80"."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise WireError(f"{printable(address, 100)!r} is not an address: write HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+async def hear(connection: socket.socket) -> str:
+    """One line. It is read byte by byte: what follows it is not ours."""
+    loop = asyncio.get_running_loop()
+    line = bytearray()
+    while (byte := await loop.sock_recv(connection, 1)) != b"\n":
+        if not byte:
+            raise WireError("the other end closed the connection")
+        line += byte
+        if len(line) > LONGEST_LINE:
+            raise WireError(f"a line at a door has at most {LONGEST_LINE} bytes")
+    return printable(line.decode("ascii", errors="replace"))
+
+
+async def say(connection: socket.socket, line: str) -> None:
+    """Send one line; one that is too long loses its end."""
+    text = printable(line).replace("\n", " ").encode("ascii", errors="replace")
+    await asyncio.get_running_loop().sock_sendall(connection, text[:LONGEST_LINE] + b"\n")
+
+
+async def refuse(connection: socket.socket, reason: str) -> None:
+    """Say why not; the caller may have gone."""
+    with contextlib.suppress(OSError):
+        await say(connection, f"no {reason}")

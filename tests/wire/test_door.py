@@ -1,0 +1,395 @@
+"""A door: who may meet there, who is refused and in which words, and what others may cost it."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from wiring import PATIENCE
+
+from proxy import Proxy
+from thinwire.errors import WireError
+from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
+from thinwire.wire.preamble import LONGEST_LINE, proof_of, split_address
+from thinwire.wire.splice import CHUNK, Allowance
+
+RUN, OTHER_RUN, TOKEN = "0123456789abcdef", "fedcba9876543210", "the run's token"
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with Door("127.0.0.1", 0) as door:
+        door.admit(RUN, TOKEN)
+        yield door
+
+
+class Service:
+    """A TCP service of a test: each connection is kept for the test to use."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._socket.getsockname())
+
+    def accept(self) -> socket.socket:
+        self._socket.settimeout(PATIENCE)
+        return with_patience(self._socket.accept()[0])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.close()
+
+
+def with_patience(connection: socket.socket) -> socket.socket:
+    connection.settimeout(PATIENCE)
+    return connection
+
+
+def knock(door: Door) -> socket.socket:
+    return with_patience(socket.create_connection(("127.0.0.1", door.port)))
+
+
+def line(connection: socket.socket) -> str:
+    said = bytearray()
+    while (byte := connection.recv(1)) not in (b"\n", b""):
+        said += byte
+    return said.decode()
+
+
+def ask(door: Door, wish: str, name: str, token: str = TOKEN) -> socket.socket:
+    """A caller that is written by hand, up to the answer."""
+    caller = knock(door)
+    magic, version, nonce = line(caller).split(" ")
+    assert (magic, version) == ("thinwire-door", "1")
+    caller.sendall(f"{wish} {name} {proof_of(token, nonce, wish, name)}\n".encode())
+    return caller
+
+
+def reach(door: Door, service: str, token: str = TOKEN) -> socket.socket:
+    return ask(door, "reach", f"{RUN}/{service}", token)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_a_service_is_reached_and_each_direction_ends_by_itself(
+    door: Door, service: Service
+) -> None:
+    door.serve(f"{RUN}/control", service.address)
+    caller = reach(door, "control")
+    assert line(caller) == "ok"
+    served = service.accept()
+    caller.sendall(b"there")
+    caller.shutdown(socket.SHUT_WR)
+    assert read_to_end(served) == b"there"
+    served.sendall(b"and back")  # after the other direction has ended
+    served.close()
+    assert read_to_end(caller) == b"and back"
+    until(lambda: door.traffic()[RUN].connections == 0)
+    assert door.traffic() == {RUN: Traffic(0, 0, served_bytes=13, relayed_bytes=0)}
+
+
+def test_a_service_that_was_withdrawn_is_not_reached(door: Door, service: Service) -> None:
+    door.serve(f"{RUN}/control", service.address)
+    door.withdraw(f"{RUN}/control")
+    assert line(reach(door, "control")).startswith("no ")
+
+
+def test_two_who_dial_out_meet(door: Door, service: Service) -> None:
+    with Standby(f"{RUN}/cut-0@1", Route(door.address, token=TOKEN), service.address) as standby:
+        until(lambda: standby.waiting == 2)
+        caller = reach(door, "cut-0@1")
+        assert line(caller) == "ok"
+        served = service.accept()
+        caller.sendall(b"x" * 1000)
+        caller.shutdown(socket.SHUT_WR)
+        assert read_to_end(served) == b"x" * 1000
+        served.close()
+        assert read_to_end(caller) == b""
+        until(lambda: door.traffic()[RUN] == Traffic(2, 2, 0, relayed_bytes=1000))
+        assert standby.carried == 1000
+
+
+def test_a_lost_end_resets_the_other(door: Door, service: Service) -> None:
+    door.serve(f"{RUN}/control", service.address)
+    caller = reach(door, "control")
+    assert line(caller) == "ok"
+    served = service.accept()
+    served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    served.close()  # as a process that is killed with bytes unread
+    with pytest.raises(ConnectionResetError):
+        caller.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("wish", "name", "token", "reason"),
+    [
+        ("reach", f"{RUN}/control", "another", f"the token shown for run {RUN} is not the right"),
+        ("wait", f"{RUN}/cut-0@1", "", f"the token shown for run {RUN} is not the right one"),
+        ("ping", f"{RUN}/door", "another", f"the token shown for run {RUN} is not the right one"),
+        ("reach", f"{OTHER_RUN}/control", TOKEN, f"run {OTHER_RUN} is not known at this door"),
+        ("reach", f"{RUN}/cut-9@1", TOKEN, f"{RUN}/cut-9@1 is not served here, and nobody waits"),
+        ("reach", "control", TOKEN, "'control' is not a name at a door: it is 16 hexadecimal"),
+        ("reach", f"{RUN}/../etc", TOKEN, "is not a name at a door"),
+        ("steal", f"{RUN}/control", TOKEN, "the request is not one of reach, wait or ping"),
+    ],
+)
+def test_refusals_say_why(door: Door, wish: str, name: str, token: str, reason: str) -> None:
+    answer = line(ask(door, wish, name, token))
+    assert answer.startswith("no ") and reason in answer
+
+
+def test_a_service_that_does_not_answer_is_named(door: Door, service: Service) -> None:
+    door.serve(f"{RUN}/control", service.address)
+    service.close()
+    assert line(reach(door, "control")) == f"no {RUN}/control does not answer: Connection refused"
+
+
+def test_a_proof_that_was_overheard_does_not_work_again(door: Door) -> None:
+    first, second = knock(door), knock(door)
+    nonce = line(first).split(" ")[2]
+    request = f"ping {RUN}/door {proof_of(TOKEN, nonce, 'ping', f'{RUN}/door')}\n".encode()
+    line(second)
+    first.sendall(request)
+    second.sendall(request)
+    assert line(first).startswith("ok ")
+    assert "is not the right one" in line(second)
+
+
+def test_the_token_does_not_cross_the_network(door: Door) -> None:
+    heard = bytearray()
+
+    def tap(data: bytes) -> bytes:
+        heard.extend(data)
+        return data
+
+    path = Proxy(door.address, tap=tap)
+    ping(Route(path.address, token=TOKEN), f"{RUN}/door")
+    path.close()
+    assert b"ping" in heard and TOKEN.encode() not in heard
+
+
+def test_a_request_that_is_too_long_or_too_slow_is_refused() -> None:
+    with Door("127.0.0.1", 0, Limits(preamble_s=0.2)) as door:
+        caller = knock(door)
+        line(caller)
+        caller.sendall(b"x" * (LONGEST_LINE + 1000))
+        assert line(caller) == f"no a line at a door has at most {LONGEST_LINE} bytes"
+        caller = knock(door)
+        line(caller)
+        caller.sendall(b"reach ")
+        assert line(caller) == "no no request within 0.2 s"
+        assert caller.recv(1) == b""
+        until(lambda: door.strangers() == 0)
+
+
+def test_joined_connections_without_a_byte_are_cut(service: Service) -> None:
+    with Door("127.0.0.1", 0, Limits(idle_s=0.1)) as door:
+        door.admit(RUN, TOKEN)
+        door.serve(f"{RUN}/control", service.address)
+        caller = reach(door, "control")
+        assert line(caller) == "ok"
+        served = service.accept()
+        for end in (caller, served):
+            with contextlib.suppress(ConnectionResetError):
+                assert end.recv(1) == b""
+        until(lambda: door.traffic()[RUN].connections == 0)
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(connections=2), Limits(per_address=2), Limits(strangers=2)]
+)
+def test_connections_are_bounded(limits: Limits) -> None:
+    with Door("127.0.0.1", 0, limits) as door:
+        door.admit(RUN, TOKEN)
+        kept = [knock(door), knock(door)]
+        assert all(line(caller).startswith("thinwire-door") for caller in kept)
+        with pytest.raises(WireError, match="the door refused: there are too many connections"):
+            ping(Route(door.address, token=TOKEN), f"{RUN}/door")
+        kept.pop().close()
+        until(lambda: door.strangers() == 1)
+        ping(Route(door.address, token=TOKEN), f"{RUN}/door")
+
+
+def test_connections_of_a_run_are_bounded() -> None:
+    with Door("127.0.0.1", 0, Limits(per_run=1)) as door:
+        door.admit(RUN, TOKEN)
+        waiting = ask(door, "wait", f"{RUN}/a")
+        assert line(waiting) == "ok"
+        refused = line(ask(door, "wait", f"{RUN}/b"))
+        assert refused == f"no run {RUN} has 1 connections here, the most"
+
+
+def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
+    with Door("127.0.0.1", 0, Limits(waiting_per_name=2)) as door:
+        door.admit(RUN, TOKEN)
+        waiting = []
+        for _ in range(3):
+            waiting.append(ask(door, "wait", f"{RUN}/a"))
+            assert line(waiting[-1]) == "ok"
+        assert waiting[0].recv(1) == b""
+        caller = reach(door, "a")
+        assert line(waiting[2]) == "call"
+        waiting[2].sendall(b"+hello")
+        assert line(caller) == "ok"
+        assert caller.recv(5) == b"hello"
+
+
+def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
+    with Door("127.0.0.1", 0, Limits(answer_s=0.1)) as door:
+        door.admit(RUN, TOKEN)
+        alive, gone, silent = (ask(door, "wait", f"{RUN}/a") for _ in range(3))
+        assert [line(waiter) for waiter in (alive, gone, silent)] == ["ok"] * 3
+        gone.close()
+        until(lambda: door.traffic()[RUN].waiting == 2)
+        caller = reach(door, "a")
+        assert line(alive) == "call"  # once the silent one had its time
+        alive.sendall(b"+")
+        assert line(caller) == "ok"
+        assert line(silent) == "call" and silent.recv(1) == b""
+
+
+def test_one_who_speaks_without_being_called_is_cut(door: Door) -> None:
+    waiter = ask(door, "wait", f"{RUN}/a")
+    assert line(waiter) == "ok"
+    waiter.sendall(b"+")
+    assert waiter.recv(1) == b""
+    assert "nobody waits for it" in line(reach(door, "a"))
+
+
+def test_a_run_that_is_dismissed_is_cut_and_unknown(door: Door) -> None:
+    waiter = ask(door, "wait", f"{RUN}/a")
+    assert line(waiter) == "ok"
+    door.dismiss(RUN)
+    assert waiter.recv(1) == b""
+    assert line(reach(door, "a")) == f"no run {RUN} is not known at this door"
+
+
+def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
+    with Door("127.0.0.1", 0, Limits(runs=2)) as relay:
+        relay.admit_any("pass", mbps=5)
+        waiter = ask(relay, "wait", f"{RUN}/a", "pass")
+        assert line(waiter) == "ok"
+        assert "is not the right one" in line(ask(relay, "wait", f"{OTHER_RUN}/a", TOKEN))
+        assert relay.traffic().keys() == {RUN}
+        # Runs that have nobody here any more give way to others; those that have do not.
+        assert line(ask(relay, "ping", f"{OTHER_RUN}/a", "pass")).startswith("ok ")
+        until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
+        waiters = [ask(relay, "wait", f"{'0' * 15}{n}/a", "pass") for n in range(2)]
+        assert [line(w) for w in waiters] == ["ok", "no 2 runs meet at this door already, the most"]
+        assert relay.traffic().keys() == {RUN, "0" * 16}
+
+
+def test_runs_do_not_meet_each_other() -> None:
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any("pass")
+        waiter = ask(relay, "wait", f"{RUN}/a", "pass")
+        assert line(waiter) == "ok"
+        assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/a", "pass"))
+
+
+def test_an_allowance_holds_its_rate_at_any_moment() -> None:
+    allowance = Allowance(mbps=8, burst_s=0.25)  # 10^6 bytes a second
+    now, passed = 100.0, 0
+    for _ in range(50):
+        now += allowance.book(CHUNK, now)
+        passed += CHUNK
+        assert passed <= 1e6 * (now - 100.0 + 0.25) + 1e-3
+    assert passed == pytest.approx(1e6 * (now - 100.0 + 0.25))
+    assert allowance.book(CHUNK, now + 1000) == 0  # a pause is not saved up beyond the burst
+    assert allowance.book(1_000_000, now + 1000) > 0.7
+    assert Allowance(0).book(1 << 40, 0.0) == 0
+
+
+def test_what_passes_between_others_stays_below_the_bound(service: Service) -> None:
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any("pass", mbps=8)
+        route = Route(relay.address, token="pass")
+        with Standby(f"{RUN}/a", route, service.address) as standby:
+            until(lambda: standby.waiting == 2)
+            caller = ask(relay, "reach", f"{RUN}/a", "pass")
+            assert line(caller) == "ok"
+            served = service.accept()
+            begin = time.monotonic()
+            threading.Thread(
+                target=lambda: (caller.sendall(bytes(800_000)), caller.shutdown(socket.SHUT_WR))
+            ).start()
+            assert len(read_to_end(served)) == 800_000
+            # A loaded machine may take longer; nothing makes it faster than 10^6 bytes a second.
+            assert time.monotonic() - begin >= 0.8 - 0.25
+            served.close()
+
+
+def test_a_ping_tells_our_address_and_the_clocks(door: Door) -> None:
+    seen = ping(Route(door.address, token=TOKEN), f"{RUN}/door")
+    assert seen.address.startswith("127.0.0.1:")
+    assert abs(seen.ahead_s) <= seen.round_trip_s * 2 + 0.01
+    assert ping(Route(door.address, token=TOKEN), f"{RUN}/door").address != seen.address
+
+
+def test_pings_of_what_is_no_door_say_so(service: Service) -> None:
+    def answer(said: bytes) -> None:
+        with service.accept() as caller:
+            caller.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                caller.recv(1)
+
+    for said, reason in [
+        (b"SSH-2.0-x\r\n", "what listens there is not a thinwire door"),
+        (b"thinwire-door 2 abc\n", "the door has version 2 and this process 1: install the same"),
+        (b"x" * 1000, "a line at a door has at most"),
+    ]:
+        threading.Thread(target=answer, args=(said,)).start()
+        with pytest.raises(WireError, match=f"{service.address}: {reason}"):
+            ping(Route(service.address), f"{RUN}/door")
+    with pytest.raises(WireError, match="no answer within"):  # accepted by nobody
+        ping(Route(service.address), f"{RUN}/door", timeout=0.1)
+    service.close()
+    with pytest.raises(WireError, match="Connection refused"):
+        ping(Route(service.address), f"{RUN}/door")
+
+
+def test_a_port_in_use_and_addresses_that_are_none(door: Door) -> None:
+    with pytest.raises(WireError, match=r"cannot listen on port .*: Address already in use"):
+        Door("127.0.0.1", door.port)
+    assert split_address("[::1]:80") == ("::1", 80)
+    for address in ("", "host", "host:", ":80", "host:x", "host:99999"):
+        with pytest.raises(WireError, match="is not an address: write HOST:PORT"):
+            split_address(address)
+
+
+def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:
+    before = set(threading.enumerate())
+    door = Door("127.0.0.1", 0)
+    door.admit(RUN, TOKEN)
+    door.serve(f"{RUN}/control", service.address)
+    stranger, caller, waiter = knock(door), reach(door, "control"), ask(door, "wait", f"{RUN}/a")
+    assert (line(caller), line(waiter)) == ("ok", "ok")
+    standby = Standby(f"{RUN}/b", Route(door.address, token=TOKEN), service.address)
+    until(lambda: standby.waiting == 2)
+    door.close()
+    for end in (stranger, caller, waiter):
+        with contextlib.suppress(ConnectionResetError):
+            read_to_end(end)
+    standby.close()
+    door.close()  # a second time does nothing
+    until(lambda: set(threading.enumerate()) <= before)
+    with Door("127.0.0.1", door.port):
+        pass
+    with pytest.raises(WireError, match="closed"):
+        door.traffic()
