@@ -306,6 +306,18 @@ def test_a_run_that_ends_badly_points_to_the_last_good_weights(
     assert json.loads((run.folder / "summary.json").read_text())["interrupted"] is False
 
 
+def test_the_stage_where_non_finite_values_first_appeared_is_named(replay: Callable) -> None:
+    run, peers, _ = replay()
+    spoil(peers, Step, 2, committed=False, not_finite="backward")
+    run.follow()
+    origin = "non-finite values first appeared in stage 1, in its own backward pass"
+    with pytest.raises(StageError, match=f": {origin}; no good checkpoint exists"):
+        run.finish()
+    notes = [line for line in run.stream.getvalue().splitlines() if "gradients are not" in line]
+    assert len(notes) == 2
+    assert origin in notes[0] and not any(origin in note for note in notes[1:])
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_asks_once_and_leaves_the_second_time(
     name: str, replay: Callable, request: pytest.FixtureRequest

@@ -143,8 +143,11 @@ def test_a_run_that_stays_lost_ends(make_settings: Callable, run_in_threads: Cal
     outcome = run_in_threads(settings, prepare_worker=poison(1, set(range(20))))
     assert len(outcome.losses()) == PATIENCE
     assert outcome.shards() == {}
-    assert "lower optim.lr" in str(divergence(PATIENCE, 5, None))
-    assert divergence(PATIENCE - 1, 5, None) is None
+    assert "lower optim.lr" in str(divergence(PATIENCE, 5, None, ""))
+    assert "row, up to step 5: it began here; no good" in str(
+        divergence(PATIENCE, 5, None, "it began here")
+    )
+    assert divergence(PATIENCE - 1, 5, None, "") is None
 
 
 def test_verdict_bytes() -> None:

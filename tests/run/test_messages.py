@@ -5,7 +5,7 @@ import math
 import random
 import time
 import zlib
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, get_args
 
 import pytest
@@ -128,6 +128,13 @@ def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
         assert times == pytest.approx(theirs, abs=1.1e-6)
 
 
+def test_a_field_that_has_its_default_does_not_travel() -> None:
+    """So a message may learn to say something rare, and its bytes stay what they were."""
+    assert "not_finite" not in plain(STEP)
+    sent = replace(STEP, not_finite="forward")
+    assert plain(sent)["not_finite"] == "forward" and unpack(pack(sent)) == sent
+
+
 def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
     sent = replace(STEP, loss=0.1 + 0.2, grad_norm=math.inf)
     assert unpack(pack(sent)) == sent
@@ -166,7 +173,12 @@ def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize(
     ("message", "name"),
-    [(message, field.name) for message in MESSAGES for field in fields(message)],
+    [
+        (message, field.name)
+        for message in MESSAGES
+        for field in fields(message)
+        if field.default is field.default_factory is MISSING
+    ],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_a_missing_field_is_named(message: Message, name: str) -> None:
@@ -237,6 +249,10 @@ def test_control_characters_of_a_peer_reach_nobody() -> None:
         (Hello(2, {}), "as stage 2"),
         (replace(STEP, meters={}), "with meters of no link"),
         (replace(STEP, meters=BOTH_METERS), "with a loss"),
+        (
+            replace(STEP, step=3, meters=BOTH_METERS, loss=None, not_finite="x"),
+            "with non-finite values in 'x'",
+        ),
         (Evaluation(1, 1.0, None, 0.1), "only the last stage"),
         (Finished(METERS), "with meters of cut-0"),
         (LinkDown(1, "lost"), "of cut 1"),
@@ -251,6 +267,14 @@ def test_a_stage_can_speak_for_itself_alone(message: FromPeer, words: str) -> No
     conduct.check(replace(STEP, step=2, meters=BOTH_METERS, loss=None))
     with pytest.raises(WireError, match=words):
         conduct.check(message)
+
+
+def test_a_stage_saw_non_finite_values_only_where_it_looks() -> None:
+    for stage, place in ((0, "input"), (1, "gradient"), (1, "norms")):
+        seen = replace(STEP, loss=1.0 if stage else None, not_finite=place)
+        with pytest.raises(WireError, match=f"non-finite values in '{place}'"):
+            PeerConduct(stage, 2).check(seen)
+    PeerConduct(1, 2).check(replace(STEP, not_finite="input"))
 
 
 def test_the_last_stage_reports_a_loss() -> None:

@@ -1,5 +1,6 @@
 """A stage's end of one cut: codec, contract and link, on the way out and on the way in."""
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place
 from thinwire.engine.cut import CutEnd
+from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, unpack_tally
@@ -22,6 +24,8 @@ _LEGS = {
     FrameKind.BACKWARD: Leg.BACKWARD,
 }
 _TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
+_MADE = {FrameKind.FORWARD: FORWARD, FrameKind.BACKWARD: BACKWARD}
+_ARRIVED = {FrameKind.FORWARD: INPUT, FrameKind.BACKWARD: GRADIENT}
 PROBES = 2  # a move of the basis is scored just before it and just after
 _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
     FrameKind.TALLY: unpack_tally,
@@ -74,6 +78,9 @@ class Port:
     A neighbour may be a step ahead while this stage still saves the step before. A codec that
     remembers must not have seen that step yet, so its frames are held until `open_step`. Nor may it
     see a tensor twice, or one that is not due: that would change what it remembers for good.
+
+    Tensors that are not finite are let through, for all stages refuse such a step; `sightings`
+    notes on which side of the cut they were first seen.
     """
 
     def __init__(
@@ -83,12 +90,14 @@ class Port:
         end: CutEnd,
         mailbox: Mailbox,
         due: Due,
+        sightings: Sightings | None = None,
     ):
         self.link = link
         self._stage = stage
         self._end = end
         self._mailbox = mailbox
         self._due = due
+        self._sightings = sightings or Sightings()
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
@@ -108,6 +117,8 @@ class Port:
             self.link.wait_for_room(EVALUATION_WINDOW)
 
         def packed() -> Frame:
+            if kind in _MADE:
+                self._sightings.look(step, _MADE[kind], tensor)
             place = self._place(kind, step, microbatch)
             return Frame(
                 kind=kind,
@@ -194,7 +205,9 @@ class Port:
             if frame.kind is FrameKind.BASIS:
                 self._check_basis(payload)
             else:
-                _MESSAGE_CHECKS[frame.kind](payload)
+                said = _MESSAGE_CHECKS[frame.kind](payload)
+                if isinstance(said, list) and not all(map(math.isfinite, said)):
+                    self._sightings.note(frame.step, NORMS)
         except WireError as error:
             raise WireError(f"{self._described(frame)}: {error}") from None
         self._mailbox.put((frame.kind, frame.step, frame.microbatch), frame.step, payload)
@@ -241,6 +254,8 @@ class Port:
         """Unpack a tensor and put it where the compute thread looks for it."""
         place = self._place(frame.kind, frame.step, frame.microbatch)
         tensor = self._end.codecs[place.leg].unpack(frame.payload, self._end.spec, place)
+        if frame.kind in _ARRIVED:
+            self._sightings.look(frame.step, _ARRIVED[frame.kind], tensor)
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         versions = Versions(frame.weight_version, frame.basis_version)

@@ -53,7 +53,10 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one stage; the loss is known on the last stage alone."""
+    """One step of one stage; the loss is known on the last stage alone.
+
+    `not_finite` is the first place, of those in engine/finite.py, where it saw such values.
+    """
 
     step: int
     loss: float | None
@@ -68,6 +71,7 @@ class Step:
     measures: dict[str, float]
     meters: Meters
     dropped: int
+    not_finite: str = ""
 
 
 @dataclass(frozen=True)

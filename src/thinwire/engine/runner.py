@@ -11,7 +11,7 @@ step's first activation. Nobody waits an extra round trip for it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire.engine.build import weights_rounded_once
 from thinwire.engine.feed import DeviceBatch, Feed
+from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, Sightings, is_finite
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Port
 from thinwire.engine.progress import Progress
@@ -26,7 +27,7 @@ from thinwire.engine.reports import StageCosts
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
-from thinwire.errors import StageError
+from thinwire.errors import StageError, WireError
 from thinwire.model import Score, Stage
 from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind
@@ -51,10 +52,12 @@ class Runner:
         index: int,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         progress: Progress | None = None,
+        sightings: Sightings | None = None,
     ):
         self.stage = stage
         self.trace = StepTrace()
         self._progress = progress or Progress()
+        self._sightings = sightings or Sightings()
         self._feed = feed
         self._update = update
         self._below, self._above = below, above
@@ -82,6 +85,8 @@ class Runner:
                 work(step, action.microbatch)
         verdict = self._end_step(step, lr, decide)
         loss = float(torch.stack(self._losses).sum()) if self._losses else None
+        if loss is not None and not math.isfinite(loss):
+            self._sightings.note(step, FORWARD)
         return verdict, loss
 
     @torch.no_grad()
@@ -204,14 +209,18 @@ class Runner:
             with self.trace.span("compute", "norm"):
                 update.project()
                 self._sync()
-            gradients = update.take_borrowed_gradients()
-            self._send_basis(self._below, step, gradients, FROM_ABOVE)
-            lent = self.stage.lent()
-            update.add_lent_gradients(self._take_basis(self._above, step, lent, FROM_ABOVE))
+            borrowed = update.take_borrowed_gradients()
+            self._send_basis(self._below, step, borrowed, FROM_ABOVE)
+            lent = self._take_basis(self._above, step, self.stage.lent(), FROM_ABOVE)
+            self._look(step, BACKWARD, borrowed)
+            self._look(step, GRADIENT, lent)
+            update.add_lent_gradients(lent)
             if keeper.moves_after(step):
                 new_basis_DK = self._pass_move_down(step, keeper)
         with self.trace.span("compute", "norm"):
             tally = update.squared_norms()
+            if not all(map(math.isfinite, tally)):
+                self._sightings.note(step, BACKWARD)
         with self.trace.span("wait", "U"):
             verdict = self._agree(step, tally, decide)
         with self.trace.span("compute", "U"):
@@ -224,8 +233,9 @@ class Runner:
             if keeper is not None and new_basis_DK is not None:
                 self._move_basis(step, keeper, new_basis_DK)
             self._send_basis(self._above, step, self.stage.lent(), FROM_BELOW)
-            borrowed = self.stage.borrowed()
-            update.follow_lender(self._take_basis(self._below, step, borrowed, FROM_BELOW))
+            lenders = self._take_basis(self._below, step, self.stage.borrowed(), FROM_BELOW)
+            self._check_basis(step, lenders, self._index - 1)
+            update.follow_lender(lenders)
             with self.trace.span("compute", "U"):
                 update.check(step)
         return verdict
@@ -267,6 +277,7 @@ class Runner:
         else:
             like = [keeper.space.basis_DK]
             (basis_DK,) = self._take_basis(self._above, step, like, FROM_ABOVE)
+            self._check_basis(step, [basis_DK], self._index + 1)
         self._send_basis(self._below, step, [basis_DK], FROM_ABOVE)
         return basis_DK
 
@@ -311,6 +322,15 @@ class Runner:
         flat = torch.frombuffer(bytearray(payload), dtype=like[0].dtype).to(like[0].device)
         parts = flat.split([tensor.numel() for tensor in like])
         return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+    def _look(self, step: int, place: str, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._sightings.look(step, place, tensor)
+
+    def _check_basis(self, step: int, tensors: Iterable[Tensor], sender: int) -> None:
+        """Refuse a basis that would spoil the weights of this stage, in the sender's name."""
+        if not all(map(is_finite, tensors)):
+            raise WireError(f"stage {sender} sent a basis that is not finite after step {step + 1}")
 
     def _sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""

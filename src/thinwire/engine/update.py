@@ -148,11 +148,7 @@ class StageUpdate:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first of these whose entries are not all finite.
-
-    A sum is not finite if any of its terms is not, and it reads a tensor only once. As finite
-    terms may overflow too, a sum that is not finite is looked into.
-    """
+    """The first of these whose entries are not all finite: as `is_finite`, all sums at once."""
     named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
     sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
     for (name, tensor), total in zip(named.items(), sums, strict=True):

@@ -14,6 +14,7 @@ from thinwire.engine.build import StageBuilder, autocast_for, choose_device, pre
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
+from thinwire.engine.finite import Sightings
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
 from thinwire.engine.progress import Progress
@@ -77,6 +78,7 @@ class Worker:
             # Whoever started the run has been asked about plugins before any stage was.
             self.state.restore(Checkpoint.open(assignment.resume, allow_plugins=True))
         self._misses = 0
+        self._sightings = Sightings()
         self._ports: list[Port] = []
 
     def describe(self) -> dict[str, str]:
@@ -164,6 +166,7 @@ class Worker:
                 measures=keeper.measures(step) if keeper else {},
                 meters=meters_of(port.link for port in self._ports),
                 dropped=self.mailbox.dropped,
+                not_finite=self._sightings.take_first(step),
             )
         )
         return verdict
@@ -213,12 +216,13 @@ class Worker:
             self.index,
             autocast_for(self.settings.run.precision, self.device),
             self.progress,
+            self._sightings,
         )
 
     def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
         if link is None or end is None:
             return None
-        port = Port(link, self.index, end, self.mailbox, due)
+        port = Port(link, self.index, end, self.mailbox, due, self._sightings)
         self._ports.append(port)
         return port
 

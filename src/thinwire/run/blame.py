@@ -1,7 +1,10 @@
 """Which stage really ended a run: not always the first that reports a failure."""
 
 import signal
+from collections.abc import Sequence
 
+from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS
+from thinwire.engine.reports import Step
 from thinwire.run.events import Exited, Lost, Said, Suspect
 from thinwire.run.messages import Failed
 
@@ -30,6 +33,33 @@ def blame(heard: list[Evidence]) -> Suspect:
         suspects += [_lost(s, witness) for s in complaint.accuses if s not in complaints]
         suspects += [_in_breach(s, witness) for s in complaint.convicts]
     return min(suspects, key=lambda suspect: suspect.doubt)
+
+
+def first_not_finite(reports: Sequence[Step]) -> str:
+    """Where in a step non-finite values first appeared, by the reports of all stages in order.
+
+    They spread upward with the activations, then downward with the gradients, and at last with the
+    tallies. A stage that sends them and does not say so is named by the stage that received them.
+    """
+    seen = [(report.not_finite, stage) for stage, report in enumerate(reports) if report.not_finite]
+    if not seen:
+        return ""
+    place, stage = min(seen, key=lambda sighting: _moment(*sighting))
+    where = {
+        INPUT: f"the activations that stage {stage - 1} sent",
+        FORWARD: "its own forward pass",
+        GRADIENT: f"the gradient that stage {stage + 1} sent",
+        BACKWARD: "its own backward pass",
+        NORMS: f"the gradient norms that stage {stage + 1} sent",
+    }
+    return f"non-finite values first appeared in stage {stage}, in {where[place]}"
+
+
+def _moment(place: str, stage: int) -> tuple[int, int, bool]:
+    """A key by which sightings of one step can be sorted, the first one first."""
+    if place in (INPUT, FORWARD):
+        return 0, stage, place == FORWARD
+    return (2 if place == NORMS else 1), -stage, place == BACKWARD
 
 
 def _suspect(event: Evidence) -> Suspect:

@@ -210,18 +210,22 @@ def _hidden(checkpoint: Path, kind: str) -> Path:
     return checkpoint.with_name(f".{kind}-{checkpoint.name}")
 
 
-def divergence(misses: int, step: int, good: Path | None) -> StageError | None:
+def divergence(misses: int, step: int, good: Path | None, origin: str) -> StageError | None:
     """Why to give up, with a way back, once updates have been refused too often in a row."""
     if misses < PATIENCE:
         return None
     return StageError(
         f"gradients were not finite in {misses} steps in a row, up to step {step}: "
-        f'{way_back(good)} with a lower optim.lr, or with codec.backward = "fp32"'
+        f'{way_back(good, origin)} with a lower optim.lr, or with codec.backward = "fp32"'
     )
 
 
-def way_back(good: Path | None) -> str:
-    """Where the last good weights of a run are, and what to do with them or without any."""
+def way_back(good: Path | None, origin: str = "") -> str:
+    """Where the last good weights of a run are, and what to do with them or without any.
+
+    First what is known of the origin of the trouble.
+    """
+    known = f"{origin}; " if origin else ""
     if good is None:
-        return "no good checkpoint exists. Start a new run"
-    return f"the last good weights are in {good}. Resume from there"
+        return f"{known}no good checkpoint exists. Start a new run"
+    return f"{known}the last good weights are in {good}. Resume from there"

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from typing import NoReturn
 
+from thinwire.engine.finite import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
-from thinwire.errors import WireError
+from thinwire.errors import WireError, printable
 from thinwire.run.messages import Failed, Finished, FromPeer, Hello, LinkDown, LinkUp, name_of
 
 
@@ -20,6 +21,10 @@ class PeerConduct:
         self._others = set(range(stages)) - {stage}
         self._is_last = stage == stages - 1
         self._links = {f"cut-{cut}" for cut in (stage - 1, stage) if 0 <= cut < stages - 1}
+        # nothing comes from below the first stage, and nothing from above the last
+        nowhere = {INPUT} if stage == 0 else set()
+        nowhere |= {GRADIENT, NORMS} if self._is_last else set()
+        self._places = {"", *PLACES} - nowhere
         self._is_down = False  # the link to the stage below
         self._step: int | None = None
         self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
@@ -64,6 +69,9 @@ class PeerConduct:
         self._step = report.step
         if (report.loss is None) == self._is_last:
             self._refuse("step", "without its loss" if self._is_last else "with a loss")
+        if report.not_finite not in self._places:
+            place = printable(report.not_finite, 40)
+            self._refuse("step", f"with non-finite values in {place!r}")
 
     def _check_order(self, name: str, step: int) -> None:
         """Results of a step come after it, once: otherwise they could pile up without limit."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline
+from thinwire.run.blame import first_not_finite
 from thinwire.run.messages import Ready
 from thinwire.run.timings import StepTimes, spans_of, step_seconds
 from thinwire.schedule import Costs, simulate
@@ -35,6 +36,7 @@ class Ledger:
         self.first_step = first_step
         self.done = first_step
         self.refused = 0  # updates in a row that were not committed
+        self.origin = ""  # of non-finite values, in the first of these
         self.records: deque[StepRecord] = deque(maxlen=_LAST_RECORDS)
         self._ready = stages
         self._stages = range(len(stages))
@@ -64,7 +66,11 @@ class Ledger:
         self._training_seconds += complete[-1].end - complete[-1].start
         self.done = report.step + 1
         committed = complete[0].committed
-        self.refused = 0 if committed else self.refused + 1
+        if committed:
+            self.refused, self.origin = 0, ""
+        else:
+            self.origin = self.origin if self.refused else first_not_finite(complete)
+            self.refused += 1
         self._refused_in_all += not committed
         record = self._record(complete)
         self.records.append(record)

@@ -147,9 +147,9 @@ class RunRecord:
         self._write(MetricsWriter.step, record)
         self.display.step(record)
         if self.ledger.refused:
-            self.display.note(
-                f"step {record.step}: gradients are not finite, so no stage updated its weights"
-            )
+            note = f"step {record.step}: gradients are not finite, so no stage updated its weights"
+            is_news = self.ledger.origin and self.ledger.refused == 1
+            self.display.note(f"{note}; {self.ledger.origin}" if is_news else note)
 
     def _on_evaluation(self, report: Evaluation) -> None:
         self.ledger.add_evaluation(report)
@@ -173,12 +173,12 @@ class RunRecord:
     def _trouble(self) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""
         ledger, done, good = self.ledger, self.ledger.done, self.checkpoints.last_good()
-        if (lost := divergence(ledger.refused, done, good)) is not None:
+        if (lost := divergence(ledger.refused, done, good, ledger.origin)) is not None:
             return lost
         if ledger.refused or not all(map(math.isfinite, ledger.last_losses())):
             return StageError(
                 f"the run ended at step {done} with a loss or gradients that are not finite: "
-                f"{way_back(good)} with a lower optim.lr"
+                f"{way_back(good, ledger.origin)} with a lower optim.lr"
             )
         failed = self.checkpoints.failed.get(done)
         return CheckpointError(failed) if failed is not None else None

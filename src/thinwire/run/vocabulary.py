@@ -5,6 +5,8 @@ holds a certificate may still send nonsense. A wrong or missing field is the sen
 WireError that names it.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -35,9 +37,15 @@ class Vocabulary:
         return self._names[message if isinstance(message, type) else type(message)]
 
     def pack(self, message: Any) -> bytes:
-        """A message as it travels; a malformed one is a WireError, which shows at its sender."""
+        """A message as it travels; a malformed one is a WireError, which shows at its sender.
+
+        What has the default of its field is left out.
+        """
         name = self.name_of(message)
         plain = asdict(self._checked(name, asdict(message)))
+        for key, default in _defaults(type(message)).items():
+            if plain[key] == default:
+                del plain[key]
         if name in self._small:
             plain = self._small[name][0](plain)
         return deflate({"type": name, **plain})
@@ -66,9 +74,11 @@ class Vocabulary:
         wanted = hints_of(kind)
         for key in values.keys() - wanted.keys():
             raise WireError(f"a {name!r} message has an unknown field: {_quoted(key)}")
-        fields = {}
+        fields, defaults = {}, _defaults(kind)
         for key, hint in wanted.items():
             if key not in values:
+                if key in defaults:
+                    continue
                 raise WireError(f"a {name!r} message has no field {key!r}")
             try:
                 fields[key] = checked(hint, values[key])
@@ -77,6 +87,18 @@ class Vocabulary:
                     f"a {name!r} message has {key} = {_quoted(values[key])}, which must be {error}"
                 ) from None
         return kind(**fields)
+
+
+@functools.cache
+def _defaults(kind: Any) -> dict[str, Any]:
+    """The fields of a message that may be left out, with what they then are."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
 
 
 def _quoted(value: Any) -> str:
