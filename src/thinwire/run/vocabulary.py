@@ -6,7 +6,6 @@ WireError that names it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -89,7 +88,6 @@ class Vocabulary:
         return kind(**fields)
 
 
-@functools.cache
 def _defaults(kind: Any) -> dict[str, Any]:
     """The fields of a message that may be left out, with what they then are."""
     found = {}
