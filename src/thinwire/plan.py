@@ -6,6 +6,7 @@ bytes and links come from the settings, and the schedule's own simulator puts th
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,18 +76,31 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     return Plan(settings, costs, simulation, windows, parameters, memory, rate, cores, is_measured)
 
 
-def estimate_costs(settings: Settings, flops_per_s: float) -> Costs:
-    """Seconds and bytes of every action, from the model's shape and a FLOP rate."""
-    batch, family = settings.microbatch_size, architecture(settings.model)
-    forward = [family.forward_flops(s, batch) / flops_per_s for s in settings.split()]
-    recompute = 1.0 if settings.pipeline.recompute else 0.0
-    backward = [seconds * (BACKWARD_PER_FORWARD + recompute) for seconds in forward]
+def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> Costs:
+    """Seconds and bytes of every action, from the model's shape and a FLOP rate.
+
+    With a sequence of rates each stage has its own.
+    """
+    split = settings.split()
+    rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
+    seconds = [
+        block_seconds(settings, blocks, rate) for blocks, rate in zip(split, rates, strict=True)
+    ]
+    forward, backward = [out for out, _ in seconds], [back for _, back in seconds]
     sizes = [frame_bytes(settings, cut) for cut in range(settings.pipeline.stages - 1)]
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
     bases = [basis_bytes(settings, cut) for cut in range(len(sizes))]
     return Costs(forward, backward, update, out, back, bases)
+
+
+def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
+    """Seconds of one forward and one backward of the stage that holds these blocks."""
+    flops = architecture(settings.model).forward_flops(blocks, settings.microbatch_size)
+    recompute = 1.0 if settings.pipeline.recompute else 0.0
+    forward = flops / flops_per_s
+    return forward, forward * (BACKWARD_PER_FORWARD + recompute)
 
 
 def stage_parameters(settings: Settings, stage: int) -> int:
@@ -96,6 +110,11 @@ def stage_parameters(settings: Settings, stage: int) -> int:
 
 
 def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:
+    """Bytes that a stage of these settings needs at most."""
+    return block_memory(settings, settings.split()[stage], parameters, in_flight)
+
+
+def block_memory(settings: Settings, blocks: range, parameters: int, in_flight: int) -> int:
     """Bytes of weights, gradients, optimizer state, token table and activations in flight.
 
     Under autocast there is at most one rounded copy of the weights beside them: an embedding and
@@ -104,7 +123,7 @@ def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int
     width = WEIGHT_TYPES[settings.run.precision].itemsize
     states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
     model, family = settings.model, architecture(settings.model)
-    blocks, batch = settings.split()[stage], settings.microbatch_size
+    batch = settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
     if settings.pipeline.recompute:
         kept = sum(math.prod(family.stream_shape(block, batch)) * width for block in blocks)

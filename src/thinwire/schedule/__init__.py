@@ -10,7 +10,7 @@ from thinwire.schedule.build import (
     stage_window,
     validate,
 )
-from thinwire.schedule.play import CONTROL_BYTES, Costs, Network, Span
+from thinwire.schedule.play import CONTROL_BYTES, Costs, Links, Network, Span
 from thinwire.schedule.simulate import Simulation, simulate, window_table
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Links",
     "Network",
     "PipelineConfig",
     "Schedule",

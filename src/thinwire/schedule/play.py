@@ -68,6 +68,35 @@ class Network:
         for name, value in vars(self).items():
             _check_amount(f"network.{name}", value)
 
+    def links(self, stages: int) -> "Links":
+        """The same for so many stages, each on a host of its own."""
+        rates = [self.mbps_up] * stages, [self.mbps_down] * stages
+        return Links(*rates, [self.latency_s] * (stages - 1))
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of unlike hosts: the rates of each stage's host, the one-way delay over each cut.
+
+    Rates in 10^6 bits per second, 0 = unlimited.
+    """
+
+    mbps_up: list[float]
+    mbps_down: list[float]
+    latency_s: list[float]
+
+    def links(self, stages: int) -> "Links":
+        """Themselves, refused if they are not those of so many stages, or no amounts."""
+        for name, values in vars(self).items():
+            wanted = stages - 1 if name == "latency_s" else stages
+            if len(values) != wanted:
+                raise ConfigError(
+                    f"links.{name} has {len(values)} numbers, {stages} stages need {wanted}"
+                )
+            for value in values:
+                _check_amount(f"links.{name}", value)
+        return self
+
 
 @dataclass(frozen=True)
 class Span:
@@ -194,19 +223,19 @@ class Play:
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, network: Network, steps: int, cores: int | None
+        self, schedule: Schedule, costs: Costs, links: Links, steps: int, cores: int | None
     ) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
         self.hosts = [
             _Host(
                 _turns(schedule, stage, costs),
-                Occupancy(network.mbps_up),
-                Occupancy(network.mbps_down),
+                Occupancy(links.mbps_up[stage]),
+                Occupancy(links.mbps_down[stage]),
             )
             for stage in range(schedule.stages)
         ]
-        self._costs, self._latency, self._steps = costs, network.latency_s, steps
+        self._costs, self._latency, self._steps = costs, links.latency_s, steps
         self._cores = _Cores(cores or schedule.stages)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -269,8 +298,9 @@ class Play:
         shown = f"{message.label}>" if message.target > source else f"<{message.label}"
         self._record(source, "send", shown, start, end)
         step = host.step + 1 if message.label == NEW_BASIS else host.step  # that it is for
-        reach = partial(self._reach_downlink, message, step, end + self._latency)
-        self._at(start + self._latency, reach)
+        latency = self._latency[min(source, message.target)]
+        reach = partial(self._reach_downlink, message, step, end + latency)
+        self._at(start + latency, reach)
 
     def _reach_downlink(self, message: _Message, step: int, last_byte: float) -> None:
         downlink = self.hosts[message.target].downlink

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from thinwire.errors import ConfigError
 from thinwire.schedule.action import Schedule
 from thinwire.schedule.build import FORWARD_ONLY, build, in_flight, validate
-from thinwire.schedule.play import Costs, Network, Play, Span
+from thinwire.schedule.play import Costs, Links, Network, Play, Span
 
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
 WAITING = "latency/bubble"  # the limit of a step in which no resource is that busy
@@ -81,7 +81,7 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     costs: Costs,
-    network: Network | None = None,
+    network: Network | Links | None = None,
     steps: int = 3,
     cores: int | None = None,
 ) -> Simulation:
@@ -99,7 +99,8 @@ def simulate(
     if cores is not None and cores < 1:
         raise ConfigError(f"cores = {cores}: must be 1 or more, or None for a core per stage")
     costs.check(schedule.stages)
-    play = Play(schedule, costs, network or Network(), steps, cores)
+    links = (network or Network()).links(schedule.stages)
+    play = Play(schedule, costs, links, steps, cores)
     play.run()
 
     start, end = play.step_ends[-2:]
@@ -120,7 +121,7 @@ def window_table(
     stages: int,
     microbatches: int,
     costs: Costs,
-    network: Network | None = None,
+    network: Network | Links | None = None,
     cores: int | None = None,
 ) -> list[tuple[int, float, list[int]]]:
     """(window, seconds per step, microbatches held by each stage) for 1f1b.
