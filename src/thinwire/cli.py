@@ -152,6 +152,12 @@ def make_parser() -> argparse.ArgumentParser:
         type=number(float, above=0),
         help="compute rate of each stage in TFLOP/s, instead of measuring this machine",
     )
+    sub.add_argument(
+        "--peers",
+        type=Path,
+        metavar="PEERS.TOML",
+        help="choose the split over the peers that this file lists: their rates, memory and links",
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("eval", eval_command, "compute a checkpoint's validation loss")
@@ -290,8 +296,24 @@ def plan_command(options: argparse.Namespace) -> None:
     settings = load_settings(options.config, options.set, options.allow_plugins)
     for remark in remarks(settings):
         print(f"note: {remark}", file=sys.stderr)
+    if options.peers is not None:
+        _plan_split(settings, options)
+        return
     plan = make_plan(settings, options.tflops * 1e12 if options.tflops else None)
     print(json.dumps(plan_to_plain(plan), indent=1) if options.json else plan_text(plan))
+
+
+def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
+    from thinwire.remote.peerfile import load_peers
+    from thinwire.remote.split import choose_split
+    from thinwire.remote.split_report import split_text, split_to_plain
+
+    if options.tflops is not None:
+        raise ConfigError(
+            "--tflops and --peers contradict each other: the file has each peer's rate"
+        )
+    split = choose_split(settings, load_peers(options.peers))
+    print(json.dumps(split_to_plain(split), indent=1) if options.json else split_text(split))
 
 
 def eval_command(options: argparse.Namespace) -> None:

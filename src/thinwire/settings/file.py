@@ -71,15 +71,20 @@ def _read_place(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    name = path if path.suffix == ".toml" else "run.toml"  # else a run folder was meant
+    return read_toml(
+        path,
+        f"give a settings file (`thinwire init {name}` writes one) or the folder of a run",
+    )
+
+
+def read_toml(path: Path, if_missing: str) -> dict[str, Any]:
+    """The values of a TOML file; `if_missing` is what to do where there is no such file."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        name = path if path.suffix == ".toml" else "run.toml"  # else a run folder was meant
-        raise ConfigError(
-            f"{path} does not exist: give a settings file (`thinwire init {name}` writes one) or "
-            "the folder of a run"
-        ) from None
+        raise ConfigError(f"{path} does not exist: {if_missing}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except RecursionError:

@@ -1,0 +1,299 @@
+"""The split over unlike peers: as good as trying all, and honest about memory."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.errors import ConfigError
+from thinwire.plan import estimate_costs, make_plan, stage_memory, stage_parameters
+from thinwire.remote.figures import StageFigures, links_of, with_split
+from thinwire.remote.peerfile import PeerFigures, load_peers
+from thinwire.remote.search import MEMORY_SHARE, Search, deal, ranges
+from thinwire.remote.split import WORTH, choose_split
+from thinwire.remote.split_report import split_text, split_to_plain
+from thinwire.schedule import Network, build, simulate
+from thinwire.settings import Settings
+from thinwire.typed import to_toml
+
+UNIT = 1e8  # FLOP/s: compute and links of the tiny run then matter alike
+MakeSettings = Callable[..., Settings]
+NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
+
+
+def peer(name: str, rate: float = 5.0, memory_mb: float = 100.0, **other: object) -> PeerFigures:
+    figures = {"mbps_up": 20.0, "mbps_down": 30.0, "latency_ms": 5.0, "reachable": True, **other}
+    return PeerFigures(name, rate * UNIT / 1e12, memory_mb / 1e3, **figures)  # type: ignore[arg-type]
+
+
+def compositions(layers: int, stages: int) -> list[tuple[int, ...]]:
+    return [
+        tuple(b - a for a, b in itertools.pairwise((0, *cuts, layers)))
+        for cuts in itertools.combinations(range(1, layers), stages - 1)
+    ]
+
+
+def brute_force(settings: Settings, peers: list[PeerFigures]) -> float:
+    """The shortest step of all placements that fit, by planner and simulator alone."""
+    stages, best = settings.pipeline.stages, float("inf")
+    for counts in compositions(settings.model.layers, stages):
+        split = with_split(settings, counts)
+        held = make_plan(split, 1e9).simulation.in_flight
+        needs = [
+            stage_memory(split, stage, stage_parameters(split, stage), held[stage])
+            for stage in range(stages)
+        ]
+        for order in itertools.permutations(peers, stages):
+            if all(n <= MEMORY_SHARE * p.memory_bytes for n, p in zip(needs, order, strict=True)):
+                costs = estimate_costs(split, [p.flops_per_s for p in order])
+                step = simulate(split.schedule(), costs, links_of(list(order)), steps=2)
+                best = min(best, step.step_seconds)
+    return best
+
+
+CASES = {
+    "rates": [peer("a", 5), peer("b", 1), peer("c", 9)],
+    "links": [peer("a", 2, mbps_up=1.0), peer("b", 5, reachable=False),
+              peer("c", 3, latency_ms=60.0, reachable=False)],
+    "memory": [peer("a", 9, 0.9), peer("b", 2), peer("c", 2, 1.1)],
+    "spare": [peer("a", 5), peer("b", 1), peer("c", 9), peer("d", 4, mbps_up=3.0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_as_good_as_trying_all(case: str, make_settings: MakeSettings) -> None:
+    settings = make_settings(model__layers=7, pipeline__stages=3)
+    found = choose_split(settings, CASES[case])
+    best = brute_force(settings, CASES[case])
+    assert best <= found.simulation.step_seconds * (1 + 1e-9), "it fits, so it was tried too"
+    assert found.simulation.step_seconds <= best * (1 + WORTH + 0.01)
+
+
+def test_a_slow_peer_gets_fewer_blocks(make_settings: MakeSettings) -> None:
+    settings = make_settings(model__layers=12, pipeline__stages=3, pipeline__microbatches=8)
+    split = choose_split(settings, [peer("a"), peer("slow", 1), peer("c")])
+    blocks = dict(zip([p.name for p in split.peers], split.counts, strict=True))
+    assert blocks["slow"] < min(blocks["a"], blocks["c"])
+    assert split.settings.pipeline.split == split.counts
+    assert split.even is not None
+    assert split.simulation.step_seconds < 0.7 * split.even.step_seconds
+    assert "slow computes 5.0 times slower" in split.why
+
+
+@pytest.mark.parametrize("spread", [1.0, 1.2])
+def test_equal_peers_train_as_one_machine_would(spread: float, make_settings: MakeSettings) -> None:
+    """Two measurements of one machine differ a little: the settings must not follow them."""
+    settings = make_settings(model__layers=7, model__vocab=900, pipeline__stages=3)
+    split = choose_split(settings, [peer("a", 0.5), peer("b", 0.5 * spread), peer("c", 0.5)])
+    assert split.settings == settings and split.settings.hash == settings.hash
+    # The last stage has the head: who is a little faster may get it, and the settings stay.
+    assert [p.name for p in split.peers] == (["a", "b", "c"] if spread == 1 else ["a", "c", "b"])
+    assert "about equally fast" in split.why
+    # The head of this model costs as much as three blocks: that is said, and left to the user.
+    assert split.faster is not None and split.faster[0][-1] < split.counts[-1]
+    assert f"note: pipeline.split = {list(split.faster[0])}" in split_text(split)
+
+
+def test_a_split_that_is_set_is_kept(make_settings: MakeSettings) -> None:
+    settings = make_settings(model__layers=6, pipeline__stages=3, pipeline__split=[1, 4, 1])
+    split = choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 2)])
+    assert split.counts == [1, 4, 1] and split.settings == settings
+    assert split.peers[1].name == "a", "the fastest peer has the largest stage"
+    assert "pipeline.split is set" in split.why
+
+
+def test_a_small_memory_is_respected(make_settings: MakeSettings) -> None:
+    settings = make_settings(model__layers=9, pipeline__stages=3)
+    roomy = choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 1)])
+    (place,) = (stage for stage, p in enumerate(roomy.peers) if p.name == "a")
+    less = 0.8 * roomy.memory_bytes[place] / 1e6
+    split = choose_split(settings, [peer("a", 9, less), peer("b", 1), peer("c", 1)])
+    for needs, has in zip(split.memory_bytes, split.peers, strict=True):
+        assert needs <= MEMORY_SHARE * has.memory_bytes
+    (now,) = (stage for stage, p in enumerate(split.peers) if p.name == "a")
+    assert split.counts[now] < roomy.counts[place]
+
+
+def test_where_nothing_fits_it_says_what_is_lacking(make_settings: MakeSettings) -> None:
+    settings = make_settings(model__layers=6, pipeline__stages=2)
+    peers = [peer("a", memory_mb=0.7), peer("b", memory_mb=0.7)]
+    with pytest.raises(ConfigError) as refusal:
+        choose_split(settings, peers)
+    text = str(refusal.value)
+    assert "no split fits" in text and "it lacks" in text and "more memory on" in text
+    helps = "pipeline.recompute = true" in text
+    again = make_settings(model__layers=6, pipeline__stages=2, pipeline__recompute=True)
+    assert helps == Search(StageFigures(again, peers)).best().fits, "it was tried"
+    fixed = make_settings(model__layers=6, pipeline__stages=2, pipeline__split=[5, 1])
+    with pytest.raises(ConfigError, match=r"pipeline\.split = \[5, 1\] does not fit"):
+        choose_split(fixed, peers)
+
+
+def test_recompute_is_named_where_it_helps(make_settings: MakeSettings) -> None:
+    """A model of which most of the memory is activations."""
+    large = {"model__context": 512, "train__batch": 4, "pipeline__window": 4, "model__layers": 6}
+    settings = make_settings(**large)
+    needs = max(choose_split(settings, [peer("a", 5, 1e4), peer("b", 5, 1e4)]).memory_bytes)
+    peers = [peer("a", 5, 0.6 * needs / 1e6), peer("b", 5, 0.6 * needs / 1e6)]
+    with pytest.raises(ConfigError, match=r"help: pipeline\.recompute = true \(more compute\);"):
+        choose_split(settings, peers)
+
+
+def test_too_few_peers_and_two_of_one_name(make_settings: MakeSettings) -> None:
+    settings = make_settings(pipeline__stages=3)
+    with pytest.raises(ConfigError, match=r"only 2 peers.*Add 1, or set pipeline\.stages = 2"):
+        choose_split(settings, [peer("a"), peer("b")])
+    with pytest.raises(ConfigError, match='two peers are called "a"'):
+        choose_split(settings, [peer("a"), peer("b"), peer("a")])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {**NARROW, "boundary__anchor": "trainable", "boundary__table": 7},
+        {**NARROW, "boundary__basis": "per-cut", "boundary__learn": True,
+         "boundary__ranks": ["1: 9"]},
+        {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
+    ],
+    ids=["dense", "table", "learned", "reparam"],
+)  # fmt: skip
+def test_looked_up_figures_are_the_planners(
+    changes: dict[str, object], make_settings: MakeSettings
+) -> None:
+    settings = make_settings(model__layers=6, pipeline__stages=3, **changes)
+    figures = StageFigures(settings, [peer("a", 3), peer("b", 4), peer("c", 5)])
+    for counts in compositions(6, 3):
+        split = with_split(settings, counts)
+        plan = make_plan(split, 1e9)
+        stages = list(enumerate(ranges(counts)))
+        assert [figures.parameters(*stage) for stage in stages] == plan.parameters
+        assert [figures.memory(*stage) for stage in stages] == plan.memory_bytes
+        costs = figures.costs((2, 0, 1), counts)
+        planned = estimate_costs(split, [5 * UNIT, 3 * UNIT, 4 * UNIT])
+        assert costs.forward == pytest.approx(planned.forward)
+        assert costs.backward == pytest.approx(planned.backward)
+        assert costs.basis_bytes == planned.basis_bytes
+
+
+def test_unconstrained_blocks_stay_on_the_last_stage(make_settings: MakeSettings) -> None:
+    """Another split must not change what is trained."""
+    settings = make_settings(
+        model__layers=8, pipeline__stages=2, boundary__mode="reparam", boundary__rank=3,
+        boundary__free_layers=3,
+    )  # fmt: skip
+    split = choose_split(settings, [peer("fast", 40), peer("slow", 1)])
+    assert split.counts[-1] >= 3
+    assert split.settings.resolved().boundary == settings.boundary
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_blocks_are_dealt_out_best(least: int) -> None:
+    """Against all compositions, with blocks of unlike cost and stages of unlike rate."""
+    work = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    rates = [1.0, 3.0, 2.0]
+
+    def cost(stage: int, blocks: range) -> float:
+        return sum(work[block] for block in blocks) / rates[stage]
+
+    worst, counts = deal(8, 3, least, cost)
+    expected = min(
+        max(cost(stage, blocks) for stage, blocks in enumerate(ranges(other)))
+        for other in compositions(8, 3)
+        if other[-1] >= least
+    )
+    assert worst == expected and sum(counts) == 8 and counts[-1] >= least
+    assert worst == max(cost(stage, blocks) for stage, blocks in enumerate(ranges(counts)))
+
+
+def test_equal_links_play_as_before_and_a_far_cut_takes_longer(make_settings: MakeSettings) -> None:
+    settings = make_settings(pipeline__stages=3)
+    costs, schedule = estimate_costs(settings, 1e9), build("1f1b", 3, 4)
+    alike = simulate(schedule, costs, links_of([peer("a"), peer("b"), peer("c")]))
+    assert alike.step_seconds == simulate(schedule, costs, Network(20, 30, 0.005)).step_seconds
+    far = links_of([peer("a"), peer("b"), peer("c", latency_ms=50.0)])
+    assert far.latency_s == [0.005, 0.05]
+    assert simulate(schedule, costs, far).step_seconds > alike.step_seconds + 0.04
+    hidden = links_of([peer("a"), *(peer(name, reachable=False) for name in "bc")])
+    assert hidden.latency_s == [0.005, 0.01], "relayed over the host"
+    with pytest.raises(ConfigError, match=r"links\.mbps_up has 2 numbers, 3 stages need 3"):
+        simulate(schedule, costs, links_of([peer("a"), peer("b")]))
+
+
+def test_more_orders_than_can_be_tried(make_settings: MakeSettings) -> None:
+    """Eight peers for five stages: the two that are useless are left out."""
+    settings = make_settings(model__layers=10, pipeline__stages=5, pipeline__microbatches=8)
+    rates = [5, 0.01, 3, 8, 4, 0.02, 6, 0.01]
+    peers = [peer(f"p{index}", rate) for index, rate in enumerate(rates)]
+    split = choose_split(settings, peers)
+    assert {p.name for p in split.spare} == {"p1", "p5", "p7"}
+
+
+def test_the_command(make_settings: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    config, listed = tmp_path / "run.toml", tmp_path / "peers.toml"
+    config.write_text(to_toml(make_settings(model__layers=6)))
+    listed.write_text(
+        "".join(
+            f'[[peer]]\nname = "{name}"\ntflops = {rate}\nmemory_gb = 1\nmbps_up = 10\n'
+            for name, rate in (("ana", 0.005), ("ben", 0.001))
+        )
+    )
+    main(["plan", str(config), "--peers", str(listed)])
+    text = capsys.readouterr().out
+    assert "ana - ben (relayed: neither can be reached), per step:" in text or "ben - ana" in text
+    for part in ("why: ", "estimate: ", "even split in the listed order: ", " / 1.0 GB"):
+        assert part in text
+    main(["plan", str(config), "--peers", str(listed), "--json"])
+    plain = json.loads(capsys.readouterr().out)
+    assert sum(plain["split"]) == 6 and plain["links"][0]["relayed"] is True
+    assert plain["stages"][0]["memory_bytes"] < plain["stages"][0]["peer_memory_bytes"]
+    with pytest.raises(SystemExit):
+        main(["plan", str(config), "--peers", str(listed), "--tflops", "1"])
+    assert "contradict" in capsys.readouterr().err
+
+
+def test_a_plan_of_equal_peers_repeats_exactly(make_settings: MakeSettings) -> None:
+    settings, peers = make_settings(), [peer("a"), peer("b", 1)]
+    first, second = choose_split(settings, peers), choose_split(settings, peers)
+    assert split_to_plain(first) == split_to_plain(second)
+
+
+GOOD = 'name = "a"\ntflops = 1\nmemory_gb = 1\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "lists no peers"),
+        ("[[peers]]\n", 'unknown key "peers"; did you mean "peer"'),
+        ("peer = 3", "lists no peers"),
+        ("peer = [3]", r"peer\[0\] must be a table"),
+        (f"[[peer]]\n{GOOD}[[peer]]\n{GOOD}", 'two peers are called "a"'),
+        ('[[peer]]\nname = "a"\nmemory_gb = 1', r"peer\[0\] lacks tflops"),
+        ("[[peer]]\ntflops = 1\nmemory_gb = 1", r"peer\[0\] lacks name"),
+        (f"[[peer]]\n{GOOD}mbps = 3", r'unknown key.*peer\[0\]\.mbps".*did you mean "mbps_up"'),
+        (f"[[peer]]\n{GOOD}mbps_up = -3", "mbps_up = -3.0 must be at least 0"),
+        ('[[peer]]\nname = "a"\ntflops = 0\nmemory_gb = 1', "tflops = 0.0 must be above 0"),
+        (f'[[peer]]\n{GOOD}reachable = "yes"', "reachable must be true or false"),
+        (f"[[peer]]\n{GOOD}latency_ms = nan", "must be a finite number"),
+        ("[[peer]", "is not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_named(text: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "peers.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named) as refusal:
+        load_peers(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_shown_how_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)does not exist: write it.*\[\[peer\]\]") as refusal:
+        load_peers(tmp_path / "none.toml")
+    shown = str(refusal.value).partition("such as\n")[2]
+    (tmp_path / "peers.toml").write_text(shown)
+    assert [p.name for p in load_peers(tmp_path / "peers.toml")] == ["ana"]
