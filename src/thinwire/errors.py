@@ -55,6 +55,12 @@ class BreachError(WireError):
     """The other end of a link sent what the contract does not allow: the fault is its own."""
 
 
+class AdmissionError(WireError):
+    """An invite or a peer is refused: trying again in the same way will not help."""
+
+    exit_code = 8
+
+
 class StageError(ThinwireError):
     """A stage died or failed while the run was under way."""
 

@@ -49,6 +49,31 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
+def private_folder(folder: Path) -> Path:
+    """Make sure that there is such a folder, and that it is this user's alone."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)  # it may have been there, or the umask may say less
+    return folder
+
+
+def replace_private_file(path: Path, content: bytes) -> None:
+    """`replace_file` for secrets: at no moment can another user read it."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        private_folder(path.parent)
+        fresh.unlink(missing_ok=True)  # of a killed process that had our number
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        flush(fresh)
+        fresh.replace(path)
+        flush(path.parent)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+
+
 def put_in_place(partial: Path, folder: Path) -> None:
     """Give a folder whose files are on the disk its name."""
     flush(partial)

@@ -1,16 +1,27 @@
 import dataclasses
 import datetime
 import json
+import ssl
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from wiring import MAX_MESSAGE, PATIENCE
 
 from thinwire.errors import ConfigError, WireError
 from thinwire.wire import Authority, Identity, dial
+from thinwire.wire.tls import (
+    is_issued_by,
+    key_fingerprint,
+    names_in,
+    new_key,
+    public_key_fingerprint,
+    signing_request,
+)
 
 
 def refusal(listener, identity, server_name="coordinator") -> str:
@@ -115,3 +126,48 @@ def test_names_that_no_certificate_should_carry_are_refused(authority, name):
 @pytest.mark.parametrize("name", ["x" * 100, "漢" * 20, "é" * 60, "a" + "漢" * 66])
 def test_any_name_of_a_run_names_an_authority(name: str) -> None:
     assert Authority.create(name).issue("stage-0").name == "stage-0"
+
+
+def test_a_saved_authority_goes_on_signing(tmp_path: Path) -> None:
+    path, key = tmp_path / "authority" / "authority.pem", new_key()
+    first = Authority.create("tests")
+    first.save(path)
+    later = Authority.load(path)
+    assert (later.fingerprint, later.run_id) == (first.fingerprint, first.fingerprint[:16])
+    assert len(later.fingerprint) == 64
+    hour = datetime.timedelta(hours=1)
+    certificate = x509.load_pem_x509_certificate(
+        later.sign(signing_request(key), "ada", hour).encode()
+    )
+    authority = x509.load_pem_x509_certificate(first.certificate_pem.encode())
+    assert is_issued_by(certificate, authority)
+    assert names_in(certificate) == ["ada"] and names_in(authority) == []
+    assert public_key_fingerprint(certificate) == key_fingerprint(key)
+    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert datetime.timedelta(minutes=50) < left <= hour
+    assert not is_issued_by(
+        certificate,
+        x509.load_pem_x509_certificate(Authority.create("tests").certificate_pem.encode()),
+    )
+
+
+def test_only_requests_for_our_kind_of_key_are_signed(authority: Authority) -> None:
+    name = x509.Name([])
+    other = ec.generate_private_key(ec.SECP384R1())
+    request = (
+        x509.CertificateSigningRequestBuilder().subject_name(name).sign(other, hashes.SHA256())
+    )
+    pem = request.public_bytes(serialization.Encoding.PEM).decode()
+    with pytest.raises(WireError, match="another kind than P-256"):
+        authority.sign(pem, "ada", datetime.timedelta(hours=1))
+    der = bytearray(
+        x509.load_pem_x509_csr(signing_request(new_key()).encode()).public_bytes(
+            serialization.Encoding.DER
+        )
+    )
+    der[-1] ^= 1  # of the signature
+    forged = ssl.DER_cert_to_PEM_cert(bytes(der)).replace("CERTIFICATE", "CERTIFICATE REQUEST")
+    with pytest.raises(WireError, match="not signed by the key that it carries"):
+        authority.sign(forged, "ada", datetime.timedelta(hours=1))
+    with pytest.raises(WireError, match="cannot name a process"):
+        authority.sign(signing_request(new_key()), "Ada", datetime.timedelta(hours=1))

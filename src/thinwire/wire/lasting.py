@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 
-from thinwire.errors import BreachError, WireError
+from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.numbered import HEAD, LASTING_BYTES, Kind, Sent, head_of
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
@@ -148,7 +148,7 @@ class LastingPipe(Pipe):
                 while (message := self._next_due(connection)) is not None:
                     connection.write(message)
             except WireError as error:
-                if isinstance(error, BreachError):
+                if isinstance(error, BreachError | AdmissionError):
                     self._stop(error)
                 self._lose(connection, error)
             except Exception as error:  # it must not die with this thread

@@ -19,7 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 
-from thinwire.errors import WireError
+from thinwire.errors import AdmissionError, WireError, printable
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.kernel import address_text
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
@@ -48,7 +48,8 @@ class Listener:
     """Accepts the pipes of expected peers on one port.
 
     `max_message` is the largest message accepted, header included. Closing the listener
-    breaks pipes that are still open.
+    breaks pipes that are still open. `is_welcome` says of the name in a certificate whether its
+    holder may open pipes here: a valid certificate outlives the welcome of a peer.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Listener:
         port: int,
         max_message: int,
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
+        is_welcome: Callable[[str], bool] = lambda name: True,
     ) -> None:
+        self._identity, self._is_welcome = identity, is_welcome
         self._expected: dict[str, _Expected] = {}
         self._replaceable: dict[str, _Expected] = {}  # have arrived
         self._lock = threading.Lock()
@@ -77,10 +80,10 @@ class Listener:
                 ("grpc.http2.min_ping_interval_without_data_ms", 1),
             ],
         )
-        credentials = grpc.ssl_server_credentials(
-            [(identity.key_pem.encode(), identity.certificate_pem.encode())],
-            root_certificates=identity.authority_pem.encode(),
-            require_client_auth=True,
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _shown(identity),
+            lambda: _shown(self._identity),  # asked at every handshake
+            require_client_authentication=True,
         )
         try:
             bound = self._server.add_secure_port(address_text(host, port), credentials)
@@ -88,6 +91,10 @@ class Listener:
             raise WireError(_why_not_bound(host, port)) from None
         self.address = address_text(host, bound)
         self._server.start()
+
+    def renew(self, identity: Identity) -> None:
+        """Show this identity from now on; pipes that are open stay open."""
+        self._identity = identity
 
     def accept(
         self,
@@ -133,8 +140,11 @@ class Listener:
         name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
         outgoing = Outbox()
         pipe = StreamPipe(outgoing, incoming, context.cancel)
+        identities = [shown.decode(errors="replace") for shown in context.peer_identities() or ()]
+        for shown in identities:
+            if not self._is_welcome(shown):
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{shown!r} is not welcome there")
         with self._lock:
-            identities = context.peer_identities() or ()
             expected = self._expected.get(name)
             refusal = _refusal(name, expected, identities)
             if expected and not refusal and context.add_callback(pipe.stream_is_over):
@@ -160,14 +170,21 @@ class _Expected(NamedTuple):
     is_replaceable: bool
 
 
-def _refusal(name: str, expected: _Expected | None, identities: Iterable[bytes]) -> str:
+def _refusal(name: str, expected: _Expected | None, shown: Iterable[str]) -> str:
     """Why a dial as `name` by the holder of a certificate is refused; empty if it is not."""
     if expected is None:
         return f"{name!r} is not expected there"
-    shown = [identity.decode(errors="replace") for identity in identities]
     if expected.peer_name not in (None, *shown):
         return f"{name!r} is expected from {expected.peer_name!r}, not from {', '.join(shown)}"
     return ""
+
+
+def _shown(identity: Identity) -> Any:
+    """What a listener shows at a handshake, and whom it trusts."""
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.key_pem.encode(), identity.certificate_pem.encode())],
+        root_certificates=identity.authority_pem.encode(),
+    )
 
 
 def dial(
@@ -181,7 +198,8 @@ def dial(
 ) -> Pipe:
     """Open a pipe to the listener at `address`, as `name`; tries again until `timeout`.
 
-    `server_name` is the name of the identity that the listener must prove to have.
+    `server_name` is the name of the identity that the listener must prove to have. A listener at
+    which this identity is not welcome is not asked again: AdmissionError.
     """
     deadline = time.monotonic() + timeout
     credentials = grpc.ssl_channel_credentials(
@@ -223,9 +241,15 @@ def _try_to_dial(channel: grpc.Channel, name: str, deadline: float) -> Pipe | st
     accepted = _ACCEPTED_KEY in dict(call.initial_metadata() or ())
     out_of_time.cancel()
     if not accepted:
-        reason = why_it_ended(call)
+        reason, is_unwelcome = why_it_ended(call), call.code() is grpc.StatusCode.PERMISSION_DENIED
+        details = call.details()
         outgoing.end()  # gRPC's sending thread waits there
         channel.close()
+        if is_unwelcome:
+            raise AdmissionError(
+                f"refused: {printable(details or '')}; its host removed this peer from the run, or "
+                "does not know it: ask for a new invite"
+            )
         return reason
     pipe = StreamPipe(outgoing, call, channel.close)
     if not call.add_callback(pipe.stream_is_over):
@@ -259,8 +283,10 @@ def _plainly(reason: str) -> str:
     advice = {
         "Connection refused": "nothing listens there; is that process running?",
         "Hostname Verification": "another process of this run listens there",
+        "certificate has expired": "its certificate has expired; is the clock here right?",
         "CERTIFICATE_VERIFY_FAILED": "a process of another run listens there",
-        "Socket closed": "it closed the connection; was this identity issued by the same run?",
+        "Socket closed": "it closed the connection; was this identity issued by the same run? "
+        "has it expired?",
         _CUT_SHORT: "no answer; is the address right and the port open?",
     }
     hints = [text for sign, text in advice.items() if sign in reason]

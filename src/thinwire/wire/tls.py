@@ -1,26 +1,33 @@
 """Mutual TLS without any administration: each run makes its own certificate authority.
 
-The coordinator creates the authority in memory, issues one identity per process, and
-forgets it with the run. Private keys never touch the disk. An end trusts exactly those
-certificates that the run's authority signed, and a dialer also checks the listener's name.
+Where all peers are its own processes, the coordinator creates the authority in memory, issues one
+identity per process, and forgets it with the run; no private key touches the disk. Peers on other
+machines make their own keys and send signing requests; then the authority is kept for as long as
+the run (remote/authority.py). An end trusts exactly those certificates that the run's authority
+signed, and a dialer also checks the listener's name.
 """
 
 import dataclasses
 import datetime
+import hashlib
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from thinwire.errors import WireError
+from thinwire.folders import replace_private_file
 from thinwire.typed import from_plain
 
 _VALID_FOR = datetime.timedelta(days=30)
 _CLOCK_SKEW = datetime.timedelta(days=1)
+RUN_DIGITS = 16  # of an authority's fingerprint: enough to address a run by
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -32,6 +39,18 @@ class Identity:
     certificate_pem: str
     key_pem: str = field(repr=False)
     authority_pem: str
+
+    @property
+    def expires(self) -> float:
+        """When its certificate ends, in seconds since 1970."""
+        certificate = x509.load_pem_x509_certificate(self.certificate_pem.encode())
+        return certificate.not_valid_after_utc.timestamp()
+
+    @property
+    def authority_fingerprint(self) -> str:
+        """The fingerprint of the authority that it belongs to."""
+        authority = x509.load_pem_x509_certificate(self.authority_pem.encode())
+        return public_key_fingerprint(authority)
 
     def to_plain(self) -> dict[str, str]:
         """For handing to a process over a trusted pipe; contains the private key."""
@@ -56,48 +75,165 @@ class Authority:
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._key = key
         self._certificate = certificate
+        self.certificate_pem = _pem(certificate)
+        self.fingerprint = public_key_fingerprint(certificate)
+        self.run_id = self.fingerprint[:RUN_DIGITS]
 
     @classmethod
-    def create(cls, run_name: str) -> "Authority":
-        """A fresh authority with a fresh P-256 key, valid for thirty days."""
+    def create(cls, run_name: str, valid_for: datetime.timedelta = _VALID_FOR) -> "Authority":
+        """A fresh authority with a fresh P-256 key, valid for thirty days unless told otherwise."""
         key = ec.generate_private_key(ec.SECP256R1())
         # A common name has at most 64 bytes, of which some letters take several.
         whole = f"thinwire run {run_name}".encode()[:64].decode(errors="ignore")
         name = _common_name(whole)
         builder = (
-            _builder(subject=name, issuer=name, key=key.public_key())
+            _builder(name, name, key.public_key(), valid_for)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_key_usage(signs_certificates=True), critical=True)
         )
         return cls(key, builder.sign(key, hashes.SHA256()))
 
-    def issue(self, name: str) -> Identity:
+    def save(self, path: Path) -> None:
+        """Write key and certificate into one file that only this user can read."""
+        replace_private_file(path, (_key_pem(self._key) + self.certificate_pem).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "Authority":
+        """The authority that was saved there; refuses a file that holds none."""
+        try:
+            content = path.read_bytes()
+            certificate = x509.load_pem_x509_certificate(content)
+            key = serialization.load_pem_private_key(content, password=None)
+        except (OSError, ValueError) as error:
+            raise WireError(
+                f"cannot read the authority of the run from {path}: {error}; restore the file, or "
+                "start a new run"
+            ) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or (
+            key.public_key() != certificate.public_key()
+        ):
+            raise WireError(f"{path} is damaged: its key and its certificate are not a pair")
+        return cls(key, certificate)
+
+    def issue(self, name: str, valid_for: datetime.timedelta = _VALID_FOR) -> Identity:
         """An identity called `name`, which is also the name that dialers check it by."""
-        if not _NAME.fullmatch(name):
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._certify(key.public_key(), name, valid_for)
+        return Identity(name, certificate, _key_pem(key), self.certificate_pem)
+
+    def sign(self, request_pem: str, name: str, valid_for: datetime.timedelta) -> str:
+        """A certificate called `name` for the key of a signing request, as PEM.
+
+        The name that the request asks for means nothing: whoever calls this decides it.
+        """
+        return self._certify(_requested_key(request_pem), name, valid_for)
+
+    def _certify(
+        self, key: ec.EllipticCurvePublicKey, name: str, valid_for: datetime.timedelta
+    ) -> str:
+        if not is_name(name):
             raise WireError(
                 f"{name!r} cannot name a process: use lower-case letters, digits and inner "
                 'hyphens, at most 63, such as "stage-1"'
             )
-        key = ec.generate_private_key(ec.SECP256R1())
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        certificate = (
-            _builder(_common_name(name), self._certificate.subject, key.public_key())
+        return _pem(
+            _builder(_common_name(name), self._certificate.subject, key, valid_for)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        key_pem = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        return Identity(name, _pem(certificate), key_pem.decode(), _pem(self._certificate))
+
+
+def is_name(text: str) -> bool:
+    """Whether a certificate may carry this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def new_key() -> str:
+    """A fresh private key, as PEM."""
+    return _key_pem(ec.generate_private_key(ec.SECP256R1()))
+
+
+def signing_request(key_pem: str) -> str:
+    """Asks an authority for a certificate for this key, and proves that we have it; as PEM.
+
+    It carries no name: the authority decides that (`Authority.sign`).
+    """
+    key = _own_key(key_pem)
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    request = builder.sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def key_fingerprint(key_pem: str) -> str:
+    """The fingerprint of a private key's public half; ValueError if that text is no such key."""
+    return _fingerprint(_own_key(key_pem).public_key())
+
+
+def request_fingerprint(request_pem: str) -> str:
+    """By which a key is known again: sha256 of the public key of a signing request, in hex."""
+    return _fingerprint(_requested_key(request_pem))
+
+
+def public_key_fingerprint(certificate: x509.Certificate) -> str:
+    """sha256 of the public key that a certificate carries, in hex."""
+    return _fingerprint(certificate.public_key())
+
+
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether this authority signed the certificate itself."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def names_in(certificate: x509.Certificate) -> list[str]:
+    """The names that dialers check a certificate by."""
+    try:
+        kind = x509.SubjectAlternativeName
+        names = certificate.extensions.get_extension_for_class(kind).value
+    except (x509.ExtensionNotFound, ValueError):
+        return []
+    return names.get_values_for_type(x509.DNSName)
+
+
+def _fingerprint(key: Any) -> str:
+    encoded = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def _own_key(key_pem: str) -> ec.EllipticCurvePrivateKey:
+    key = serialization.load_pem_private_key(key_pem.encode(), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("a key of another kind than P-256")
+    return key
+
+
+def _requested_key(request_pem: str) -> ec.EllipticCurvePublicKey:
+    try:
+        request = x509.load_pem_x509_csr(request_pem.encode())
+        key, is_proved = request.public_key(), request.is_signature_valid
+    except (ValueError, UnsupportedAlgorithm):
+        raise WireError("the signing request cannot be read") from None
+    if not is_proved:
+        raise WireError("the signing request is not signed by the key that it carries")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise WireError("the signing request carries a key of another kind than P-256")
+    return key
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    valid_for: datetime.timedelta,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -107,7 +243,7 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + _VALID_FOR)
+        .not_valid_after(now + valid_for)
     )
 
 
@@ -131,3 +267,11 @@ def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
 
 def _pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()

@@ -1,0 +1,312 @@
+"""Who may join a run: its authority, its invites and its peers, kept in the run's folder.
+
+All of it survives a restart of the host. A change is on the disk before anybody hears of it, so a
+single-use invite stays used and a kicked peer stays kicked, whatever ends the process.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+
+from thinwire.errors import AdmissionError, ConfigError, ThinwireError
+from thinwire.folders import private_folder, replace_private_file
+from thinwire.remote.invite import ID_BYTES, MOST_ADDRESSES, SECRET_BYTES, Invite, is_address
+from thinwire.typed import from_plain
+from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
+
+COORDINATOR = "coordinator"
+LIFETIME = datetime.timedelta(hours=24)  # of a certificate; renewed while its peer is connected
+AUTHORITY_LIFETIME = datetime.timedelta(days=730)
+MOST_PEERS = 1000
+MOST_INVITES = 1000  # expired ones make room
+_MOST_SERIALS = 8  # kept per peer: a record of its latest certificates, not a guard
+_MOST_BYTES = 16 << 20
+_RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
+_WRONG = "wrong invite: this run did not issue it, or it was altered; ask the host for a new one"
+
+
+@dataclass(frozen=True)
+class IssuedInvite:
+    """What the host keeps of an invite: not the secret, only by what to know it again."""
+
+    invite_id: str
+    secret_hash: str = field(repr=False)
+    expires: int
+    single_use: bool
+    used_by: list[str] = field(default_factory=list)  # fingerprints of the keys
+    closed: bool = False  # lets in nobody new
+
+
+@dataclass(frozen=True)
+class EnrolledPeer:
+    """A peer that was let in: its name, the key that it is known by, its latest certificates."""
+
+    name: str
+    key: str
+    serials: list[str]
+    invite_id: str
+    enrolled: float
+    kicked: bool = False
+
+
+class AuthorityBook:
+    """The authority of a run with its invites and peers. Safe to use from several threads.
+
+    It is made when there is none in the folder. `clock` gives seconds since 1970.
+    """
+
+    def __init__(
+        self, folder: Path, run_name: str = "", clock: Callable[[], float] = time.time
+    ) -> None:
+        self._file, self._clock = folder / "book.json", clock
+        self._changing = threading.Lock()
+        try:
+            private_folder(folder)
+            path = folder / "authority.pem"
+            if not path.exists():
+                Authority.create(run_name, AUTHORITY_LIFETIME).save(path)
+        except OSError as error:
+            raise ConfigError(f"cannot keep the run's authority in {folder}: {error}") from error
+        self.authority = Authority.load(path)
+        self.folder = folder
+        self._run_name = run_name
+        self._invites: dict[str, IssuedInvite] = {}
+        self._peers: dict[str, EnrolledPeer] = {}
+        if self._file.exists():
+            self._load()
+        else:
+            self._save()
+
+    @property
+    def run_id(self) -> str:
+        """By which doors know the run."""
+        return self.authority.run_id
+
+    def coordinator(self) -> Identity:
+        """A fresh identity for the coordinator."""
+        return self.authority.issue(COORDINATOR, LIFETIME)
+
+    def invite(
+        self,
+        addresses: tuple[str, ...] | list[str],
+        relay: str = "",
+        relay_pass: str = "",
+        lasts: float = LIFETIME.total_seconds(),
+        single_use: bool = False,
+    ) -> Invite:
+        """A new invite that lasts so many seconds, for one machine or for any number of them."""
+        for address in (*addresses, *([relay] if relay else ())):
+            if not is_address(address):
+                raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
+        if not addresses and not relay:
+            raise ConfigError("an invite needs an address of the host or a relay")
+        secret = secrets.token_hex(SECRET_BYTES)
+        with self._change():
+            self._forget_expired()
+            issued = IssuedInvite(
+                self._fresh_id(), _hash(secret), round(self._clock() + lasts), single_use
+            )
+            self._invites[issued.invite_id] = issued
+        return Invite(
+            " ".join(self._run_name.split()),
+            self.authority.fingerprint,
+            tuple(addresses)[:MOST_ADDRESSES],
+            issued.invite_id,
+            secret,
+            issued.expires,
+            relay,
+            relay_pass,
+        )
+
+    def enrol(self, invite_id: str, secret: str, request_pem: str, wanted_name: str) -> str:
+        """Let a peer in; returns its certificate, whose name is the wanted one if there is one.
+
+        AdmissionError says why not: wrong, expired, used, closed, kicked, or the name is taken. A
+        peer that is known by its key gets a new certificate with any invite that let it in, also
+        after that has expired: its time is for those who are new.
+        """
+        key = request_fingerprint(request_pem)
+        with self._change():
+            invite = self._invites.get(invite_id)
+            if invite is None or not hmac.compare_digest(invite.secret_hash, _hash(secret)):
+                raise AdmissionError(_WRONG)
+            known = next((peer for peer in self._peers.values() if peer.key == key), None)
+            if known is None or key not in invite.used_by:
+                self._refuse_invite(invite)
+            if known is not None:
+                if wanted_name not in ("", known.name):
+                    raise AdmissionError(
+                        f"this machine has joined the run as {known.name!r} before: leave out "
+                        f"--name {wanted_name}, or join from another folder (--folder)"
+                    )
+                name = known.name
+            else:
+                name = wanted_name or self._drawn_name()
+                self._refuse_name(name)
+                if len(self._peers) >= MOST_PEERS:
+                    raise AdmissionError(
+                        f"the run has {MOST_PEERS} peers already: it takes no more"
+                    )
+                self._peers[name] = EnrolledPeer(name, key, [], invite_id, self._clock())
+            if key not in invite.used_by:
+                self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
+            return self._certify(name, request_pem)
+
+    def renew(self, name: str, request_pem: str) -> str:
+        """A new certificate for a peer that has proved its name, and for the key it came with."""
+        key = request_fingerprint(request_pem)
+        with self._change():
+            peer = self._peers.get(name)
+            if peer is None:
+                raise AdmissionError(f"{name!r} is not a peer of this run: join with an invite")
+            if peer.key != key:
+                raise AdmissionError(f"{name!r} is known by another key: join with an invite")
+            return self._certify(name, request_pem)
+
+    def kick(self, name: str) -> None:
+        """Let a peer in no more, neither by its certificate nor by its key nor by its invite.
+
+        The invite it came with admits nobody new from now on: it could return with another key.
+        Peers that joined with the same invite stay.
+        """
+        with self._change():
+            peer = self._peers.get(name)
+            if peer is None:
+                names = ", ".join(sorted(self._peers)) or "none"
+                raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
+            self._peers[name] = replace(peer, kicked=True)
+            for invite in self._invites.values():
+                if peer.key in invite.used_by:
+                    self._invites[invite.invite_id] = replace(invite, closed=True)
+
+    def is_welcome(self, name: str) -> bool:
+        """Whether a certificate of this name opens anything; for a `Listener`."""
+        peer = self._peers.get(name)
+        return name == COORDINATOR or (peer is not None and not peer.kicked)
+
+    def peers(self) -> list[EnrolledPeer]:
+        """All that were ever let in, in that order; kicked ones too."""
+        with self._changing:
+            return list(self._peers.values())
+
+    def _certify(self, name: str, request_pem: str) -> str:
+        """A certificate for an enrolled peer, entered in the book."""
+        peer = self._peers[name]
+        if peer.kicked:
+            raise AdmissionError(f"{name!r} was removed from this run by its host")
+        certificate = self.authority.sign(request_pem, name, LIFETIME)
+        serial = f"{x509.load_pem_x509_certificate(certificate.encode()).serial_number:x}"
+        serials = [*peer.serials, serial][-_MOST_SERIALS:]
+        self._peers[name] = replace(peer, serials=serials)
+        return certificate
+
+    def _refuse_invite(self, invite: IssuedInvite) -> None:
+        """Refuse an invite that lets in nobody new."""
+        if invite.closed:
+            raise AdmissionError(
+                "this invite was closed, since a peer that used it was removed: ask the host for a "
+                "new one"
+            )
+        if invite.expires <= self._clock():
+            when = datetime.datetime.fromtimestamp(invite.expires, datetime.UTC)
+            raise AdmissionError(
+                f"this invite expired at {when:%Y-%m-%d %H:%M} UTC: ask the host for a new one"
+            )
+        if invite.single_use and invite.used_by:
+            raise AdmissionError(
+                "this invite was for one machine and has been used: ask the host for a new one"
+            )
+
+    def _refuse_name(self, name: str) -> None:
+        if not is_name(name) or _RESERVED.fullmatch(name):
+            raise AdmissionError(
+                f"a peer cannot be called {name[:80]!r}: use lower-case letters, digits and inner "
+                f"hyphens, at most 63, and not {COORDINATOR}, host, relay or stage-..."
+            )
+        if name in self._peers:
+            raise AdmissionError(
+                f"another peer of this run is called {name!r}: choose another --name"
+            )
+
+    def _drawn_name(self) -> str:
+        while True:
+            name = f"peer-{secrets.token_hex(2)}"
+            if name not in self._peers:
+                return name
+
+    def _fresh_id(self) -> str:
+        while True:
+            invite_id = secrets.token_hex(ID_BYTES)
+            if invite_id not in self._invites:
+                return invite_id
+
+    def _forget_expired(self) -> None:
+        """Make room for another invite, first from those that never let anybody in."""
+        now = self._clock()
+        over = [i for i in self._invites.values() if i.expires <= now]
+        for invite in sorted(over, key=lambda i: (bool(i.used_by), i.expires)):
+            if len(self._invites) < MOST_INVITES:
+                return
+            del self._invites[invite.invite_id]
+        if len(self._invites) >= MOST_INVITES:
+            raise AdmissionError(f"{MOST_INVITES} invites are open: wait until some have expired")
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change is kept if it reaches the disk, and undone if it fails."""
+        with self._changing:
+            before = dict(self._invites), dict(self._peers)
+            try:
+                yield
+                if before != (self._invites, self._peers):
+                    self._save()
+            except BaseException:
+                self._invites, self._peers = before
+                raise
+
+    def _save(self) -> None:
+        plain = {
+            "version": 1,
+            "run": self._run_name,
+            "invites": [asdict(invite) for invite in self._invites.values()],
+            "peers": [asdict(peer) for peer in self._peers.values()],
+        }
+        try:
+            replace_private_file(self._file, json.dumps(plain, indent=1).encode())
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._file}: {error}") from error
+
+    def _load(self) -> None:
+        try:
+            with self._file.open("rb") as file:
+                plain: Any = json.loads(file.read(_MOST_BYTES))
+            if plain["version"] != 1:
+                raise ConfigError(f"its version is {plain['version']!r}, not 1")
+            self._run_name = self._run_name or str(plain["run"])
+            invites = [from_plain(IssuedInvite, one, "invite") for one in plain["invites"]]
+            peers = [from_plain(EnrolledPeer, one, "peer") for one in plain["peers"]]
+        except (OSError, ValueError, KeyError, TypeError, ThinwireError) as error:
+            # Going on without it would let kicked peers in again.
+            raise ConfigError(
+                f"{self._file} is damaged ({error}): restore it, or remove the folder "
+                f"{self._file.parent}, which makes every invite and every peer of the run unknown"
+            ) from None
+        self._invites = {invite.invite_id: invite for invite in invites}
+        self._peers = {peer.name: peer for peer in peers}
+
+
+def _hash(secret: str) -> str:
+    # A plain hash will do: the secret is random, and far too long to be guessed.
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,0 +1,264 @@
+"""Enrolment: a machine with an invite shows its secret and gets a certificate for its own key.
+
+It runs under TLS, before the joining end has a certificate. So that end checks first whom it talks
+to: the host sends the authority's certificate, which must have the fingerprint of the invite, and
+the host's own must be one that this authority issued to the coordinator. Until then the joining
+end says nothing. Whoever stands between, with an authority of his own, learns neither the secret
+nor the request.
+"""
+
+import contextlib
+import json
+import socket
+import ssl
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+
+from thinwire.errors import AdmissionError, ThinwireError, WireError, printable
+from thinwire.remote.authority import COORDINATOR, LIFETIME, AuthorityBook
+from thinwire.remote.identity import (
+    identity_of,
+    needs_renewal,
+    own_key,
+    save_identity,
+    saved_identity,
+)
+from thinwire.remote.invite import Invite
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.kernel import address_text
+from thinwire.wire.tls import (
+    Identity,
+    is_issued_by,
+    names_in,
+    public_key_fingerprint,
+    signing_request,
+)
+
+EXCHANGE_S = 20.0  # for all that is said, handshake included
+MOST_AT_ONCE = 32  # exchanges; each takes a thread, and a door lets few in from one address
+MOST_BYTES = 16 << 10  # of one message
+_LENGTH = struct.Struct(">I")
+
+
+class EnrolServer:
+    """The host's end, on a loopback address for a door to serve; a context manager."""
+
+    def __init__(self, book: AuthorityBook, exchange_s: float = EXCHANGE_S) -> None:
+        self._book, self._exchange_s = book, exchange_s
+        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._renewing = threading.Lock()
+        self._context, self._renew_at = self._fresh_context(), _renewal_time()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = address_text(*self._socket.getsockname()[:2])
+        on_daemon_thread("thinwire enrol", self._accept)
+
+    def __enter__(self) -> "EnrolServer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening; exchanges that are under way end by themselves."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
+                continue
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            on_daemon_thread("thinwire enrol", partial(self._serve, connection))
+
+    def _serve(self, caller: socket.socket) -> None:
+        """One exchange. Whatever a stranger sends, it costs one thread for a bounded time."""
+        try:
+            with (
+                contextlib.suppress(OSError, ThinwireError),
+                self._current_context().wrap_socket(
+                    caller, server_side=True, do_handshake_on_connect=False
+                ) as connection,
+                _cut_off_after(self._exchange_s, connection),
+            ):
+                connection.do_handshake()
+                _send(connection, {"authority": self._book.authority.certificate_pem})
+                _send(connection, self._answer(_receive(connection)))
+        finally:
+            caller.close()
+            self._free.release()
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, str]:
+        values = [asked.get(key) for key in ("invite", "secret", "request", "name")]
+        if not all(isinstance(value, str) for value in values):
+            return {"refused": "the enrolment lacks a part: install the host's version of thinwire"}
+        try:
+            return {"certificate": self._book.enrol(*values)}  # type: ignore[arg-type]
+        except (AdmissionError, WireError) as refusal:
+            return {"refused": str(refusal)}
+        except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
+            return {"refused": "the host cannot enrol peers at the moment: its log says why"}
+
+    def _current_context(self) -> ssl.SSLContext:
+        with self._renewing:
+            if time.monotonic() > self._renew_at:
+                self._context, self._renew_at = self._fresh_context(), _renewal_time()
+            return self._context
+
+    def _fresh_context(self) -> ssl.SSLContext:
+        identity = self._book.coordinator()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Python reads a key from a file only. This one is ours alone, and gone at once.
+        with tempfile.NamedTemporaryFile(dir=self._book.folder, prefix=".key-") as file:
+            file.write((identity.key_pem + identity.certificate_pem).encode())
+            file.flush()
+            context.load_cert_chain(file.name)
+        return context
+
+
+def enrol(
+    address: str, invite: Invite, key_pem: str, wanted_name: str = "", timeout: float = EXCHANGE_S
+) -> Identity:
+    """Join the run of an invite through the enrolment service at `address`; the identity there.
+
+    Without a wanted name the host draws one. AdmissionError says that the host refused, or that
+    another run answers; any other WireError that it could not be reached.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # we do it, below: the authority is not known before
+    host, _, port = address.rpartition(":")
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout) as plain,
+            context.wrap_socket(plain, do_handshake_on_connect=False) as connection,
+            _cut_off_after(timeout, connection),
+        ):
+            connection.do_handshake()
+            authority_pem = str(_receive(connection).get("authority", ""))
+            shown = connection.getpeercert(binary_form=True) or b""
+            _check_host(authority_pem, shown, invite)
+            asked = {
+                "invite": invite.invite_id,
+                "secret": invite.secret,
+                "request": signing_request(key_pem),
+                "name": wanted_name,
+            }
+            _send(connection, asked)
+            answer = _receive(connection)
+    except OSError as error:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error
+        raise WireError(
+            f"cannot enrol at {address}: {printable(str(reason))}; is the host running?"
+        ) from None
+    if "refused" in answer:
+        raise AdmissionError(f"the host refused: {printable(str(answer['refused']), 500)}")
+    return identity_of(str(answer.get("certificate", "")), key_pem, authority_pem)
+
+
+def identity_in(folder: Path, address: str, invite: Invite, wanted_name: str = "") -> Identity:
+    """Who this machine is in the run of an invite: as before, or enrolled now and kept there."""
+    saved = saved_identity(folder)
+    if (
+        saved is not None
+        and saved.authority_fingerprint == invite.fingerprint
+        and wanted_name in ("", saved.name)  # else the host says what is wrong
+        and not needs_renewal(saved)
+    ):
+        return saved
+    identity = enrol(address, invite, own_key(folder), wanted_name)
+    save_identity(folder, identity)
+    return identity
+
+
+def _check_host(authority_pem: str, shown: bytes, invite: Invite) -> None:
+    """Refuse to say anything to who is not the coordinator of the invite's run."""
+    try:
+        authority = x509.load_pem_x509_certificate(authority_pem.encode())
+        own = x509.load_der_x509_certificate(shown)
+    except ValueError:
+        raise WireError("what answers is not the enrolment service of a run") from None
+    if public_key_fingerprint(authority) != invite.fingerprint:
+        raise AdmissionError(
+            "another run answers at the address of the invite, or somebody stands between: nothing "
+            "was sent; ask the host for a new invite"
+        )
+    if not is_issued_by(own, authority) or names_in(own) != [COORDINATOR]:
+        raise AdmissionError(
+            "what answers at the address of the invite is not the run's coordinator: nothing was "
+            "sent; ask the host whether its address has changed"
+        )
+    now = time.time()
+    if not own.not_valid_before_utc.timestamp() <= now <= own.not_valid_after_utc.timestamp():
+        raise AdmissionError(
+            f"the clocks of this machine and of the host are more than a day apart (here it is "
+            f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC): set the wrong one right"
+        )
+
+
+@contextlib.contextmanager
+def _cut_off_after(seconds: float, connection: ssl.SSLSocket) -> Iterator[None]:
+    """Break the connection after so long, however slowly its other end talks."""
+    connection.settimeout(seconds)
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            # Not its own method, which ends encryption first: what is said then would be readable.
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _send(connection: ssl.SSLSocket, message: dict[str, str]) -> None:
+    content = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _receive(connection: ssl.SSLSocket) -> dict[str, Any]:
+    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    if size > MOST_BYTES:
+        raise WireError(f"a message of enrolment has at most {MOST_BYTES:,} bytes")
+    try:
+        message = json.loads(_receive_exactly(connection, size))
+    except (ValueError, RecursionError):
+        raise WireError("a message of enrolment cannot be read") from None
+    if not isinstance(message, dict):
+        raise WireError("a message of enrolment cannot be read")
+    return message
+
+
+def _receive_exactly(connection: ssl.SSLSocket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        part = connection.recv(size - len(content))
+        if not part:
+            raise WireError("the other end closed the connection before the enrolment was over")
+        content += part
+    return content
+
+
+def _renewal_time() -> float:
+    return time.monotonic() + LIFETIME.total_seconds() / 2

@@ -1,0 +1,141 @@
+"""An invite: one line of text by which another machine finds a run, trusts it, and may join it.
+
+It carries the fingerprint of the run's authority, so whoever has it needs no other proof of whom it
+talks to; and a secret, so whoever has it is let in. Send it as you would send a password.
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+import struct
+import time
+from dataclasses import dataclass, field
+
+from thinwire.errors import AdmissionError
+from thinwire.wire.tls import RUN_DIGITS
+
+PREFIX = "tw1-"
+SECRET_BYTES = 16
+ID_BYTES = 4
+MOST_ADDRESSES = 8
+_LONGEST = 4096  # characters; a usual one has about 200
+_CHECKSUM_BYTES = 6
+_HEAD = struct.Struct(f">32s{ID_BYTES}s{SECRET_BYTES}sQ")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Where a run is, how to know it, and what lets one in. `str` gives the line to send.
+
+    `addresses` are those of the host's door, and `relay` is one where both can meet, or empty;
+    `expires` is in seconds since 1970.
+    """
+
+    run_name: str
+    fingerprint: str
+    addresses: tuple[str, ...]
+    invite_id: str
+    secret: str = field(repr=False)
+    expires: int
+    relay: str = ""
+    relay_pass: str = field(default="", repr=False)
+
+    @property
+    def run_id(self) -> str:
+        """By which doors know the run."""
+        return self.fingerprint[:RUN_DIGITS]
+
+    @property
+    def door_token(self) -> str:
+        """What the doors of the run want to be shown."""
+        return door_token(self.fingerprint)
+
+    def seconds_left(self, now: float | None = None) -> float:
+        """Until it expires by this machine's clock; negative afterwards."""
+        return self.expires - (time.time() if now is None else now)
+
+    def __str__(self) -> str:
+        head = _HEAD.pack(
+            bytes.fromhex(self.fingerprint),
+            bytes.fromhex(self.invite_id),
+            bytes.fromhex(self.secret),
+            self.expires,
+        )
+        texts = (self.run_name, self.relay, self.relay_pass, *self.addresses)
+        content = head + "\n".join(texts).encode()
+        whole = content + _checksum(content)
+        return PREFIX + base64.urlsafe_b64encode(whole).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> "Invite":
+        """The invite that a line of text says; line breaks from pasting do no harm.
+
+        Raises AdmissionError for anything that is not an unaltered invite, and never quotes it.
+        """
+        content = _checked_content("".join(text[: 2 * _LONGEST].split()))
+        fingerprint, invite_id, secret, expires = _HEAD.unpack_from(content)
+        try:
+            name, relay, relay_pass, *addresses = content[_HEAD.size :].decode().split("\n")
+        except ValueError:
+            raise _unreadable("it lacks parts") from None
+        places = [*addresses, *([relay] if relay else [])]
+        if not places or len(addresses) > MOST_ADDRESSES:
+            raise _unreadable("it names no address, or too many")
+        for address in places:
+            if not is_address(address):
+                raise _unreadable("an address in it is not HOST:PORT")
+        return cls(
+            name,
+            fingerprint.hex(),
+            tuple(addresses),
+            invite_id.hex(),
+            secret.hex(),
+            expires,
+            relay,
+            relay_pass,
+        )
+
+
+def door_token(fingerprint: str) -> str:
+    """What the doors of a run want to be shown: known to its peers, and not its public id.
+
+    It only keeps strangers away from the listeners behind a door; they check certificates.
+    """
+    return hashlib.sha256(f"thinwire door {fingerprint}".encode()).hexdigest()[:32]
+
+
+def is_address(text: str) -> bool:
+    """Whether this is HOST:PORT, with a name, an IPv4 address or an IPv6 address in brackets."""
+    matched = _ADDRESS.fullmatch(text)
+    return matched is not None and 0 < int(matched[2]) < 65536
+
+
+def _checked_content(line: str) -> bytes:
+    if not line.startswith(PREFIX):
+        raise _unreadable(f"an invite begins with {PREFIX}")
+    if len(line) > _LONGEST:
+        raise _unreadable("it is too long")
+    body = line.removeprefix(PREFIX)
+    try:
+        whole = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise _unreadable("it was altered or cut off") from None
+    content, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
+    # The last character of base64 has bits that mean nothing; they must be as they were sent.
+    is_exact = base64.urlsafe_b64encode(whole).decode().rstrip("=") == body
+    if len(content) < _HEAD.size or checksum != _checksum(content) or not is_exact:
+        raise _unreadable("it was altered or cut off")
+    return content
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(b"thinwire invite " + content).digest()[:_CHECKSUM_BYTES]
+
+
+def _unreadable(reason: str) -> AdmissionError:
+    return AdmissionError(
+        f"this invite cannot be used: {reason}; copy the whole line that the host printed, or ask "
+        "for a new invite"
+    )

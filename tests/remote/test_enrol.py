@@ -1,0 +1,429 @@
+"""Enrolment over real sockets: who is let in, and what others learn."""
+
+import contextlib
+import datetime
+import json
+import socket
+import ssl
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import AdmissionError, ConfigError, WireError
+from thinwire.remote import enrol as enrol_module
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.enrol import EnrolServer, enrol, identity_in
+from thinwire.remote.identity import (
+    identity_of,
+    needs_renewal,
+    own_key,
+    save_identity,
+    saved_identity,
+)
+from thinwire.remote.invite import Invite
+from thinwire.wire import Authority, Identity, Listener, dial
+from thinwire.wire.tls import new_key, signing_request
+
+PATIENCE = 30.0
+MAX_MESSAGE = 1 << 16
+EXPIRED = datetime.timedelta(seconds=-1)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> AuthorityBook:
+    return AuthorityBook(tmp_path / "host" / "authority", "first")
+
+
+@pytest.fixture
+def server(book: AuthorityBook) -> Iterator[EnrolServer]:
+    with EnrolServer(book) as server:
+        yield server
+
+
+@pytest.fixture
+def listener(book: AuthorityBook) -> Iterator[Listener]:
+    listener = Listener(book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome)
+    yield listener
+    listener.close()
+
+
+def invite_of(book: AuthorityBook, server: EnrolServer, **more: object) -> Invite:
+    return Invite.parse(str(book.invite([server.address], **more)))  # type: ignore[arg-type]
+
+
+def exchange(listener: Listener, identity: Identity, name: str = "lobby") -> bytes:
+    """What arrives of a message that this identity sends."""
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, name, PATIENCE)
+        try:
+            pipe = dial(listener.address, name, identity, "coordinator", PATIENCE, MAX_MESSAGE)
+        except WireError:
+            listener.close()  # ends the wait
+            raise
+        pipe.write(b"hello")
+        heard = accepted.result().read()
+        pipe.close(0.1)
+        return heard or b""
+
+
+class Impostor:
+    """Listens where an invite points, shows what it has, and keeps all that it hears."""
+
+    def __init__(self, identity: Identity, greeting: dict[str, str], folder: Path) -> None:
+        self.heard = b""
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        pem = folder / "impostor.pem"
+        pem.write_text(identity.key_pem + identity.certificate_pem)
+        self._context.load_cert_chain(pem)
+        self._greeting = json.dumps(greeting).encode()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._socket.getsockname())
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        caller, _ = self._socket.accept()
+        with contextlib.suppress(OSError), self._context.wrap_socket(caller, True) as connection:
+            connection.sendall(struct.pack(">I", len(self._greeting)) + self._greeting)
+            while part := connection.recv(1 << 16):
+                self.heard += part
+
+    def end(self) -> bytes:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        self._socket.close()
+        return self.heard
+
+
+def test_an_invite_gives_an_identity_that_opens_links(
+    book: AuthorityBook, server: EnrolServer, listener: Listener
+) -> None:
+    key = new_key()
+    identity = enrol(server.address, invite_of(book, server), key, "ada")
+    assert (identity.name, identity.key_pem) == ("ada", key)
+    assert identity.authority_fingerprint == book.authority.fingerprint
+    left = identity.expires - book.coordinator().expires
+    assert abs(left) < 60, "a day, as the coordinator's own"
+    assert exchange(listener, identity) == b"hello"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda i: {"secret": "00" * 16}, "wrong invite"),
+        (lambda i: {"invite_id": "00000000"}, "wrong invite"),
+    ],
+)
+def test_a_wrong_invite_is_refused(
+    book: AuthorityBook, server: EnrolServer, spoil: object, reason: str
+) -> None:
+    invite = invite_of(book, server)
+    changed = Invite(**{**vars(invite), **spoil(invite)})  # type: ignore[operator]
+    with pytest.raises(AdmissionError, match=reason) as refusal:
+        enrol(server.address, changed, new_key(), "ada")
+    assert invite.secret not in str(refusal.value)
+    assert book.peers() == []
+
+
+def test_an_expired_and_a_used_invite_are_refused(book: AuthorityBook, server: EnrolServer) -> None:
+    with pytest.raises(AdmissionError, match="the host refused: this invite expired at"):
+        enrol(server.address, invite_of(book, server, lasts=-1.0), new_key())
+    once, key = invite_of(book, server, single_use=True), new_key()
+    name = enrol(server.address, once, key).name
+    with pytest.raises(AdmissionError, match="the host refused: this invite was for one machine"):
+        enrol(server.address, once, new_key())
+    assert enrol(server.address, once, key).name == name
+
+
+def test_two_machines_cannot_have_one_name(book: AuthorityBook, server: EnrolServer) -> None:
+    invite = invite_of(book, server)
+    enrol(server.address, invite, new_key(), "ada")
+    with pytest.raises(AdmissionError, match="called 'ada': choose another --name"):
+        enrol(server.address, invite, new_key(), "ada")
+
+
+def test_many_machines_enrol_at_once(book: AuthorityBook, server: EnrolServer) -> None:
+    """A single-use invite admits one of them, whoever is first."""
+    once, several = invite_of(book, server, single_use=True), invite_of(book, server)
+
+    def outcome(invite: Invite) -> str:
+        try:
+            return enrol(server.address, invite, new_key()).name
+        except AdmissionError:
+            return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(map(bool, pool.map(outcome, [once] * 8))) == 1
+        names = list(pool.map(outcome, [several] * 8))
+    assert all(names) and len(set(names)) == 8
+
+
+@pytest.mark.parametrize("who", ["another authority", "a borrowed authority", "an enrolled peer"])
+def test_who_stands_between_learns_nothing(
+    book: AuthorityBook, server: EnrolServer, tmp_path: Path, who: str
+) -> None:
+    invite = invite_of(book, server)
+    shown = book.authority.certificate_pem  # anybody can get it, and show it
+    match who:
+        case "another authority":
+            own = Authority.create("first").issue("coordinator")
+            shown, reason = own.authority_pem, "another run answers"
+        case "a borrowed authority":
+            own = Authority.create("first").issue("coordinator")
+            reason = "not the run's coordinator"
+        case _:
+            own = enrol(server.address, invite, new_key(), "eve")
+            reason = "not the run's coordinator"
+    impostor = Impostor(own, {"authority": shown}, tmp_path)
+    with pytest.raises(AdmissionError, match=reason):
+        enrol(impostor.address, invite, new_key(), "ada")
+    assert impostor.end() == b"", "neither the secret nor the request"
+
+
+def test_what_answers_without_a_certificate_is_no_host(
+    book: AuthorityBook, server: EnrolServer, tmp_path: Path
+) -> None:
+    impostor = Impostor(Authority.create("x").issue("coordinator"), {"colour": "red"}, tmp_path)
+    with pytest.raises(WireError, match="not the enrolment service of a run"):
+        enrol(impostor.address, invite_of(book, server), new_key())
+    assert impostor.end() == b""
+
+
+def test_clocks_a_day_apart_are_named(
+    book: AuthorityBook, server: EnrolServer, tmp_path: Path
+) -> None:
+    expired = book.authority.issue("coordinator", EXPIRED)
+    impostor = Impostor(expired, {"authority": book.authority.certificate_pem}, tmp_path)
+    with pytest.raises(AdmissionError, match="clocks of this machine and of the host"):
+        enrol(impostor.address, invite_of(book, server), new_key())
+    assert impostor.end() == b""
+
+
+def test_a_host_that_is_not_there_is_named(book: AuthorityBook, server: EnrolServer) -> None:
+    invite = invite_of(book, server)
+    server.close()
+    with pytest.raises(WireError, match=r"cannot enrol at .*is the host running\?"):
+        enrol(server.address, invite, new_key())
+
+
+def test_a_silent_host_is_given_up(book: AuthorityBook, server: EnrolServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        with pytest.raises(WireError, match="cannot enrol at"):
+            enrol(address, invite_of(book, server), new_key(), timeout=0.3)
+
+
+def test_strangers_cost_little_and_others_are_served(
+    book: AuthorityBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrol_module, "MOST_AT_ONCE", 4)
+    with EnrolServer(book, exchange_s=0.5) as server, contextlib.ExitStack() as held:
+        host, port = server.address.split(":")
+        for first in (
+            b"",
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"\x16\x03\x01\xff\xff",
+            bytes(1000),
+            b"\x16",
+        ):
+            caller = held.enter_context(socket.create_connection((host, int(port))))
+            caller.sendall(first)
+            caller.settimeout(PATIENCE)
+        # One too many was turned away at once; the others end after their time.
+        with contextlib.suppress(ConnectionError):
+            while caller.recv(1 << 12):
+                pass
+        identity = _enrol_when_free(server, invite_of(book, server))
+        assert book.is_welcome(identity.name)
+
+
+def _enrol_when_free(server: EnrolServer, invite: Invite) -> Identity:
+    for _ in range(100):
+        with contextlib.suppress(WireError):
+            return enrol(server.address, invite, new_key())
+        threading.Event().wait(0.1)
+    raise AssertionError("nobody is served")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        struct.pack(">I", 1 << 31),
+        struct.pack(">I", 4) + b"true",
+        struct.pack(">I", 3) + b"\xff{}",
+        struct.pack(">I", 16 << 10) + b"[" * (16 << 10),
+    ],
+    ids=["endless", "not an object", "not JSON", "deep"],
+)
+def test_a_request_that_breaks_the_rules_ends_the_exchange(
+    book: AuthorityBook, server: EnrolServer, said: bytes
+) -> None:
+    with _stranger(server) as connection:
+        connection.sendall(said)
+        assert connection.recv(1 << 16) == b""
+    assert book.peers() == []
+
+
+def test_a_request_that_lacks_a_part_is_told_so(server: EnrolServer) -> None:
+    with _stranger(server) as connection:
+        connection.sendall(struct.pack(">I", 14) + b'{"invite": 17}')
+        assert b"lacks a part" in connection.recv(1 << 16)
+
+
+@contextlib.contextmanager
+def _stranger(server: EnrolServer) -> Iterator[ssl.SSLSocket]:
+    """One who trusts anybody, and has heard the greeting."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    host, port = server.address.split(":")
+    with context.wrap_socket(socket.create_connection((host, int(port)), PATIENCE)) as connection:
+        (size,) = struct.unpack(">I", connection.recv(4))
+        while size:
+            size -= len(connection.recv(size))
+        yield connection
+
+
+def test_trouble_of_the_host_is_not_told_to_strangers(
+    book: AuthorityBook, server: EnrolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ConfigError(f"cannot write {book.folder}/book.json: No space left on device")
+
+    invite = invite_of(book, server)
+    monkeypatch.setattr(book, "_save", fail)
+    with pytest.raises(AdmissionError, match="cannot enrol peers at the moment") as refusal:
+        enrol(server.address, invite, new_key())
+    assert str(book.folder) not in str(refusal.value)
+
+
+def test_a_kicked_peer_opens_no_more_links(
+    book: AuthorityBook, server: EnrolServer, listener: Listener
+) -> None:
+    invite = invite_of(book, server)
+    ada = enrol(server.address, invite, new_key(), "ada")
+    bob = enrol(server.address, invite, new_key(), "bob")
+    assert exchange(listener, ada) == exchange(listener, bob) == b"hello"
+    book.kick("ada")
+    with pytest.raises(AdmissionError, match="was removed from this run by its host"):
+        enrol(server.address, invite, ada.key_pem)
+    assert exchange(listener, bob) == b"hello"
+    with pytest.raises(AdmissionError, match="refused: 'ada' is not welcome there"):
+        exchange(listener, ada)  # at once: its certificate is valid for hours yet
+
+
+def test_a_certificate_of_the_authority_alone_opens_nothing(
+    book: AuthorityBook, listener: Listener
+) -> None:
+    """A name that never enrolled is not welcome, whoever signed it."""
+    with pytest.raises(AdmissionError, match="'eve' is not welcome there"):
+        exchange(listener, book.authority.issue("eve"))
+
+
+def test_certificates_expire_and_are_renewed(book: AuthorityBook, server: EnrolServer) -> None:
+    listener = Listener(book.authority.issue("coordinator", EXPIRED), "127.0.0.1", 0, MAX_MESSAGE)
+    ada = enrol(server.address, invite_of(book, server), new_key(), "ada")
+    with pytest.raises(WireError, match="its certificate has expired; is the clock"):
+        dial(listener.address, "lobby", ada, "coordinator", 2.0, MAX_MESSAGE)
+    listener.renew(book.coordinator())
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "first", PATIENCE)
+        pipe = dial(listener.address, "first", ada, "coordinator", PATIENCE, MAX_MESSAGE)
+        accepted.result()
+    listener.renew(book.coordinator())
+    pipe.write(b"still open")
+    assert accepted.result().read() == b"still open"
+
+    request = signing_request(ada.key_pem)
+    old = identity_of(book.authority.sign(request, "ada", EXPIRED), ada.key_pem, ada.authority_pem)
+    with pytest.raises(
+        WireError, match="was this identity issued by the same run\\? has it expired"
+    ):
+        dial(listener.address, "lobby", old, "coordinator", 2.0, MAX_MESSAGE)
+    fresh = identity_of(book.renew("ada", request), ada.key_pem, ada.authority_pem)
+    assert exchange(listener, fresh) == b"hello"
+    pipe.close(0.1)
+    listener.close()
+
+
+def test_the_enrolment_service_renews_its_own_certificate(
+    book: AuthorityBook, server: EnrolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = server._context
+    assert server._current_context() is before
+    monkeypatch.setattr(server, "_renew_at", 0.0)
+    assert enrol(server.address, invite_of(book, server), new_key())
+    assert server._context is not before
+
+
+def test_a_machine_keeps_its_identity(
+    book: AuthorityBook, server: EnrolServer, tmp_path: Path
+) -> None:
+    folder, invite = tmp_path / "ada" / "peers" / book.run_id, invite_of(book, server)
+    assert saved_identity(folder) is None
+    first = identity_in(folder, server.address, invite)
+    assert identity_in(folder, "127.0.0.1:1", invite, first.name) == first, "nobody is asked"
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {"key.pem": 0o600, "certificate.pem": 0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(AdmissionError, match=f"as '{first.name}' before"):
+        identity_in(folder, server.address, invite, "bob")
+
+
+def test_a_machine_whose_certificate_expired_enrols_again(
+    book: AuthorityBook, server: EnrolServer, tmp_path: Path
+) -> None:
+    folder, invite = tmp_path / "ada", invite_of(book, server)
+    first = identity_in(folder, server.address, invite, "ada")
+    assert not needs_renewal(first) and needs_renewal(first, now=first.expires - 11 * 3600)
+    expired = book.authority.sign(signing_request(first.key_pem), "ada", EXPIRED)
+    save_identity(folder, identity_of(expired, first.key_pem, first.authority_pem))
+    again = identity_in(folder, server.address, invite)
+    assert again.key_pem == first.key_pem and not needs_renewal(again)
+    assert saved_identity(folder) == again
+    assert [peer.name for peer in book.peers()] == ["ada"]
+
+
+def test_what_is_kept_can_be_damaged(
+    book: AuthorityBook, server: EnrolServer, tmp_path: Path
+) -> None:
+    folder, invite = tmp_path / "ada", invite_of(book, server)
+    first = identity_in(folder, server.address, invite)
+    (folder / "certificate.pem").write_text(first.certificate_pem[:50])
+    assert identity_in(folder, server.address, invite).name == first.name
+    (folder / "key.pem").write_text("x")
+    with pytest.raises(ConfigError, match=r"key\.pem is damaged: remove it"):
+        own_key(folder)
+
+
+def test_a_certificate_for_another_key_is_refused(book: AuthorityBook) -> None:
+    certificate = book.authority.sign(
+        signing_request(new_key()), "ada", datetime.timedelta(hours=1)
+    )
+    with pytest.raises(WireError, match="for another key, or of another run"):
+        identity_of(certificate, new_key(), book.authority.certificate_pem)
+    other = Authority.create("other").certificate_pem
+    key = new_key()
+    certificate = book.authority.sign(signing_request(key), "ada", datetime.timedelta(hours=1))
+    with pytest.raises(WireError, match="for another key, or of another run"):
+        identity_of(certificate, key, other)
+    with pytest.raises(WireError, match="not a certificate"):
+        identity_of("", key, other)
+
+
+def test_nothing_is_printed_or_logged(
+    book: AuthorityBook,
+    server: EnrolServer,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    invite = invite_of(book, server)
+    enrol(server.address, invite, new_key())
+    with pytest.raises(AdmissionError):
+        enrol(server.address, Invite(**{**vars(invite), "invite_id": "00000000"}), new_key())
+    said = capfd.readouterr()
+    assert said.out + said.err + caplog.text == ""
