@@ -175,6 +175,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
+    sub = add("relay", relay_command, "let peers meet here that accept nothing from outside")
+    _add_value(sub, "--listen", str, "address to listen on", "0.0.0.0")
+    _add_value(sub, "--port", number(int, 0), "port to listen on; 0 = any free one", 4617)
+    _add_value(sub, "--mbps", number(float, 0), "most that passes for one run; 0 = no bound", 0)
+    sub.add_argument(
+        "--pass-file", type=Path, help="file with the pass (default: one drawn once and kept)"
+    )
+
     sub = add("completion", completion_command, "print a shell completion script")
     sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
 
@@ -354,6 +362,13 @@ def lab_command(options: argparse.Namespace) -> None:
     from thinwire.lab.run import run_lab
 
     run_lab(options)
+
+
+def relay_command(options: argparse.Namespace) -> None:
+    """Be a relay until Ctrl-C."""
+    from thinwire.remote.relay import run_relay
+
+    run_relay(options.listen, options.port, options.mbps, options.pass_file, sys.stdout)
 
 
 def completion_command(options: argparse.Namespace) -> None:

@@ -16,16 +16,18 @@ def expanded(path: str | Path, what: str) -> Path:
         ) from None
 
 
-def peer_folder(run_id: str) -> Path:
-    """Where a machine keeps what is its own in the run of another host, such as its key.
-
-    It is in THINWIRE_DATA, or in the user's data folder.
-    """
+def data_folder() -> Path:
+    """Where a machine keeps what it cannot make again: THINWIRE_DATA, or the user's data folder."""
     chosen = os.environ.get("THINWIRE_DATA")
     if chosen:
-        return expanded(chosen, "THINWIRE_DATA") / "peers" / run_id
+        return expanded(chosen, "THINWIRE_DATA")
     base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "thinwire" / "peers" / run_id
+    return Path(base) / "thinwire"
+
+
+def peer_folder(run_id: str) -> Path:
+    """Where a machine keeps what is its own in the run of another host, such as its key."""
+    return data_folder() / "peers" / run_id
 
 
 def cache_folder() -> Path:

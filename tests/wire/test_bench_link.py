@@ -1,6 +1,7 @@
 import pytest
 
 from thinwire.lab.bench_link import BARE, Path, alone, goodput
+from thinwire.wire import Door
 
 
 def test_goodput_reports_both_directions_of_two_real_processes():
@@ -35,3 +36,18 @@ def test_a_real_path_is_not_emulated_and_the_other_end_starts_where_it_is_told()
     assert path.config.nic() is None
     (taken,) = alone(path, sizes=(1 << 10,), times=1).values()
     assert taken > 0
+
+
+def test_a_path_may_pass_a_door():
+    path = Path(mbps=80, latency_ms=0, listen="127.0.0.2", real=True, by="door")
+    for row in goodput(path, sizes=(1 << 16,), seconds=0.2):
+        assert row["mbps"] > 0
+        assert 0 < row["overhead"] < 0.5  # bytes between sockets of one process do not count
+
+
+def test_a_path_may_pass_a_relay():
+    with Door("127.0.0.2", 0) as relay:
+        relay.admit_any("password")
+        path = Path(mbps=80, latency_ms=0, real=True, by=f"{relay.address}/password")
+        assert all(row["mbps"] > 0 for row in goodput(path, sizes=(1 << 16,), seconds=0.2))
+        assert sum(traffic.relayed_bytes for traffic in relay.traffic().values()) > 1 << 17

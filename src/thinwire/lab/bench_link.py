@@ -7,6 +7,9 @@ and, over a network that is really there, between two of its addresses:
     ip netns exec one python -m thinwire.lab.bench_link --mbps 80 --latency-ms 25 \\
         --real --listen 10.88.0.1 --other "ip netns exec two"
 
+`--by door` puts a door before this end and a tunnel before the other, and `--by HOST:PORT/PASS`
+(the line of `thinwire relay`) joins both at a relay, as links between machines are.
+
 Both ends send as fast as the link takes, in both directions at once, over gRPC with mutual TLS.
 Each size gets a fresh pair of processes, so that CPU time and the kernel's byte counts belong to it
 alone. Then single frames are timed, each after the link was idle for two seconds.
@@ -30,6 +33,7 @@ from thinwire.errors import WireError
 from thinwire.wire import (
     HEADER_BYTES,
     Authority,
+    Door,
     Frame,
     FrameKind,
     Identity,
@@ -37,6 +41,9 @@ from thinwire.wire import (
     LinkConfig,
     Listener,
     Meter,
+    Route,
+    Standby,
+    Tunnel,
     dial,
     socket_totals,
 )
@@ -45,6 +52,7 @@ SIZES = (64 << 10, 1 << 20, 8 << 20)
 _MAX_PAYLOAD = 64 << 20
 _WAITING_BYTES = 4 << 20
 _IDLE_S = 2.0
+_NAME = "0" * 16 + "/bench"  # at doors
 _ALONE = 5  # frames of each size that are timed alone
 
 Row = dict[str, Any]
@@ -56,6 +64,7 @@ class Path:
 
     `other` are words before the command of the other end, such as those that put it into another
     network namespace. A real path is not emulated: rate and latency are only compared with.
+    `by` is empty, "door" for a door of this end, or HOST:PORT/PASS of a relay.
     """
 
     mbps: float
@@ -63,6 +72,7 @@ class Path:
     listen: str = "127.0.0.1"
     other: str = ""
     real: bool = False
+    by: str = ""
 
     @property
     def config(self) -> LinkConfig:
@@ -116,7 +126,7 @@ class _End:
             "cpu_seconds": time.process_time() - cpu_before,
             "payload": self._link.meter.snapshot()["sent"]["total"]["payload_bytes"],
             "meter": self._link.meter.sent_bytes(),
-            "kernel": sum(socket.bytes_sent_once for socket in socket_totals()),
+            "kernel": _bytes_sent(),
         }
 
     def _on_frame(self, frame: Frame) -> None:
@@ -185,10 +195,11 @@ def _two_ends(
 ) -> Iterator[tuple[_End, Callable[[], dict[str, Any]]]]:
     """This end, and a call that returns what the other one found; that one streams too."""
     authority = Authority.create("bench")
-    identity, limit = authority.issue("here"), _MAX_PAYLOAD + HEADER_BYTES
+    identity = authority.issue("here")
     module = [sys.executable, "-P", "-m", "thinwire.lab.bench_link", "--other-end"]
     with (
-        contextlib.closing(Listener(identity, path.listen, 0, limit)) as listener,
+        contextlib.closing(_listener(path, identity)) as listener,
+        _way_in(path, listener.address) as route,
         subprocess.Popen(
             [*shlex.split(path.other), *module],
             stdin=subprocess.PIPE,
@@ -201,6 +212,7 @@ def _two_ends(
         order = {
             "identity": authority.issue("there").to_plain(),
             "address": listener.address,
+            "route": route and dataclasses.asdict(route),
             "config": dataclasses.asdict(path.config),
             "work": {"size": size, "seconds": seconds},
         }
@@ -216,12 +228,52 @@ def _two_ends(
             yield _End(link), finish
 
 
+def _listener(path: Path, identity: Identity) -> Listener:
+    """Where the other end dials; behind a door only this machine needs to reach it."""
+    host = "127.0.0.1" if path.by else path.listen
+    return Listener(identity, host, 0, _MAX_PAYLOAD + HEADER_BYTES)
+
+
+@contextlib.contextmanager
+def _way_in(path: Path, listener: str) -> Iterator[Route | None]:
+    """Make the listener known at a door, if the path has one; how the other end gets there."""
+    if not path.by:
+        yield None
+    elif path.by == "door":
+        with Door(path.listen, 0) as door:
+            door.admit(_NAME.partition("/")[0], "bench")
+            door.serve(_NAME, listener)
+            yield Route(door.address, "direct", "bench")
+    else:
+        address, _, password = path.by.partition("/")
+        route = Route(address, "relayed", password)
+        with Standby(_NAME, route, listener):
+            yield route
+
+
+def _bytes_sent() -> int:
+    """What left this process; where sockets go elsewhere, those to itself do not count."""
+    totals = socket_totals()
+    inner = "127.0.0.1:"
+    elsewhere = [
+        total
+        for total in totals
+        if not (total.local.startswith(inner) and total.remote.startswith(inner))
+    ]
+    return sum(total.bytes_sent_once for total in elsewhere or totals)
+
+
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     identity = Identity.from_plain(order["identity"])
-    pipe = dial(order["address"], "there", identity, "here", 30, _MAX_PAYLOAD + HEADER_BYTES)
-    nic = LinkConfig(**order["config"]).nic()
-    with contextlib.closing(Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)) as link:
+    with contextlib.ExitStack() as held:
+        address = order["address"]
+        if order["route"]:
+            address = held.enter_context(Tunnel(_NAME, [Route(**order["route"])])).address
+        pipe = dial(address, "there", identity, "here", 30, _MAX_PAYLOAD + HEADER_BYTES)
+        nic = LinkConfig(**order["config"]).nic()
+        link = Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)
+        held.enter_context(contextlib.closing(link))
         end = _End(link)
         found = end.stream(**order["work"])
         sys.stdin.readline()  # until the first end has sent all, and read its own counts
@@ -254,6 +306,7 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1", help="address of this end")
     parser.add_argument("--other", default="", help="words before the command of the other end")
     parser.add_argument("--real", action="store_true", help="the path is real: do not emulate it")
+    parser.add_argument("--by", default="", help='"door", or HOST:PORT/PASS of a relay')
     parser.add_argument("--other-end", action="store_true", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     if options.pop("other_end"):
@@ -262,7 +315,7 @@ def main() -> None:
     seconds = options.pop("seconds")
     path = Path(**options)
     show_goodput(path, seconds=seconds)
-    if not path.real:
+    if not path.real and not path.by:
         show_goodput(BARE, (1 << 20,), seconds)
     print(
         f"a single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}\n", flush=True

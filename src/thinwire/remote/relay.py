@@ -1,0 +1,153 @@
+"""A relay: a machine that can be reached, where peers meet that cannot.
+
+It is a door that serves nothing of its own and admits every run whose peers know its pass.
+"""
+
+import ipaddress
+import re
+import secrets
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from thinwire.errors import ConfigError, WireError
+from thinwire.folders import replace_private_file
+from thinwire.paths import data_folder, expanded
+from thinwire.report.human import human_bytes
+from thinwire.run.signals import heeding
+from thinwire.wire import Door, Traffic, raise_descriptor_limit
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+
+_PASS = re.compile(r"[A-Za-z0-9_-]{8,64}")
+_LINE_EVERY_S = 10.0  # where lines cannot be rewritten
+_TABLE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Where a relay is, and its pass; as text, HOST:PORT/PASS."""
+
+    address: str
+    password: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.address}/{self.password}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Relay":
+        """What follows `host --relay`; the pass is not quoted where something is wrong."""
+        address, _, password = text.strip().partition("/")
+        try:
+            split_address(address)
+        except WireError:
+            raise ConfigError(
+                "a relay is written HOST:PORT/PASS: copy the line that `thinwire relay` printed"
+            ) from None
+        if not _PASS.fullmatch(password):
+            raise ConfigError(
+                f"the relay {address} needs its pass behind a slash, 8 to 64 letters, digits, "
+                "hyphens or underscores: copy the line that `thinwire relay` printed"
+            )
+        return cls(address, password)
+
+
+def run_relay(listen: str, port: int, mbps: float, pass_file: Path | None, stream: TextIO) -> None:
+    """Be a relay until a signal asks to end; shows who meets, and how much passes."""
+    password = _password(pass_file)
+    raise_descriptor_limit()
+    is_over = threading.Event()
+    with Door(listen, port) as door:
+        door.admit_any(password, mbps)
+        with heeding(lambda number, frame: is_over.set()):
+            stream.write(_welcome(listen, Relay(_outside(listen, door.port), password), mbps))
+            stream.flush()
+            _show(door, stream, is_over)
+        passed = sum(traffic.bytes for traffic in door.traffic().values())
+    stream.write(f"the relay is closed; {human_bytes(passed)} passed\n")
+
+
+def _password(pass_file: Path | None) -> str:
+    """The pass in the file; without a file, one that is drawn once and kept for this user."""
+    path = expanded(pass_file, "--pass-file") if pass_file else data_folder() / "relay-pass"
+    try:
+        if pass_file is None and not path.exists():
+            replace_private_file(path, (secrets.token_urlsafe(18) + "\n").encode())
+        password = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the relay's pass from {path}: {error}") from None
+    if not _PASS.fullmatch(password):
+        raise ConfigError(
+            f"{path} does not hold a pass: write 8 to 64 letters, digits, hyphens or underscores"
+        )
+    return password
+
+
+def _outside(listen: str, port: int) -> str:
+    """The address at which others may find this machine, as far as it can know."""
+    if listen not in ("", "0.0.0.0", "::"):
+        return address_text(listen, port)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses an own address
+            return address_text(probe.getsockname()[0], port)
+    except OSError:  # no network
+        return address_text("127.0.0.1", port)
+
+
+def _welcome(listen: str, relay: Relay, mbps: float) -> str:
+    host, port = split_address(relay.address)
+    bound = f"at most {mbps:g} Mbit/s for each run" if mbps else "no bound on its rate"
+    lines = [
+        f"relay on port {port} of {listen or 'all addresses'}, {bound}; Ctrl-C closes it",
+        "whoever hosts a run adds this, and peers find the relay in the invite:",
+        "",
+        f"    --relay {relay}",
+        "",
+    ]
+    if not _is_public(host):
+        lines.append(
+            f"note: {host} is not an address of the public internet. If others come from there, "
+            f"write the public address or name instead, and forward port {port} to this machine."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _is_public(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:  # a name; whoever wrote it knows
+        return True
+
+
+def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
+    console = Console(file=stream, highlight=False)
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            while not is_over.wait(_TABLE_EVERY_S):
+                live.update(_table(door.traffic()), refresh=True)
+        return
+    last = ""
+    while not is_over.wait(_LINE_EVERY_S):
+        line = ", ".join(
+            f"run {run}: {traffic.connections} connections, {human_bytes(traffic.bytes)}"
+            for run, traffic in door.traffic().items()
+        )
+        if line != last:
+            stream.write(line + "\n")
+            stream.flush()
+            last = line
+
+
+def _table(runs: dict[str, Traffic]) -> Table:
+    table = Table("run", "connections", "waiting", "passed", title=f"{len(runs)} runs")
+    for name, traffic in runs.items():
+        passed = human_bytes(traffic.bytes)
+        table.add_row(name, str(traffic.connections), str(traffic.waiting), passed)
+    return table

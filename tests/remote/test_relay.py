@@ -1,0 +1,107 @@
+"""`thinwire relay`: a real process, the line it prints, and two who meet there."""
+
+import re
+import signal
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from programs import Program
+from thinwire.errors import ConfigError
+from thinwire.remote.relay import Relay, run_relay
+from thinwire.wire import Route, Standby, Tunnel, ping
+
+NAME = "0123456789abcdef/control"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def start(tmp_path: Path, *arguments: str) -> tuple[Program, Relay]:
+    words = ["relay", "--listen", "127.0.0.1", "--port", "0", *arguments]
+    program = Program(words, tmp_path, tmp_path)
+    program.wait_for(r"--relay \S+\n")
+    found = re.search(r"--relay (\S+)\n", program.text())
+    assert found
+    return program, Relay.parse(found[1])
+
+
+def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path: Path, data: Path) -> None:
+    program, relay = start(tmp_path)
+    route = Route(relay.address, "relayed", relay.password)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as service,
+        Standby(NAME, route, "{}:{}".format(*service.getsockname())),
+        Tunnel(NAME, [route]) as tunnel,
+    ):
+        service.settimeout(30)
+        host, port = tunnel.address.split(":")
+        served = threading.Thread(target=lambda: service.accept()[0].sendall(b"hello"))
+        served.start()
+        said = b""
+        while not said:  # the standby may need a moment to be there
+            with socket.create_connection((host, int(port)), timeout=30) as caller:
+                said = caller.recv(5)
+        assert said == b"hello"
+        served.join()
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait() == 0
+    text = program.text()
+    assert "no bound on its rate" in text and "note: 127.0.0.1 is not an address of the" in text
+    assert text.endswith("the relay is closed; 5 B passed\n")
+
+    kept = data / "relay-pass"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert kept.read_text().strip() == relay.password and relay.password not in repr(relay)
+    program, again = start(tmp_path, "--mbps", "20")
+    assert again.password == relay.password
+    assert ping(Route(again.address, token=again.password), NAME).address.startswith("127.0.0.1:")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.wait() == 0
+    assert "at most 20 Mbit/s for each run" in program.text()
+
+
+def test_a_pass_of_ones_own(tmp_path: Path, data: Path) -> None:
+    own = tmp_path / "pass"
+    own.write_text("our-own-pass\n")
+    program, relay = start(tmp_path, "--pass-file", str(own))
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait() == 0
+    assert relay.password == "our-own-pass" and not data.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short", b"spaces in it", b"\xff" * 20])
+def test_a_file_without_a_pass_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "pass"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(path)) as caught:
+        run_relay("127.0.0.1", 0, 0, path, (tmp_path / "out").open("w"))
+    assert "short" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is written HOST:PORT/PASS"),
+        ("host/long-enough-pass", "is written HOST:PORT/PASS"),
+        ("host:4617", "needs its pass behind a slash"),
+        ("host:4617/short", "needs its pass behind a slash"),
+        ("host:4617/long enough pass", "needs its pass behind a slash"),
+    ],
+)
+def test_what_is_no_relay_is_refused_without_its_pass(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Relay.parse(text)
+    assert "short" not in str(caught.value) and "enough" not in str(caught.value)
+
+
+def test_a_relay_reads_back_what_it_writes() -> None:
+    for address in ("relay.example.org:4617", "[2001:db8::1]:4617", "203.0.113.5:1"):
+        assert Relay.parse(f" {Relay(address, 'pass_of-a-relay')}\n").address == address
