@@ -13,6 +13,7 @@ from programs import Program
 from settings_values import with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Worker
+from thinwire.engine.feed import FarCorpus
 from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
@@ -124,10 +125,12 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
         prepare_worker: Callable[[Worker], None] | None = None,
         folder: Path = tmp_path / "run",
         data: Path = corpus.folder,
+        far: Callable[[int], FarCorpus | None] = lambda stage: None,
     ) -> Outcome:
         count = settings.pipeline.stages
         workers = [
-            Worker(Assignment(settings, stage, data, folder, resume)) for stage in range(count)
+            Worker(Assignment(settings, stage, data, folder, resume), far=far(stage))
+            for stage in range(count)
         ]
         if prepare_worker:
             for worker in workers:

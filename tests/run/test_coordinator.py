@@ -27,6 +27,8 @@ from thinwire.run.events import (
     Event,
     Exited,
     Lost,
+    PartArrived,
+    PartLost,
     Record,
     Said,
     Say,
@@ -94,9 +96,9 @@ def part(stage: int, number: int, memory: str = "") -> ShardWritten:
 class Lead:
     """A coordinator of two stages, with the time and all that it has asked for."""
 
-    def __init__(self, patience: float = 100.0):
+    def __init__(self, patience: float = 100.0, parts_travel: bool = False):
         self.now = 1000.0
-        self.coordinator = Coordinator(2, patience, ASSIGN)
+        self.coordinator = Coordinator(2, patience, ASSIGN, parts_travel)
 
     def on(self, event: Event, after: float = 0.0) -> list[Command]:
         self.now += after
@@ -361,6 +363,76 @@ def test_a_failed_part_waits_for_the_others(first: int) -> None:
     assert lead.coordinator.phase is Phase.TRAINING
 
 
+def test_a_part_on_another_machine_counts_when_it_has_arrived() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, step(stage, 0))
+    written = [part(0, 1), part(1, 1)]
+    assert [lead.say(s, written[s]) for s in (0, 1)] == [[], []]
+    assert lead.on(PartArrived(1, 1)) == []
+    assert [lead.say(s, step(s, 1)) for s in (0, 1)] != [[], []], "training goes on meanwhile"
+    assert lead.on(PartArrived(0, 1)) == [Commit(1, written)]
+    assert lead.on(PartArrived(0, 1)) == [], "of what was not awaited nothing follows"
+    assert lead.on(PartLost(1, 7, "never heard of")) == []
+
+
+def test_a_part_that_does_not_arrive_costs_the_checkpoint() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    lead.say(0, part(0, 1))
+    assert lead.on(PartLost(0, 1, "its disk is full")) == []
+    assert lead.say(1, part(1, 1)) == []
+    assert lead.on(PartArrived(1, 1)) == [Discard(1, "its disk is full")]
+
+
+def test_a_failed_part_does_not_travel() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    lead.say(0, part(0, 1))
+    assert lead.say(1, ShardFailed(1, "full")) == []
+    assert lead.on(PartLost(0, 1, "full")) == [Discard(1, "full")]
+
+
+def test_the_run_ends_when_the_last_part_has_arrived() -> None:
+    lead, goodbye = Lead(parts_travel=True).until(Phase.TRAINING), Finished(METERS)
+    written = [part(0, 1), part(1, 1)]
+    for stage in (0, 1):
+        lead.say(stage, written[stage])
+    lead.on(PartArrived(0, 1))
+    assert lead.say(0, goodbye) == [Record(0, goodbye)]
+    recorded, told = lead.say(1, goodbye)
+    assert recorded == Record(1, goodbye)
+    assert told == Say("training is done; the checkpoint of stage 1 is still on its way here")
+    assert lead.coordinator.phase is Phase.COLLECTING
+    for stage in (0, 1):
+        assert lead.on(Exited(stage, 0)) == [], "its process need not wait"
+    assert lead.on(Tick(), 500.0) == []
+    assert lead.on(PartArrived(1, 1)) == [Commit(1, written), End()]
+
+
+def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, part(stage, 1), Finished(METERS))
+    lead.on(PartArrived(0, 1))
+    assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), End()]
+
+
+def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, part(stage, 1), Finished(METERS))
+    assert lead.on(StopAsked()) == []
+    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
+
+
+def test_a_part_is_checked_when_it_is_reported_and_not_when_it_arrives() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for number in range(3):
+        for stage in (0, 1):
+            lead.say(stage, step(stage, number))
+    lead.say(0, part(0, 2))
+    assert "of step 2 after step 3" in str(lead.settled().error)
+
+
 def test_ends_that_remember_different_things_end_the_run() -> None:
     lead = Lead().until(Phase.TRAINING)
     lead.say(0, part(0, 4, "ab"))
@@ -418,7 +490,7 @@ def test_where_the_run_stands_is_told_at_any_time() -> None:
     assert lead.coordinator.waiting_for() == [1]
     assert lead.coordinator.reasons()[0] == "the run trains, for 0 s"
     assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
-    for phase in Phase:
+    for phase in set(Phase) - {Phase.COLLECTING}:  # which comes after another end
         assert phase.value in Lead().until(phase).coordinator.reasons()[0]
 
 

@@ -133,10 +133,10 @@ class CutEnd:
                 ) from error
 
     def _prefix(self, leg: Leg) -> str:
-        return f"{MEMORY}{self._block}/{leg.value}/{self._role(leg)}/"
+        return memory_prefix(self._block, leg, self._is_lower)
 
     def _role(self, leg: Leg) -> str:
-        return "send" if (leg is Leg.FORWARD) == self._is_lower else "receive"
+        return _role(leg, self._is_lower)
 
 
 class Cut:
@@ -196,6 +196,15 @@ class Cut:
         payload = codec.pack(tensor, place)
         self._bytes[leg] += len(payload)
         return other.unpack(payload, spec_of(tensor), place)
+
+
+def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:
+    """How the names begin that one end of the cut before a block gives what it remembers."""
+    return f"{MEMORY}{block}/{leg.value}/{_role(leg, is_lower)}/"
+
+
+def _role(leg: Leg, is_lower: bool) -> str:
+    return "send" if (leg is Leg.FORWARD) == is_lower else "receive"
 
 
 def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:

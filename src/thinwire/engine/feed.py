@@ -1,4 +1,4 @@
-"""Batches for one stage: computed from (step, microbatch), never received.
+"""Batches for one stage: computed from (step, microbatch), wherever the data is.
 
 Shapes: B sequences or images of a microbatch, T tokens of context.
 """
@@ -27,6 +27,26 @@ from thinwire.settings import Settings
 from thinwire.settings.precision import WEIGHT_TYPES
 
 
+class FarCorpus(ABC):
+    """A corpus on another machine, of which a stage gets the token ids that it reads.
+
+    It has been found fit for the settings there. Which examples a microbatch has is computed here.
+    """
+
+    fingerprint: str
+    example_count: int
+    validation_count: int
+    validation_text: tuple[int, int]  # as that of a feed
+
+    @abstractmethod
+    def inputs(self, at: tuple[int, int] | int) -> Tensor:
+        """Token ids (B, T) of a training microbatch, or of a validation's by its number alone."""
+
+    @abstractmethod
+    def targets(self, at: tuple[int, int] | int) -> Tensor:
+        """The token after each of these (B, T)."""
+
+
 class DeviceBatch:
     """A microbatch on the stage's device: what a model reads, and what it should say.
 
@@ -48,16 +68,25 @@ class DeviceBatch:
 
 
 class Feed:
-    """Every stage opens the same memory-mapped data and computes what it needs of a batch itself.
+    """Every stage opens the same memory-mapped data and computes what it needs of a batch itself,
+    or gets just that from where the data is.
 
     `eval_batches` are the microbatches of a validation; 0 = as the settings say.
     """
 
-    def __init__(self, data: Data, settings: Settings, device: torch.device, eval_batches: int = 0):
+    def __init__(
+        self,
+        data: Data | FarCorpus,
+        settings: Settings,
+        device: torch.device,
+        eval_batches: int = 0,
+    ):
         limit = eval_batches or settings.train.eval_batches
         self._source: _Source
         if isinstance(data, ImageSet):
             self._source = _Images(data, settings, device, limit)
+        elif isinstance(data, FarCorpus):
+            self._source = _FarTokens(data, settings, device)
         else:
             self._source = _Tokens(data, settings, device, limit)
         self._check_memory(settings)
@@ -160,6 +189,32 @@ class _Tokens(_Source):
         return DeviceBatch(
             lambda: torch.from_numpy(batch.inputs_BT).to(self._device),
             lambda: torch.from_numpy(batch.targets_BT).to(self._device),
+        )
+
+
+class _FarTokens(_Source):
+    """Windows of a corpus on another machine; nothing is asked for before it is read."""
+
+    def __init__(self, far: FarCorpus, settings: Settings, device: torch.device):
+        batch, microbatches = settings.train.batch, settings.pipeline.microbatches
+        self.order = Shuffled(far.example_count, batch, microbatches, settings.run.seed)
+        self.validation_count = far.validation_count
+        self._far = far
+        self._device = device
+
+    def training(self, step: int, microbatch: int) -> DeviceBatch:
+        return self._on_device((step, microbatch))
+
+    def validation(self, microbatch: int) -> DeviceBatch:
+        return self._on_device(microbatch)
+
+    def validation_text(self) -> tuple[int, int]:
+        return self._far.validation_text
+
+    def _on_device(self, at: tuple[int, int] | int) -> DeviceBatch:
+        return DeviceBatch(
+            lambda: self._far.inputs(at).to(self._device),
+            lambda: self._far.targets(at).to(self._device),
         )
 
 

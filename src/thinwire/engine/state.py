@@ -10,8 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from thinwire.engine.cut import CutEnd
-from thinwire.engine.keeper import BASIS
+from thinwire.codec import Leg
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.cut import CutEnd, memory_prefix
+from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.source import Snapshot, Source
 from thinwire.engine.update import StageUpdate
 from thinwire.errors import CheckpointError
@@ -83,6 +85,24 @@ class StageState:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:
+    """Those of a state's tensors that a stage of these settings restores from.
+
+    Beside what it would save itself: what stages below have learned for it, and the shared basis.
+    """
+    built, split = StageBuilder(settings, torch.device("meta")).build(stage), settings.split()
+    exact = {*built.global_parameters(), *built.global_buffers()}
+    prefixes = [f"{OPTIMIZER}{name}/" for name in built.owned_parameters()]
+    for cut, is_lower in ((stage - 1, False), (stage, True)):
+        if 0 <= cut < len(split) - 1:
+            prefixes += [memory_prefix(split[cut].stop, leg, is_lower) for leg in Leg]
+    shared = {BASIS, NEXT_BASIS} | (
+        {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
+    )
+    begins = tuple(prefixes)
+    return {name for name in names if name in exact | shared or name.startswith(begins)}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.feed import Feed
+from thinwire.engine.feed import FarCorpus, Feed
 from thinwire.engine.finite import Sightings
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import Due, Port
@@ -55,7 +55,13 @@ class Assignment:
 class Worker:
     """Holds a stage and trains it, once its links are attached."""
 
-    def __init__(self, assignment: Assignment, progress: Progress | None = None):
+    def __init__(
+        self,
+        assignment: Assignment,
+        progress: Progress | None = None,
+        far: FarCorpus | None = None,
+    ):
+        """`far` stands for the corpus where it is on another machine."""
         self.assignment = assignment
         self.progress = progress or Progress()
         self.settings = settings = assignment.settings
@@ -63,7 +69,7 @@ class Worker:
         self.last = settings.pipeline.stages - 1
         self.stop_requested = threading.Event()
         self.device = choose_device(settings.run.device, self.index)
-        self.data = settings.model.task.open(assignment.corpus)
+        self.data = far or settings.model.task.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)

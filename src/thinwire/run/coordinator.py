@@ -21,6 +21,8 @@ from thinwire.run.events import (
     Event,
     Exited,
     Lost,
+    PartArrived,
+    PartLost,
     Record,
     Said,
     Say,
@@ -61,6 +63,7 @@ class Phase(Enum):
     LINKING = "waits for neighbours to link"
     TRAINING = "trains"
     STOPPING = "stops after this step"
+    COLLECTING = "waits for the last checkpoint to arrive"
     SETTLING = "looks for the cause of a failure"
     FINISHED = "is over"
 
@@ -75,9 +78,15 @@ _ROUNDS: dict[Phase, tuple[type[FromPeer], str]] = {
 
 
 class Coordinator:
-    """A run as a state machine: `on` takes an event and the time, and returns commands."""
+    """A run as a state machine: `on` takes an event and the time, and returns commands.
 
-    def __init__(self, stages: int, patience: float, assignment: Assign):
+    With `parts_travel`, what a stage writes is on its own machine. A part then counts when
+    PartArrived follows its ShardWritten, and the run ends after the last of them.
+    """
+
+    def __init__(
+        self, stages: int, patience: float, assignment: Assign, parts_travel: bool = False
+    ):
         self.phase = Phase.GATHERING
         self.stop_asked = False
         self._all = range(stages)
@@ -92,6 +101,8 @@ class Coordinator:
         self._ready: list[Ready] = []
         self._last_step = [0] * stages
         self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
+        self._parts_travel = parts_travel
+        self._travelling: set[tuple[int, int]] = set()  # steps and stages of parts on their way
         self._evidence: list[Evidence] = []
         self._settled_at = 0.0
 
@@ -146,6 +157,8 @@ class Coordinator:
             case Exited(stage=stage) | Lost(stage=stage):
                 if stage not in self._finished:
                     self._suspect(event, now)
+            case PartArrived() | PartLost():
+                return self._on_travelled(event)
             case StopAsked():
                 return self._on_stop()
             case Tick():
@@ -175,9 +188,19 @@ class Coordinator:
         if isinstance(message, Finished):
             self._finished.add(stage)
             self._watch.dismiss(stage)
-            if len(self._finished) == len(self._all):
-                commands.append(self._end())
+            commands += self._end_if_done()
         return commands
+
+    def _end_if_done(self) -> list[Command]:
+        """The end of the run, once all stages have finished and no part is on its way."""
+        if len(self._finished) < len(self._all):
+            return []
+        if not self._travelling:
+            return [self._end()]
+        self._enter(Phase.COLLECTING)
+        stages = sorted({stage for _, stage in self._travelling})
+        which = ", ".join(f"stage {stage}" for stage in stages)
+        return [Say(f"training is done; the checkpoint of {which} is still on its way here")]
 
     def _check_due(self, stage: int, message: FromPeer) -> None:
         """Refuse what belongs to another phase, or comes from a stage that is done with this."""
@@ -214,18 +237,36 @@ class Coordinator:
 
     def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> list[Command]:
         """A stage has written its part of a checkpoint or failed; when all have, it is settled."""
-        parts = self._parts.setdefault(part.step, {})
-        parts[stage] = part
-        if len(parts) < len(self._all):
+        self._parts.setdefault(part.step, {})[stage] = part
+        if self._parts_travel and isinstance(part, ShardWritten):
+            self._travelling.add((part.step, stage))
+        return self._settle_checkpoint(part.step)
+
+    def _on_travelled(self, event: PartArrived | PartLost) -> list[Command]:
+        """A part that a stage has written is here, or will never be."""
+        if (event.step, event.stage) not in self._travelling or self.phase is Phase.SETTLING:
+            return []
+        self._travelling.discard((event.step, event.stage))
+        if isinstance(event, PartLost):
+            self._parts[event.step][event.stage] = ShardFailed(event.step, event.error)
+        commands = self._settle_checkpoint(event.step)
+        if self.phase is Phase.COLLECTING and not self._travelling:
+            commands.append(self._end())
+        return commands
+
+    def _settle_checkpoint(self, step: int) -> list[Command]:
+        """What becomes of a checkpoint, once every stage's part of it is here or has failed."""
+        parts = self._parts[step]
+        if len(parts) < len(self._all) or any((step, stage) in self._travelling for stage in parts):
             return []  # another stage may be writing still
-        del self._parts[part.step]
+        del self._parts[step]
         failures = [part.error for part in parts.values() if isinstance(part, ShardFailed)]
         if failures:
-            return [Discard(part.step, failures[0])]
+            return [Discard(step, failures[0])]
         written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
-        if difference := disagreement(part.step, [p.agreements for p in written]):
-            return [Discard(part.step), self._end(StageError(difference))]
-        return [Commit(part.step, written)]
+        if difference := disagreement(step, [p.agreements for p in written]):
+            return [Discard(step), self._end(StageError(difference))]
+        return [Commit(step, written)]
 
     def _on_outage(self, stage: int, message: LinkDown | LinkUp, now: float) -> list[Command]:
         """A link is down or back, in whatever phase: that is no progress, and no failure yet."""

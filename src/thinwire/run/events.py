@@ -32,6 +32,23 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class PartArrived:
+    """The part of a checkpoint that a stage has reported is on this machine, with its hash."""
+
+    stage: int
+    step: int
+
+
+@dataclass(frozen=True)
+class PartLost:
+    """The part of a checkpoint that a stage has reported will not come."""
+
+    stage: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """The user asks the run to end."""
 
@@ -41,7 +58,7 @@ class Tick:
     """Time passes, and nothing else happened."""
 
 
-Event = Said | Exited | Lost | StopAsked | Tick
+Event = Said | Exited | Lost | PartArrived | PartLost | StopAsked | Tick
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class FrameKind(enum.IntEnum):
     BASIS = 9  # a basis that moves or is learned, or the gradient of one
     PROBE = 10  # an activation that scores a move of the basis: 0 just before it, 1 just after
     VALIDATED = 11  # the verdict that ends a validation: apart, for it is no part of a step
+    TOKENS = 12  # token ids of a microbatch, for a stage without the corpus; empty: asks for them
+    PIECE = 13  # the next bytes of a file
 
 
 @dataclass(frozen=True)

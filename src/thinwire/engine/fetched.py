@@ -1,0 +1,226 @@
+"""Token ids for a stage whose machine does not have the corpus.
+
+    FetchedCorpus  --TOKENS: a microbatch, which columns-->   TokenServer (remote/tokens.py)
+                   <--TOKENS: its ids, 2 or 4 bytes each--
+
+A stage asks only for what it reads, some steps before it reads it: the first for inputs, the last
+for targets, those with a token table for inputs, others for nothing. Which examples a microbatch
+has follows from the seed and their number, so codecs that remember examples need no ids.
+
+Wiring: the process of a stage dials `tokens-STAGE@EPOCH`, makes a FetchedCorpus of that pipe and
+gives it to its Worker as `far`. Its fingerprint becomes a part of the links' contract, as if the
+corpus were there. The same validation comes again and again, so its ids are kept, up to a limit.
+"""
+
+import enum
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.feed import FarCorpus
+from thinwire.errors import DataError, WireError
+from thinwire.model.task import TEXT
+from thinwire.settings import Settings
+from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
+
+STEPS_AHEAD = 4
+AHEAD_BYTES = 16 << 20  # of ids that were asked for ahead of their use, but for one microbatch
+KEPT_BYTES = 64 << 20  # of a validation's ids
+_ANSWER_S = 60.0  # for the first word of the other end
+
+
+class Side(enum.IntEnum):
+    """Which part of a corpus; the number is that of a request's weight version."""
+
+    TRAINING = 0
+    VALIDATION = 1
+
+
+class Columns(enum.IntFlag):
+    """What of a window is read; the number is the codec tag of a frame."""
+
+    INPUTS = 1
+    TARGETS = 2
+
+    def span(self, context: int) -> range:
+        """The places of a window of `context` + 1 tokens."""
+        first = 0 if self.INPUTS in self else 1
+        return range(first, context + 1 if self.TARGETS in self else context)
+
+
+Key = tuple[Side, int, int]
+"""A microbatch: its side, step (0 in a validation) and number."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is said of a corpus before any of its ids."""
+
+    corpus: str  # its fingerprint
+    examples: int
+    validations: int  # microbatches of one
+    text_tokens: int  # that a validation predicts, and the bytes that they stand for
+    text_bytes: int
+    id_bytes: int
+
+    def check(self) -> None:
+        """ValueError for what cannot be of a corpus."""
+        counts = (self.examples, self.validations, self.text_tokens, self.text_bytes)
+        if not isinstance(self.corpus, str) or len(self.corpus) > 256:
+            raise ValueError("no fingerprint")
+        if any(type(count) is not int or count < 0 for count in counts) or not self.examples:
+            raise ValueError("a count that is none")
+        if self.id_bytes not in (2, 4):
+            raise ValueError(f"ids of {self.id_bytes} bytes")
+
+
+def refuse_images(settings: Settings) -> None:
+    """Only token ids are sent; DataError says what to do for images."""
+    if settings.model.task is not TEXT:
+        raise DataError(
+            f'model.preset = "{settings.model.preset}" reads images, which are not sent over the '
+            "network: put the same images on this machine, and name them with --data"
+        )
+
+
+def columns_read(settings: Settings, stage: int) -> Columns:
+    """What a stage reads of its batches: inputs, targets, both or nothing."""
+    built = StageBuilder(settings, torch.device("meta")).build(stage)
+    inputs = Columns.INPUTS if built.incoming is None or built.needs_ids else Columns(0)
+    return inputs | (Columns.TARGETS if built.outgoing is None else Columns(0))
+
+
+class FetchedCorpus(FarCorpus):
+    """Token ids that another machine sends as they are needed; reads wait for what is due."""
+
+    def __init__(self, pipe: Pipe, settings: Settings, stage: int, timeout: float = _ANSWER_S):
+        refuse_images(settings)
+        self.meter = Meter()
+        said = {"config_hash": settings.hash}
+        self._read_facts(handshake(pipe, said, said, timeout, self.meter))
+        self._steps, self._vocab = settings.train.steps, settings.model.vocab
+        self._microbatches = settings.pipeline.microbatches
+        self._columns, self._context = columns_read(settings, stage), settings.model.context
+        self._shape = (settings.microbatch_size, len(self._columns.span(self._context)))
+        self._changed = threading.Condition()  # guards all that follows
+        self._asked: set[Key] = set()  # here, or on their way
+        self._ids: dict[Key, np.ndarray] = {}
+        self._failure: WireError | None = None
+        most = self._shape[0] * self._shape[1] * self._type.itemsize
+        self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, AHEAD_BYTES // max(1, most)))
+        self._link = Link(pipe, self.meter, None, "token ids", most)
+        self._link.start(self._on_ids, self._on_broken, self._on_end)
+
+    def inputs(self, at: tuple[int, int] | int) -> Tensor:
+        return self._read(at, Columns.INPUTS)
+
+    def targets(self, at: tuple[int, int] | int) -> Tensor:
+        return self._read(at, Columns.TARGETS)
+
+    def close(self) -> None:
+        """Say goodbye; whoever still reads gets an error."""
+        self._link.close()
+
+    def _read_facts(self, facts: dict[str, Any]) -> None:
+        try:
+            checked = Facts(**{key: facts[key] for key in Facts.__annotations__})
+            checked.check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"what the host says of its corpus cannot be read: {error}") from None
+        self.fingerprint = checked.corpus
+        self.example_count, self.validation_count = checked.examples, checked.validations
+        self.validation_text = checked.text_tokens, checked.text_bytes
+        self._type = np.dtype(f"<u{checked.id_bytes}")
+
+    def _read(self, at: tuple[int, int] | int, columns: Columns) -> Tensor:
+        """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
+        assert columns in self._columns, f"this stage was not to read {columns!r}"
+        key: Key = (Side.VALIDATION, 0, at) if isinstance(at, int) else (Side.TRAINING, *at)
+        with self._changed:
+            self._forget_before(key)
+            for ahead in self._coming(key):
+                self._ask(ahead)
+            self._changed.wait_for(lambda: self._failure or key in self._ids)
+            if key not in self._ids:
+                raise WireError(f"token ids of {_named(key)} cannot be had: {self._failure}")
+            first = self._columns.span(self._context).start
+            wanted = columns.span(self._context)
+            ids_BT = self._ids[key][:, wanted.start - first : wanted.stop - first]
+        return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
+
+    def _coming(self, key: Key) -> list[Key]:
+        """A microbatch and those that are read after it."""
+        side, step, number = key
+        if side is Side.VALIDATION:
+            last = min(self.validation_count, number + self._ahead)
+            return [(side, 0, n) for n in range(number, last)]
+        first = step * self._microbatches + number
+        last = min(self._steps * self._microbatches, first + self._ahead)
+        return [(side, *divmod(n, self._microbatches)) for n in range(first, last)]
+
+    def _ask(self, key: Key) -> None:
+        """Ask for a microbatch that is neither here nor on its way."""
+        if key in self._asked:
+            return
+        self._asked.add(key)
+        side, step, number = key
+        request = Frame(
+            FrameKind.TOKENS,
+            step=step,
+            microbatch=number,
+            weight_version=side,
+            codec=self._columns,
+        )
+        try:
+            self._link.send(request)
+        except WireError as error:
+            self._failure = self._failure or error
+
+    def _forget_before(self, key: Key) -> None:
+        """Earlier steps are over. A validation is kept for the next one, if not too large."""
+        side, step, number = key
+        if side is Side.TRAINING:
+            gone = {k for k in self._asked if k[0] is side and k[1] < step}
+        else:
+            kept = sum(ids.nbytes for k, ids in self._ids.items() if k[0] is side)
+            gone = {k for k in self._asked if k[0] is side and k[2] < number}
+            gone = gone if kept > KEPT_BYTES else set()
+        self._asked -= gone
+        for old in gone:
+            self._ids.pop(old, None)
+
+    def _on_ids(self, frame: Frame) -> None:
+        if frame.kind is not FrameKind.TOKENS or frame.weight_version not in list(Side):
+            raise WireError(f"a {frame.kind.name} frame came among token ids")
+        key: Key = (Side(frame.weight_version), frame.step, frame.microbatch)
+        payload = memoryview(frame.payload)
+        size = self._shape[0] * self._shape[1] * self._type.itemsize
+        if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
+            raise WireError(f"{payload.nbytes} bytes of token ids came, {frame.shape}, not {size}")
+        ids = np.frombuffer(payload, dtype=self._type).reshape(self._shape)
+        if int(ids.max()) >= self._vocab:
+            raise WireError(f"token id {ids.max()} came, but model.vocab = {self._vocab}")
+        with self._changed:
+            if key in self._asked:  # else it came too late for the step that it was for
+                self._ids[key] = ids
+                self._changed.notify_all()
+
+    def _on_broken(self, error: WireError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _on_end(self) -> None:
+        self._on_broken(WireError("the host has ended the stream of token ids"))
+
+
+def _named(key: Key) -> str:
+    side, step, number = key
+    if side is Side.VALIDATION:
+        return f"validation batch {number}"
+    return f"microbatch {number} of step {step + 1}"

@@ -1,0 +1,93 @@
+"""Token ids for stages whose machines do not have the corpus: the end that has it.
+
+Wiring, on the host: for each stage whose member did not prove the corpus's fingerprint, accept
+`tokens-STAGE@EPOCH` from the member in that seat and make a `TokenServer` of the pipe (a lasting
+pipe, where links may break). It answers on threads of its own until the pipe ends. The other end is
+`FetchedCorpus` (engine/fetched.py), which says what travels and when.
+
+A peer can ask for any microbatch of this run and nothing else. It is answered one request at a
+time, so one that asks without end only slows itself down.
+"""
+
+from dataclasses import asdict
+
+import numpy as np
+
+from thinwire.data import Corpus, Order, Validation
+from thinwire.engine.fetched import Columns, Facts, Side, refuse_images
+from thinwire.errors import WireError
+from thinwire.model.task import Data
+from thinwire.settings import Settings
+from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
+from thinwire.wire.background import on_daemon_thread
+
+_GREETING_S = 60.0
+_MOST_UNSENT = 4  # answers that wait for the link while the next one is made
+
+
+class TokenServer:
+    """Sends one stage the token ids that it asks for."""
+
+    def __init__(self, pipe: Pipe, data: Data, settings: Settings, timeout: float = _GREETING_S):
+        refuse_images(settings)
+        assert isinstance(data, Corpus), "a task that reads text has a corpus"
+        self.meter = Meter()
+        self.failure: WireError | None = None  # why the stream broke, if it did
+        context, train = settings.model.context, settings.train
+        microbatches, size = settings.pipeline.microbatches, settings.microbatch_size
+        self._context, self._steps = context, train.steps
+        self._order = Order(data.train, context, train.batch, microbatches, settings.run.seed)
+        self._validation = Validation(data.valid, context, size, train.eval_batches)
+        self._type = data.train.dtype
+        said = {"config_hash": settings.hash}
+        handshake(pipe, {**said, **asdict(self._facts(data))}, said, timeout, self.meter)
+        self._link = Link(pipe, self.meter, None, "token ids", 0)
+        self._link.start(self._on_request, self._on_broken, self._on_end)
+
+    def close(self) -> None:
+        """End the stream: the stage is done, or gone."""
+        self._link.close()
+
+    def _facts(self, corpus: Corpus) -> Facts:
+        validation, text = self._validation, (0, 0)
+        if corpus.valid_sizes is not None:
+            total = validation.total_of_targets(corpus.valid_sizes)
+            text = (validation.target_count, total)
+        width = self._type.itemsize
+        return Facts(corpus.fingerprint, self._order.count, len(validation), *text, width)
+
+    def _on_request(self, asked: Frame) -> None:
+        columns = Columns(asked.codec & 3)
+        if asked.kind is not FrameKind.TOKENS or columns != asked.codec or not columns:
+            raise WireError(f"a {asked.kind.name} frame does not ask for token ids")
+        ids_BW = self._windows(asked)[:, columns.span(self._context)]
+        payload = np.ascontiguousarray(ids_BW.astype(self._type.newbyteorder("<"))).tobytes()
+        self._link.wait_for_room(_MOST_UNSENT)
+        self._link.send(
+            Frame(
+                FrameKind.TOKENS,
+                step=asked.step,
+                microbatch=asked.microbatch,
+                weight_version=asked.weight_version,
+                codec=columns,
+                shape=ids_BW.shape,
+                payload=payload,
+            )
+        )
+
+    def _windows(self, asked: Frame) -> np.ndarray:
+        """The windows of a microbatch with the token after each, (B, T + 1)."""
+        if asked.weight_version == Side.TRAINING and asked.step < self._steps:
+            if asked.microbatch < self._order.microbatches:
+                batch = self._order.microbatch(asked.step, asked.microbatch)
+                return np.concatenate((batch.inputs_BT, batch.targets_BT[:, -1:]), axis=1)
+        elif asked.weight_version == Side.VALIDATION and asked.microbatch < len(self._validation):
+            batch = self._validation.microbatch(asked.microbatch)
+            return np.concatenate((batch.inputs_BT, batch.targets_BT[:, -1:]), axis=1)
+        raise WireError(f"microbatch {asked.microbatch} of step {asked.step} is not in this run")
+
+    def _on_end(self) -> None:
+        on_daemon_thread("thinwire tokens", self._link.close)  # the link's own thread asks for it
+
+    def _on_broken(self, error: WireError) -> None:
+        self.failure = error

@@ -1,0 +1,260 @@
+"""A peer that takes a seat gets the state of its stage, exactly, and next to nothing else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from thinwire.data import Corpus
+from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
+from thinwire.errors import CheckpointError, WireError
+from thinwire.remote.fetch import SeatServer, fetch_seat
+from thinwire.remote.pieces import PIECE_BYTES, AskSeat, Pace, Refusal, Seat, Talk, Want, give
+from thinwire.run.commit import commit
+from thinwire.settings import Settings
+from thinwire.wire import memory_pair
+from thinwire.wire.background import on_daemon_thread
+
+EXACT = {
+    "run__precision": "fp32",
+    "codec__forward": "fp32",
+    "codec__backward": "fp32",
+    "pipeline__stages": 3,
+    "train__steps": 6,
+    "train__checkpoint_every": 3,
+}
+PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "muon": {"optim__name": "muon"},
+    "remembering": {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"},
+    "subspace, moving": {
+        "boundary__mode": "subspace",
+        "boundary__rank": 6,
+        "boundary__basis_update_every": 2,
+    },
+    "token tables": {**PROJECTED, "boundary__anchor": "trainable", "boundary__table": 3},
+    "learned basis": {
+        **PROJECTED,
+        "boundary__basis": "per-cut",
+        "boundary__learn": True,
+        "boundary__anchor": "trainable",
+    },
+}
+
+
+@pytest.fixture
+def trained(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> Callable[..., tuple[Settings, Any, Checkpoint]]:
+    """A run of three stages, all of it, and its checkpoint of the middle."""
+
+    def train(**changes: Any) -> tuple[Settings, Any, Checkpoint]:
+        settings = make_settings(**{**EXACT, **changes})
+        outcome = run_in_threads(settings, folder=tmp_path / "host")
+        reports = outcome.shards()[3]
+        facts = {
+            "settings": settings.to_plain(),
+            "corpus": corpus.fingerprint,
+            **vars(reports[0].versions),
+        }
+        shards = [report.shard for report in reports]
+        folder = commit(tmp_path / "host", 3, shards, facts, corpus.tokenizer())
+        return settings, outcome, Checkpoint.open(folder)
+
+    return train
+
+
+def fetch(server: SeatServer, stage: int, folder: Path, **options: Any) -> tuple[Path, int]:
+    """The folder of a seat, and how many bytes of files were sent for it."""
+    here, there = memory_pair()
+    before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
+    serving = on_daemon_thread("host", lambda: server.serve(here, stage))
+    path = fetch_seat(there, stage, folder, **options)
+    serving.result(30)
+    after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
+    return path, after - before
+
+
+def restoring(seats: list[Path]) -> Callable[[Any], None]:
+    def restore(worker: Any) -> None:
+        worker.state.restore(Checkpoint.open(seats[worker.index]))
+
+    return restore
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seats_go_on_bit_for_bit(
+    kind: str, trained: Callable, run_in_threads: Callable, tmp_path: Path
+) -> None:
+    settings, whole, checkpoint = trained(**KINDS[kind])
+    server, seats = SeatServer(checkpoint, settings), []
+    for stage in range(3):
+        path, sent = fetch(server, stage, tmp_path / f"peer-{stage}")
+        own = checkpoint.shards[stage]
+        files = [shard.file for shard in Checkpoint.open(path).shards]
+        assert sent >= own.bytes and own.file in files
+        if kind in ("dense", "muon", "remembering") or stage == 0:
+            assert files == [own.file] and sent == own.bytes, "exactly one file"
+        else:
+            assert sent < own.bytes + 8192, "and a basis"
+        Checkpoint.open(path).verify()
+        seats.append(path)
+    resumed = run_in_threads(settings, prepare_worker=restoring(seats), folder=tmp_path / "again")
+    assert resumed.losses() == whole.losses()[3:]
+    for ours, theirs in zip(resumed.workers, whole.workers, strict=True):
+        assert ours.state.fingerprint() == theirs.state.fingerprint()
+    server.close()
+    assert not list(checkpoint.folder.parent.glob(".extracts-*"))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_another_split_gets_the_tensors_of_its_blocks(
+    stages: int,
+    trained: Callable,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    tmp_path: Path,
+) -> None:
+    _, _, checkpoint = trained()
+    settings = make_settings(**{**EXACT, "pipeline__stages": stages})
+    server, seats, total = SeatServer(checkpoint, settings), [], 0
+    for stage in range(stages):
+        path, sent = fetch(server, stage, tmp_path / f"peer-{stage}")
+        seats.append(path)
+        total += sent
+    assert total < 1.2 * sum(shard.bytes for shard in checkpoint.shards), "each tensor once"
+    ours = run_in_threads(settings, prepare_worker=restoring(seats), folder=tmp_path / "a")
+    theirs = run_in_threads(settings, resume=checkpoint.folder, folder=tmp_path / "b")
+    for left, right in zip(ours.workers, theirs.workers, strict=True):
+        assert left.state.fingerprint() == right.state.fingerprint()
+    server.close()
+
+
+def test_what_is_here_is_not_sent_again(trained: Callable, tmp_path: Path) -> None:
+    settings, _, checkpoint = trained()
+    server, folder = SeatServer(checkpoint, settings), tmp_path / "peer"
+    own = partial_folder(folder, 3)  # the machine that wrote this shard
+    own.mkdir(parents=True)
+    source = checkpoint.folder / "stage-1.safetensors"
+    (own / "stage-1.safetensors").write_bytes(source.read_bytes())
+    path, sent = fetch(server, 1, folder)
+    assert sent == 0
+    Checkpoint.open(path).verify()
+    again, sent = fetch(server, 1, folder)
+    assert (again, sent) == (path, 0)
+    other, sent = fetch(server, 2, folder)  # it takes another seat
+    assert other == path and sent == checkpoint.shards[2].bytes
+    assert [shard.file for shard in Checkpoint.open(other).shards] == ["stage-2.safetensors"]
+    (path / "stage-2.safetensors").write_bytes(b"altered")
+    assert fetch(server, 2, folder)[1] == checkpoint.shards[2].bytes
+
+
+def test_a_lost_connection_loses_nothing_that_has_come(
+    trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.remote.pieces.PIECE_BYTES", 1024)
+    settings, _, checkpoint = trained()
+    server, seen = SeatServer(checkpoint, settings), []
+    here, there = memory_pair(1)
+    on_daemon_thread("host", lambda: server.serve(here, 0))
+
+    def lose(done: int, total: int) -> None:
+        seen.append(total)
+        if done >= 5 * 1024:
+            here.close()
+
+    with pytest.raises(WireError):
+        fetch_seat(there, 0, tmp_path / "peer", progress=lose)
+    path, sent = fetch(server, 0, tmp_path / "peer")
+    assert set(seen) == {checkpoint.shards[0].bytes}
+    assert sent <= checkpoint.shards[0].bytes - 5 * 1024
+    Checkpoint.open(path).verify()
+
+
+def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -> None:
+    settings, _, checkpoint = trained()
+    server = SeatServer(checkpoint, settings)
+    here, there = memory_pair()
+    on_daemon_thread("host", lambda: server.serve(here, 1))
+    with pytest.raises(CheckpointError, match="stage 0 is not the seat of this peer"):
+        fetch_seat(there, 0, tmp_path / "peer")
+    here, there = memory_pair()
+    serving = on_daemon_thread("host", lambda: server.serve(here, 1))
+    talk, theirs = Talk(there), checkpoint.shards[0]
+    talk.say(AskSeat(1))
+    assert isinstance(talk.hear(30), Seat)
+    talk.say(Want(3, 0, theirs.sha256, theirs.bytes, 0))
+    assert talk.hear(30) == Refusal("this seat has no such file")
+    talk.say(Refusal("nonsense"))
+    with pytest.raises(WireError, match="only the host may send"):
+        serving.result(30)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m["shards"][0].update(file="../../../evil"), "not the name of a file"),
+        (lambda m: m["shards"][0].update(file="manifest.json"), "not the name of a file"),
+        (lambda m: m["shards"][0].update(sha256="../x"), "no hash or size"),
+        (lambda m: m["shards"][0].update(bytes=-1), "no hash or size"),
+        (lambda m: m["shards"][0].update(bytes="many"), "not the name of a file"),
+        (lambda m: m["shards"].append(m["shards"][0]), "names a file twice"),
+        (lambda m: m.update(step="../../evil"), "its step"),
+        (lambda m: m.update(shards=7), "cannot be used"),
+        (lambda m: m["shards"][0].update(extra=1), "cannot be used"),
+        (lambda m: m.pop("settings"), "cannot be used"),
+        (
+            lambda m: m["settings"]["codec"].update(plugins=["evil"]),
+            "names plugins, which are code: evil.*--allow-plugin",
+        ),
+        (lambda m: m.update(weight_version=-1), "is damaged"),
+    ],
+)
+def test_a_manifest_cannot_lead_a_peer_astray(
+    change: Callable, words: str, trained: Callable, tmp_path: Path
+) -> None:
+    _, _, checkpoint = trained()
+    manifest = json.loads((checkpoint.folder / MANIFEST).read_text())
+    manifest["shards"] = manifest["shards"][:1]
+    change(manifest)
+    here, there = memory_pair()
+
+    def lie() -> None:
+        talk = Talk(here)
+        talk.hear()
+        talk.say(Seat(sealed(manifest)))
+        while isinstance(want := talk.hear(), Want):
+            give(talk, want, checkpoint.folder / "stage-0.safetensors", Pace())
+
+    on_daemon_thread("host", lie)
+    before = {path for path in tmp_path.rglob("*") if "peer" not in path.parts}
+    with pytest.raises(CheckpointError, match=words):
+        fetch_seat(there, 0, tmp_path / "peer")
+    assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
+
+
+def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -> None:
+    settings, _, checkpoint = trained(**KINDS["token tables"])
+    (checkpoint.folder / "stage-0.safetensors").unlink()
+    here, there = memory_pair()
+    server = SeatServer(checkpoint, settings)
+    on_daemon_thread("host", lambda: server.serve(here, 1))
+    with pytest.raises(CheckpointError, match="the host cannot read its checkpoint"):
+        fetch_seat(there, 1, tmp_path / "peer")
+
+
+def test_extracts_hold_the_same_tensors(trained: Callable, tmp_path: Path) -> None:
+    settings, _, checkpoint = trained(**KINDS["token tables"])
+    server = SeatServer(checkpoint, settings)
+    path, sent = fetch(server, 2, tmp_path / "peer")
+    extract = load_file(path / "stage-0.safetensors")
+    whole = load_file(checkpoint.folder / "stage-0.safetensors")
+    assert list(extract) == ["space/basis"]
+    assert (extract["space/basis"] == whole["space/basis"]).all()
+    assert sent < PIECE_BYTES
+    server.close()

@@ -1,0 +1,261 @@
+"""Files in pieces: whole and right, or a reason; from where they stopped; at a bounded rate."""
+
+import hashlib
+import os
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import BreachError, CheckpointError, WireError
+from thinwire.remote.pieces import (
+    MOST_SAID,
+    PIECE_BYTES,
+    Done,
+    Pace,
+    Refusal,
+    Talk,
+    Want,
+    give,
+    take,
+)
+from thinwire.wire import Frame, FrameKind, Pipe, encode, memory_pair
+from thinwire.wire.background import on_daemon_thread
+
+SIZES = [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 17]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[int], tuple[Path, Want]]:
+    def make(size: int) -> tuple[Path, Want]:
+        path, content = tmp_path / "stage-1.safetensors", os.urandom(size)
+        path.write_bytes(content)
+        return path, Want(5, 1, hashlib.sha256(content).hexdigest(), size, 0)
+
+    return make
+
+
+def serve(pipe: Pipe, path: Path, pace: Pace | None = None) -> Talk:
+    """Answer every request with this file."""
+    talk = Talk(pipe)
+
+    def answer() -> None:
+        while isinstance(want := talk.hear(), Want):
+            give(talk, want, path, pace or Pace())
+
+    on_daemon_thread("giver", answer)
+    return talk
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_arrives_whole(size: int, file: Callable, tmp_path: Path) -> None:
+    here, there = memory_pair()
+    path, want = file(size)
+    serve(there, path)
+    part, done = tmp_path / "in" / "part", []
+    take(Talk(here), want, part, done.append)
+    assert part.read_bytes() == path.read_bytes()
+    assert done[0] == 0 and done[-1] == size and done == sorted(done)
+
+
+@pytest.mark.parametrize("have", [1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
+def test_a_transfer_goes_on_where_it_stopped(have: int, file: Callable, tmp_path: Path) -> None:
+    here, there = memory_pair()
+    path, want = file(3 * PIECE_BYTES + 17)
+    part = tmp_path / "part"
+    part.write_bytes(path.read_bytes()[:have])
+    giver = serve(there, path)
+    take(Talk(here), want, part)
+    assert part.read_bytes() == path.read_bytes()
+    whole = have - have % PIECE_BYTES
+    assert giver.meter.snapshot()["sent"]["PIECE"]["payload_bytes"] == want.bytes - whole
+
+
+def test_what_is_here_already_is_not_sent(file: Callable, tmp_path: Path) -> None:
+    here, _ = memory_pair()
+    path, want = file(PIECE_BYTES + 1)
+    talk = Talk(here)
+    take(talk, want, path)
+    assert talk.meter.sent_bytes() == 0
+
+
+def test_a_lost_connection_keeps_what_has_come(file: Callable, tmp_path: Path) -> None:
+    path, want = file(3 * PIECE_BYTES)
+    part = tmp_path / "part"
+    here, there = memory_pair()
+    talk = Talk(there)
+    talk.send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
+    there.close()
+    with pytest.raises(WireError):
+        take(Talk(here), want, part)
+    assert part.stat().st_size == 0, "closing in memory drops what was not read"
+    here, there = memory_pair()
+    Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
+    with pytest.raises(WireError, match="said nothing for 0"):
+        take(Talk(here), want, part, silence=0.2)
+    assert part.stat().st_size == PIECE_BYTES
+    here, there = memory_pair()
+    giver = serve(there, path)
+    take(Talk(here), want, part)
+    assert giver.meter.snapshot()["sent"]["PIECE"]["frames"] == 2
+
+
+def test_a_wrong_hash_is_sent_again_once(file: Callable, tmp_path: Path) -> None:
+    path, want = file(PIECE_BYTES + 9)
+    part = tmp_path / "part"
+    part.write_bytes(bytes(PIECE_BYTES))  # of the right size so far, with other bits
+    here, there = memory_pair()
+    giver = serve(there, path)
+    take(Talk(here), want, part)
+    assert part.read_bytes() == path.read_bytes()
+    assert giver.meter.snapshot()["sent"]["PIECE"]["frames"] == 1 + 2
+
+
+def test_a_wrong_hash_is_named_the_second_time(file: Callable, tmp_path: Path) -> None:
+    path, want = file(9)
+    path.write_bytes(b"otherwise")
+    here, there = memory_pair()
+    giver = serve(there, path)
+    with pytest.raises(CheckpointError, match=rf"instead of {want.sha256[:12]}, twice"):
+        take(Talk(here), want, tmp_path / "part")
+    assert giver.meter.snapshot()["sent"]["PIECE"]["frames"] == 2
+    assert not (tmp_path / "part").exists()
+
+
+def test_a_full_disk_is_known_before_anything_is_asked(
+    file: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")(1 << 40, 0, 64 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    here, _ = memory_pair()
+    talk = Talk(here)
+    with pytest.raises(CheckpointError, match=r"1,000 bytes do not fit into .*67,108,864 are free"):
+        take(talk, file(1000)[1], tmp_path / "part")
+    assert talk.meter.sent_bytes() == 0
+
+
+def test_a_write_that_fails_is_a_reason(file: Callable, tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        take(Talk(memory_pair()[0]), file(1000)[1], tmp_path / "part")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (Refusal("it is gone"), CheckpointError, "does not send it: it is gone"),
+        (Done(4), BreachError, "another piece"),
+        (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
+        (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
+        (Frame(FrameKind.PIECE, payload=bytes(9)), BreachError, "9 bytes, not 10"),
+        (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "among files"),
+        (Frame(FrameKind.CONTROL, payload=b"nonsense"), BreachError, "cannot be read"),
+        (Frame(FrameKind.PIECE, payload=bytes(MOST_SAID + 1)), BreachError, "at most"),
+    ],
+)
+def test_what_was_not_due_is_refused(
+    answer: Refusal | Done | Frame,
+    error: type[Exception],
+    words: str,
+    file: Callable,
+    tmp_path: Path,
+) -> None:
+    here, there = memory_pair()
+    talk = Talk(there)
+    talk.send(answer) if isinstance(answer, Frame) else talk.say(answer)
+    with pytest.raises(error, match=words):
+        take(Talk(here), file(10)[1], tmp_path / "part")
+
+
+def test_only_a_hash_can_be_wanted(file: Callable, tmp_path: Path) -> None:
+    want = Want(5, 1, "../" * 21 + "x", 10, 0)
+    with pytest.raises(CheckpointError, match="is no sha256"):
+        take(Talk(memory_pair()[0]), want, tmp_path / "part")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bytes": 11}, "has 10 bytes"),
+        ({"offset": 5}, "has 10 bytes"),
+        ({"offset": PIECE_BYTES}, "has 10 bytes"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(
+    change: dict[str, int], words: str, file: Callable
+) -> None:
+    here, there = memory_pair()
+    path, want = file(10)
+    give(Talk(there), Want(**{**vars(want), **change}), path, Pace())
+    answer = Talk(here).hear()
+    assert isinstance(answer, Refusal) and words in answer.reason
+    give(Talk(there), want, path.with_name("missing"), Pace())
+    answer = Talk(here).hear()
+    assert isinstance(answer, Refusal) and "No such file" in answer.reason
+
+
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+def test_files_take_their_share_of_the_uplink_and_no_more() -> None:
+    clock = Clock()
+    pace, sent = Pace(1000.0, lambda: clock.now, clock.sleep), []
+    for size in [400, 100, 1000, 256, 256, 2000, 10]:
+        pace.spend(size)
+        sent.append((clock.now, size))
+    for first in range(len(sent)):
+        for last in range(first + 1, len(sent)):
+            # From one message to the next, no more than the rate; each message is whole.
+            seconds = sent[last][0] - sent[first][0]
+            assert sum(size for _, size in sent[first:last]) <= 1000 * seconds + 1e-6
+    assert clock.now == pytest.approx(50 + (sum(size for _, size in sent) - 10) / 1000)
+
+
+def test_a_pause_saves_no_rate_for_later() -> None:
+    clock = Clock()
+    pace = Pace(1000.0, lambda: clock.now, clock.sleep)
+    pace.spend(100)
+    clock.now += 3600
+    before = clock.now
+    for _ in range(11):
+        pace.spend(100)
+    assert clock.now - before == pytest.approx(1.0)
+
+
+def test_without_a_rate_nothing_waits() -> None:
+    clock = Clock()
+    pace = Pace(1000.0, lambda: clock.now, clock.sleep)
+    pace.spend(10**9)
+    pace.change(0)  # training is over: the whole uplink is free
+    for _ in range(9):
+        pace.spend(10**9)
+    assert clock.now == 50
+    pace.change(1000)
+    pace.spend(500)
+    pace.spend(1)
+    assert clock.now == pytest.approx(50.5)
+
+
+def test_a_file_is_given_at_its_pace(file: Callable, tmp_path: Path) -> None:
+    clock = Clock()
+    here, there = memory_pair()
+    path, want = file(8 * PIECE_BYTES)
+    serve(there, path, Pace(PIECE_BYTES / 2, lambda: clock.now, clock.sleep))
+    take(Talk(here), want, tmp_path / "part")
+    assert clock.now == pytest.approx(50 + 7 * 2)
+
+
+def test_a_message_is_bounded_before_it_is_read() -> None:
+    here, there = memory_pair()
+    there.write(encode(Frame(FrameKind.CONTROL, payload=bytes(MOST_SAID + 1))))
+    with pytest.raises(BreachError, match="payload length"):
+        Talk(here).hear()

@@ -1,0 +1,317 @@
+"""Shards on their way to the host: which travel, in which order, and what stops them."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
+from thinwire.errors import WireError
+from thinwire.remote.pieces import PIECE_BYTES, Frame, Pace, Talk, Want
+from thinwire.remote.store import (
+    ShardCollector,
+    ShardSender,
+    incoming_folder,
+    most_shard_bytes,
+)
+from thinwire.wire import Authority, FrameKind, Listener, Pipe, dial, memory_pair
+from thinwire.wire.background import on_daemon_thread
+
+LIMIT = 4 << 20
+PATIENCE = 30.0
+
+
+class Host:
+    """A collector of two stages, and all that it has said."""
+
+    def __init__(self, folder: Path, patience: float = 0.0):
+        self.folder = folder
+        self.said: list[tuple] = []
+        self._changed = threading.Condition()
+        self.collector = ShardCollector(
+            folder,
+            [LIMIT, LIMIT],
+            lambda stage, step: self._note(("arrived", stage, step)),
+            lambda stage, step, error: self._note(("lost", stage, step, error)),
+            patience,
+        )
+
+    def _note(self, what: tuple) -> None:
+        with self._changed:
+            self.said.append(what)
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> list[tuple]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.said) >= count, PATIENCE), self.said
+            return self.said
+
+    def join(self, name: str, sender: ShardSender, stages: list[int]) -> Pipe:
+        """Join a member by a connection; returns its end of it."""
+        here, there = memory_pair(2)
+        on_daemon_thread("host", lambda: self.collector.collect_from(name, stages, here))
+        on_daemon_thread("member", lambda: sender.serve(there))
+        return there
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path / "host")
+    yield host
+    host.collector.close()
+
+
+def write(folder: Path, stage: int, step: int, size: int = 2 * PIECE_BYTES + 99) -> Shard:
+    """What the process of a stage leaves on its machine."""
+    place = partial_folder(folder, step)
+    place.mkdir(parents=True, exist_ok=True)
+    content = os.urandom(size)
+    (place / f"stage-{stage}.safetensors").write_bytes(content)
+    return Shard(f"stage-{stage}.safetensors", hashlib.sha256(content).hexdigest(), size, ["w"])
+
+
+def arrived(host: Host, stage: int, step: int) -> str:
+    return sha256_of(partial_folder(host.folder, step) / f"stage-{stage}.safetensors")
+
+
+def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
+    shards = [write(tmp_path / f"member-{stage}", stage, 10) for stage in (0, 1)]
+    for stage in (0, 1):
+        host.join(f"peer-{stage}", ShardSender(tmp_path / f"member-{stage}", Pace()), [stage])
+        host.collector.announce(stage, 10, shards[stage])
+    assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
+    assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
+    moved = host.collector.meter.snapshot()["received"]["PIECE"]
+    assert moved["payload_bytes"] == sum(shard.bytes for shard in shards)
+
+
+def test_one_machine_may_hold_several_stages(host: Host, tmp_path: Path) -> None:
+    member = tmp_path / "member"
+    shards = [write(member, stage, 10) for stage in (0, 1)]
+    host.join("peer", ShardSender(member, Pace()), [0, 1])
+    for stage in (1, 0):
+        host.collector.announce(stage, 10, shards[stage])
+    host.wait(2)
+    assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
+
+
+def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> None:
+    """Step 10 travels; 20 and 30 come due meanwhile; 40 only on one stage so far."""
+    member = tmp_path / "member"
+    for step in (10, 20, 30):
+        for stage in (0, 1):
+            host.collector.announce(stage, step, write(member, stage, step))
+    host.collector.announce(0, 40, write(member, 0, 40))
+    assert host.said == [] and host.collector.underway() == [0, 1]
+    host.join("peer", ShardSender(member, Pace()), [0, 1])
+    said = host.wait(6)
+    why = "that of step 30 came due before it could be sent"
+    assert said == [
+        ("arrived", 0, 10), ("arrived", 1, 10),
+        ("lost", 0, 20, why), ("lost", 1, 20, why),
+        ("arrived", 0, 30), ("arrived", 1, 30),
+    ]  # fmt: skip
+    host.collector.announce(1, 40, write(member, 1, 40))
+    assert host.wait(8)[6:] == [("arrived", 0, 40), ("arrived", 1, 40)]
+
+
+def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> None:
+    member = tmp_path / "member"
+    for step in (10, 20, 30):
+        for stage in (0, 1):
+            shard = write(member, stage, step)
+            if step == 20:
+                host.collector.announce(stage, step, shard)
+    there = host.join("peer", ShardSender(member, Pace()), [0, 1])
+    host.wait(2)
+    assert len(list(incoming_folder(host.folder).iterdir())) == 2
+    host.collector.settled(20)
+    assert list(incoming_folder(host.folder).iterdir()) == []
+    for stage in (0, 1):
+        host.collector.announce(stage, 30, write(member, stage, 30))
+    host.wait(4)
+    assert not partial_folder(member, 10).exists()
+    assert partial_folder(member, 20).exists() and partial_folder(member, 30).exists()
+    there.close()
+
+
+def test_a_stage_that_could_not_write_ends_the_checkpoint_for_all(
+    host: Host, tmp_path: Path
+) -> None:
+    host.collector.announce(0, 10, write(tmp_path, 0, 10))
+    host.collector.give_up(10, "disk full")
+    assert host.said == [("lost", 0, 10, "disk full")]
+    host.collector.announce(1, 10, write(tmp_path, 1, 10))
+    assert host.said[1:] == [("lost", 1, 10, "disk full")]
+    assert host.collector.underway() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bytes": LIMIT + 1}, "a shard of 4,194,305 bytes, but its state takes at most 4,194,304"),
+        ({"bytes": 0}, "a shard of 0 bytes"),
+        ({"sha256": "../../secret"}, "no sha256"),
+        ({"sha256": "AB" * 32}, "no sha256"),
+        ({"file": "../stage-0.safetensors"}, "the file '../stage-0.safetensors'"),
+        ({"file": "stage-1.safetensors"}, "the file 'stage-1.safetensors'"),
+    ],
+)
+def test_what_a_stage_cannot_have_written_is_not_asked_for(
+    change: dict, words: str, host: Host, tmp_path: Path
+) -> None:
+    shard = write(tmp_path, 0, 10, 1000)
+    host.collector.announce(0, 10, Shard(**{**vars(shard), **change}))
+    ((what, stage, step, error),) = host.said
+    assert (what, stage, step) == ("lost", 0, 10) and words in error
+    assert not host.folder.exists(), "nothing is written for it"
+
+
+def test_a_shard_that_is_not_there_or_wrong_is_named(host: Host, tmp_path: Path) -> None:
+    member = tmp_path / "member"
+    for stage in (0, 1):
+        host.collector.announce(stage, 10, write(member, stage, 10))
+    changed = partial_folder(member, 10) / "stage-0.safetensors"
+    changed.write_bytes(bytes(changed.stat().st_size))
+    host.join("peer-a", ShardSender(member, Pace()), [0, 1])
+    said = host.wait(2)
+    assert {what[:3] for what in said} == {("lost", 0, 10), ("lost", 1, 10)}
+    assert "the shard of stage 0 from peer-a: it arrived with the hash" in said[0][3]
+    assert said[0][3].endswith("twice")
+    for stage in (0, 1):
+        host.collector.announce(stage, 20, write(tmp_path / "elsewhere", stage, 20))
+    assert "no shard of stage 0 and step 20" in host.wait(4)[2][3]
+
+
+class Cut(Pipe):
+    """A pipe that breaks after some messages."""
+
+    def __init__(self, pipe: Pipe, messages: int):
+        self._pipe, self._left = pipe, messages
+
+    def write(self, message: bytes) -> None:
+        self._left -= 1
+        if self._left < 0:
+            self._pipe.close()
+            raise WireError("the connection was lost")
+        self._pipe.write(message)
+
+    def read(self) -> bytes | None:
+        return self._pipe.read()
+
+    def close(self, grace: float | None = None) -> None:
+        self._pipe.close()
+
+
+def pieces_sent(sender: ShardSender) -> int:
+    return sender.meter.snapshot()["sent"].get("PIECE", {"frames": 0})["frames"]
+
+
+def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_path: Path) -> None:
+    member, pieces = tmp_path / "member", 8
+    shards = [write(member, stage, 10, pieces * PIECE_BYTES) for stage in (0, 1)]
+    host = Host(tmp_path / "host")
+    for stage in (0, 1):
+        host.collector.announce(stage, 10, shards[stage])
+    sender = ShardSender(member, Pace())
+    here, there = memory_pair(1)
+    on_daemon_thread("member", lambda: sender.serve(Cut(there, 5)))
+    host.collector.collect_from("peer", [0], here)  # returns when the connection is lost
+    assert host.said == [] and host.collector.underway() == [0, 1]
+    host.collector.close()
+
+    again = Host(tmp_path / "host")  # the run was formed again, and wrote the same bits
+    for stage in (0, 1):
+        again.collector.announce(stage, 10, shards[stage])
+    second = ShardSender(member, Pace())
+    again.join("peer", second, [0, 1])
+    again.wait(2)
+    assert [arrived(again, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
+    kept = 2 * pieces - pieces_sent(second)
+    assert 0 < kept <= pieces_sent(sender) == 5, "what had come was not sent again"
+    again.collector.close()
+
+    third = Host(tmp_path / "host")  # and again, before that checkpoint was complete
+    for stage in (0, 1):
+        third.collector.announce(stage, 10, shards[stage])
+    last = ShardSender(member, Pace())
+    third.join("peer", last, [0, 1])
+    third.wait(2)
+    assert pieces_sent(last) == 0, "all of it was here"
+    third.collector.close()
+
+
+def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path: Path) -> None:
+    host = Host(tmp_path / "host", patience=0.2)
+    for stage in (0, 1):
+        host.collector.announce(stage, 10, write(tmp_path / "member", stage, 10))
+    said = host.wait(2)
+    assert [what[:3] for what in said] == [("lost", 0, 10), ("lost", 1, 10)]
+    assert "nothing of the shard of stage 0, stage 1 has come for" in said[0][3]
+    host.collector.close()
+
+
+def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
+    here, there = memory_pair()
+    on_daemon_thread("member", lambda: ShardSender(tmp_path, Pace()).serve(there))
+    talk = Talk(here)
+    (tmp_path / "stage-0.safetensors").write_bytes(b"secret")
+    talk.say(Want(0, 0, "ab" * 32, 6, 0))
+    answer = talk.hear(PATIENCE)
+    assert not isinstance(answer, Frame) and "no shard of stage 0 and step 0" in str(answer)
+    talk.send(Frame(FrameKind.PIECE, payload=b"x"))
+    assert talk.hear(PATIENCE) is None, "it hangs up on nonsense"
+
+
+def test_over_grpc_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.remote.store.REDIAL_S", (0.05, 0.1))
+    authority = Authority.create("tests")
+    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, 1 << 20)
+    identity, member = authority.issue("peer-a"), tmp_path / "member"
+    host, dials = Host(tmp_path / "host"), iter(range(9))
+
+    def connect() -> Pipe:
+        pipe = dial(listener.address, "store-peer-a", identity, "coordinator", 10, 1 << 20)
+        return Cut(pipe, 3) if next(dials) == 0 else pipe
+
+    def accept() -> None:
+        while True:
+            pipe = listener.accept("store-peer-a", None, "peer-a", is_replaceable=True)
+            host.collector.collect_from("peer-a", [0, 1], pipe)
+
+    on_daemon_thread("host", accept)
+    sender = ShardSender(member, Pace())
+    on_daemon_thread("member", lambda: sender.keep_serving(connect))
+    shards = [write(member, stage, 10, 6 * PIECE_BYTES) for stage in (0, 1)]
+    for stage in (0, 1):
+        host.collector.announce(stage, 10, shards[stage])
+    host.wait(2)
+    assert next(dials) >= 2
+    assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
+    host.collector.close()
+    sender.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"run__precision": "fp32", "optim__name": "muon"},
+        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 3},
+        {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"},
+        {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef"},
+    ],
+)
+def test_no_state_is_larger_than_its_limit(
+    changes: dict, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    settings = make_settings(pipeline__stages=3, train__checkpoint_every=2, **changes)
+    written = run_in_threads(settings).shards()
+    limits = [most_shard_bytes(settings, stage) for stage in range(3)]
+    for parts in written.values():
+        for part, limit in zip(parts, limits, strict=True):
+            assert part.shard.bytes <= limit < 100 * part.shard.bytes

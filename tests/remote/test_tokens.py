@@ -1,0 +1,245 @@
+"""A stage without the corpus gets the ids that it reads, and trains to the same bits."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine.feed import Feed
+from thinwire.engine.fetched import Columns, FetchedCorpus, columns_read
+from thinwire.errors import DataError, WireError
+from thinwire.remote.tokens import TokenServer
+from thinwire.settings import Settings
+from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
+from thinwire.wire.background import on_daemon_thread
+
+CPU = torch.device("cpu")
+NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
+TABLES = {**NARROW, "boundary__anchor": "trainable", "boundary__table": 8}
+FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
+
+
+def joined(corpus: Corpus, settings: Settings, stage: int) -> tuple[TokenServer, FetchedCorpus]:
+    """A corpus and a stage that has none, joined in memory."""
+    here, there = memory_pair()
+    serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
+    far = FetchedCorpus(there, settings, stage)
+    return serving.result(), far
+
+
+def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Corpus) -> None:
+    settings = make_settings(pipeline__stages=1)
+    server, far = joined(corpus, settings, 0)
+    near, fetched = Feed(corpus, settings, CPU), Feed(far, settings, CPU)
+    assert far.fingerprint == corpus.fingerprint
+    assert fetched.example_count == near.example_count
+    assert fetched.validation_text == near.validation_text
+    assert fetched.validation_count == near.validation_count > 0
+    for step in range(settings.train.steps):
+        for number in range(settings.pipeline.microbatches):
+            ours, theirs = fetched.training(step, number), near.training(step, number)
+            assert torch.equal(ours.inputs, theirs.inputs) and ours.inputs.dtype == torch.int64
+            assert torch.equal(ours.targets, theirs.targets)
+            assert fetched.examples(step, number) == near.examples(step, number)
+    for _ in range(2):
+        for number in range(near.validation_count):
+            ours, theirs = fetched.validation(number), near.validation(number)
+            assert torch.equal(ours.inputs, theirs.inputs)
+            assert torch.equal(ours.targets, theirs.targets)
+    far.close()
+    batches = settings.train.steps * settings.pipeline.microbatches + near.validation_count
+    moved = server.meter.snapshot()
+    assert moved["received"]["TOKENS"] == {
+        "frames": batches, "header_bytes": 64 * batches, "payload_bytes": 0,
+    }  # fmt: skip
+    windows = batches * settings.microbatch_size
+    assert moved["sent"]["TOKENS"]["payload_bytes"] == 2 * windows * (settings.model.context + 1)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads"),
+    [
+        ({}, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
+        (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
+        (TABLES, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
+        (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
+    ],
+    ids=["dense", "narrow", "tables", "fixed"],
+)
+def test_a_run_without_the_corpus_trains_to_the_same_bits(
+    changes: dict[str, Any],
+    reads: list[Columns],
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    settings = make_settings(pipeline__stages=3, run__precision="fp32", **changes)
+    assert [columns_read(settings, stage) for stage in range(3)] == reads
+    near = run_in_threads(settings)
+    pairs = [joined(corpus, settings, stage) for stage in range(3)]
+    nowhere = tmp_path / "nothing"
+    far = run_in_threads(settings, data=nowhere, far=lambda stage: pairs[stage][1])
+    assert far.losses() == near.losses()
+    assert far.valid_losses() == near.valid_losses()
+    for ours, theirs in zip(far.workers, near.workers, strict=True):
+        assert ours.state.fingerprint() == theirs.state.fingerprint()
+        assert ours.contract(min(ours.index, 1)) == theirs.contract(min(ours.index, 1))
+    for (server, _), columns in zip(pairs, reads, strict=True):
+        asked = server.meter.snapshot()["received"].get("TOKENS", {"frames": 0})["frames"]
+        assert (asked > 0) == (columns != Columns(0)), "a stage that reads nothing asks for nothing"
+        server.close()
+
+
+def test_ids_are_asked_for_before_they_are_read(make_settings: Callable, corpus: Corpus) -> None:
+    settings = make_settings(train__steps=9)
+    server, far = joined(corpus, settings, 0)
+    far.inputs((0, 0))
+    far.inputs((0, 1))
+    ahead = far.meter.snapshot()["sent"]["TOKENS"]["frames"]
+    assert ahead == 4 * settings.pipeline.microbatches + 1
+    server.close()
+
+
+def test_a_validation_too_large_to_keep_is_asked_for_again(
+    make_settings: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.engine.fetched.KEPT_BYTES", 0)
+    settings = make_settings(train__eval_batches=3)
+    server, far = joined(corpus, settings, 0)
+    near = Feed(corpus, settings, CPU)
+    for _ in range(2):
+        for number in range(3):
+            assert torch.equal(far.inputs(number), near.validation(number).inputs)
+    far.close()
+    assert server.meter.snapshot()["received"]["TOKENS"]["frames"] > 3
+    server.close()
+
+
+@pytest.mark.parametrize("vocab", [300, 70_000])
+def test_large_vocabularies_have_wider_ids(
+    vocab: int, make_settings: Callable, corpus: Corpus
+) -> None:
+    settings = make_settings(model__vocab=vocab)
+    width = np.dtype("<u2" if vocab < 1 << 16 else "<u4")
+    changed = Corpus(**{**vars(corpus), "train": corpus.train.astype(width)})
+    server, far = joined(changed, settings, 0)
+    expected = Feed(corpus, settings, CPU).training(2, 1).inputs
+    assert torch.equal(far.inputs((2, 1)), expected)
+    server.close()
+
+
+def test_a_host_that_is_gone_is_named(make_settings: Callable, corpus: Corpus) -> None:
+    server, far = joined(corpus, make_settings(train__steps=50), 0)
+    far.inputs((0, 0))
+    server.close()
+    with pytest.raises(WireError, match=r"token ids of microbatch 2 of step 41 cannot be had: "):
+        far.inputs((40, 2))
+
+
+def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
+    settings = make_settings()
+    here, there = memory_pair()
+    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2}  # fmt: skip
+    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    far = FetchedCorpus(there, settings, 0)
+    greeting.result()
+    threading.Timer(0.1, here.close).start()
+    with pytest.raises(WireError, match=r"validation batch 0 cannot be had: .*without a goodbye"):
+        far.inputs(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"id_bytes": 3}, "ids of 3 bytes"),
+        ({"examples": 0}, "a count"),
+        ({"examples": True}, "a count"),
+        ({"corpus": 7}, "no fingerprint"),
+        ({"validations": None}, "a count"),
+        ({"config_hash": "other"}, "config_hash"),
+    ],
+)
+def test_what_the_host_says_is_checked(
+    change: dict[str, Any], words: str, make_settings: Callable
+) -> None:
+    settings = make_settings()
+    here, there = memory_pair()
+    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, **change}  # fmt: skip
+    on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    with pytest.raises(WireError, match=words):
+        FetchedCorpus(there, settings, 0)
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        ({"shape": (2, 15)}, "came"),
+        ({"payload": b"\0" * 62}, "62 bytes"),
+        ({"payload": b"\xff" * 64}, "token id 65535 came, but model.vocab = 300"),
+        ({"kind": FrameKind.PIECE}, "PIECE frame"),
+        ({"weight_version": 9}, "among token ids"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(
+    frame: dict[str, Any], words: str, make_settings: Callable
+) -> None:
+    settings = make_settings()
+    here, there = memory_pair()
+    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2}  # fmt: skip
+    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    far = FetchedCorpus(there, settings, 0)
+    greeting.result()
+    right = {"kind": FrameKind.TOKENS, "codec": 1, "shape": (2, 16), "payload": bytes(64)}
+    here.write(encode(Frame(**{**right, **frame})))
+    with pytest.raises(WireError, match=words):
+        far.inputs((0, 0))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(FrameKind.TOKENS, step=4, codec=1),
+        Frame(FrameKind.TOKENS, microbatch=4, codec=1),
+        Frame(FrameKind.TOKENS, codec=0),
+        Frame(FrameKind.TOKENS, codec=5),
+        Frame(FrameKind.TOKENS, microbatch=2, weight_version=1, codec=1),
+        Frame(FrameKind.TOKENS, weight_version=2, codec=1),
+        Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
+        Frame(FrameKind.CONTROL),
+    ],
+)
+def test_what_is_no_request_ends_the_stream(
+    frame: Frame, make_settings: Callable, corpus: Corpus
+) -> None:
+    settings = make_settings()
+    here, there = memory_pair()
+    serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
+    handshake(there, {"config_hash": settings.hash}, {}, 30)
+    server = serving.result()
+    link, gone = Link(there, Meter(), None, "peer", 1 << 20), threading.Event()
+    link.start(lambda frame: None, lambda error: gone.set())
+    link.send(frame)
+    assert gone.wait(30)
+    assert server.failure is not None
+
+
+def test_images_are_not_sent(make_settings: Callable, tmp_path: Path) -> None:
+    values = {
+        "model": {"preset": "resnet18"},
+        "data": {"source": "images", "path": str(tmp_path)},
+        "optim": {"name": "sgd", "floor": 0.0},
+        "train": {"batch": 32},
+    }
+    settings = Settings.from_plain(values)
+    with pytest.raises(DataError, match=r"reads images, which are not sent .*--data"):
+        FetchedCorpus(memory_pair()[0], settings, 0)
