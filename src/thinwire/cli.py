@@ -17,6 +17,7 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import number
+from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.lab.experiment import add_experiments
 from thinwire.recipes import BEST, RECIPES
@@ -42,7 +43,7 @@ INIT_HEADER = """\
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `thinwire` command.
 
-    Exit codes: 0 done, 2..8 by kind of error, 130 interrupted. A reader that goes away, as
+    Exit codes: 0 done, 2..9 by kind of error, 130 interrupted. A reader that goes away, as
     `head` does, changes none of them.
     """
     out = _safe(sys.stdout)
@@ -172,6 +173,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
     _add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
     _add_value(sub, "--seed", number(int), "seed of the sampling", 0)
+
+    add_remote_commands(add)
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 

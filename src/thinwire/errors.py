@@ -67,6 +67,12 @@ class StageError(ThinwireError):
     exit_code = 6
 
 
+class NotAliveError(ThinwireError):
+    """A run is asked, and no process of it is alive there."""
+
+    exit_code = 9
+
+
 class ScheduleError(ThinwireError):
     """A schedule cannot run: an action is missing, repeated, or waits forever."""
 

@@ -25,9 +25,18 @@ def data_folder() -> Path:
     return Path(base) / "thinwire"
 
 
+def peers_folder() -> Path:
+    """Where a machine keeps what is its own in the runs of others: THINWIRE_DATA, or the user's."""
+    chosen = os.environ.get("THINWIRE_DATA")
+    if chosen:
+        return expanded(chosen, "THINWIRE_DATA") / "peers"
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "thinwire" / "peers"
+
+
 def peer_folder(run_id: str) -> Path:
     """Where a machine keeps what is its own in the run of another host, such as its key."""
-    return data_folder() / "peers" / run_id
+    return peers_folder() / run_id
 
 
 def cache_folder() -> Path:

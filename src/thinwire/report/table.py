@@ -39,7 +39,7 @@ def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
     Bytes are those of each run's busiest cut, the one that sets its pace.
     """
     unit = next((_unit(summary) for summary in summaries.values()), "token")
-    table = _table("Runs")
+    table = plain_table("Runs")
     table.add_column("run", overflow="fold")
     for name in (
         "valid\nloss", f"{SHORT[unit]}/s", f"forward\nB/{unit}", f"back\nB/{unit}",
@@ -219,7 +219,7 @@ def _add_space(grid: Table, space: Summary) -> None:
 
 
 def _cut_table(summary: Summary) -> RenderableType:
-    table = _table(f"Bytes per {_unit(summary)} at each cut")
+    table = plain_table(f"Bytes per {_unit(summary)} at each cut")
     for name in ("cut", "stages", "forward", "backward", "dense bf16\none way"):
         table.add_column(name, justify="left" if name in ("cut", "stages") else "right")
     for name in ("bytes vs\ndense bf16", "busier direction,\nshare of the link"):
@@ -241,7 +241,7 @@ def _time_table(summary: Summary) -> RenderableType:
     """A row per stage; reasons to wait that no stage had are left out."""
     rows = summary["time_shares"]
     waits = [why for why in rows[0].get("wait_for", {}) if _any_share(rows, why)]
-    table = _table("Where the time of a step went")
+    table = plain_table("Where the time of a step went")
     table.add_column("stage", no_wrap=True)
     names = ["compute", "update", *(f"wait for\n{why}" for why in waits), "other"]
     for name in names:
@@ -292,7 +292,8 @@ def against_bf16(ratio: float | None) -> str:
     return f"{text} over dense bf16" if text == "no saving" else f"{text} bytes than dense bf16"
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """An empty table with a title and a rule under its head, as all of ours are."""
     return Table(
         title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim",
         box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,

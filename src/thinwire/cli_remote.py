@@ -1,0 +1,63 @@
+"""The commands that ask a run over several machines, from the machine of its host or of a peer."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
+
+_FOLDER = "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
+
+
+def add_remote_commands(add: AddCommand) -> None:
+    """Put the commands on the command line."""
+    sub = add("status", status_command, "show how a run over several machines stands")
+    sub.add_argument("folder", type=Path, nargs="?", help=_FOLDER)
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = add("kick", kick_command, "remove a peer from a run that this machine hosts")
+    sub.add_argument("peer", help="name of the peer, as `thinwire status` shows it")
+    sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
+
+    sub = add("leave", leave_command, "leave a run that this machine joined, after this step")
+    sub.add_argument("folder", type=Path, nargs="?", help="folder of `join --folder`")
+
+
+def status_command(options: argparse.Namespace) -> None:
+    """Print how each run stands that is alive here."""
+    from thinwire.remote.alive import alive_folders
+    from thinwire.remote.control_socket import ask
+    from thinwire.remote.status import status_from_plain, status_table
+
+    reports = [
+        status_from_plain(ask(folder, {"ask": "status"}))
+        for folder in alive_folders(options.folder)
+    ]
+    if options.json:
+        plain = [report.to_plain() for report in reports]
+        print(json.dumps(plain[0] if len(plain) == 1 else plain, indent=1))
+        return
+    for report in reports:
+        Console(file=sys.stdout, highlight=False).print(status_table(report))
+
+
+def kick_command(options: argparse.Namespace) -> None:
+    """Have the host remove a peer."""
+    from thinwire.remote.alive import only_alive_folder
+    from thinwire.remote.control_socket import ask
+
+    folder = only_alive_folder(options.folder, members=False)
+    print(ask(folder, {"ask": "kick", "peer": options.peer})["text"])
+
+
+def leave_command(options: argparse.Namespace) -> None:
+    """Have the peer of this machine leave."""
+    from thinwire.remote.alive import only_alive_folder
+    from thinwire.remote.control_socket import ask
+
+    folder = only_alive_folder(options.folder, hosts=False)
+    print(ask(folder, {"ask": "leave"})["text"])

@@ -1,0 +1,246 @@
+"""Asking a run that is alive: over a socket that only its user may open, in words and as JSON."""
+
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.errors import ConfigError, NotAliveError, WireError
+from thinwire.remote.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
+from thinwire.remote.status import (
+    LinkStatus,
+    PeerStatus,
+    StatusReport,
+    status_from_plain,
+    status_table,
+)
+from thinwire.report import as_text
+
+NOW = 1_800_000_000.0
+
+REPORT = StatusReport(
+    run="code",
+    run_id="0123456789abcdef",
+    role="host",
+    state="waiting",
+    time=NOW,
+    epoch=3,
+    step=120,
+    steps=5000,
+    loss=3.14159,
+    tokens_per_s=1234.5,
+    waiting_for="a peer for stage 1",
+    waiting_since=NOW - 192,
+    last_checkpoint=100,
+    peers=[
+        PeerStatus(
+            "ana", "training", 0, "0..5", "cuda (NVIDIA H200)", 45.5, 24 * 10**9, 40.0, 200.0,
+            0.031, True, NOW - 2,
+        ),
+        PeerStatus("ben", "away", last_word=NOW - 192),
+    ],
+    links=[LinkStatus(0, "ana", "ben", "relayed", 1.5e6, 0.0), LinkStatus(1, "ben", "carl")],
+    notes=["carl was kicked"],
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a long path: longer than the name of a socket may be."""
+    folder = tmp_path / ("a-long-name-" * 8) / "run"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def asked() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def control(folder: Path, asked: list[dict[str, Any]]) -> Iterator[ControlSocket]:
+    def kick(request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request)
+        if request["peer"] != "ben":
+            raise ConfigError(f"nobody called {request['peer']} has joined")
+        return {"text": "ben was kicked"}
+
+    handlers = {"status": lambda request: REPORT.to_plain(), "kick": kick}
+    with ControlSocket(folder, handlers) as control:
+        yield control
+
+
+def test_only_its_user_may_ask(control: ControlSocket) -> None:
+    assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
+
+
+def test_questions_are_answered(
+    control: ControlSocket, folder: Path, asked: list[dict[str, Any]]
+) -> None:
+    assert is_alive(folder)
+    assert status_from_plain(ask(folder, {"ask": "status"})) == REPORT
+    assert ask(folder, {"ask": "kick", "peer": "ben"}) == {"text": "ben was kicked"}
+    assert asked == [{"ask": "kick", "peer": "ben"}]
+    with pytest.raises(ConfigError, match="nobody called eve"):
+        ask(folder, {"ask": "kick", "peer": "eve"})
+    with pytest.raises(ConfigError, match=r"'leave' cannot be asked here; what can: kick, status"):
+        ask(folder, {"ask": "leave"})
+
+
+@pytest.mark.parametrize("said", [b"not json\n", b"[1]\n", b"{" * 10_000 + b"\n", b"no end"])
+def test_nonsense_ends_one_connection_and_no_more(
+    said: bytes, control: ControlSocket, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)  # a socket's own name is short
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.connect(FILE)
+        caller.sendall(said)
+        caller.shutdown(socket.SHUT_WR)
+        assert caller.recv(100) == b""
+    assert is_alive(folder) and ask(folder, {"ask": "status"})
+
+
+def test_a_request_without_end_is_cut_off(
+    control: ControlSocket, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.connect(FILE)
+        with pytest.raises(OSError):
+            for _ in range(3 * LONGEST_LINE // 65536):
+                caller.sendall(b"x" * 65536)
+    assert ask(folder, {"ask": "status"})
+
+
+def test_more_callers_than_are_served_at_a_time_all_get_an_answer(
+    control: ControlSocket, folder: Path
+) -> None:
+    answers: list[dict[str, Any]] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(ask(folder, {"ask": "status"})))
+        for _ in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 20
+
+
+def test_where_nobody_is_alive(control: ControlSocket, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="another process is at work in"):
+        ControlSocket(folder, {})
+    control.close()
+    assert not control.path.exists() and not is_alive(folder)
+    with pytest.raises(NotAliveError, match="no run is alive in"):
+        ask(folder, {"ask": "status"})
+
+
+def test_what_a_killed_process_left_is_replaced(folder: Path) -> None:
+    first = ControlSocket(folder, {})
+    os.link(first.path, folder / "kept")
+    first.close()
+    (folder / "kept").rename(folder / FILE)
+    assert not is_alive(folder)
+    with ControlSocket(folder, {"status": lambda request: {"text": "here"}}):
+        assert ask(folder, {"ask": "status"}) == {"text": "here"}
+
+
+def test_a_file_of_another_kind_is_left_alone(folder: Path) -> None:
+    (folder / FILE).write_text("mine")
+    with pytest.raises(ConfigError, match="cannot make"):
+        ControlSocket(folder, {})
+    assert (folder / FILE).read_text() == "mine"
+
+
+def test_a_report_in_words() -> None:
+    text = as_text(status_table(REPORT), width=120)
+    for part in (
+        "code (0123456789abcdef), seen from its host",
+        "a peer for stage 1, for 3m12s",
+        "120 of 5,000, loss 3.1416",
+        "3: the run was re-formed 2 times",
+        "cuda (NVIDIA H200)",
+        "40 / 200",
+        "31 ms",
+        "3m12s ago",
+        "relayed",
+        "1.5 MB/s",
+        "not connected",
+        "note: carl was kicked",
+    ):
+        assert part in text
+    assert text.index("ana") < text.index("ben")
+
+
+def test_control_characters_of_others_stay_out_of_the_terminal() -> None:
+    bad = PeerStatus("ana\x1b[2J", "training\x1b]0;x\x07", 0, device="\x1b[31mgpu")
+    text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
+    assert "\x1b" not in text and "\x07" not in text
+
+
+def test_a_report_of_another_version_is_named() -> None:
+    for changed in ({"mood": "good"}, {"peers": [{"name": "a"}]}, {"step": "x"}, {"links": [3]}):
+        with pytest.raises(WireError, match="does not know"):
+            status_from_plain({**REPORT.to_plain(), **changed})
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command."""
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+    return 0
+
+
+def test_the_commands_on_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+    folder = tmp_path / "runs" / "code"
+    folder.mkdir(parents=True)
+    assert run("status") == 9
+    assert "no run is alive on this machine" in capsys.readouterr().err
+    assert run("status", str(folder)) == 9
+    handlers = {
+        "status": lambda request: REPORT.to_plain(),
+        "kick": lambda request: {"text": f"{request['peer']} was kicked"},
+    }
+    with ControlSocket(folder, handlers):
+        assert run("status") == 0
+        assert "waiting for" in capsys.readouterr().out
+        assert run("status", "runs/code", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == REPORT.to_plain()
+        assert run("kick", "ben") == 0
+        assert capsys.readouterr().out == "ben was kicked\n"
+        assert run("leave") == 9, "a host does not leave"
+        (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
+        assert run("status", "run.toml") == 0
+
+
+def test_the_commands_on_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+    folders = [tmp_path / "data" / "peers" / name for name in ("0123456789abcdef", "f" * 16)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    left = lambda request: {"text": "leaving after this step"}  # noqa: E731
+    with ControlSocket(folders[0], {"leave": left}):
+        assert run("kick", "ben") == 9, "only a host can"
+        with ControlSocket(folders[1], {"leave": left}):
+            assert run("leave") == 2
+            assert "several runs are alive" in capsys.readouterr().err
+        assert run("leave") == 0
+        assert capsys.readouterr().out == "leaving after this step\n"
