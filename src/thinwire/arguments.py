@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -53,3 +54,8 @@ def numbers(
     """Reads comma-separated numbers."""
     read = number(kind, least, above)
     return lambda text: [read(part) for part in text.split(",")]
+
+
+def paths(text: str) -> list[Path]:
+    """Reads comma-separated paths."""
+    return [Path(part.strip()) for part in text.split(",") if part.strip()]

@@ -28,6 +28,7 @@ from thinwire.lab.arms import (
 )
 from thinwire.lab.convergence import best_by_method
 from thinwire.lab.experiment import Say, sheet, steps_of, words
+from thinwire.lab.logs import tokens_at
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.plots import canvas, shared_legend
 from thinwire.lab.pool import Trained, read_log
@@ -163,16 +164,7 @@ def tokens_to_loss(runs: list[Trained], compared: Values) -> tuple[float, dict[s
             raise ConfigError(f"the convergence log has no run of {longest} steps of {method}")
         curves[arm] = found[0][0].figures["curve"]
     loss = max(min(value for _, value in curve) for curve in curves.values())
-    return loss, {arm: _crossing(curve, loss) for arm, curve in curves.items()}
-
-
-def _crossing(curve: list[tuple[float, float]], loss: float) -> float:
-    """Where a curve first comes down to a loss, on a straight line between its points."""
-    for (before, high), (after, low) in itertools.pairwise(curve):
-        if low <= loss:
-            share = (high - loss) / (high - low) if high > low else 0.0
-            return before + share * (after - before)
-    return curve[-1][0]
+    return loss, {arm: tokens_at(curve, loss) for arm, curve in curves.items()}
 
 
 def table(

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.arguments import StrictParser, number, numbers
+from thinwire.arguments import StrictParser, number, numbers, paths
 
 if TYPE_CHECKING:
     from thinwire.lab.outcome import Outcome
@@ -28,6 +28,7 @@ _KINDS = {"int": int, "float": float}
 _MODULES = (
     *("lossless", "optimizer", "rank_collapse", "stability"),
     *("bandwidth", "convergence", "codecs", "frontier"),
+    *("gap", "headline", "scaling"),
 )
 
 
@@ -93,13 +94,17 @@ class Experiment:
             elif value is True:
                 parts.append(flag)
             else:
-                text = ",".join(f"{n:g}" for n in value) if isinstance(value, list) else str(value)
+                text = ",".join(map(_shown, value)) if isinstance(value, list) else str(value)
                 parts.append(f"{flag} {shlex.quote(text)}")
         return " ".join(parts)
 
     def run(self, options: argparse.Namespace, say: Say) -> "Outcome":
         """Make the outcome."""
         return importlib.import_module(f"thinwire.lab.{self.module}").run(options, say)
+
+
+def _shown(value: float | Path) -> str:
+    return str(value) if isinstance(value, Path) else f"{value:g}"
 
 
 def _for_argparse(told: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def _for_argparse(told: dict[str, Any]) -> dict[str, Any]:
     if kind in _KINDS:
         told["type"] = (numbers if is_list else number)(_KINDS[kind], **bounds)
     elif kind == "path":
-        told["type"] = Path
+        told["type"] = paths if is_list else Path
     return told
 
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -38,6 +38,7 @@ class Trained:
 
     arm: Arm
     figures: dict[str, Any]
+    ground: dict[str, Any] = field(default_factory=dict, compare=False)  # as its log names it
 
     @property
     def loss(self) -> float | None:
@@ -70,14 +71,13 @@ def read_log(log: Path, ground: Ground | None = None) -> list[Trained]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            trained = Trained(Arm(**row["arm"]), row["figures"])
-            names = row["ground"]
+            trained = Trained(Arm(**row["arm"]), row["figures"], row["ground"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{log}, line {number}: not an arm that this version of thinwire has logged; move "
                 "the file, or choose another folder with --out"
             ) from error
-        if ground is None or names == ground.names:
+        if ground is None or trained.ground == ground.names:
             found.append(trained)
     return found
 

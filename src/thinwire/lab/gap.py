@@ -1,0 +1,151 @@
+"""`thinwire lab gap`: one picture of what bytes cost in loss, from logs of trained arms.
+
+Nothing is trained. Each log gives the arms of its longest runs; beside them stand the figures that
+others have published, with their sources.
+"""
+
+import argparse
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from thinwire.engine.build import parameter_count
+from thinwire.lab.experiment import Say, sheet, words
+from thinwire.lab.labels import Point, log_ticks, name_points
+from thinwire.lab.logs import Method, dense_among, gap_at, grounds_of, methods_of, read_logs
+from thinwire.lab.outcome import Outcome, Row
+from thinwire.lab.plots import BLUE, GREEN, ORANGE, PINK, RED, SKY, canvas
+from thinwire.lab.pool import Trained
+
+BARS = (8, 32, 100, 300)  # ratios that the verdict speaks of
+ABOUT = 0.9  # the share of such a ratio that is enough: headers and scales take theirs
+LEAST = 1.5  # a ratio below which an arm saves nothing worth a place in the picture
+COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK)
+MODES = {"subspace": "the paper's subspace", "reparam": "reparam", "projected": "projected"}
+
+
+def run(options: argparse.Namespace, say: Say) -> Outcome:
+    """Read the logs and draw."""
+    runs = read_logs(options.logs or [options.out / "convergence.jsonl"])
+    ours = [row for ground in grounds_of(runs) for row in rows_of(ground)]
+    ours = [row for row in ours if not options.stages or row["stages"] == options.stages]
+    others = published()
+    return Outcome(
+        **words("gap"),
+        verdict=verdict(ours),
+        holds=None,
+        rows=[*ours, *others],
+        figure=figure(ours, others),
+    )
+
+
+def rows_of(ground: list[Trained]) -> list[Row]:
+    """What each narrow arm of a ground costs and saves, at its longest."""
+    methods = methods_of(ground)
+    dense = dense_among(methods)
+    found = (_row(method, dense) for method in methods if method is not dense)
+    return sorted((row for row in found if row), key=lambda row: row["ratio"])
+
+
+def _row(method: Method, dense: Method) -> Row:
+    """A row of the table; empty where dense has no run of the same length."""
+    steps, runs, settings = max(method.by_steps), method.longest, method.settings
+    gap = gap_at(method, dense, steps)
+    if gap is None or runs[0].figures["ratio"] < LEAST:
+        return {}
+    gaps = [gap_at(Method("", 0, {steps: [run]}), dense, steps) or 0.0 for run in runs]
+    tables = " + tables" if settings.boundary.anchor == "trainable" else ""
+    mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
+    return {
+        "method": method.label,
+        "kind": f"{mode}, {settings.optim.name.replace('adamw', 'AdamW').replace('muon', 'Muon')}",
+        "ratio": runs[0].figures["ratio"],
+        "gap": gap,
+        "least": min(gaps),
+        "most": max(gaps),
+        "seeds": len(runs),
+        "stages": method.stages,
+        "parameters": parameter_count(settings),
+        "tokens": steps * settings.tokens_per_step,
+        "source": "measured by this lab",
+    }
+
+
+def published() -> list[Row]:
+    """The figures of others, one row for each point."""
+    return [
+        {
+            "method": told["method"],
+            "kind": "published",
+            "ratio": ratio,
+            "gap": (low + high) / 2,
+            "least": low,
+            "most": high,
+            "source": told["source"],
+        }
+        for told in sheet("gap")["published"]
+        for ratio, low, high in told["points"]
+    ]
+
+
+def verdict(ours: list[Row]) -> str:
+    """The least gap from each of a few ratios on, for each number of stages."""
+    parts = []
+    for stages in sorted({row["stages"] for row in ours}):
+        for bar in BARS:
+            enough = [r for r in ours if r["ratio"] >= ABOUT * bar and r["stages"] == stages]
+            if enough:
+                best = min(enough, key=lambda row: row["gap"])
+                runs = f"{best['seeds']} seed{'s' if best['seeds'] > 1 else ''}"
+                parts.append(
+                    f"about {bar}x or more, {stages} stages: {best['method']} "
+                    f"({best['ratio']:.0f}x, {best['gap']:+.2%}, "
+                    f"{best['tokens'] / 1e6:.0f}M tokens, {runs})"
+                )
+    return f"Least loss at {'; '.join(parts)}." if parts else "No arm of the logs saves bytes."
+
+
+def figure(ours: list[Row], others: list[Row]) -> Figure:
+    """Gap over ratio: ours filled, others hollow; a bar reaches from the least to the most."""
+    plot, (axis,) = canvas("What fewer bytes cost in loss", (11, 6.5))
+    names: list[Point] = []
+    counts = [row["stages"] for row in ours]
+    usual = max(counts, key=counts.count, default=0)
+    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in ours)):
+        colour = COLOURS[number % len(COLOURS)]
+        rows = [row for row in ours if row["kind"] == kind]
+        _points(axis, rows, {"color": colour, "fmt": "o", "label": kind})
+        names += [(row["ratio"], 100 * row["gap"], _name(row, usual), colour) for row in rows]
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in others)):
+        rows = [row for row in others if row["method"] == method]
+        style = {"color": "0.35", "fmt": "sD^v<>"[number % 6], "mfc": "white", "label": method}
+        _points(axis, rows, style)
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set(
+        xscale="log",
+        xlabel="times fewer bytes at a cut than bf16, both ways",
+        ylabel="validation loss above dense, %",
+        title=f"{usual} stages where no other number is named; bars: seeds, or a published range",
+    )
+    axis.margins(x=0.1)
+    log_ticks(axis.xaxis)
+    plot.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    plot.canvas.draw()  # the layout must be final before names are placed
+    name_points(axis, names)
+    return plot
+
+
+def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
+    gaps = [100 * row["gap"] for row in rows]
+    below = [max(0.0, 100 * (row["gap"] - row["least"])) for row in rows]  # rounding aside
+    above = [max(0.0, 100 * (row["most"] - row["gap"])) for row in rows]
+    across = [row["ratio"] for row in rows]
+    axis.errorbar(across, gaps, [below, above], markersize=6, capsize=2, zorder=3, **style)
+
+
+def _name(row: Row, usual: int) -> str:
+    """The name at a point: its colour says the mode."""
+    first, _, rest = row["method"].partition(" ")
+    name = rest if first in MODES and rest else row["method"]
+    return name if row["stages"] == usual else f"{name}, {row['stages']} stages"

@@ -1,0 +1,118 @@
+"""Time to a loss: what is measured, what is simulated, and what they give together."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import ConfigError
+from thinwire.lab import headline as lab
+from thinwire.lab.experiment import EXPERIMENTS, sheet
+from thinwire.lab.logs import grounds_of, methods_of, read_logs
+from thinwire.lab.outcome import Outcome, write_outcome
+from thinwire.lab.stage_times import costs_of, measure_stages
+from thinwire.schedule import Network, simulate
+from thinwire.settings import Settings
+
+SLOWER = {"dense": 1.0, "thin32": 1.25, "thin100": 1.5}
+TINY = ["model.preset=tiny", "train.batch=16", "pipeline.microbatches=8", "pipeline.window=8"]
+TINY += ["pipeline.stages=4", "run.precision=fp32"]
+
+
+def loss(label: str, tokens: float, seed: int) -> float:
+    """Falls with log tokens; an arm takes so many times the tokens of dense."""
+    return 4 - (tokens / SLOWER[label] / 2e5) ** 0.5
+
+
+def headline(log: Path, *more: str) -> Outcome:
+    experiment = EXPERIMENTS["headline"]
+    return experiment.run(experiment.parse("--logs", str(log), *more), print)
+
+
+def test_time_is_simulated_seconds_times_measured_steps(
+    write_log: Callable[..., Path], tmp_path: Path
+) -> None:
+    found = headline(write_log(loss, [300]), "--tflops", "300")
+    rows = {(row["link"], row["method"]): row for row in found.rows}
+    slow, fast = "80 Mbps + 25 ms", "200 Mbps + 50 ms"
+    assert rows[slow, "thin32"]["tokens, x dense"] == pytest.approx(1.25, rel=0.02)
+    assert rows[slow, "thin100"]["tokens, x dense"] == pytest.approx(1.5, rel=0.02)
+    for row in found.rows:
+        assert row["seconds"] == pytest.approx(row["steps"] * row["seconds per step"], rel=1e-3)
+    dense = rows[fast, "dense"]
+    assert dense["steps"] == 2925 and dense["x dense"] == 1
+    # 4,096 bytes of each token cross a middle stage's uplink, 25 MB a second at 200 Mbps
+    assert 524_288 * 4096 / 25e6 < dense["seconds per step"] < 100.475
+    public = rows[fast, "public: ReparamSSN, k 160"]
+    assert round(public["seconds"]) == 181_487 and public["x dense"] == pytest.approx(
+        1.62, abs=0.01
+    )
+    assert (slow, "public: dense") not in rows
+    assert rows[fast, "thin32"]["ratio"] == pytest.approx(32, abs=1)
+    assert found.holds and "x faster" in found.verdict
+    told = " ".join(found.notes)
+    assert "measured: tokens to loss" in told and "simulated: seconds per step, for 203.8M" in told
+    assert "compute: 300 TFLOP/s per stage, given" in told
+    assert write_outcome(found, tmp_path).joinpath("plot.png").exists()
+
+
+def test_several_lengths_count_before_curves_and_a_loss_out_of_reach_is_refused(
+    write_log: Callable[..., Path],
+) -> None:
+    methods = methods_of(grounds_of(read_logs([write_log(loss, [100, 400])]))[0])
+    goal = lab.goal_of(methods)
+    assert "several lengths" in goal.how and goal.loss == max(m.finals()[-1][1] for m in methods)
+    assert goal.tokens["thin100"] == 400 * 2048 > goal.tokens["thin32"] > goal.tokens["dense"]
+    along = lab.goal_of(methods, loss=3.6)
+    assert "along the curves" in along.how
+    with pytest.raises(ConfigError, match=r"dense does not reach loss 0\.1000"):
+        lab.goal_of(methods, loss=0.1)
+
+
+def test_ranks_keep_their_share_of_the_width(write_log: Callable[..., Path]) -> None:
+    methods = methods_of(grounds_of(read_logs([write_log(loss, [100])]))[0])
+    thin32 = next(method for method in methods if method.label == "thin32")
+    settings = lab.crossing_settings(thin32, sheet("headline")["settings"])
+    assert settings.model.dim == 1024 and settings.boundary.rank == int(1024 / 12.5)
+    assert settings.boundary.table == 1024 and settings.codec.backward == "int4"
+
+
+def test_compute_is_measured_by_stage_and_read_again(
+    write_log: Callable[..., Path], make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    settings = make_settings(
+        run__precision="fp32", codec__forward="int8", codec__backward="int4",
+        boundary__mode="projected", boundary__rank=4, boundary__anchor="trainable",
+        pipeline__stages=4, optim__name="muon",
+    )  # fmt: skip
+    times = measure_stages(settings, repeats=2)
+    assert len(times) == 4 and times[1] is times[2], "stages of a kind are timed once"
+    assert all(row["forward"] > 0 and row["update"] > 0 for row in times)
+    step = simulate(settings.schedule(), costs_of(settings, times), Network(80, 80, 0.025))
+    assert step.step_seconds > 4 * 0.025
+    figures = [
+        {"method": method, "stage": stage, "forward": 0.01, "backward": 0.02, "update": 0.001}
+        for method in SLOWER
+        for stage in range(8)
+    ]
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps({"figures": figures, "machine": "a GPU"}))
+    log = write_log(loss, [300])
+    found = headline(log, "--times", str(result))
+    assert len(found.figures) == 24 and any("(a GPU)" in note for note in found.notes)
+    result.write_text(json.dumps({"figures": figures[:16], "machine": "a GPU"}))
+    with pytest.raises(ConfigError, match="has no times of thin100 in 8 stages"):
+        headline(log, "--times", str(result))
+    result.write_text("{}")
+    with pytest.raises(ConfigError, match=r"is not a result\.json of lab headline"):
+        headline(log, "--times", str(result))
+
+
+def test_a_small_model_on_this_machine(write_log: Callable[..., Path]) -> None:
+    log = write_log(loss, [100])
+    sets = [part for one in TINY for part in ("--set", one)]
+    found = headline(log, "--device", "cpu", *sets)
+    assert any("measured with one block on this machine" in note for note in found.notes)
+    assert found.holds is None and found.too_small.startswith("100 steps")
+    assert {row["method"] for row in found.rows} >= {"dense", "thin32", "thin100"}
