@@ -94,6 +94,8 @@ def status_table(report: StatusReport) -> RenderableType:
     parts: list[RenderableType] = [_facts(report)]
     if report.peers:
         parts.append(_peers(report))
+    if any(peer.device for peer in report.peers):
+        parts.append(_machines(report))
     if report.links:
         parts.append(_links(report))
     parts += [Text(f"note: {printable(note)}") for note in report.notes]
@@ -132,26 +134,46 @@ def _seen_from(report: StatusReport) -> str:
 
 def _peers(report: StatusReport) -> RenderableType:
     table = plain_table("Peers")
-    for name in ("peer", "stage", "blocks", "state", "device"):
-        table.add_column(name, overflow="fold")
-    for name in ("TFLOP/s", "memory", "up / down\nMbit/s", "round\ntrip", "last word"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for peer in sorted(report.peers, key=lambda p: (p.stage is None, p.stage or 0, p.name)):
+    for name in ("peer", "stage", "blocks"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("state", overflow="fold")
+    table.add_column("last word", justify="right", no_wrap=True)
+    for peer in _seated_first(report):
         here = " (here)" if peer.is_this_machine else ""
-        rates = f"{peer.mbps_up:,.0f} / {peer.mbps_down:,.0f}" if peer.mbps_up else ABSENT
         table.add_row(
             Text(printable(peer.name) + here),
             ABSENT if peer.stage is None else str(peer.stage),
             printable(peer.blocks) or ABSENT,
             Text(printable(peer.state)),
-            Text(printable(peer.device) or ABSENT),
-            f"{peer.tflops:,.2f}" if peer.tflops else ABSENT,
-            human_bytes(peer.memory_bytes) if peer.memory_bytes else ABSENT,
-            rates,
-            f"{peer.round_trip_s * 1e3:,.0f} ms" if peer.round_trip_s else ABSENT,
             f"{_ago(peer.last_word, report.time)} ago" if peer.last_word else ABSENT,
         )
     return table
+
+
+def _machines(report: StatusReport) -> RenderableType:
+    table = plain_table("Machines, as they measured themselves")
+    table.add_column("peer", no_wrap=True)
+    table.add_column("device", overflow="fold")
+    for name in ("TFLOP/s", "free\nmemory", "up / down\nMbit/s", "round\ntrip"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("others can\nconnect to it")
+    for peer in _seated_first(report):
+        rates = f"{peer.mbps_up:,.0f} / {peer.mbps_down:,.0f}" if peer.mbps_up else ABSENT
+        if peer.device:
+            table.add_row(
+                Text(printable(peer.name)),
+                Text(printable(peer.device)),
+                f"{peer.tflops:,.2f}" if peer.tflops else ABSENT,
+                human_bytes(peer.memory_bytes) if peer.memory_bytes else ABSENT,
+                rates,
+                f"{peer.round_trip_s * 1e3:,.0f} ms" if peer.round_trip_s else ABSENT,
+                "yes" if peer.is_reachable else "no",
+            )
+    return table
+
+
+def _seated_first(report: StatusReport) -> list[PeerStatus]:
+    return sorted(report.peers, key=lambda p: (p.stage is None, p.stage or 0, p.name))
 
 
 def _links(report: StatusReport) -> RenderableType:
