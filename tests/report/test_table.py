@@ -227,6 +227,13 @@ def test_the_control_stream_has_a_line_of_its_own(summary):
     assert "25.0 kB between stages and coordinator" in line_with(text, "control stream")
 
 
+def test_what_travels_beside_the_cuts_has_a_line_of_its_own(summary):
+    assert "beside the cuts" not in as_text(summary_table(summary)), "a local run has none"
+    moved = {"checkpoints": 3_500_000, "token ids": 25_000}
+    text = as_text(summary_table(summary | {"beside_bytes": moved}))
+    assert line_with(text, "beside").endswith("3.5 MB of checkpoints, 25.0 kB of token ids")
+
+
 def test_the_subspace_has_its_lines_where_there_is_one(summary):
     assert "basis" not in as_text(summary_table(summary | {"space": None}))
     moves = [

@@ -90,6 +90,8 @@ def _facts(summary: Summary) -> RenderableType:
     if summary.get("control_bytes"):
         control = human_bytes(summary["control_bytes"])
         grid.add_row("control stream", f"{control} between stages and coordinator, not at the cuts")
+    if summary.get("beside_bytes"):
+        grid.add_row("beside the cuts", _beside(summary["beside_bytes"]))
     busy = percent(summary.get("link_utilisation"))
     grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
     if summary.get("space"):
@@ -112,6 +114,11 @@ def _validation(summary: Summary) -> str:
     if len(losses) == 1:  # an interrupted run: of the start, perhaps, and not of its end
         return f"{final} {unit} (step {last_step:,})"
     return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,})"
+
+
+def _beside(moved: Mapping[str, int]) -> str:
+    """What peers on other machines sent and fetched: checkpoints, states and token ids."""
+    return ", ".join(f"{human_bytes(size)} of {what}" for what, size in moved.items())
 
 
 def _loss(summary: Summary, name: str) -> float | None:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,17 @@ class RunRecord:
         self.is_over = True
         self._write(MetricsWriter.close)
 
-    def finish(self, control_bytes: int, stop_asked: bool, started: float) -> dict[str, Any]:
-        """Write the summary, then draw the plots; complain last about what was lost."""
+    def finish(
+        self,
+        control_bytes: int,
+        stop_asked: bool,
+        started: float,
+        beside_bytes: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """Write the summary, then draw the plots; complain last about what was lost.
+
+        `beside_bytes`: what travelled beside the cuts to peers on other machines, by what it was.
+        """
         steps, ledger = self.settings.train.steps, self.ledger
         trouble = self._trouble()
         if trouble is None:
@@ -88,6 +97,7 @@ class RunRecord:
         summary = {
             **ledger.summary(self._versions, seconds, self._began - started),
             "control_bytes": control_bytes,
+            **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
             "first_step": ledger.first_step,
             "steps_planned": steps,
             "interrupted": stop_asked and ledger.done < steps,

@@ -80,6 +80,13 @@ class LinkConfig:
         least=0,
         scope="machine",
     )
+    shard_share: float = option(
+        0.25,
+        "share of a peer's uplink that checkpoints may take on their way to the host",
+        above=0,
+        most=1,
+        scope="machine",
+    )
 
     def nic(self, seed: int = 0) -> Nic | None:
         """The emulated network card of one host, or None when messages are not held back."""
