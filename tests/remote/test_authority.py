@@ -10,6 +10,7 @@ import pytest
 
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.remote import authority as book_module
+from thinwire.remote import entries
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.identity import identity_of
 from thinwire.remote.invite import Invite
@@ -203,7 +204,7 @@ def test_a_torn_write_changes_nothing(
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(book_module, "replace_private_file", torn)
+        patch.setattr(entries, "replace_private_file", torn)
         with pytest.raises(ConfigError, match="No space left"):
             enrol(book, invite, new_key(), "ada")
     assert book.peers() == [] and not book.is_welcome("ada"), "what is not kept was not done"

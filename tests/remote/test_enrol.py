@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import thinwire
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.remote import enrol as enrol_module
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import EnrolServer, enrol, identity_in
+from thinwire.remote.enrol import EnrolServer, HostSays, ask, enrol, identity_in
 from thinwire.remote.identity import (
     identity_of,
     needs_renewal,
@@ -25,8 +26,8 @@ from thinwire.remote.identity import (
     save_identity,
     saved_identity,
 )
-from thinwire.remote.invite import Invite
-from thinwire.wire import Authority, Identity, Listener, dial
+from thinwire.remote.invite import Invite, door_token
+from thinwire.wire import Authority, Door, Identity, Listener, Route, Standby, Tunnel, dial
 from thinwire.wire.tls import new_key, signing_request
 
 PATIENCE = 30.0
@@ -242,7 +243,7 @@ def test_strangers_cost_little_and_others_are_served(
         assert book.is_welcome(identity.name)
 
 
-def _enrol_when_free(server: EnrolServer, invite: Invite) -> Identity:
+def _enrol_when_free(server: EnrolServer | Tunnel, invite: Invite) -> Identity:
     for _ in range(100):
         with contextlib.suppress(WireError):
             return enrol(server.address, invite, new_key())
@@ -299,6 +300,41 @@ def test_trouble_of_the_host_is_not_told_to_strangers(
     with pytest.raises(AdmissionError, match="cannot enrol peers at the moment") as refusal:
         enrol(server.address, invite, new_key())
     assert str(book.folder) not in str(refusal.value)
+
+
+def test_asking_uses_nothing_up(book: AuthorityBook, server: EnrolServer) -> None:
+    once, key = invite_of(book, server, single_use=True), new_key()
+    assert ask(server.address, once) == HostSays(thinwire.__version__, "")
+    assert ask(server.address, once, key) == HostSays(thinwire.__version__, "")
+    name = enrol(server.address, once, key).name
+    assert "has been used" in ask(server.address, once).refusal
+    assert "has been used" in ask(server.address, once, new_key()).refusal
+    assert ask(server.address, once, key).refusal == ""
+    book.kick(name)
+    assert "was removed" in ask(server.address, once, key).refusal
+    assert "expired" in ask(server.address, invite_of(book, server, lasts=-1.0)).refusal
+
+
+@pytest.mark.parametrize("way", ["direct", "relayed"])
+def test_enrolment_passes_doors(book: AuthorityBook, server: EnrolServer, way: str) -> None:
+    """A joining machine has the invite and nothing else: neither a port nor a certificate."""
+    with (
+        Door("127.0.0.1", 0) as door,
+        Door("127.0.0.1", 0) as relay,
+        contextlib.ExitStack() as held,
+    ):
+        name = f"{book.run_id}/enrol"
+        if way == "direct":
+            door.admit(book.run_id, door_token(book.authority.fingerprint))
+            door.serve(name, server.address)
+        else:  # the host's own door is shut, and it waits at the relay
+            relay.admit_any("open-sesame")
+            route = Route(relay.address, "relayed", "open-sesame")
+            held.enter_context(Standby(name, route, server.address))
+        invite = Invite.parse(str(book.invite([door.address], relay.address, "open-sesame")))
+        with Tunnel(invite.service("enrol"), invite.routes) as tunnel:
+            identity = _enrol_when_free(tunnel, invite)
+    assert book.is_welcome(identity.name)
 
 
 def test_a_kicked_peer_opens_no_more_links(

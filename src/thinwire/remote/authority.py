@@ -8,22 +8,26 @@ import contextlib
 import datetime
 import hashlib
 import hmac
-import json
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 
-from thinwire.errors import AdmissionError, ConfigError, ThinwireError
-from thinwire.folders import private_folder, replace_private_file
+from thinwire.errors import AdmissionError, ConfigError
+from thinwire.folders import private_folder
+from thinwire.remote.entries import (
+    EnrolledPeer,
+    Entries,
+    IssuedInvite,
+    read_entries,
+    write_entries,
+)
 from thinwire.remote.invite import ID_BYTES, MOST_ADDRESSES, SECRET_BYTES, Invite, is_address
-from thinwire.typed import from_plain
 from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
 
 COORDINATOR = "coordinator"
@@ -32,33 +36,8 @@ AUTHORITY_LIFETIME = datetime.timedelta(days=730)
 MOST_PEERS = 1000
 MOST_INVITES = 1000  # expired ones make room
 _MOST_SERIALS = 8  # kept per peer: a record of its latest certificates, not a guard
-_MOST_BYTES = 16 << 20
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _WRONG = "wrong invite: this run did not issue it, or it was altered; ask the host for a new one"
-
-
-@dataclass(frozen=True)
-class IssuedInvite:
-    """What the host keeps of an invite: not the secret, only by what to know it again."""
-
-    invite_id: str
-    secret_hash: str = field(repr=False)
-    expires: int
-    single_use: bool
-    used_by: list[str] = field(default_factory=list)  # fingerprints of the keys
-    closed: bool = False  # lets in nobody new
-
-
-@dataclass(frozen=True)
-class EnrolledPeer:
-    """A peer that was let in: its name, the key that it is known by, its latest certificates."""
-
-    name: str
-    key: str
-    serials: list[str]
-    invite_id: str
-    enrolled: float
-    kicked: bool = False
 
 
 class AuthorityBook:
@@ -139,12 +118,7 @@ class AuthorityBook:
         """
         key = request_fingerprint(request_pem)
         with self._change():
-            invite = self._invites.get(invite_id)
-            if invite is None or not hmac.compare_digest(invite.secret_hash, _hash(secret)):
-                raise AdmissionError(_WRONG)
-            known = next((peer for peer in self._peers.values() if peer.key == key), None)
-            if known is None or key not in invite.used_by:
-                self._refuse_invite(invite)
+            invite, known = self._admitted(invite_id, secret, key)
             if known is not None:
                 if wanted_name not in ("", known.name):
                     raise AdmissionError(
@@ -163,6 +137,12 @@ class AuthorityBook:
             if key not in invite.used_by:
                 self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
             return self._certify(name, request_pem)
+
+    def check_invite(self, invite_id: str, secret: str, request_pem: str = "") -> None:
+        """Raise what `enrol` would, and use nothing up; without a request, for a new machine."""
+        key = request_fingerprint(request_pem) if request_pem else ""
+        with self._changing:
+            self._admitted(invite_id, secret, key)
 
     def renew(self, name: str, request_pem: str) -> str:
         """A new certificate for a peer that has proved its name, and for the key it came with."""
@@ -201,11 +181,24 @@ class AuthorityBook:
         with self._changing:
             return list(self._peers.values())
 
+    def _admitted(
+        self, invite_id: str, secret: str, key: str
+    ) -> tuple[IssuedInvite, EnrolledPeer | None]:
+        """An invite that lets in the holder of this key, and who that is if it came before."""
+        invite = self._invites.get(invite_id)
+        if invite is None or not hmac.compare_digest(invite.secret_hash, _hash(secret)):
+            raise AdmissionError(_WRONG)
+        known = next((peer for peer in self._peers.values() if peer.key == key), None)
+        if known is not None:
+            _refuse_kicked(known)
+        if known is None or key not in invite.used_by:
+            self._refuse_invite(invite)
+        return invite, known
+
     def _certify(self, name: str, request_pem: str) -> str:
         """A certificate for an enrolled peer, entered in the book."""
         peer = self._peers[name]
-        if peer.kicked:
-            raise AdmissionError(f"{name!r} was removed from this run by its host")
+        _refuse_kicked(peer)
         certificate = self.authority.sign(request_pem, name, LIFETIME)
         serial = f"{x509.load_pem_x509_certificate(certificate.encode()).serial_number:x}"
         serials = [*peer.serials, serial][-_MOST_SERIALS:]
@@ -277,34 +270,22 @@ class AuthorityBook:
                 raise
 
     def _save(self) -> None:
-        plain = {
-            "version": 1,
-            "run": self._run_name,
-            "invites": [asdict(invite) for invite in self._invites.values()],
-            "peers": [asdict(peer) for peer in self._peers.values()],
-        }
+        entries = Entries(self._run_name, list(self._invites.values()), list(self._peers.values()))
         try:
-            replace_private_file(self._file, json.dumps(plain, indent=1).encode())
+            write_entries(self._file, entries)
         except OSError as error:
             raise ConfigError(f"cannot write {self._file}: {error}") from error
 
     def _load(self) -> None:
-        try:
-            with self._file.open("rb") as file:
-                plain: Any = json.loads(file.read(_MOST_BYTES))
-            if plain["version"] != 1:
-                raise ConfigError(f"its version is {plain['version']!r}, not 1")
-            self._run_name = self._run_name or str(plain["run"])
-            invites = [from_plain(IssuedInvite, one, "invite") for one in plain["invites"]]
-            peers = [from_plain(EnrolledPeer, one, "peer") for one in plain["peers"]]
-        except (OSError, ValueError, KeyError, TypeError, ThinwireError) as error:
-            # Going on without it would let kicked peers in again.
-            raise ConfigError(
-                f"{self._file} is damaged ({error}): restore it, or remove the folder "
-                f"{self._file.parent}, which makes every invite and every peer of the run unknown"
-            ) from None
-        self._invites = {invite.invite_id: invite for invite in invites}
-        self._peers = {peer.name: peer for peer in peers}
+        entries = read_entries(self._file)
+        self._run_name = self._run_name or entries.run_name
+        self._invites = {invite.invite_id: invite for invite in entries.invites}
+        self._peers = {peer.name: peer for peer in entries.peers}
+
+
+def _refuse_kicked(peer: EnrolledPeer) -> None:
+    if peer.kicked:
+        raise AdmissionError(f"{peer.name!r} was removed from this run by its host")
 
 
 def _hash(secret: str) -> str:

@@ -16,12 +16,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
 
+from thinwire import __version__
 from thinwire.errors import AdmissionError, ThinwireError, WireError, printable
 from thinwire.remote.authority import COORDINATOR, LIFETIME, AuthorityBook
 from thinwire.remote.identity import (
@@ -34,6 +36,7 @@ from thinwire.remote.identity import (
 from thinwire.remote.invite import Invite
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
 from thinwire.wire.tls import (
     Identity,
     is_issued_by,
@@ -97,7 +100,8 @@ class EnrolServer:
                 _cut_off_after(self._exchange_s, connection),
             ):
                 connection.do_handshake()
-                _send(connection, {"authority": self._book.authority.certificate_pem})
+                authority_pem = self._book.authority.certificate_pem
+                _send(connection, {"authority": authority_pem, "version": __version__})
                 _send(connection, self._answer(_receive(connection)))
         finally:
             caller.close()
@@ -107,8 +111,12 @@ class EnrolServer:
         values = [asked.get(key) for key in ("invite", "secret", "request", "name")]
         if not all(isinstance(value, str) for value in values):
             return {"refused": "the enrolment lacks a part: install the host's version of thinwire"}
+        invite_id, secret, request, name = (str(value) for value in values)
         try:
-            return {"certificate": self._book.enrol(*values)}  # type: ignore[arg-type]
+            if asked.get("only") == "ask":
+                self._book.check_invite(invite_id, secret, request)
+                return {}
+            return {"certificate": self._book.enrol(invite_id, secret, request, name)}
         except (AdmissionError, WireError) as refusal:
             return {"refused": str(refusal)}
         except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
@@ -132,6 +140,14 @@ class EnrolServer:
         return context
 
 
+@dataclass(frozen=True)
+class HostSays:
+    """What a host says of an invite without using it."""
+
+    version: str  # of thinwire
+    refusal: str  # why the invite would not let this machine in; empty if it would
+
+
 def enrol(
     address: str, invite: Invite, key_pem: str, wanted_name: str = "", timeout: float = EXCHANGE_S
 ) -> Identity:
@@ -140,37 +156,22 @@ def enrol(
     Without a wanted name the host draws one. AdmissionError says that the host refused, or that
     another run answers; any other WireError that it could not be reached.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # we do it, below: the authority is not known before
-    host, _, port = address.rpartition(":")
-    try:
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout) as plain,
-            context.wrap_socket(plain, do_handshake_on_connect=False) as connection,
-            _cut_off_after(timeout, connection),
-        ):
-            connection.do_handshake()
-            authority_pem = str(_receive(connection).get("authority", ""))
-            shown = connection.getpeercert(binary_form=True) or b""
-            _check_host(authority_pem, shown, invite)
-            asked = {
-                "invite": invite.invite_id,
-                "secret": invite.secret,
-                "request": signing_request(key_pem),
-                "name": wanted_name,
-            }
-            _send(connection, asked)
-            answer = _receive(connection)
-    except OSError as error:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else error
-        raise WireError(
-            f"cannot enrol at {address}: {printable(str(reason))}; is the host running?"
-        ) from None
+    asked = {"request": signing_request(key_pem), "name": wanted_name}
+    greeting, answer = _exchange(address, invite, asked, timeout)
     if "refused" in answer:
-        raise AdmissionError(f"the host refused: {printable(str(answer['refused']), 500)}")
-    return identity_of(str(answer.get("certificate", "")), key_pem, authority_pem)
+        raise AdmissionError(f"the host refused: {_told(answer, 'refused')}")
+    return identity_of(str(answer.get("certificate", "")), key_pem, greeting["authority"])
+
+
+def ask(address: str, invite: Invite, key_pem: str = "", timeout: float = EXCHANGE_S) -> HostSays:
+    """Ask the host whether an invite would let this machine in, or with its key, let it in again.
+
+    Raises as `enrol` does if no host of that run is there.
+    """
+    request = signing_request(key_pem) if key_pem else ""
+    asked = {"request": request, "name": "", "only": "ask"}
+    greeting, answer = _exchange(address, invite, asked, timeout)
+    return HostSays(_told(greeting, "version"), _told(answer, "refused"))
 
 
 def identity_in(folder: Path, address: str, invite: Invite, wanted_name: str = "") -> Identity:
@@ -186,6 +187,33 @@ def identity_in(folder: Path, address: str, invite: Invite, wanted_name: str = "
     identity = enrol(address, invite, own_key(folder), wanted_name)
     save_identity(folder, identity)
     return identity
+
+
+def _exchange(
+    address: str, invite: Invite, asked: dict[str, str], timeout: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The host's greeting, and what it answers once it has proved to be the invite's host."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # we do it, below: the authority is not known before
+    try:
+        with (
+            socket.create_connection(split_address(address), timeout) as plain,
+            context.wrap_socket(plain, do_handshake_on_connect=False) as connection,
+            _cut_off_after(timeout, connection),
+        ):
+            connection.do_handshake()
+            greeting = _receive(connection)
+            shown = connection.getpeercert(binary_form=True) or b""
+            _check_host(str(greeting.get("authority", "")), shown, invite)
+            _send(connection, {"invite": invite.invite_id, "secret": invite.secret, **asked})
+            return greeting, _receive(connection)
+    except OSError as error:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error
+        raise WireError(
+            f"cannot enrol at {address}: {printable(str(reason))}; is the host running?"
+        ) from None
 
 
 def _check_host(authority_pem: str, shown: bytes, invite: Invite) -> None:
@@ -230,6 +258,11 @@ def _cut_off_after(seconds: float, connection: ssl.SSLSocket) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _told(message: dict[str, Any], key: str) -> str:
+    """A short text of the other end's, fit for a screen."""
+    return printable(str(message.get(key, "")), 500)
 
 
 def _send(connection: ssl.SSLSocket, message: dict[str, str]) -> None:

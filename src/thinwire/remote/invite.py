@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from thinwire.errors import AdmissionError
 from thinwire.wire.tls import RUN_DIGITS
+from thinwire.wire.tunnel import Route
 
 PREFIX = "tw1-"
 SECRET_BYTES = 16
@@ -51,6 +52,17 @@ class Invite:
     def door_token(self) -> str:
         """What the doors of the run want to be shown."""
         return door_token(self.fingerprint)
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The ways to the host, best first."""
+        direct = [Route(address, "direct", self.door_token) for address in self.addresses]
+        relayed = [Route(self.relay, "relayed", self.relay_pass)] if self.relay else []
+        return (*direct, *relayed)
+
+    def service(self, name: str) -> str:
+        """The name of one of the host's services at its door, such as "enrol"."""
+        return f"{self.run_id}/{name}"
 
     def seconds_left(self, now: float | None = None) -> float:
         """Until it expires by this machine's clock; negative afterwards."""

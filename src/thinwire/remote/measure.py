@@ -1,0 +1,138 @@
+"""What this machine can give a run: measured in a second or three, with bounded traffic."""
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thinwire.remote.peerfile import PeerFigures
+from thinwire.settings.precision import WEIGHT_TYPES
+from thinwire.wire import Route
+from thinwire.wire.speed import LinkRates, measure_link
+
+RATE_SECONDS = 0.3
+_SMALLEST, _LARGEST = 128, 8192  # sides of the matrices that are multiplied
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MachineFigures:
+    """One machine: its device, and its way to the host where that was measured."""
+
+    device: str  # for people
+    flops_per_s: float
+    memory_bytes: int  # free
+    disk_bytes: int  # free
+    link: LinkRates | None = None
+
+    def as_peer(self, name: str, reachable: bool) -> PeerFigures:
+        """The same as the choice of a split has it; a link not measured counts as unlimited."""
+        link = self.link or LinkRates(0.0, 0.0, 0.0)
+        return PeerFigures(
+            name=name,
+            tflops=self.flops_per_s / 1e12,
+            memory_gb=self.memory_bytes / 1e9,
+            mbps_up=link.mbps_up,
+            mbps_down=link.mbps_down,
+            latency_ms=link.round_trip_s / 2 * 1e3,
+            reachable=reachable,
+        )
+
+
+def measure_machine(
+    device: torch.device, precision: str, folder: Path, routes: Sequence[Route] = (), run: str = ""
+) -> MachineFigures:
+    """Rate, memory, disk, and with routes the way to the host of the run."""
+    link = measure_link(routes, run) if routes else None
+    return MachineFigures(
+        device=device_name(device),
+        flops_per_s=matmul_rate(device, precision),
+        memory_bytes=free_memory(device),
+        disk_bytes=free_disk(folder),
+        link=link,
+    )
+
+
+def matmul_rate(
+    device: torch.device, precision: str = "fp32", seconds: float = RATE_SECONDS
+) -> float:
+    """FLOP/s of matrix products in the precision that a run computes in.
+
+    Larger and larger matrices, until one product takes a tenth of the time or they are as large
+    as any of a model: small ones would measure what surrounds the product.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else WEIGHT_TYPES[precision]
+    side, best, end = _SMALLEST, 0.0, time.perf_counter() + seconds
+    matrix = torch.randn(side, side, device=device, dtype=dtype)
+    _product_seconds(matrix)  # the first one also loads libraries
+    while True:
+        taken = _product_seconds(matrix)
+        best = max(best, 2.0 * side**3 / taken)
+        if time.perf_counter() >= end:
+            return best
+        if taken < seconds / 10 and side < _LARGEST and 8 * taken < end - time.perf_counter():
+            side *= 2
+            matrix = torch.randn(side, side, device=device, dtype=dtype)
+
+
+def _product_seconds(matrix: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    product = matrix @ matrix
+    product[0, 0].item()  # waits for the device
+    return max(time.perf_counter() - begin, 1e-9)
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, such as "cuda (NVIDIA H200)"."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return device.type
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a stage could take on this device now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return _available_memory()
+
+
+def _available_memory() -> int:
+    """Of the machine, or of the container that this process is in; half of all if unknown."""
+    found = [
+        int(line.split()[1]) * 1024
+        for line in _text(_MEMINFO).splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    limit, used = (_text(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))
+    if limit.isdigit() and used.isdigit():
+        found.append(max(0, int(limit) - int(used)))
+    return min(found) if found else _physical_memory() // 2
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free where the folder is, or will be."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""

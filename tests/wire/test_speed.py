@@ -1,0 +1,91 @@
+"""Rates and round trips through a door: as they are, and bounded in what they cost."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+from wiring import PATIENCE
+
+from thinwire.errors import WireError
+from thinwire.wire import Door, Route, Standby
+from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import MOST_BYTES, Burst, SpeedService, measure_link
+
+RUN, TOKEN = "0123456789abcdef", "the run's token"
+
+
+@pytest.fixture
+def service() -> Iterator[SpeedService]:
+    with SpeedService() as service:
+        yield service
+
+
+@pytest.fixture
+def door(service: SpeedService) -> Iterator[Door]:
+    with Door("127.0.0.1", 0) as door:
+        door.admit(RUN, TOKEN)
+        door.serve(f"{RUN}/speed", service.address)
+        yield door
+
+
+def address(door: Door) -> str:
+    return f"127.0.0.1:{door.port}"
+
+
+def test_a_link_is_measured_through_the_hosts_door(door: Door) -> None:
+    rates = measure_link([Route(address(door), token=TOKEN)], RUN, seconds=0.1)
+    assert rates.mbps_up > 0 and rates.mbps_down > 0
+    assert 0 < rates.round_trip_s < PATIENCE
+    assert door.traffic()[RUN].served_bytes < 2 * MOST_BYTES + 10_000
+
+
+def test_a_bounded_way_is_found_to_be_slow(service: SpeedService) -> None:
+    """A relay that passes 8 Mbit/s: whoever receives takes the time, so buffers do not flatter."""
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit(RUN, TOKEN, mbps=8.0)
+        route = Route(address(relay), "relayed", TOKEN)
+        with Standby(f"{RUN}/speed", route, service.address):
+            rates = measure_link([Route("127.0.0.1:9", token=TOKEN), route], RUN, seconds=0.5)
+    # What was saved up in a quarter of a second passes at once, at the start.
+    assert 0 < rates.mbps_up < 16 and 0 < rates.mbps_down < 16
+
+
+def test_why_nothing_can_be_measured_is_said(door: Door) -> None:
+    with pytest.raises(WireError, match=r"could not be measured: .*not the right one"):
+        measure_link([Route(address(door), token="another")], RUN)
+    with pytest.raises(WireError, match="no route is known"):
+        measure_link([], RUN)
+    door.withdraw(f"{RUN}/speed")
+    with pytest.raises(WireError, match="nobody waits for it"):
+        measure_link([Route(address(door), token=TOKEN)], RUN)
+
+
+@pytest.mark.parametrize("asked", [b"up 100\n", b"up nan\n", b"down -1\n", b"up\n", b"x" * 1000])
+def test_what_is_out_of_bounds_is_cut_off(asked: bytes, service: SpeedService) -> None:
+    with socket.create_connection(split_address(service.address), PATIENCE) as caller:
+        caller.sendall(asked)
+        with contextlib.suppress(ConnectionResetError):  # it may hang up with bytes unread
+            assert caller.recv(100) == b""
+
+
+def test_only_a_few_are_served_at_a_time(service: SpeedService) -> None:
+    callers = [socket.create_connection(split_address(service.address), PATIENCE) for _ in "12345"]
+    try:
+        for caller in callers[:4]:
+            caller.sendall(b"echo\n+")
+            assert caller.recv(1) == b"+"
+        assert callers[4].recv(1) == b""
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+def test_the_rate_of_a_burst_leaves_out_its_start() -> None:
+    burst = Burst()
+    assert burst.mbps == 0
+    burst.add(1000, now=5.0)
+    assert burst.mbps == 0
+    for tenth in range(1, 11):  # slow at first, then a million bytes in each tenth of a second
+        burst.add(1000 if tenth < 4 else 1_000_000, now=5.0 + tenth / 10)
+    assert burst.mbps == pytest.approx(80.0)
