@@ -1,6 +1,7 @@
 """A door: who may meet there, who is refused and in which words, and what others may cost it."""
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -209,6 +210,34 @@ def test_joined_connections_without_a_byte_are_cut(service: Service) -> None:
             with contextlib.suppress(ConnectionResetError):
                 assert end.recv(1) == b""
         until(lambda: door.traffic()[RUN].connections == 0)
+
+
+def test_a_connection_of_which_one_direction_has_ended_is_cut_too(service: Service) -> None:
+    with Door("127.0.0.1", 0, Limits(idle_s=0.1)) as door:
+        door.admit(RUN, TOKEN)
+        door.serve(f"{RUN}/control", service.address)
+        caller = reach(door, "control")
+        assert line(caller) == "ok"
+        served = service.accept()
+        caller.shutdown(socket.SHUT_WR)
+        assert served.recv(1) == b""
+        until(lambda: door.traffic()[RUN].connections == 0)
+
+
+def test_a_slow_reader_slows_the_sender_and_loses_nothing(door: Door, service: Service) -> None:
+    door.serve(f"{RUN}/control", service.address)
+    caller = reach(door, "control")
+    assert line(caller) == "ok"
+    served = service.accept()
+    sent, data = 0, random.randbytes(1 << 20)
+    caller.settimeout(0.2)
+    with contextlib.suppress(TimeoutError):
+        while True:  # until all buffers on the way are full
+            sent += caller.send(data[sent % len(data) :])
+    assert door.traffic()[RUN].bytes <= sent
+    caller.shutdown(socket.SHUT_WR)
+    expected = (data * (sent // len(data) + 1))[:sent]
+    assert read_to_end(served) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import struct
 import sys
 from collections.abc import Callable
 
-from thinwire.wire.loop import ended
-
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
 IDLE_S = 120.0  # our links ping every few seconds: who says nothing for so long is gone
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
@@ -63,34 +61,109 @@ async def splice(
     without a byte, both connections are set to be reset when they are closed, by the caller.
     `count` is told the number of bytes before they are passed on.
     """
-    loop = asyncio.get_running_loop()
-    last = loop.time()
-
-    async def pump(source: socket.socket, target: socket.socket) -> None:
-        nonlocal last
-        space = memoryview(bytearray(CHUNK))
-        while size := await loop.sock_recv_into(source, space):
-            last = loop.time()
-            count(size)
-            if allowance is not None and (delay := allowance.book(size, last)) > 0:
-                await asyncio.sleep(delay)
-            await loop.sock_sendall(target, space[:size])
-            last = loop.time()
-        target.shutdown(socket.SHUT_WR)
-
-    pumps = [loop.create_task(pump(one, other)), loop.create_task(pump(other, one))]
+    directions = [
+        _Direction(one, other, count, allowance),
+        _Direction(other, one, count, allowance),
+    ]
+    ends = [direction.ended for direction in directions]
     is_whole = False
     try:
         while True:
-            done, pending = await asyncio.wait(pumps, timeout=idle, return_when="FIRST_EXCEPTION")
-            if any(task.exception() for task in done) or not pending:
-                is_whole = not any(task.exception() for task in done)
-                return
-            if loop.time() - last >= idle:
+            passed = sum(direction.passed for direction in directions)
+            done, pending = await asyncio.wait(ends, timeout=idle, return_when="FIRST_EXCEPTION")
+            failed = any(end.exception() for end in done)
+            is_whole = not failed and not pending
+            is_idle = passed == sum(direction.passed for direction in directions)
+            if failed or not pending or is_idle:
                 return
     finally:
-        await ended(*pumps)
+        for direction in directions:
+            direction.stop()
         if not is_whole:
             for connection in (one, other):
                 with contextlib.suppress(OSError):
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+
+
+class _Direction:
+    """Passes bytes one way, by callbacks of the loop: a task for each read would cost far more."""
+
+    def __init__(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        count: Callable[[int], None],
+        allowance: Allowance | None,
+    ) -> None:
+        self.passed = 0
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._source, self._target = source, target
+        self._count, self._allowance = count, allowance
+        self._space = memoryview(bytearray(CHUNK))
+        self._left = self._space[:0]  # read, and not yet written
+        self._is_held_up = False
+        self._delayed: asyncio.TimerHandle | None = None
+        self._loop.add_reader(source, self._read)
+
+    def stop(self) -> None:
+        """Pass nothing more."""
+        if self._delayed is not None:
+            self._delayed.cancel()
+        self._loop.remove_reader(self._source)
+        self._loop.remove_writer(self._target)
+        if self.ended.done():
+            self.ended.exception()  # else it is reported as forgotten
+        else:
+            self.ended.cancel()
+
+    def _read(self) -> None:
+        try:
+            size = self._source.recv_into(self._space)
+            if not size:
+                self._loop.remove_reader(self._source)
+                self._target.shutdown(socket.SHUT_WR)
+                self.ended.set_result(None)
+                return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        self._count(size)
+        self._left = self._space[:size]
+        delay = self._allowance.book(size, self._loop.time()) if self._allowance else 0.0
+        if delay > 0:
+            self._hold_up()
+            self._delayed = self._loop.call_later(delay, self._write)
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            sent = self._target.send(self._left)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError as error:
+            self._fail(error)
+            return
+        self.passed += sent
+        self._left = self._left[sent:]
+        if self._left:
+            self._hold_up()
+            self._loop.add_writer(self._target, self._write)
+        elif self._is_held_up:
+            self._is_held_up = False
+            self._loop.remove_writer(self._target)
+            self._loop.add_reader(self._source, self._read)
+
+    def _hold_up(self) -> None:
+        """Read nothing until what was read is written."""
+        if not self._is_held_up:
+            self._is_held_up = True
+            self._loop.remove_reader(self._source)
+
+    def _fail(self, error: OSError) -> None:
+        self._loop.remove_reader(self._source)
+        self._loop.remove_writer(self._target)
+        self.ended.set_exception(error)
