@@ -315,6 +315,21 @@ def test_asking_uses_nothing_up(book: AuthorityBook, server: EnrolServer) -> Non
     assert "expired" in ask(server.address, invite_of(book, server, lasts=-1.0)).refusal
 
 
+def test_the_host_says_whether_it_reaches_a_door_of_its_run(
+    book: AuthorityBook, server: EnrolServer
+) -> None:
+    invite = invite_of(book, server)
+    with Door("127.0.0.1", 0) as ours, Door("127.0.0.1", 0) as other:
+        ours.admit(invite.run_id, invite.door_token)
+        assert ask(server.address, invite, door=ours.address).reached is True
+        assert ask(server.address, invite, door=other.address).reached is False
+    assert ask(server.address, invite, door=ours.address).reached is False
+    assert ask(server.address, invite, door="nowhere").reached is None
+    wrong = Invite(**{**vars(invite), "secret": "00" * 16})
+    answer = ask(server.address, wrong, door=ours.address)
+    assert "wrong invite" in answer.refusal and answer.reached is None
+
+
 @pytest.mark.parametrize("way", ["direct", "relayed"])
 def test_enrolment_passes_doors(book: AuthorityBook, server: EnrolServer, way: str) -> None:
     """A joining machine has the invite and nothing else: neither a port nor a certificate."""

@@ -8,14 +8,11 @@ nor the request.
 """
 
 import contextlib
-import json
 import socket
 import ssl
-import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +23,7 @@ from cryptography import x509
 from thinwire import __version__
 from thinwire.errors import AdmissionError, ThinwireError, WireError, printable
 from thinwire.remote.authority import COORDINATOR, LIFETIME, AuthorityBook
+from thinwire.remote.exchange import cut_off_after, receive, send
 from thinwire.remote.identity import (
     identity_of,
     needs_renewal,
@@ -33,7 +31,7 @@ from thinwire.remote.identity import (
     save_identity,
     saved_identity,
 )
-from thinwire.remote.invite import Invite
+from thinwire.remote.invite import Invite, door_token, is_address
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
@@ -44,11 +42,10 @@ from thinwire.wire.tls import (
     public_key_fingerprint,
     signing_request,
 )
+from thinwire.wire.tunnel import Route, ping
 
 EXCHANGE_S = 20.0  # for all that is said, handshake included
 MOST_AT_ONCE = 32  # exchanges; each takes a thread, and a door lets few in from one address
-MOST_BYTES = 16 << 10  # of one message
-_LENGTH = struct.Struct(">I")
 
 
 class EnrolServer:
@@ -97,12 +94,12 @@ class EnrolServer:
                 self._current_context().wrap_socket(
                     caller, server_side=True, do_handshake_on_connect=False
                 ) as connection,
-                _cut_off_after(self._exchange_s, connection),
+                cut_off_after(self._exchange_s, connection),
             ):
                 connection.do_handshake()
                 authority_pem = self._book.authority.certificate_pem
-                _send(connection, {"authority": authority_pem, "version": __version__})
-                _send(connection, self._answer(_receive(connection)))
+                send(connection, {"authority": authority_pem, "version": __version__})
+                send(connection, self._answer(receive(connection)))
         finally:
             caller.close()
             self._free.release()
@@ -115,12 +112,23 @@ class EnrolServer:
         try:
             if asked.get("only") == "ask":
                 self._book.check_invite(invite_id, secret, request)
-                return {}
+                return {"reached": self._reaches(str(asked.get("door", "")))}
             return {"certificate": self._book.enrol(invite_id, secret, request, name)}
         except (AdmissionError, WireError) as refusal:
             return {"refused": str(refusal)}
         except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
             return {"refused": "the host cannot enrol peers at the moment: its log says why"}
+
+    def _reaches(self, address: str) -> str:
+        """Whether a door of this run answers there; nothing else that listens there would do."""
+        if not is_address(address):
+            return ""
+        route = Route(address, token=door_token(self._book.authority.fingerprint))
+        try:
+            ping(route, f"{self._book.run_id}/probe")
+        except WireError:
+            return "no"  # and not why: a host is no means to look around in its network
+        return "yes"
 
     def _current_context(self) -> ssl.SSLContext:
         with self._renewing:
@@ -146,6 +154,7 @@ class HostSays:
 
     version: str  # of thinwire
     refusal: str  # why the invite would not let this machine in; empty if it would
+    reached: bool | None = None  # whether the host reached the door that it was asked about
 
 
 def enrol(
@@ -163,15 +172,19 @@ def enrol(
     return identity_of(str(answer.get("certificate", "")), key_pem, greeting["authority"])
 
 
-def ask(address: str, invite: Invite, key_pem: str = "", timeout: float = EXCHANGE_S) -> HostSays:
+def ask(
+    address: str, invite: Invite, key_pem: str = "", door: str = "", timeout: float = EXCHANGE_S
+) -> HostSays:
     """Ask the host whether an invite would let this machine in, or with its key, let it in again.
 
-    Raises as `enrol` does if no host of that run is there.
+    With the address of a door of ours, also whether the host can reach it. Raises as `enrol` does
+    if no host of that run is there.
     """
     request = signing_request(key_pem) if key_pem else ""
-    asked = {"request": request, "name": "", "only": "ask"}
+    asked = {"request": request, "name": "", "only": "ask", "door": door}
     greeting, answer = _exchange(address, invite, asked, timeout)
-    return HostSays(_told(greeting, "version"), _told(answer, "refused"))
+    reached = {"yes": True, "no": False}.get(_told(answer, "reached"))
+    return HostSays(_told(greeting, "version"), _told(answer, "refused"), reached)
 
 
 def identity_in(folder: Path, address: str, invite: Invite, wanted_name: str = "") -> Identity:
@@ -201,14 +214,14 @@ def _exchange(
         with (
             socket.create_connection(split_address(address), timeout) as plain,
             context.wrap_socket(plain, do_handshake_on_connect=False) as connection,
-            _cut_off_after(timeout, connection),
+            cut_off_after(timeout, connection),
         ):
             connection.do_handshake()
-            greeting = _receive(connection)
+            greeting = receive(connection)
             shown = connection.getpeercert(binary_form=True) or b""
             _check_host(str(greeting.get("authority", "")), shown, invite)
-            _send(connection, {"invite": invite.invite_id, "secret": invite.secret, **asked})
-            return greeting, _receive(connection)
+            send(connection, {"invite": invite.invite_id, "secret": invite.secret, **asked})
+            return greeting, receive(connection)
     except OSError as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else error
         raise WireError(
@@ -241,56 +254,9 @@ def _check_host(authority_pem: str, shown: bytes, invite: Invite) -> None:
         )
 
 
-@contextlib.contextmanager
-def _cut_off_after(seconds: float, connection: ssl.SSLSocket) -> Iterator[None]:
-    """Break the connection after so long, however slowly its other end talks."""
-    connection.settimeout(seconds)
-
-    def cut() -> None:
-        with contextlib.suppress(OSError):
-            # Not its own method, which ends encryption first: what is said then would be readable.
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _told(message: dict[str, Any], key: str) -> str:
     """A short text of the other end's, fit for a screen."""
     return printable(str(message.get(key, "")), 500)
-
-
-def _send(connection: ssl.SSLSocket, message: dict[str, str]) -> None:
-    content = json.dumps(message).encode()
-    connection.sendall(_LENGTH.pack(len(content)) + content)
-
-
-def _receive(connection: ssl.SSLSocket) -> dict[str, Any]:
-    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
-    if size > MOST_BYTES:
-        raise WireError(f"a message of enrolment has at most {MOST_BYTES:,} bytes")
-    try:
-        message = json.loads(_receive_exactly(connection, size))
-    except (ValueError, RecursionError):
-        raise WireError("a message of enrolment cannot be read") from None
-    if not isinstance(message, dict):
-        raise WireError("a message of enrolment cannot be read")
-    return message
-
-
-def _receive_exactly(connection: ssl.SSLSocket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        part = connection.recv(size - len(content))
-        if not part:
-            raise WireError("the other end closed the connection before the enrolment was over")
-        content += part
-    return content
 
 
 def _renewal_time() -> float:
