@@ -316,7 +316,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
     from thinwire.remote.peerfile import load_peers
-    from thinwire.remote.split import choose_split
+    from thinwire.remote.split import better_window, choose_split
     from thinwire.remote.split_report import split_text, split_to_plain
 
     if options.tflops is not None:
@@ -324,7 +324,9 @@ def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
             "--tflops and --peers contradict each other: the file has each peer's rate"
         )
     split = choose_split(settings, load_peers(options.peers))
-    print(json.dumps(split_to_plain(split), indent=1) if options.json else split_text(split))
+    window = better_window(split)
+    plain = json.dumps(split_to_plain(split, window), indent=1) if options.json else ""
+    print(plain or split_text(split, window))
 
 
 def eval_command(options: argparse.Namespace) -> None:

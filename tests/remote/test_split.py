@@ -13,7 +13,7 @@ from thinwire.plan import estimate_costs, make_plan, stage_memory, stage_paramet
 from thinwire.remote.figures import StageFigures, links_of, with_split
 from thinwire.remote.peerfile import PeerFigures, load_peers
 from thinwire.remote.search import MEMORY_SHARE, Search, deal, ranges
-from thinwire.remote.split import WORTH, choose_split
+from thinwire.remote.split import WORTH, better_window, choose_split
 from thinwire.remote.split_report import split_text, split_to_plain
 from thinwire.schedule import Network, build, simulate
 from thinwire.settings import Settings
@@ -221,6 +221,18 @@ def test_equal_links_play_as_before_and_a_far_cut_takes_longer(make_settings: Ma
     assert hidden.latency_s == [0.005, 0.01], "relayed over the host"
     with pytest.raises(ConfigError, match=r"links\.mbps_up has 2 numbers, 3 stages need 3"):
         simulate(schedule, costs, links_of([peer("a"), peer("b")]))
+
+
+def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> None:
+    far = [peer("a", 50, latency_ms=50.0), peer("b", 50, latency_ms=50.0)]
+    settings = make_settings(pipeline__microbatches=8)
+    split = choose_split(settings, far)
+    found = better_window(split)
+    assert found is not None and found[0] == 8
+    wide = choose_split(make_settings(pipeline__microbatches=8, pipeline__window=8), far)
+    assert found[1] == wide.simulation.step_seconds < split.simulation.step_seconds
+    assert "note: with pipeline.window = 8 a step would take" in split_text(split, found)
+    assert better_window(wide) is None, "nothing is left to gain"
 
 
 def test_more_orders_than_can_be_tried(make_settings: MakeSettings) -> None:

@@ -1,5 +1,6 @@
 """The split of a run over unlike peers: chosen, and explained."""
 
+import contextlib
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Split:
     """Who sits where with how many blocks, why, and what it costs; all lists are by stage."""
 
     settings: Settings  # with pipeline.split as chosen
+    asked_split: list[int]  # what pipeline.split was set to
     peers: list[PeerFigures]
     spare: list[PeerFigures]  # without a stage
     parameters: list[int]
@@ -89,6 +91,7 @@ def choose_split(settings: Settings, peers: list[PeerFigures]) -> Split:
     even = tuple(map(len, split_layers(settings.model.layers, [], stages)))
     return Split(
         settings=with_split(settings, chosen.counts),
+        asked_split=settings.pipeline.split,
         peers=[peers[peer] for peer in chosen.order],
         spare=[peer for index, peer in enumerate(peers) if index not in chosen.order],
         parameters=[figures.parameters(*stage) for stage in enumerate(ranges(chosen.counts))],
@@ -99,6 +102,29 @@ def choose_split(settings: Settings, peers: list[PeerFigures]) -> Split:
         faster=faster,
         why=_why(figures, chosen, as_listed),
     )
+
+
+def better_window(split: Split) -> tuple[int, float] | None:
+    """A larger window with which these peers would be faster, and the seconds of its step.
+
+    More microbatches in flight hide delays, and take memory; the blocks are dealt out anew.
+    """
+    pipeline, now = split.settings.pipeline, split.simulation.step_seconds
+    window = split.simulation.schedule.window
+    if pipeline.schedule != "1f1b" or pipeline.stages == 1:
+        return None
+    found = []
+    for wider in sorted({min(n * pipeline.stages, pipeline.microbatches) for n in (2, 4)}):
+        if wider > window:
+            changed = dataclasses.replace(pipeline, window=wider, split=split.asked_split)
+            settings = dataclasses.replace(split.settings, pipeline=changed)
+            with contextlib.suppress(ConfigError):  # its memory is not there
+                other = choose_split(settings, [*split.peers, *split.spare])
+                found.append((other.simulation.step_seconds, wider))
+    if not found or min(found)[0] * (1 + WORTH) > now:
+        return None
+    seconds, wider = next(row for row in found if row[0] <= min(found)[0] * (1 + WORTH))
+    return wider, seconds
 
 
 def _spread(peers: list[PeerFigures]) -> float:

@@ -8,8 +8,11 @@ from thinwire.report.human import duration, human_bytes
 from thinwire.settings.crossing import sizes_vary
 
 
-def split_text(split: Split) -> str:
-    """Who sits where, what each link carries, and how long a step takes."""
+def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
+    """Who sits where, what each link carries, and how long a step takes.
+
+    `window` is a better one, and the seconds of its step.
+    """
     settings, simulation = split.settings, split.simulation
     return "\n".join(
         [
@@ -29,13 +32,14 @@ def split_text(split: Split) -> str:
             "",
             f"why: {split.why}",
             *_faster_lines(split),
+            *_window_lines(window),
             _estimate_line(split),
             _even_line(split),
         ]
     )
 
 
-def split_to_plain(split: Split) -> dict[str, Any]:
+def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dict[str, Any]:
     """The split for a program."""
     simulation = split.simulation
     even = split.even.step_seconds if split.even else None
@@ -78,6 +82,8 @@ def split_to_plain(split: Split) -> dict[str, Any]:
         "spare": [peer.name for peer in split.spare],
         "faster_split": list(split.faster[0]) if split.faster else None,
         "faster_step_seconds": split.faster[1] if split.faster else None,
+        "better_window": window[0] if window else None,
+        "better_window_step_seconds": window[1] if window else None,
         "why": split.why,
         "config_hash": split.settings.hash,
     }
@@ -128,6 +134,15 @@ def _faster_lines(split: Split) -> list[str]:
     return [
         f"note: pipeline.split = {list(counts)} would take {seconds:.3f} s per step: the last "
         "stage also computes the head. Set it in the settings to use it; its cuts lie elsewhere"
+    ]
+
+
+def _window_lines(window: tuple[int, float] | None) -> list[str]:
+    if window is None:
+        return []
+    return [
+        f"note: with pipeline.window = {window[0]} a step would take {window[1]:.3f} s: more "
+        "microbatches in flight hide more of the delays"
     ]
 
 
