@@ -12,6 +12,7 @@ from thinwire.errors import BreachError, CheckpointError, WireError
 from thinwire.remote.pieces import (
     MOST_SAID,
     PIECE_BYTES,
+    SILENCE_S,
     Done,
     Pace,
     Refusal,
@@ -208,7 +209,7 @@ class Clock:
 
 def test_files_take_their_share_of_the_uplink_and_no_more() -> None:
     clock = Clock()
-    pace, sent = Pace(1000.0, lambda: clock.now, clock.sleep), []
+    pace, sent = Pace(1000.0, lambda: clock.now, clock.sleep, least=1), []
     for size in [400, 100, 1000, 256, 256, 2000, 10]:
         pace.spend(size)
         sent.append((clock.now, size))
@@ -222,7 +223,7 @@ def test_files_take_their_share_of_the_uplink_and_no_more() -> None:
 
 def test_a_pause_saves_no_rate_for_later() -> None:
     clock = Clock()
-    pace = Pace(1000.0, lambda: clock.now, clock.sleep)
+    pace = Pace(1000.0, lambda: clock.now, clock.sleep, least=1)
     pace.spend(100)
     clock.now += 3600
     before = clock.now
@@ -233,7 +234,7 @@ def test_a_pause_saves_no_rate_for_later() -> None:
 
 def test_without_a_rate_nothing_waits() -> None:
     clock = Clock()
-    pace = Pace(1000.0, lambda: clock.now, clock.sleep)
+    pace = Pace(1000.0, lambda: clock.now, clock.sleep, least=1)
     pace.spend(10**9)
     pace.change(0)  # training is over: the whole uplink is free
     for _ in range(9):
@@ -243,6 +244,14 @@ def test_without_a_rate_nothing_waits() -> None:
     pace.spend(500)
     pace.spend(1)
     assert clock.now == pytest.approx(50.5)
+
+
+def test_no_rate_is_so_low_that_it_passes_for_silence() -> None:
+    clock = Clock()
+    pace = Pace(1.0, lambda: clock.now, clock.sleep)
+    for _ in range(5):
+        pace.spend(PIECE_BYTES)
+    assert clock.now - 50 == pytest.approx(SILENCE_S)
 
 
 def test_a_file_is_given_at_its_pace(file: Callable, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
 SPARE_BYTES = 64 << 20  # of the disk that a transfer leaves free
 SILENCE_S = 120.0  # without a piece, after which the connection is given up
+LEAST_RATE = 4 * PIECE_BYTES / SILENCE_S  # bytes per second: slower would be taken for silence
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -128,6 +129,7 @@ class Pace:
 
     The rate may change at any time: it is the share of an uplink that training leaves to files,
     and all of it when training is over. A piece goes out whole, so short bursts are that large.
+    No rate is below `least`.
     """
 
     def __init__(
@@ -135,8 +137,10 @@ class Pace:
         bytes_per_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        least: float = LEAST_RATE,
     ):
-        self._rate = bytes_per_s
+        self._least = least
+        self._rate = self._bounded(bytes_per_s)
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._free_at = 0.0  # when all that was spent so far has passed
@@ -144,8 +148,11 @@ class Pace:
     def change(self, bytes_per_s: float) -> None:
         """Set another rate, for what is sent from now on."""
         with self._lock:
-            self._rate = bytes_per_s
+            self._rate = self._bounded(bytes_per_s)
             self._free_at = min(self._free_at, self._clock())
+
+    def _bounded(self, bytes_per_s: float) -> float:
+        return max(bytes_per_s, self._least) if bytes_per_s > 0 else 0.0
 
     def spend(self, size: int) -> None:
         """Wait until `size` more bytes may be sent."""
