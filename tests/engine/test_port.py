@@ -11,8 +11,9 @@ import torch
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
+from thinwire.engine.due import FROM_ABOVE, Due
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import EVALUATION_WINDOW, Due, Port
+from thinwire.engine.port import EVALUATION_WINDOW, Port
 from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.errors import BreachError, WireError
@@ -39,17 +40,17 @@ class Pair:
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=5)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
-        from_above = Due.from_above(first_step, {BASIS_BYTES})
-        self.sender = self.port(self.raw, Mailbox(timeout=5), sender_codec, from_above)
+        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, basis_is_shared=True)
+        self.sender = self.port(0, self.raw, Mailbox(timeout=5), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
-        from_below = Due.from_below(first_step, VALIDATION_BATCHES, {BASIS_BYTES})
-        self.receiver = self.port(self.other, self.mailbox, receiver_codec, from_below)
+        from_below = Due.from_below(1, first_step, VALIDATION_BATCHES, {BASIS_BYTES})
+        self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
-    def port(link: Link, mailbox: Mailbox, codec: str, due: Due) -> Port:
+    def port(stage: int, link: Link, mailbox: Mailbox, codec: str, due: Due) -> Port:
         codecs = {Leg.FORWARD: parse_codec(codec), Leg.BACKWARD: parse_codec(codec)}
         spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
-        return Port(link, 0, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
+        return Port(link, stage, CutEnd(codecs, spec, microbatches=MICROBATCHES), mailbox, due)
 
 
 def test_a_tensor_crosses() -> None:
@@ -262,6 +263,11 @@ def verdict_frame(step: int, microbatch: int = 0, kind: FrameKind = FrameKind.VE
         verdict_frame(5, kind=FrameKind.VALIDATED),
         verdict_frame(6, microbatch=1, kind=FrameKind.VALIDATED),
         Frame(FrameKind.BASIS, step=5, microbatch=2, payload=bytes(BASIS_BYTES)),
+        # it would have been taken for the move of the basis that comes from above
+        Frame(FrameKind.BASIS, step=5, microbatch=FROM_ABOVE, payload=bytes(BASIS_BYTES)),
+        Frame(
+            FrameKind.VERDICT, sender=2, step=5, payload=Verdict(1.0, True, False, False).to_bytes()
+        ),
     ],
     ids=lambda frame: f"{frame.kind.name} {frame.step} {frame.microbatch}",
 )
@@ -278,7 +284,7 @@ def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
 def test_the_stage_above_cannot_be_a_step_ahead() -> None:
     pair = Pair()
     pair.sender.open_step(0)
-    pair.other.send(Frame(FrameKind.TALLY, step=1, payload=bytes(8)))
+    pair.other.send(Frame(FrameKind.TALLY, sender=1, step=1, payload=bytes(8)))
     with pytest.raises(BreachError, match="TALLY of step 1"):
         pair.sender.take_message(FrameKind.TALLY, 1)
 
@@ -301,7 +307,7 @@ def test_a_malformed_message_from_above_convicts_its_sender(
     """It was a struct.error, or a StageError, of the stage that received it."""
     pair = Pair()
     pair.sender.open_step(0)
-    pair.other.send(Frame(kind, payload=payload))
+    pair.other.send(Frame(kind, sender=1, payload=payload))
     with pytest.raises(BreachError, match=words):
         pair.sender.take_message(kind, 0)
     assert pair.raw.other_end_at_fault

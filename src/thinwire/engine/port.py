@@ -3,19 +3,20 @@
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place
 from thinwire.engine.cut import CutEnd
+from thinwire.engine.due import Due
 from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, unpack_tally
 from thinwire.errors import WireError
-from thinwire.wire import Frame, FrameKind, Link
+from thinwire.wire import Frame, FrameKind, Link, Seal
 
 _LEGS = {
     FrameKind.FORWARD: Leg.FORWARD,
@@ -35,36 +36,13 @@ _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
 # Validations send no gradients back, so nothing but this window keeps a fast stage from piling up
 # its activations on a slow uplink, or before a slow stage. Training is bounded by its schedule.
 EVALUATION_WINDOW = 4
-_NUMBERS = {FrameKind.BASIS: 2}  # one may come from above and from below within a step
 
 
-@dataclass(frozen=True)
-class Due:
-    """What a neighbour may send: kinds, how many steps ahead, and how much of each.
+class Message(NamedTuple):
+    """A message that no codec packs: what it says, and how it travels on to the next stage."""
 
-    A stage below may be a step ahead, while this one still saves the step before; the stage above
-    cannot be, for it needs this stage's activations.
-    """
-
-    kinds: frozenset[FrameKind]
-    steps_ahead: int
-    first_step: int = 0
-    validation_batches: int = 0
-    basis_bytes: frozenset[int] = frozenset()
-
-    @classmethod
-    def from_below(cls, first_step: int, validation_batches: int, basis_bytes: set[int]) -> "Due":
-        """What the stage below sends: activations, of validations too, and verdicts."""
-        kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
-        kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
-        kinds |= {FrameKind.PROBE} if basis_bytes else set()
-        return cls(frozenset(kinds), 1, first_step, validation_batches, frozenset(basis_bytes))
-
-    @classmethod
-    def from_above(cls, first_step: int, basis_bytes: set[int]) -> "Due":
-        """What the stage above sends: gradients and tallies."""
-        kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
-        return cls(frozenset(kinds), 0, first_step, basis_bytes=frozenset(basis_bytes))
+    content: bytes
+    travels: bytes
 
 
 class Port:
@@ -91,6 +69,7 @@ class Port:
         mailbox: Mailbox,
         due: Due,
         sightings: Sightings | None = None,
+        seal: Seal | None = None,
     ):
         self.link = link
         self._stage = stage
@@ -98,6 +77,7 @@ class Port:
         self._mailbox = mailbox
         self._due = due
         self._sightings = sightings or Sightings()
+        self._seal = seal or Seal()
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
@@ -155,12 +135,12 @@ class Port:
         return self.take_tensor(FrameKind.EVALUATE, step, microbatch, expected)
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
-        """Hand over a message that no codec packs: a tally, a verdict, a basis."""
+        """Hand over a message as it travels: a tally, a verdict, a basis."""
         self.link.send(
             Frame(kind=kind, sender=self._stage, step=step, microbatch=number, payload=payload)
         )
 
-    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> Message:
         """The neighbour's message of this step, waiting for it."""
         return self._mailbox.take((kind, step, number))
 
@@ -176,6 +156,11 @@ class Port:
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
+        if frame.sender != self._due.sender:
+            raise WireError(
+                f"{self._described(frame)} bears the name of stage {frame.sender}, but stage "
+                f"{self._due.sender} is the neighbour"
+            )
         if frame.kind is FrameKind.EVALUATE:
             self._on_evaluation(frame)
             return
@@ -197,20 +182,23 @@ class Port:
             )
 
     def _on_message(self, frame: Frame) -> None:
-        payload, most = bytes(frame.payload), _NUMBERS.get(frame.kind, 1)
-        ends_validation = frame.kind is FrameKind.VALIDATED
-        if frame.microbatch >= most or (ends_validation and frame.step != self._open_step + 1):
+        kind, step, number = frame.kind, frame.step, frame.microbatch
+        ends_validation = kind is FrameKind.VALIDATED
+        due_number = self._due.basis_way if kind is FrameKind.BASIS else 0
+        if number != due_number or (ends_validation and step != self._open_step + 1):
             raise WireError(f"{self._described(frame)} does not exist")
+        travels = bytes(frame.payload)
         try:
-            if frame.kind is FrameKind.BASIS:
-                self._check_basis(payload)
+            content = self._seal.check(self._due.signers[kind], kind, step, travels, number)
+            if kind is FrameKind.BASIS:
+                self._check_basis(content)
             else:
-                said = _MESSAGE_CHECKS[frame.kind](payload)
+                said = _MESSAGE_CHECKS[kind](content)
                 if isinstance(said, list) and not all(map(math.isfinite, said)):
-                    self._sightings.note(frame.step, NORMS)
+                    self._sightings.note(step, NORMS)
         except WireError as error:
             raise WireError(f"{self._described(frame)}: {error}") from None
-        self._mailbox.put((frame.kind, frame.step, frame.microbatch), frame.step, payload)
+        self._mailbox.put((kind, step, number), step, Message(content, travels))
 
     def _check_basis(self, payload: bytes) -> None:
         if len(payload) not in self._due.basis_bytes:

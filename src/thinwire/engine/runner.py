@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.build import weights_rounded_once
+from thinwire.engine.due import FROM_ABOVE, FROM_BELOW
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, Sightings, is_finite
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.port import Port
+from thinwire.engine.port import Message, Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import StageCosts
 from thinwire.engine.trace import StepTrace
@@ -30,9 +31,7 @@ from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tal
 from thinwire.errors import StageError, WireError
 from thinwire.model import Score, Stage
 from thinwire.schedule import Kind, Schedule, forward_only
-from thinwire.wire import FrameKind
-
-FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step
+from thinwire.wire import FrameKind, Seal
 
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
@@ -53,11 +52,13 @@ class Runner:
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         progress: Progress | None = None,
         sightings: Sightings | None = None,
+        seal: Seal | None = None,
     ):
         self.stage = stage
         self.trace = StepTrace()
         self._progress = progress or Progress()
         self._sightings = sightings or Sightings()
+        self._seal = seal or Seal()
         self._feed = feed
         self._update = update
         self._below, self._above = below, above
@@ -121,14 +122,12 @@ class Runner:
 
     def _end_evaluation(self, step: int, leaves: Callable[[], bool]) -> bool:
         """Pass the verdict up that ends a validation: whether all stages leave now."""
+        decided = None
         if self._below is not None:
             self._progress.begin(f"waits for the end of the validation after step {step}")
-            verdict = Verdict.from_bytes(self._below.take_message(FrameKind.VALIDATED, step))
         else:
-            verdict = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
-        if self._above is not None:
-            self._above.send_message(FrameKind.VALIDATED, step, verdict.to_bytes())
-        return verdict.stop
+            decided = Verdict(0.0, commit=False, checkpoint=False, stop=leaves())
+        return self._pass_up(FrameKind.VALIDATED, step, decided).stop
 
     def _score(
         self,
@@ -274,28 +273,42 @@ class Runner:
         if self._above is None:
             with self.trace.span("compute", "norm"):
                 basis_DK = keeper.propose()
-        else:
-            like = [keeper.space.basis_DK]
-            (basis_DK,) = self._take_basis(self._above, step, like, FROM_ABOVE)
-            self._check_basis(step, [basis_DK], self._index + 1)
-        self._send_basis(self._below, step, [basis_DK], FROM_ABOVE)
+            self._send_basis(self._below, step, [basis_DK], FROM_ABOVE)
+            return basis_DK
+        with self.trace.span("wait", "basis"):
+            message = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
+        (basis_DK,) = _read_basis(message, [keeper.space.basis_DK])
+        self._check_basis(step, [basis_DK], self._index + 1)
+        if self._below is not None:
+            self._below.send_message(FrameKind.BASIS, step, message.travels, FROM_ABOVE)
         return basis_DK
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
+        parts, decided = self._seal.sign(FrameKind.TALLY, step, pack_tally(tally)), None
         if self._above is not None:
-            tally += unpack_tally(self._above.take_message(FrameKind.TALLY, step))
+            message = self._above.take_message(FrameKind.TALLY, step)
+            parts += message.travels
+            tally += unpack_tally(message.content)
         if self._below is not None:
-            self._below.send_message(FrameKind.TALLY, step, pack_tally(tally))
-            payload = self._below.take_message(FrameKind.VERDICT, step)
-            verdict = Verdict.from_bytes(payload)
+            self._below.send_message(FrameKind.TALLY, step, parts)
         else:
             norm = global_norm(tally)
             finite = math.isfinite(norm)
-            verdict = Verdict(norm, finite, *decide(step, finite))
+            decided = Verdict(norm, finite, *decide(step, finite))
+        return self._pass_up(FrameKind.VERDICT, step, decided)
+
+    def _pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Verdict:
+        """A verdict, decided here or taken from below, goes on to the stage above as it came."""
+        if decided is not None:
+            travels = self._seal.sign(kind, step, decided.to_bytes())
+        else:
+            assert self._below is not None, "the first stage decides"
+            content, travels = self._below.take_message(kind, step)
+            decided = Verdict.from_bytes(content)
         if self._above is not None:
-            self._above.send_message(FrameKind.VERDICT, step, verdict.to_bytes())
-        return verdict
+            self._above.send_message(kind, step, travels)
+        return decided
 
     def _send_basis(
         self, port: Port | None, step: int, tensors: Sequence[Tensor], way: int
@@ -303,7 +316,8 @@ class Runner:
         """A basis or gradients of one to a neighbour, if there is any."""
         if port is not None and tensors:
             parts = [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
-            port.send_message(FrameKind.BASIS, step, b"".join(parts), way)
+            signed = self._seal.sign(FrameKind.BASIS, step, b"".join(parts), way)
+            port.send_message(FrameKind.BASIS, step, signed, way)
 
     def _take_basis(
         self, port: Port | None, step: int, like: Sequence[Tensor], way: int
@@ -312,16 +326,7 @@ class Runner:
         if port is None or not like:
             return []
         with self.trace.span("wait", "basis"):
-            payload = port.take_message(FrameKind.BASIS, step, way)
-        if len(payload) != sum(tensor.nbytes for tensor in like):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
-            raise StageError(
-                f"a basis of shape {shapes} has {sum(tensor.nbytes for tensor in like)} bytes, "
-                f"but {len(payload)} arrived"
-            )
-        flat = torch.frombuffer(bytearray(payload), dtype=like[0].dtype).to(like[0].device)
-        parts = flat.split([tensor.numel() for tensor in like])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+            return _read_basis(port.take_message(FrameKind.BASIS, step, way), like)
 
     def _look(self, step: int, place: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -336,3 +341,14 @@ class Runner:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def _read_basis(message: Message, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of `like`, as a neighbour has sent them."""
+    content, due = message.content, sum(tensor.nbytes for tensor in like)
+    if len(content) != due:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
+        raise StageError(f"a basis of shape {shapes} has {due} bytes, but {len(content)} arrived")
+    flat = torch.frombuffer(bytearray(content), dtype=like[0].dtype).to(like[0].device)
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

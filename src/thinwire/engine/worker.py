@@ -13,10 +13,11 @@ from typing import Any
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
+from thinwire.engine.due import Due
 from thinwire.engine.feed import FarCorpus, Feed
 from thinwire.engine.finite import Sightings
 from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import Due, Port
+from thinwire.engine.port import Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
 from thinwire.engine.runner import Runner
@@ -26,7 +27,7 @@ from thinwire.engine.verdict import Verdict
 from thinwire.errors import CheckpointError
 from thinwire.optim import learning_rate
 from thinwire.settings import Settings
-from thinwire.wire import Link, Span
+from thinwire.wire import Link, Seal, Span
 
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
@@ -68,6 +69,7 @@ class Worker:
         self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
         self.stop_requested = threading.Event()
+        self.seal = Seal()  # of what all stages tell each other; replaced where peers are strangers
         self.device = choose_device(settings.run.device, self.index)
         self.data = far or settings.model.task.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
@@ -212,23 +214,27 @@ class Worker:
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count
         sizes = keeper.basis_bytes() if keeper else set()
+        step, is_shared = self.state.step, not self.settings.boundary.learn
+        from_below = Due.from_below(self.index, step, batches, sizes)
+        from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared)
         return Runner(
             self.stage,
             self.feed,
             self.update,
-            self._port(below, self.below, Due.from_below(self.state.step, batches, sizes)),
-            self._port(above, self.above, Due.from_above(self.state.step, sizes)),
+            self._port(below, self.below, from_below),
+            self._port(above, self.above, from_above),
             self.settings.schedule(),
             self.index,
             autocast_for(self.settings.run.precision, self.device),
             self.progress,
             self._sightings,
+            self.seal,
         )
 
     def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
         if link is None or end is None:
             return None
-        port = Port(link, self.index, end, self.mailbox, due, self._sightings)
+        port = Port(link, self.index, end, self.mailbox, due, self._sightings, self.seal)
         self._ports.append(port)
         return port
 

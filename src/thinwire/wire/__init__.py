@@ -13,6 +13,7 @@ from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.rpc import Listener, dial
+from thinwire.wire.seal import KeySeal, Seal
 from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive
 from thinwire.wire.tls import Authority, Identity
 from thinwire.wire.tunnel import Route, Seen, Standby, Tunnel, ping
@@ -26,6 +27,7 @@ __all__ = [
     "FrameKind",
     "Identity",
     "Keepalive",
+    "KeySeal",
     "LastingPipe",
     "Limits",
     "Link",
@@ -35,6 +37,7 @@ __all__ = [
     "Nic",
     "Pipe",
     "Route",
+    "Seal",
     "Seen",
     "SocketTotals",
     "Span",
