@@ -167,6 +167,16 @@ def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
 
 
+def test_stages_learn_each_others_certificates_where_they_show_any() -> None:
+    lead = Lead().until(Phase.BUILDING)
+    lead.say(0, Ready("at-0", "", "cpu", "certificate of 0"))
+    told = lead.say(1, Ready("", "", "cpu"))  # who shows none will not be believed
+    shown = ["certificate of 0", ""]
+    assert told[-2:] == [
+        Tell(0, Connect("", certificates=shown)), Tell(1, Connect("at-0", certificates=shown)),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
     lead = Lead().until(phase)

@@ -54,7 +54,7 @@ def test_every_byte_counts(seals: list[KeySeal]) -> None:
     for position, bit in itertools.product(range(len(signed)), (1, 128)):
         altered = bytearray(signed)
         altered[position] ^= bit
-        with pytest.raises(WireError, match="stage 1 has not signed this|it ends before|follow"):
+        with pytest.raises(WireError, match=r"stage 1 has not signed this|it ends before|follow"):
             seals[0].check([1], KIND, STEP, bytes(altered))
 
 

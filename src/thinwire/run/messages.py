@@ -29,11 +29,15 @@ class Assign:
 
 @dataclass(frozen=True)
 class Ready:
-    """A stage is built, and listens at this address if there is a stage above it."""
+    """A stage is built, and listens at this address if there is a stage above it.
+
+    Peers that need not trust each other show by which certificate others know their signatures.
+    """
 
     address: str
     layers: str
     device: str
+    certificate: Exact = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Connect:
 
     below: Exact
     seats: list[Exact] = field(default_factory=list)
+    certificates: list[Exact] = field(default_factory=list)  # of all stages, where they sign
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,14 @@ from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
     DEFAULT_KEEPALIVE,
+    KeySeal,
     LastingPipe,
     Link,
     Listener,
     Meter,
     Nic,
     Pipe,
+    Seal,
     dial,
     handshake,
 )
@@ -104,8 +106,11 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = listener.address if listener else ""
-        self.control.send(Ready(address, **worker.describe()))
+        certificate = self.identity.certificate_pem if self.order.epoch else ""
+        self.control.send(Ready(address, **worker.describe(), certificate=certificate))
         connect = self.control.receive(Connect)
+        if self.order.epoch:
+            worker.seal = self._seal(connect, worker.last + 1)
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect, listener)
         self.control.send(Linked())
@@ -187,6 +192,12 @@ class Peer:
 
             pipe = self._open(worker, above, accept)
             self._links[above] = self._agree(worker, pipe, self.stage, nic)
+
+    def _seal(self, connect: Connect, stages: int) -> Seal:
+        """Other machines are strangers: what all stages hear is signed by whoever says it."""
+        names = [holder_of(stage, connect.seats) for stage in range(stages)]
+        shown = connect.certificates or [""] * stages
+        return KeySeal.of_seats(self.identity, self.stage, self.order.epoch, names, shown)
 
     def _open(self, worker: Worker, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
