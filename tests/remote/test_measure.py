@@ -1,5 +1,8 @@
-"""What a machine can give: plausible, and in the form in which a split is chosen."""
+"""What a machine can give: measured here, or in a process of its own."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,11 +10,9 @@ import torch
 
 from thinwire.remote import measure
 from thinwire.remote.measure import MachineFigures, free_disk, matmul_rate, measure_machine
-from thinwire.wire import Door, Route
-from thinwire.wire.speed import LinkRates, SpeedService
+from thinwire.wire.speed import LinkRates
 
 CPU = torch.device("cpu")
-RUN = "0123456789abcdef"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
@@ -20,25 +21,30 @@ def test_a_rate_is_that_of_products_that_were_made(precision: str) -> None:
     assert 1e6 < rate < 1e15
 
 
-def test_a_machine_is_measured_with_its_way_to_the_host(tmp_path: Path) -> None:
-    with SpeedService() as service, Door("127.0.0.1", 0) as door:
-        door.admit(RUN, "token")
-        door.serve(f"{RUN}/speed", service.address)
-        route = Route(f"127.0.0.1:{door.port}", token="token")
-        found = measure_machine(CPU, "fp32", tmp_path / "not" / "there", [route], RUN)
+def test_a_machine_is_measured(tmp_path: Path) -> None:
+    found = measure_machine("cpu", tmp_path / "not" / "there")
     assert found.device.startswith("cpu (") and found.memory_bytes > 1e7
+    assert found.flops_per_s > 1e6 and found.bf16_flops_per_s > 1e6
     assert found.disk_bytes == pytest.approx(free_disk(tmp_path), rel=0.2)
-    peer = found.as_peer("ana", reachable=True)
-    assert found.link is not None and peer.mbps_up == found.link.mbps_up
-    assert peer.flops_per_s == pytest.approx(found.flops_per_s)
-    assert peer.memory_bytes == pytest.approx(found.memory_bytes, abs=2)
 
 
-def test_latency_is_half_a_round_trip() -> None:
-    figures = MachineFigures("cpu", 2e12, 8 * 10**9, 10**9, LinkRates(20.0, 90.0, 0.03))
-    peer = figures.as_peer("ana", reachable=False)
-    assert (peer.tflops, peer.memory_gb, peer.latency_ms) == (2.0, 8.0, 15.0)
-    assert not peer.reachable
+def test_a_process_of_its_own_tells_the_same_figures(tmp_path: Path) -> None:
+    """As it measures a GPU, on whose memory it must leave nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire.remote.measure", "cpu", str(tmp_path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = MachineFigures(**json.loads(done.stdout))
+    assert found.device.startswith("cpu (") and found.flops_per_s > 1e6 and found.link is None
+
+
+def test_figures_in_words() -> None:
+    figures = MachineFigures("cpu (8 threads)", 2.5e11, 1e11, 8 * 10**9, 10**9)
+    assert figures.describe() == (
+        "cpu (8 threads): 0.25 TFLOP/s, in bf16 0.1; 8.0 GB of memory and 1.0 GB of disk are free"
+    )
+    linked = MachineFigures("cpu", 2.5e11, 1e11, 1, 1, LinkRates(20.0, 90.0, 0.03))
+    assert linked.describe().endswith("; to the host 20 Mbit/s up, 90 down, 30 ms round trip")
 
 
 @pytest.mark.parametrize(

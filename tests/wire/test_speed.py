@@ -70,15 +70,33 @@ def test_what_is_out_of_bounds_is_cut_off(asked: bytes, service: SpeedService) -
 
 
 def test_only_a_few_are_served_at_a_time(service: SpeedService) -> None:
-    callers = [socket.create_connection(split_address(service.address), PATIENCE) for _ in "12345"]
+    place = split_address(service.address)
+    callers = [socket.create_connection(place, PATIENCE) for _ in range(17)]
     try:
-        for caller in callers[:4]:
+        for caller in callers[:16]:
             caller.sendall(b"echo\n+")
             assert caller.recv(1) == b"+"
-        assert callers[4].recv(1) == b""
+        assert callers[16].recv(1) == b""
     finally:
         for caller in callers:
             caller.close()
+
+
+def test_one_burst_goes_at_a_time(service: SpeedService) -> None:
+    place = split_address(service.address)
+    with (
+        socket.create_connection(place, PATIENCE) as first,
+        socket.create_connection(place, PATIENCE) as second,
+    ):
+        first.sendall(b"up 3\n")
+        assert first.recv(3) == b"go\n"
+        second.sendall(b"up 3\n")
+        second.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            second.recv(3)
+        first.close()
+        second.settimeout(PATIENCE)
+        assert second.recv(3) == b"go\n"
 
 
 def test_the_rate_of_a_burst_leaves_out_its_start() -> None:

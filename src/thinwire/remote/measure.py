@@ -1,20 +1,29 @@
-"""What this machine can give a run: measured in a second or three, with bounded traffic."""
+"""What this machine can give a run: measured in a second or three, with bounded traffic.
 
+As a program, `python -m thinwire.remote.measure DEVICE FOLDER`, it prints the figures of a machine
+as JSON: a GPU is measured in a process of its own, which takes no memory there afterwards.
+"""
+
+import dataclasses
+import json
 import os
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from thinwire.remote.peerfile import PeerFigures
+from thinwire.engine.build import choose_device
+from thinwire.errors import ConfigError
+from thinwire.report.human import human_bytes
 from thinwire.settings.precision import WEIGHT_TYPES
-from thinwire.wire import Route
-from thinwire.wire.speed import LinkRates, measure_link
+from thinwire.wire.speed import LinkRates
 
-RATE_SECONDS = 0.3
+RATE_SECONDS = 0.2
+APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may take long
 _SMALLEST, _LARGEST = 128, 8192  # sides of the matrices that are multiplied
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
@@ -24,36 +33,50 @@ class MachineFigures:
     """One machine: its device, and its way to the host where that was measured."""
 
     device: str  # for people
-    flops_per_s: float
+    flops_per_s: float  # in float32
+    bf16_flops_per_s: float
     memory_bytes: int  # free
     disk_bytes: int  # free
     link: LinkRates | None = None
 
-    def as_peer(self, name: str, reachable: bool) -> PeerFigures:
-        """The same as the choice of a split has it; a link not measured counts as unlimited."""
-        link = self.link or LinkRates(0.0, 0.0, 0.0)
-        return PeerFigures(
-            name=name,
-            tflops=self.flops_per_s / 1e12,
-            memory_gb=self.memory_bytes / 1e9,
-            mbps_up=link.mbps_up,
-            mbps_down=link.mbps_down,
-            latency_ms=link.round_trip_s / 2 * 1e3,
-            reachable=reachable,
+    def describe(self) -> str:
+        """A line for a person."""
+        text = (
+            f"{self.device}: {self.flops_per_s / 1e12:.3g} TFLOP/s, in bf16 "
+            f"{self.bf16_flops_per_s / 1e12:.3g}; {human_bytes(self.memory_bytes)} of memory and "
+            f"{human_bytes(self.disk_bytes)} of disk are free"
+        )
+        if self.link is None:
+            return text
+        return (
+            f"{text}; to the host {self.link.mbps_up:,.0f} Mbit/s up, "
+            f"{self.link.mbps_down:,.0f} down, {self.link.round_trip_s * 1e3:,.0f} ms round trip"
         )
 
 
-def measure_machine(
-    device: torch.device, precision: str, folder: Path, routes: Sequence[Route] = (), run: str = ""
-) -> MachineFigures:
-    """Rate, memory, disk, and with routes the way to the host of the run."""
-    link = measure_link(routes, run) if routes else None
+def measure_machine(device: str, folder: Path) -> MachineFigures:
+    """Rates, memory and disk of this machine; a GPU apart, in a process of its own."""
+    chosen = choose_device(device, 0)
+    if chosen.type != "cuda":
+        return figures_of(chosen, folder)
+    command = [sys.executable, "-m", "thinwire.remote.measure", device, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
+        return MachineFigures(**json.loads(done.stdout))
+    except (OSError, subprocess.TimeoutExpired, ValueError, TypeError):
+        raise ConfigError(
+            f"the device {device_name(chosen)} could not be measured; choose another with --device"
+        ) from None
+
+
+def figures_of(device: torch.device, folder: Path) -> MachineFigures:
+    """Rates, memory and disk, measured in this process."""
     return MachineFigures(
         device=device_name(device),
-        flops_per_s=matmul_rate(device, precision),
+        flops_per_s=matmul_rate(device, "fp32"),
+        bf16_flops_per_s=matmul_rate(device, "bf16"),
         memory_bytes=free_memory(device),
         disk_bytes=free_disk(folder),
-        link=link,
     )
 
 
@@ -136,3 +159,8 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, ValueError):
         return ""
+
+
+if __name__ == "__main__":
+    found = figures_of(choose_device(sys.argv[1], 0), Path(sys.argv[2]))
+    print(json.dumps(dataclasses.asdict(found)))

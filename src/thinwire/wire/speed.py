@@ -3,11 +3,13 @@
 The host serves this behind its door as `RUN/speed`. Each connection asks for one thing:
 
     caller   echo                then a byte at a time, each of which is sent back
-    caller   down SECONDS        the service sends for so long and ends
-    caller   up SECONDS          the caller sends for so long; the service says how fast it came
+    caller   down SECONDS        the service says go, sends for so long and ends
+    caller   up SECONDS          the service says go, the caller sends for so long, and the service
+                                 says how fast it came
 
-Whoever receives takes the time, so buffers on the way do not flatter. Seconds, bytes and callers
-are bounded, and a run's door admits only its own peers.
+Whoever receives takes the time, so buffers on the way do not flatter. One burst goes at a time, for
+two would measure each other. Seconds, bytes and callers are bounded, and a run's door admits only
+its own peers.
 """
 
 import asyncio
@@ -25,10 +27,12 @@ from thinwire.wire.splice import prepare
 from thinwire.wire.tunnel import ROUTE_S, Route
 
 SERVICE = "speed"
+GO = "go"
 MOST_SECONDS = 3.0  # of one burst
 MOST_BYTES = 64 << 20  # of one burst: fast links are known well enough by then
 ECHOES = 5
-_CALLERS = 4
+_CALLERS = 16
+_TURN_S = 30.0  # for those before us to be done
 _CHUNK = 1 << 16
 _GRACE_S = 2.0  # beyond a burst, for what is still on its way
 _RAMP = 0.3  # of a burst, in which a connection still finds its rate
@@ -77,6 +81,7 @@ class SpeedService:
         self._socket.setblocking(False)
         self.address = address_text(*self._socket.getsockname())
         self._callers = 0
+        self._turn = asyncio.Lock()
         self._loop = LoopThread("thinwire speed")
         self._loop.do(lambda: self._loop.start(self._accept()))
 
@@ -108,20 +113,31 @@ class SpeedService:
         try:
             with caller, contextlib.suppress(OSError, TimeoutError, WireError):
                 prepare(caller)
-                async with asyncio.timeout(MOST_SECONDS + 2 * _GRACE_S):
-                    await _answer(caller)
+                async with asyncio.timeout(2 * _GRACE_S):
+                    wish, _, text = (await hear(caller)).partition(" ")
+                    if wish == "echo":
+                        return await _echo(caller)
+                seconds = _seconds(text)
+                async with asyncio.timeout(_TURN_S):
+                    await self._turn.acquire()
+                try:
+                    async with asyncio.timeout(MOST_SECONDS + 2 * _GRACE_S):
+                        await _burst(caller, wish, seconds)
+                finally:
+                    self._turn.release()
         finally:
             self._callers -= 1
 
 
-async def _answer(caller: socket.socket) -> None:
-    wish, _, text = (await hear(caller)).partition(" ")
+async def _echo(caller: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    if wish == "echo":
-        for _ in range(ECHOES):
-            await loop.sock_sendall(caller, await loop.sock_recv(caller, 1))
-        return
-    seconds = _seconds(text)
+    for _ in range(ECHOES):
+        await loop.sock_sendall(caller, await loop.sock_recv(caller, 1))
+
+
+async def _burst(caller: socket.socket, wish: str, seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    await say(caller, GO)
     if wish == "down":
         await _send(caller, seconds)
         await loop.sock_recv(caller, 1)  # its end: what is on the way must not be lost to ours
@@ -170,8 +186,8 @@ async def _receive(connection: socket.socket, seconds: float) -> Burst:
 def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> LinkRates:
     """Rates and round trip between here and the host of a run, by the first route that works.
 
-    It takes twice `seconds` and little more, and at most MOST_BYTES each way. A WireError says why
-    nothing could be measured.
+    It takes twice `seconds` and little more, once nobody else measures, and at most MOST_BYTES
+    each way. A WireError says why nothing could be measured.
     """
     loop = LoopThread("thinwire speed")
     try:
@@ -184,7 +200,7 @@ async def _measured(routes: Sequence[Route], name: str, seconds: float) -> LinkR
     problems = []
     for route in routes:
         try:
-            async with asyncio.timeout(3 * (MOST_SECONDS + 2 * _GRACE_S)):
+            async with asyncio.timeout(2 * (_TURN_S + MOST_SECONDS + 2 * _GRACE_S)):
                 round_trip = await _round_trip(route, name)
                 down = await _down(route, name, seconds)
                 up = await _up(route, name, seconds)
@@ -206,6 +222,12 @@ async def _asked(route: Route, name: str, line: str) -> socket.socket:
     return connection
 
 
+async def _at_our_turn(connection: socket.socket) -> None:
+    async with asyncio.timeout(_TURN_S):
+        if await hear(connection) != GO:
+            raise WireError("the host's answer to a measurement is not one")
+
+
 async def _round_trip(route: Route, name: str) -> float:
     loop = asyncio.get_running_loop()
     with await _asked(route, name, "echo") as connection:
@@ -221,11 +243,13 @@ async def _round_trip(route: Route, name: str) -> float:
 
 async def _down(route: Route, name: str, seconds: float) -> float:
     with await _asked(route, name, f"down {seconds:g}") as connection:
+        await _at_our_turn(connection)
         return (await _receive(connection, seconds)).mbps
 
 
 async def _up(route: Route, name: str, seconds: float) -> float:
     with await _asked(route, name, f"up {seconds:g}") as connection:
+        await _at_our_turn(connection)
         sending = asyncio.create_task(_send(connection, seconds))
         try:
             text = await hear(connection)
