@@ -77,15 +77,21 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
 
 
 def compared_methods(options: argparse.Namespace) -> list[Method]:
-    """Dense, and the methods of the log's largest ground with the chosen number of stages."""
+    """Dense, and the methods of the log's largest ground with the chosen number of stages.
+
+    Those whose longest run is as long as dense's: a shorter schedule passes a loss sooner.
+    """
     runs = read_logs(options.logs or [options.out / "convergence.jsonl"])
     methods = methods_of(grounds_of(runs)[0])
     dense = dense_among(methods)
     others = [method for method in methods if method.label != dense.label]
     stages = options.stages or max((method.stages for method in others), default=0)
-    chosen = [method for method in others if method.stages == stages]
+    length = max(dense.by_steps)
+    chosen = [m for m in others if m.stages == stages and max(m.by_steps) == length]
     if not chosen:
-        raise ConfigError(f"the log has no arm with {stages} stages beside dense")
+        raise ConfigError(
+            f"the log has no arm with {stages} stages and {length} steps, as dense has, beside it"
+        )
     return [dense, *chosen]
 
 
