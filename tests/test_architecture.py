@@ -25,7 +25,7 @@ FLOORS = [
     {"engine"},
     {"run"},
     {"plan", "outlook", "train", "inference", "lab", "remote"},
-    {"completion", "demo", "cli_remote", "cli"},
+    {"completion", "demo", "cli_remote", "cli_host", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -36,8 +36,8 @@ NEIGHBOURS = {
     "boundary": {"optim"},
     "outlook": {"plan"},
     "lab": {"plan", "train", "inference"},
-    "remote": {"plan"},
-    "cli": {"completion", "demo", "cli_remote"},
+    "remote": {"plan", "train"},
+    "cli": {"completion", "demo", "cli_remote", "cli_host"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -17,6 +17,7 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import number
+from thinwire.cli_host import add_host_commands
 from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.lab.experiment import add_experiments
@@ -175,6 +176,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_value(sub, "--seed", number(int), "seed of the sampling", 0)
 
     add_remote_commands(add)
+
+    add_host_commands(add, _add_config, _show_summary)
 
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 

@@ -11,8 +11,13 @@ from thinwire.run.commit import discard_partial
 
 
 @contextlib.contextmanager
-def claim_folder(folder: Path, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Hold the run's folder: never over another run, never beside a process that trains in it."""
+def claim_folder(
+    folder: Path, checkpoint: Checkpoint | None, goes_on: bool = False
+) -> Iterator[None]:
+    """Hold the run's folder: never over another run, never beside a process that trains in it.
+
+    `goes_on`: what the folder holds is this very run.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = (folder / ".lock").open("a")
@@ -26,7 +31,8 @@ def claim_folder(folder: Path, checkpoint: Checkpoint | None) -> Iterator[None]:
                 f"another process is training in this folder, {folder}: wait for it, stop it, or "
                 "choose another name (--set run.name=...)"
             ) from None
-        _refuse_other_run(folder, checkpoint)
+        if not goes_on:
+            _refuse_other_run(folder, checkpoint)
         discard_partial(folder)
         try:
             yield

@@ -36,6 +36,7 @@ class Channel:
         on_message: Callable[[Any], None] | None = None,
         on_lost: Callable[[ThinwireError], None] | None = None,
         words: Vocabulary = CONTROL,
+        on_end: Callable[[], None] = lambda: None,
     ):
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._words = words
@@ -43,7 +44,7 @@ class Channel:
         self._on_message = on_message or self._inbox.put
         self.meter = Meter()
         self._link = Link(pipe, self.meter, None, name, MAX_MESSAGE)
-        self._link.start(self._on_frame, on_lost or self._inbox.put)
+        self._link.start(self._on_frame, on_lost or self._inbox.put, on_end)
 
     def send(self, message: Any) -> None:
         """Queue a message; never blocks."""

@@ -41,20 +41,39 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A door at which two neighbours can meet: of one of them (direct), or of another (relayed)."""
+
+    address: Exact
+    kind: Exact
+    token: Exact = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Connect:
     """The coordinator says where the stage below listens, and who holds which stage.
 
-    Without seats, each stage is held by the process that was started for it.
+    Without seats, each stage is held by the process that was started for it. On other machines a
+    stage below is reached by one of the ways in `reach`, the first that works, and a stage waits at
+    the doors in `wait` for the one above it. `run` is by what doors know the run.
     """
 
     below: Exact
     seats: list[Exact] = field(default_factory=list)
     certificates: list[Exact] = field(default_factory=list)  # of all stages, where they sign
+    run: Exact = ""
+    reach: list[Way] = field(default_factory=list)
+    wait: list[Way] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Linked:
-    """A stage has its links, and both ends agree on their contract."""
+    """A stage has its links, and both ends agree on their contract.
+
+    On other machines, `way` is the kind of way to the stage below.
+    """
+
+    way: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class Order:
     epoch: int = 0
     outage: float = 0.0  # seconds for which the control stream may be down
     own: Assign | None = None  # decided on this machine; the coordinator's word on it is not asked
+    has_corpus: bool = True  # else token ids come from the coordinator
 
     def to_plain(self) -> dict[str, Any]:
         """For the standard input of the process; contains the private key."""
@@ -40,6 +41,11 @@ class Order:
 def control_name(stage: int, epoch: int) -> str:
     """What the control stream of a stage is called."""
     return _in_epoch(f"control-{stage}", epoch)
+
+
+def tokens_name(stage: int, epoch: int) -> str:
+    """What the stream of a stage's token ids is called."""
+    return _in_epoch(f"tokens-{stage}", epoch)
 
 
 def cut_name(cut: int, epoch: int) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import thinwire
+from thinwire.engine.fetched import FetchedCorpus
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
@@ -46,13 +47,16 @@ from thinwire.run.messages import (
     Ready,
     Start,
     Stop,
+    Way,
 )
-from thinwire.run.order import Order, control_name, cut_name, holder_of
+from thinwire.run.order import Order, control_name, cut_name, holder_of, tokens_name
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
     DEFAULT_KEEPALIVE,
+    Identity,
+    Keepalive,
     KeySeal,
     LastingPipe,
     Link,
@@ -60,10 +64,14 @@ from thinwire.wire import (
     Meter,
     Nic,
     Pipe,
+    Route,
     Seal,
+    Standby,
+    Tunnel,
     dial,
     handshake,
 )
+from thinwire.wire.tunnel import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
@@ -88,6 +96,9 @@ class Peer:
         self.identity = order.identity
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
+        self._listener: Listener | None = None  # for the stage above
+        self._tunnel: Tunnel | None = None  # to the stage below, on another machine
+        self._standbys: list[Standby] = []  # for the stage above, on another machine
         self._progress = Progress()
         self.control = Channel(self._report(), f"control of stage {self.stage}", FromCoordinator)
 
@@ -98,30 +109,35 @@ class Peer:
         patience = assignment.settings.run.patience
         threading.Thread(target=self._pulse, args=(patience,), daemon=True).start()
         self._progress.begin("builds its layers")
-        worker = Worker(assignment, self._progress)
+        worker = Worker(assignment, self._progress, self._far_corpus(assignment))
         self._progress.begin("waits for the other stages to be built")
-        listener = None
         if self.stage < worker.last:
-            listener = Listener(
+            self._listener = Listener(
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
-        address = listener.address if listener else ""
+        address = self._listener.address if self._listener else ""
         certificate = self.identity.certificate_pem if self.order.epoch else ""
         self.control.send(Ready(address, **worker.describe(), certificate=certificate))
         connect = self.control.receive(Connect)
         if self.order.epoch:
             worker.seal = self._seal(connect, worker.last + 1)
         self._progress.begin("waits for its neighbours to link")
-        self._join(worker, connect, listener)
-        self.control.send(Linked())
+        self._join(worker, connect)
+        self.control.send(Linked(self._way_below()))
         self.control.receive(Start)
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.control.send)
         self.control.send(Finished(meters_of(self._links.values())))
         self.control.close()
-        if listener:
-            listener.close()
+        if self._listener:
+            self._listener.close()
+
+    def renew(self, identity: Identity) -> None:
+        """Show another certificate from now on: the one before is about to expire."""
+        self.identity = identity
+        if self._listener:
+            self._listener.renew(identity)
 
     def fail(self, error: BaseException) -> None:
         """Tell the coordinator why this stage cannot go on, if it still listens.
@@ -145,18 +161,28 @@ class Peer:
             pass  # the coordinator sees the exit code and the log
 
     def _report(self) -> Pipe:
-        """The control stream to the coordinator; over the internet it may be down for a while."""
-        name, outage = control_name(self.stage, self.order.epoch), self.order.outage
-        keepalive = DEFAULT_KEEPALIVE if outage else CONTROL_KEEPALIVE
+        """The control stream to the coordinator."""
+        keepalive = DEFAULT_KEEPALIVE if self.order.outage else CONTROL_KEEPALIVE
+        return self._call_coordinator(control_name(self.stage, self.order.epoch), keepalive)
+
+    def _call_coordinator(self, name: str, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> Pipe:
+        """A stream to the coordinator's process; over the internet it may be down for a while."""
+        address, outage = self.order.coordinator, self.order.outage
 
         def call(timeout: float) -> Pipe:
-            address = self.order.coordinator
             return dial(
                 address, name, self.identity, "coordinator", timeout, MAX_MESSAGE, keepalive
             )
 
         first = call(JOIN_SECONDS)
         return LastingPipe(first, call, outage) if outage else first
+
+    def _far_corpus(self, assignment: Assignment) -> FetchedCorpus | None:
+        """The corpus on the coordinator's machine, where there is none on this one."""
+        if self.order.has_corpus:
+            return None
+        pipe = self._call_coordinator(tokens_name(self.stage, self.order.epoch))
+        return FetchedCorpus(pipe, assignment.settings, self.stage)
 
     def _assignment(self, assigned: Assign) -> Assignment:
         assigned = self.order.own or assigned
@@ -168,27 +194,31 @@ class Peer:
             resume=Path(assigned.resume) if assigned.resume else None,
         )
 
-    def _join(self, worker: Worker, connect: Connect, listener: Listener | None) -> None:
+    def _join(self, worker: Worker, connect: Connect) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         below, above = self.stage - 1, self.stage + 1
         if self.stage > 0:
-            server, limit = holder_of(below, connect.seats), worker.max_payload() + 64
+            name, server = cut_name(below, self.order.epoch), holder_of(below, connect.seats)
+            address, limit = connect.below, worker.max_payload() + 64
+            if connect.reach:
+                self._tunnel = Tunnel(f"{connect.run}/{name}", _routes(connect.reach))
+                address = self._tunnel.address
 
             def call(timeout: float) -> Pipe:
-                name = cut_name(below, self.order.epoch)
-                return dial(connect.below, name, self.identity, server, timeout, limit)
+                return dial(address, name, self.identity, server, timeout, limit)
 
             pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)
-        if listener is not None:
+        if (listener := self._listener) is not None:
+            own, dialer = cut_name(self.stage, self.order.epoch), holder_of(above, connect.seats)
+            self._standbys = [
+                Standby(f"{connect.run}/{own}", route, listener.address)
+                for route in _routes(connect.wait)
+            ]
 
             def accept(timeout: float) -> Pipe:
-                name, dialer = (
-                    cut_name(self.stage, self.order.epoch),
-                    holder_of(above, connect.seats),
-                )
-                return listener.accept(name, timeout, dialer, is_replaceable=True)
+                return listener.accept(own, timeout, dialer, is_replaceable=True)
 
             pipe = self._open(worker, above, accept)
             self._links[above] = self._agree(worker, pipe, self.stage, nic)
@@ -216,6 +246,10 @@ class Peer:
             )
         self._lasting[neighbour] = pipe
         return pipe
+
+    def _way_below(self) -> str:
+        route = self._tunnel.in_use if self._tunnel else None
+        return route.kind if route else ""
 
     def _mention(self, message: LinkDown | LinkUp) -> None:
         with suppress(WireError):  # the coordinator is gone: that shows elsewhere
@@ -250,8 +284,17 @@ class Peer:
         worker.stop_requested.set()
 
 
-def _leave_with_coordinator() -> None:
-    sys.stdin.read()
+def _routes(ways: list[Way]) -> list[Route]:
+    kinds: dict[str, Kind] = {"direct": "direct", "relayed": "relayed"}
+    return [Route(way.address, kinds.get(way.kind, "relayed"), way.token) for way in ways]
+
+
+def _heed_whoever_started_it(living: list[Peer]) -> None:
+    """Take renewed certificates, one on a line; leave when the input ends."""
+    for line in sys.stdin:
+        identity = Identity.from_plain(json.loads(line))
+        for peer in living:
+            peer.renew(identity)
     os._exit(3)
 
 
@@ -268,15 +311,15 @@ def main() -> None:
 
 def _live(order: dict[str, Any]) -> int:
     """Be the stage of this order to the end; returns the exit code."""
-    threading.Thread(target=_leave_with_coordinator, daemon=True).start()
-    peer = None
+    living: list[Peer] = []
+    threading.Thread(target=_heed_whoever_started_it, args=(living,), daemon=True).start()
     try:
-        peer = Peer(Order.from_plain(order))
-        peer.run()
+        living.append(Peer(Order.from_plain(order)))
+        living[0].run()
         return 0
     except BaseException as error:
         traceback.print_exc()
-        if peer is not None:
+        for peer in living:
             peer.fail(error)
         return 1
 

@@ -88,6 +88,10 @@ class Peers(contextlib.AbstractContextManager[Any]):
         meters = [channel.meter for channel in self._channels.values()]
         return sum(meter.sent_bytes() + meter.received_bytes() for meter in meters)
 
+    def _hear(self, stage: int, message: FromPeer) -> None:
+        """A stage has said something; on the thread of its control stream, which may wait."""
+        self.said.hear(stage, message)
+
     def _expect(self, stage: int) -> None:
         """Wait for a stage to dial, on a thread of its own; stages in order."""
         self._accepting.append(self._begin(self._accept, stage))
@@ -111,6 +115,6 @@ class Peers(contextlib.AbstractContextManager[Any]):
             pipe,
             f"control of stage {stage}",
             FromPeer,
-            on_message=lambda message: self.said.hear(stage, message),
+            on_message=lambda message: self._hear(stage, message),
             on_lost=on_lost,
         )

@@ -77,6 +77,12 @@ class RunRecord:
         self.is_over = True
         self._write(MetricsWriter.close)
 
+    def pause(self) -> None:
+        """All stages stopped in good order, and the run goes on later, with others perhaps."""
+        if (trouble := self._trouble()) is not None:
+            raise trouble
+        self.checkpoints.end(self.ledger.done)
+
     def finish(
         self,
         control_bytes: int,

@@ -41,6 +41,7 @@ _RETRY_S = 0.2
 # Anyone who reaches the port can open connections. Until they have shown a certificate of the run
 # they cost a descriptor each, so they have little time to do so, and there are never many.
 HANDSHAKE_S = 10.0
+_KEPT: list[Any] = []
 MOST_CONNECTIONS = 256
 
 
@@ -85,6 +86,8 @@ class Listener:
             lambda: _shown(self._identity),  # asked at every handshake
             require_client_authentication=True,
         )
+        # gRPC asks them in a handshake that outlives the server, and would ask freed memory.
+        _KEPT.append(credentials)
         try:
             bound = self._server.add_secure_port(address_text(host, port), credentials)
         except RuntimeError:

@@ -1,0 +1,135 @@
+"""The two commands that make a run of several machines: host it, and join it."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.arguments import number
+
+AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
+
+
+def add_host_commands(
+    add: AddCommand,
+    add_config: Callable[[argparse.ArgumentParser], None],
+    show_summary: Callable[[dict[str, Any]], None],
+) -> None:
+    """Put `host` and `join` on the command line."""
+    sub = add(
+        "host",
+        lambda options: host_command(options, show_summary),
+        "train with stages on other people's machines; prints an invite",
+    )
+    add_config(sub)
+    _add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
+    sub.add_argument(
+        "--address",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="address by which others find this machine, for the invite; may be repeated",
+    )
+    sub.add_argument(
+        "--relay", default="", metavar="HOST:PORT/PASS", help="the line that `relay` printed"
+    )
+    sub.add_argument(
+        "--stages-here",
+        type=number(int, 0),
+        default=0,
+        metavar="N",
+        help="stages that this machine holds itself (default: 0)",
+    )
+    sub.add_argument(
+        "--invite-hours",
+        type=number(float, above=0),
+        default=24.0,
+        help="hours after which the invite admits nobody new (default: 24)",
+    )
+    sub.add_argument(
+        "--single-use", action="store_true", help="make the invite good for one machine"
+    )
+
+    sub = add("join", join_command, "take part in a run with the invite of its host")
+    sub.add_argument("invite", help="the invite that the host printed; - reads it from the input")
+    sub.add_argument("--name", default="", help="name of this peer (default: one is drawn)")
+    sub.add_argument(
+        "--folder",
+        type=Path,
+        help="where this machine keeps its key and its part of the run (default: user's data)",
+    )
+    _add_listen(sub, "0.0.0.0:0", "where peers may reach this machine directly, if they can")
+    sub.add_argument("--no-listen", action="store_true", help="accept no connections from outside")
+    sub.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda", "mps"),
+        help="device to compute on (default: auto)",
+    )
+    sub.add_argument(
+        "--threads",
+        type=number(int, 0),
+        default=0,
+        help="CPU threads; 0 = as the run says, or all (default: 0)",
+    )
+    sub.add_argument("--data", type=Path, help="the run's data, if this machine has it")
+    sub.add_argument(
+        "--allow-plugin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="codec plugin that a run may import here; may be repeated",
+    )
+
+
+def _add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
+    sub.add_argument(
+        "--listen", default=default, metavar="HOST:PORT", help=f"{help} (default: {default})"
+    )
+
+
+def host_command(
+    options: argparse.Namespace, show_summary: Callable[[dict[str, Any]], None]
+) -> None:
+    """Host a run to its end."""
+    from thinwire.remote.host import HostOptions, host
+    from thinwire.remote.relay import Relay
+    from thinwire.report import open_display
+    from thinwire.settings import load_settings
+
+    settings = load_settings(options.config, options.set, options.allow_plugins)
+    relay = Relay.parse(options.relay) if options.relay else None
+    chosen = HostOptions(
+        options.listen,
+        tuple(options.address),
+        relay.address if relay else "",
+        relay.password if relay else "",
+        options.invite_hours * 3600,
+        options.single_use,
+        options.stages_here,
+    )
+    with open_display(sys.stdout, settings.run.name) as display:
+        summary = host(settings, chosen, display)
+    show_summary(summary)
+    if summary.get("interrupted"):
+        interrupted = KeyboardInterrupt()
+        interrupted.add_note("to continue: start the same command again; its peers come back")
+        raise interrupted
+
+
+def join_command(options: argparse.Namespace) -> None:
+    """Take part in a run to its end, or until this machine leaves."""
+    from thinwire.remote.holding import Terms
+    from thinwire.remote.invite import Invite
+    from thinwire.remote.join import JoinOptions, join
+    from thinwire.report import open_display
+
+    text = sys.stdin.readline() if options.invite == "-" else options.invite
+    invite = Invite.parse(text)
+    terms = Terms(options.device, options.threads, tuple(options.allow_plugin), options.data)
+    listen = "" if options.no_listen else options.listen
+    chosen = JoinOptions(options.name, options.folder, listen, terms)
+    with open_display(sys.stdout, invite.run_name) as display:
+        farewell = join(invite, chosen, display)
+        display.phase("end", farewell)

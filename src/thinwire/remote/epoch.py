@@ -1,0 +1,206 @@
+"""One forming of a run, from the peers that are here to the end of their training together."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.feed import Data
+from thinwire.errors import ThinwireError
+from thinwire.remote.fetch import SeatServer
+from thinwire.remote.lobby import Guest, Lobby
+from thinwire.remote.messages import TakeSeat, seat_name, store_name
+from thinwire.remote.news import SharedDisplay
+from thinwire.remote.peers import RemotePeers
+from thinwire.remote.reception import Reception
+from thinwire.remote.seats import Formation
+from thinwire.remote.store import ShardCollector, most_shard_bytes
+from thinwire.remote.tokens import TokenServer
+from thinwire.remote.ways import DoorOf, Ways, probe
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.events import Command, Commit, Discard
+from thinwire.run.messages import Assign, Way
+from thinwire.run.order import tokens_name
+from thinwire.run.peers import lead
+from thinwire.run.record import RunRecord
+from thinwire.settings import Settings
+from thinwire.train import stopping
+from thinwire.wire import LastingPipe, Listener, Pipe
+from thinwire.wire.background import on_daemon_thread
+
+LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Base:
+    """What all epochs of a run share."""
+
+    lobby: Lobby
+    listener: Listener
+    run_id: str
+    token: str
+    meeting: list[Way]
+    folder: Path
+    data: Data
+    display: SharedDisplay
+
+
+class Epoch:
+    """The run with these peers in these seats. It may fail; then the next one goes on."""
+
+    def __init__(
+        self, base: Base, formation: Formation, settings: Settings, checkpoint: Checkpoint | None
+    ):
+        self._base, self._formation, self._settings = base, formation, settings
+        self._checkpoint = checkpoint
+        self._seats = formation.seats
+        self._reception = Reception(base.listener)
+        self._coordinator = Coordinator(
+            len(self._seats), settings.run.patience, Assign({}, "", "", ""), parts_travel=True
+        )
+        self.record = RunRecord(settings, base.folder, base.data, checkpoint, base.display)
+        self.peers: RemotePeers | None = None
+
+    def gather(self) -> str:
+        """Have all peers prepare their seats; returns why the epoch cannot begin, if it cannot."""
+        server = SeatServer(self._checkpoint, self._settings) if self._checkpoint else None
+        for stage, name in enumerate(self._seats):
+            if server is not None:
+                stream = seat_name(stage, self._formation.epoch)
+                self._reception.serve(stream, name, partial(_serve_seat, server, stage))
+        seats = {name: self._seat(stage) for stage, name in enumerate(self._seats)}
+        self._base.lobby.give_seats(seats)
+        try:
+            return self._wait_until_prepared()
+        finally:
+            if server is not None:
+                server.close()
+
+    def run(self, on_stop: Callable[[], None]) -> Coordinator:
+        """Train with these peers to the end; raises what ends it early.
+
+        `on_stop` is told when this host is asked to stop; returns the coordinator, which is over.
+        """
+        base, settings = self._base, self._settings
+        doors = self._doors()
+        ways = Ways(base.run_id, base.token, doors, base.meeting)
+        limits = [most_shard_bytes(settings, stage) for stage in range(len(self._seats))]
+        peers = RemotePeers(
+            self._formation,
+            base.lobby,
+            self._reception,
+            settings.link.outage,
+            lambda stage, told: ways.connect(stage, told, self._seats),
+            partial(ShardCollector, base.folder, limits, patience=settings.run.patience),
+        )
+        self.peers = peers
+
+        def stop() -> None:
+            on_stop()
+            peers.ask_to_stop()
+
+        with peers, stopping(stop, self.record):
+            self._offer_streams(peers.collector)
+            peers.start()
+            try:
+                lead(self._coordinator, peers, partial(self._carry_out, peers.collector))
+            finally:
+                self.record.close()
+        return self._coordinator
+
+    def abandon(self, reason: str) -> None:
+        """The epoch cannot begin: its peers wait for another."""
+        self._reception.close()
+        self._base.lobby.vacate(self._formation.epoch, reason)
+
+    def _seat(self, stage: int) -> TakeSeat:
+        return TakeSeat(
+            self._formation.epoch,
+            stage,
+            self._settings.to_plain(),
+            self._checkpoint is not None,
+            self._base.data.fingerprint,
+        )
+
+    def _carry_out(self, collector: ShardCollector, command: Command) -> None:
+        self.record.carry_out(command)
+        if isinstance(command, Commit | Discard):
+            collector.settled(command.step)
+
+    def _wait_until_prepared(self) -> str:
+        base, told = self._base, ""
+        while True:
+            if base.lobby.wait(self._is_prepared, LOOK_SECONDS):
+                return ""
+            if lacking := self._lacking():
+                return lacking
+            waits = "; ".join(
+                f"{guest.name} {guest.doing or 'prepares its stage'}"
+                for guest in self._guests()
+                if not guest.is_prepared
+            )
+            if waits != told:
+                told = waits
+                base.display.announce("wait", waits)
+
+    def _guests(self) -> list[Guest]:
+        return [guest for guest in self._base.lobby.guests() if guest.name in self._seats]
+
+    def _is_prepared(self) -> bool:
+        guests = self._guests()
+        return bool(self._lacking()) or all(guest.is_prepared for guest in guests)
+
+    def _lacking(self) -> str:
+        """Which peer cannot take its seat, and why."""
+        present = {guest.name: guest for guest in self._guests()}
+        for name in self._seats:
+            guest = present.get(name)
+            if guest is None:
+                return f"{name} was removed from the run"
+            if guest.is_unfit:
+                return f"{name} cannot take its seat: {guest.why_unfit}"
+            away = time.monotonic() - guest.since
+            if not guest.is_here and away > self._settings.link.outage:
+                return f"{name} has been away for {away:.0f} s"
+        return ""
+
+    def _doors(self) -> list[DoorOf]:
+        """The doors of all seats, probed at once."""
+        arrived = {guest.name: guest.arrived for guest in self._guests()}
+        run, token = self._base.run_id, self._base.token
+
+        def look(name: str) -> DoorOf:
+            said = arrived.get(name)
+            return probe(said, run, token) if said is not None else DoorOf()
+
+        probing = [on_daemon_thread("thinwire probe", partial(look, n)) for n in self._seats]
+        return [one.result() for one in probing]
+
+    def _offer_streams(self, collector: ShardCollector) -> None:
+        """Accept what this epoch needs beside the control streams: shards, and token ids."""
+        has_corpus = {guest.name: guest.has_corpus for guest in self._guests()}
+        for stage, name in enumerate(self._seats):
+            collect = partial(collector.collect_from, name, [stage])
+            self._reception.serve(store_name(name), name, collect)
+            if not has_corpus.get(name):
+                threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
+
+    def _serve_tokens(self, stage: int, name: str) -> None:
+        stream = tokens_name(stage, self._formation.epoch)
+
+        def accept(timeout: float | None) -> Pipe:
+            return self._reception.accept(stream, name, timeout)
+
+        outage = self._settings.link.outage
+        with contextlib.suppress(ThinwireError):  # the stage says what it lacks
+            first = accept(None)
+            pipe = LastingPipe(first, accept, outage) if outage else first
+            TokenServer(pipe, self._base.data, self._settings)
+
+
+def _serve_seat(server: SeatServer, stage: int, pipe: Pipe) -> None:
+    server.serve(pipe, stage)

@@ -1,0 +1,300 @@
+"""A run whose stages are on other people's machines: invited, formed, led, and formed again.
+
+prepare the data -> open the door and print an invite -> wait for a peer for each stage -> train
+with them -> where one is lost, leaves or is removed: wait for another, and go on from the last
+complete checkpoint
+"""
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
+from thinwire.errors import StageError
+from thinwire.folders import replace_private_file
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.enrol import EnrolServer
+from thinwire.remote.epoch import Base, Epoch
+from thinwire.remote.invite import Invite, door_token
+from thinwire.remote.lobby import Lobby
+from thinwire.remote.news import SharedDisplay
+from thinwire.remote.seats import (
+    fill_seats,
+    is_hosted,
+    read_formation,
+    write_formation,
+)
+from thinwire.report import Display
+from thinwire.run.claim import claim_folder
+from thinwire.run.messages import Way
+from thinwire.run.peers import StageFailedError
+from thinwire.run.prepare import describe, prepare_data
+from thinwire.run.resume import open_resume, refuse_other_data
+from thinwire.run.signals import Interrupted, heeding, leave_at_once
+from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.settings import Settings
+from thinwire.wire import Door, Listener, Route, Standby, raise_descriptor_limit
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+
+FAILURES = 3  # of stages, without a step between them, before a run is given up
+RENEWAL_SECONDS = 6 * 3600.0  # after which this process shows another certificate
+REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
+LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Where a host is found, and whom it invites."""
+
+    listen: str = "0.0.0.0:0"
+    addresses: tuple[str, ...] = ()  # by which others find it; empty: as far as it knows itself
+    relay: str = ""
+    relay_pass: str = field(default="", repr=False)
+    lasts: float = 86_400.0  # seconds for which the invite is good
+    single_use: bool = False
+    stages_here: int = 0  # that this machine holds itself
+
+
+def host(settings: Settings, options: HostOptions, display: Display) -> dict[str, Any]:
+    """Host a run to its end, or to a Ctrl-C, which stops it with a checkpoint; the summary."""
+    settings = over_real_links(settings)
+    for line in describe(settings):
+        display.phase("config", line)
+    raise_descriptor_limit()
+    folder = Path(settings.run.out) / settings.run.name
+    goes_on = is_hosted(folder)
+    checkpoint = _newest(folder, settings, display) if goes_on else None
+    with heeding(leave_at_once), claim_folder(folder, checkpoint, goes_on):
+        data = prepare_data(settings, display)
+        if checkpoint is not None:
+            refuse_other_data(checkpoint, data.fingerprint)
+        book = AuthorityBook(folder / "authority", settings.run.name)
+        with contextlib.ExitStack() as opened:
+            return _Hosting(settings, options, folder, data, book, display, opened).run()
+
+
+def over_real_links(settings: Settings) -> Settings:
+    """The same run without an emulated network: links between machines are slow by themselves."""
+    return dataclasses.replace(settings, link=dataclasses.replace(settings.link, emulate=False))
+
+
+class _Hosting:
+    """The life of a host: what it opens, and the epochs of its run one after the other."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        options: HostOptions,
+        folder: Path,
+        data: Any,
+        book: AuthorityBook,
+        display: Display,
+        opened: contextlib.ExitStack,
+    ):
+        self._started = time.monotonic()
+        self._settings, self._folder = settings, folder
+        self._formation = read_formation(folder)
+        self._stop_asked = False
+        self._failed = 0  # epochs in a row that ended by a failure, without a step
+        listener = Listener(
+            book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
+        )
+        opened.callback(listener.close)
+        enrolling = opened.enter_context(EnrolServer(book))
+        door = opened.enter_context(_open_door(options.listen, self._formation.port))
+        self._formation = dataclasses.replace(self._formation, port=door.port)
+        write_formation(folder, self._formation)
+        token = door_token(book.authority.fingerprint)
+        door.admit(book.run_id, token)
+        services = {"enrol": enrolling.address, "control": listener.address}
+        for service, address in services.items():
+            name = f"{book.run_id}/{service}"
+            door.serve(name, address)
+            if options.relay:
+                route = Route(options.relay, "relayed", options.relay_pass)
+                opened.enter_context(Standby(name, route, address))
+        addresses = options.addresses or _own_addresses(options.listen, door.port)
+        self._lobby = opened.enter_context(Lobby(listener, book))
+        self._display = SharedDisplay(display, self._lobby.tell_all)
+        meeting = [Way(address, "relayed", token) for address in addresses]
+        if options.relay:
+            meeting.insert(0, Way(options.relay, "relayed", options.relay_pass))
+        self._base = Base(
+            self._lobby, listener, book.run_id, token, meeting, folder, data, self._display
+        )
+        invite = book.invite(
+            addresses, options.relay, options.relay_pass, options.lasts, options.single_use
+        )
+        self._announce(invite)
+        threading.Thread(target=_keep_fresh, args=(listener, book), daemon=True).start()
+
+    def run(self) -> dict[str, Any]:
+        """Form the run, and form it again, until it is over; the summary."""
+        self._lobby.say_farewell("the host ended without a word; it may come back")
+        try:
+            while True:
+                if (summary := self._form_and_run()) is not None:
+                    return summary
+        except KeyboardInterrupt:
+            self._lobby.say_farewell("the host was stopped; the run can go on when it is back")
+            raise
+        except Exception as error:
+            self._lobby.say_farewell(f"the run ended with an error: {error}", in_order=False)
+            raise
+
+    def _announce(self, invite: Invite) -> None:
+        """Print the invite, and keep it in the run's folder for whoever closed the window."""
+        path = self._folder / "authority" / "invite.txt"
+        with contextlib.suppress(OSError):
+            replace_private_file(path, f"thinwire join {invite}\n".encode())
+        hours = invite.seconds_left() / 3600
+        self._display.phase("invite", f"for the next {hours:.0f} hours, others join with")
+        self._display.phase("invite", f"thinwire join {invite}")
+
+    def _form_and_run(self) -> dict[str, Any] | None:
+        """One epoch; None if the run goes on with another."""
+        seats = self._wait_for_peers()
+        checkpoint = _newest(self._folder, self._settings, self._display)
+        self._formation = dataclasses.replace(
+            self._formation, epoch=self._formation.epoch + 1, seats=seats
+        )
+        write_formation(self._folder, self._formation)
+        step = checkpoint.step if checkpoint else 0
+        who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
+        self._display.announce(
+            "form", f"epoch {self._formation.epoch} from step {step}, stages {who}"
+        )
+        epoch = Epoch(self._base, self._formation, self._settings, checkpoint)
+        try:
+            lacking = epoch.gather()
+        except BaseException:
+            epoch.abandon("the host was interrupted")
+            raise
+        if lacking:
+            epoch.abandon(lacking)
+            self._display.note(lacking)
+            return None
+        try:
+            coordinator = epoch.run(self._on_stop)
+        except Interrupted:
+            if self._stop_asked:
+                raise
+            self._display.note(f"{_leaver(epoch)} left before training began")
+            return None
+        except StageError as error:
+            self._judge(epoch, error, step)
+            self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
+            return None
+        return self._conclude(epoch, coordinator.stop_asked)
+
+    def _conclude(self, epoch: Epoch, stopped: bool) -> dict[str, Any] | None:
+        """All stages ended in good order: the run is over, or it goes on without who left."""
+        record = epoch.record
+        self._failed = 0
+        if stopped and not self._stop_asked and record.ledger.done < self._settings.train.steps:
+            record.pause()
+            self._display.note(f"{_leaver(epoch)} left after step {record.ledger.done}")
+            return None
+        assert epoch.peers is not None
+        summary = record.finish(epoch.peers.control_bytes(), self._stop_asked, self._started)
+        done, steps = record.ledger.done, self._settings.train.steps
+        if done < steps:
+            self._lobby.say_farewell(f"the host stopped the run after step {done} of {steps}")
+        else:
+            self._lobby.say_farewell(f"the run is complete: {done} steps")
+        return summary
+
+    def _judge(self, epoch: Epoch, error: StageError, first: int) -> None:
+        """Raise an error that another peer would not mend, or that came too often."""
+        ledger = getattr(epoch.record, "ledger", None)
+        if ledger is not None and ledger.done > first:
+            self._failed = 0
+        culprit = error.culprit if isinstance(error, StageFailedError) else None
+        if culprit is not None and culprit.deed in ("died", "was lost"):
+            return
+        failure = None
+        if culprit is not None and epoch.peers is not None:
+            failure = epoch.peers.failures.get(culprit.stage)
+        if failure is not None and failure.kind in ("ConfigError", "DataError"):
+            raise error
+        self._failed += 1
+        if self._failed >= FAILURES:
+            raise error
+
+    def _on_stop(self) -> None:
+        self._stop_asked = True
+
+    def _wait_for_peers(self) -> list[str]:
+        """Wait until there is a peer for each stage; says for whom, and since when."""
+        stages, began = self._settings.pipeline.stages, time.monotonic()
+        told, told_at = "", 0.0
+        while True:
+            here = [guest.name for guest in self._lobby.here()]
+            seats = fill_seats(self._formation.seats, stages, here)
+            if seats is not None:
+                return seats
+            now = time.monotonic()
+            lacking = _lacking(self._formation.seats, stages, here)
+            if lacking != told or now - told_at > REMIND_SECONDS:
+                since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
+                self._display.announce("wait", lacking + since)
+                told, told_at = lacking, now
+            self._lobby.wait(
+                lambda known=here: [g.name for g in self._lobby.here()] != known,  # type: ignore[misc]
+                LOOK_SECONDS,
+            )
+
+
+def _leaver(epoch: Epoch) -> str:
+    return (epoch.peers and epoch.peers.leaving) or "a peer"
+
+
+def _lacking(before: list[str], stages: int, here: list[str]) -> str:
+    """For whom a run waits."""
+    missing = stages - len(here)
+    gone = [name for name in before if name not in here]
+    which = f" ({', '.join(gone)} or another)" if gone else ""
+    there = f"; here: {', '.join(here)}" if here else ""
+    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}"
+
+
+def _newest(folder: Path, settings: Settings, display: Display) -> Checkpoint | None:
+    """The checkpoint from which the run goes on; None to begin from the seed."""
+    if not list_checkpoints(folder):
+        return None
+    return open_resume(folder, settings, display)
+
+
+def _open_door(listen: str, port_before: int) -> Door:
+    """The public port; where any will do, the one that earlier invites name."""
+    name, port = split_address(listen)
+    if not port and port_before:
+        with contextlib.suppress(Exception):
+            return Door(name, port_before)
+    return Door(name, port)
+
+
+def _own_addresses(listen: str, port: int) -> tuple[str, ...]:
+    """The addresses at which others may find this machine, as far as it can know."""
+    name, _ = split_address(listen)
+    if name not in ("0.0.0.0", "::", ""):
+        return (address_text(name, port),)
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses an own address
+        return (address_text(probe.getsockname()[0], port),)
+    return (address_text("127.0.0.1", port),)
+
+
+def _keep_fresh(listener: Listener, book: AuthorityBook) -> None:
+    while True:
+        time.sleep(RENEWAL_SECONDS)
+        listener.renew(book.coordinator())

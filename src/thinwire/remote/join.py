@@ -1,0 +1,103 @@
+"""Joining a run: from an invite to a member of it, on this machine."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thinwire.errors import ConfigError, WireError
+from thinwire.folders import lock, private_folder
+from thinwire.paths import peer_folder
+from thinwire.remote.enrol import identity_in
+from thinwire.remote.holding import Terms
+from thinwire.remote.invite import Invite
+from thinwire.remote.member import Member, Place
+from thinwire.remote.messages import Figures
+from thinwire.report import Display
+from thinwire.wire import Door, Route, Tunnel, ping, raise_descriptor_limit
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """How a machine takes part: its name, its folder, its door, and its terms."""
+
+    name: str = ""
+    folder: Path | None = None
+    listen: str = "0.0.0.0:0"  # empty: accepts nothing from outside
+    terms: Terms = field(default_factory=Terms)
+
+
+def join(invite: Invite, options: JoinOptions, display: Display) -> str:
+    """Take part in the run of an invite; returns in a sentence how that ended."""
+    raise_descriptor_limit()
+    folder = options.folder or peer_folder(invite.run_id)
+    routes = routes_to_host(invite)
+    with _claimed(folder), Tunnel(f"{invite.run_id}/enrol", routes) as way:
+        display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
+        identity = identity_in(folder, way.address, invite, options.name)
+        display.phase("join", f"enrolled as {identity.name}")
+        with (
+            Tunnel(f"{invite.run_id}/control", routes) as host,
+            _door(options.listen, invite) as door,
+        ):
+            place = Place(folder, host.address, *_addresses(door, options.listen, invite, routes))
+            member = Member(place, identity, options.terms, _figures(), display)
+            return member.run()
+
+
+def routes_to_host(invite: Invite) -> list[Route]:
+    """The ways to the host's door: by its addresses, then by the relay where both can meet."""
+    own = [Route(address, "direct", invite.door_token) for address in invite.addresses]
+    relay = [Route(invite.relay, "relayed", invite.relay_pass)] if invite.relay else []
+    return own + relay
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold the folder: two processes must not be the same peer."""
+    try:
+        private_folder(folder)
+        held = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"cannot use {folder}: {error}; choose another --folder") from error
+    with held:
+        try:
+            lock(held.fileno())
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process takes part in this run with the folder {folder}: stop it, or "
+                "join as a further peer with --folder and --name"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _door(listen: str, invite: Invite) -> Iterator[Door | None]:
+    if not listen:
+        yield None
+        return
+    with Door(*split_address(listen)) as door:
+        door.admit(invite.run_id, invite.door_token)
+        yield door
+
+
+def _addresses(
+    door: Door | None, listen: str, invite: Invite, routes: list[Route]
+) -> tuple[str, str]:
+    """The door's address for this machine's own processes, and the one by which others may try."""
+    if door is None:
+        return "", ""
+    host, _ = split_address(listen)
+    if host not in ("0.0.0.0", "::", ""):
+        return door.address, door.address
+    for route in routes:
+        with contextlib.suppress(WireError):
+            seen, _ = split_address(ping(route, f"{invite.run_id}/control").address)
+            return address_text("127.0.0.1", door.port), address_text(seen, door.port)
+    return address_text("127.0.0.1", door.port), ""
+
+
+def _figures() -> Figures:
+    return Figures(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -1,0 +1,266 @@
+"""The host's view of the peers that joined: who is there, what each does, and what it is told.
+
+Every peer holds one stream to the host for as long as it is joined. It breaks and comes back; then
+the peer says what it is doing, and is told again what it is to do.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.errors import AdmissionError, ThinwireError, WireError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.messages import (
+    LOBBY,
+    Arrive,
+    Declined,
+    Dismiss,
+    Doing,
+    Ended,
+    FromHost,
+    FromMember,
+    Launch,
+    Leaving,
+    Prepared,
+    Renew,
+    Renewed,
+    TakeSeat,
+    Vacate,
+    lobby_name,
+)
+from thinwire.run.control import Channel
+from thinwire.wire import Listener, Pipe
+
+LOOK_SECONDS = 0.2  # between two looks for peers that were enrolled meanwhile
+GOODBYE_SECONDS = 2.0  # for peers to hear that the run is over
+
+
+@dataclass(eq=False)
+class Guest:
+    """A peer that was let in, as the host sees it at the moment; guarded by the lobby's lock."""
+
+    name: str
+    channel: Channel | None = None
+    arrived: Arrive | None = None  # what it said when its stream was opened; None while it is away
+    since: float = field(default_factory=time.monotonic)  # that it came or went
+    doing: str = ""
+    seat: TakeSeat | None = None
+    is_prepared: bool = False
+    has_corpus: bool = False
+    is_launched: bool = False
+    has_ended: bool = False  # the process of its seat
+    why_unfit: str = ""  # it declined; another arrival may change that
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether it could not take the seat that it was last given."""
+        return bool(self.why_unfit)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its stream is open and it has said what it is."""
+        return self.channel is not None and self.arrived is not None
+
+
+Happening = Ended | Leaving | Declined
+"""What a peer says that concerns the epoch under way."""
+
+
+class Lobby:
+    """Streams to all enrolled peers. A context manager: leaving it says goodbye to all.
+
+    `on_happening` is called with a peer's name on the threads of streams, and must not wait.
+    """
+
+    def __init__(self, listener: Listener, book: AuthorityBook):
+        self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
+        self._listener, self._book = listener, book
+        self._guests: dict[str, Guest] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._is_over = False
+        self._farewell = Dismiss("the host has left; it may come back", in_order=True)
+        threading.Thread(target=self._look_for_peers, name="thinwire lobby", daemon=True).start()
+
+    def __enter__(self) -> "Lobby":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._is_over = True
+            channels = [guest.channel for guest in self._guests.values() if guest.channel]
+        closing = []
+        for channel in channels:
+            _tell(channel, self._farewell)
+            closing.append(threading.Thread(target=channel.close, daemon=True))
+            closing[-1].start()
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        for thread in closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def say_farewell(self, reason: str, in_order: bool = True) -> None:
+        """What peers will hear when the host ends."""
+        self._farewell = Dismiss(reason, in_order)
+
+    def guests(self) -> list[Guest]:
+        """All peers that were let in and not kicked, those who are here first, by arrival."""
+        with self._changed:
+            welcome = [g for g in self._guests.values() if self._book.is_welcome(g.name)]
+            return sorted(welcome, key=lambda guest: (not guest.is_here, guest.since))
+
+    def here(self) -> list[Guest]:
+        """Those who are here and can take a seat, in order of arrival."""
+        return [guest for guest in self.guests() if guest.is_here and not guest.is_unfit]
+
+    def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Wait until something holds that depends on peers; False if it does not in time."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout)
+
+    def give_seats(self, seats: dict[str, TakeSeat]) -> None:
+        """Tell each of these peers which stage it is to hold."""
+        with self._changed:
+            for name, guest in self._guests.items():
+                guest.seat = seats.get(name)
+                guest.is_prepared = guest.is_launched = guest.has_ended = False
+                guest.doing = ""
+                if guest.seat is not None:
+                    self._send(guest, guest.seat)
+
+    def launch(self) -> None:
+        """Have all peers with a seat start the processes of their stages."""
+        with self._changed:
+            for guest in self._guests.values():
+                if guest.seat is not None:
+                    guest.is_launched = True
+                    self._send(guest, Launch(guest.seat.epoch))
+
+    def vacate(self, epoch: int, reason: str) -> None:
+        """The epoch is over: whoever has a seat of it ends the process."""
+        with self._changed:
+            for guest in self._guests.values():
+                if guest.seat is not None and guest.seat.epoch == epoch:
+                    guest.seat, guest.doing = None, ""
+                    self._send(guest, Vacate(epoch, reason))
+
+    def tell_all(self, message: FromHost) -> None:
+        """Tell everybody who is here."""
+        with self._changed:
+            for guest in self._guests.values():
+                self._send(guest, message)
+
+    def kick(self, name: str) -> None:
+        """Let a peer in no more, and have it leave."""
+        self._book.kick(name)
+        with self._changed:
+            guest = self._guests.get(name)
+            if guest is None:
+                return
+            seat, guest.seat = guest.seat, None
+            self._send(guest, Dismiss("the host removed this peer from the run", in_order=False))
+            self._lose(guest, guest.channel)
+        if seat is not None:
+            self.on_happening(name, Ended(seat.epoch, 1, "the host removed this peer"))
+
+    def _look_for_peers(self) -> None:
+        while not self._is_over:
+            for peer in self._book.peers():
+                if peer.name not in self._guests and not peer.kicked:
+                    with self._changed:
+                        self._guests[peer.name] = Guest(peer.name)
+                    threading.Thread(target=self._receive, args=(peer.name,), daemon=True).start()
+            time.sleep(LOOK_SECONDS)
+
+    def _receive(self, name: str) -> None:
+        """Accept one stream of a peer after the other."""
+        guest = self._guests[name]
+        while not self._is_over:
+            try:
+                pipe = self._listener.accept(lobby_name(name), None, name, is_replaceable=True)
+            except WireError:
+                return
+            self._attend(guest, pipe)
+
+    def _attend(self, guest: Guest, pipe: Pipe) -> None:
+        """Hear a peer until its stream is lost."""
+        lost = threading.Event()
+        channel = Channel(
+            pipe,
+            lobby_name(guest.name),
+            FromMember,
+            on_message=lambda message: self._hear(guest, message),
+            on_lost=lambda error: lost.set(),
+            words=LOBBY,
+            on_end=lost.set,
+        )
+        with self._changed:
+            guest.channel, guest.arrived = channel, None
+        lost.wait()
+        with self._changed:
+            self._lose(guest, channel)
+
+    def _lose(self, guest: Guest, channel: Channel | None) -> None:
+        if channel is not None and guest.channel is channel:
+            guest.channel, guest.arrived = None, None
+            guest.since, guest.doing = time.monotonic(), ""
+            self._changed.notify_all()
+            threading.Thread(target=channel.close, daemon=True).start()
+
+    def _hear(self, guest: Guest, message: Any) -> None:
+        with self._changed:
+            happening = self._note(guest, message)
+            self._changed.notify_all()
+        if happening is not None:
+            self.on_happening(guest.name, happening)
+
+    def _note(self, guest: Guest, message: Any) -> Happening | None:
+        """Take in what a peer says; returns what concerns the epoch under way."""
+        epoch = guest.seat.epoch if guest.seat else 0
+        match message:
+            case Arrive():
+                guest.arrived, guest.since, guest.why_unfit = message, time.monotonic(), ""
+                return self._welcome(guest, message)
+            case Doing(said, text) if said == epoch:
+                guest.doing = text
+            case Prepared(said, has_corpus) if said == epoch:
+                guest.is_prepared, guest.has_corpus, guest.doing = True, has_corpus, ""
+            case Declined(said, reason) if said == epoch:
+                guest.why_unfit, guest.doing = reason or "it does not say why", ""
+                return message
+            case Ended(said) if said == epoch:
+                guest.has_ended = True
+                return message
+            case Leaving():
+                return message
+            case Renew(request):
+                self._renew(guest, request)
+        return None
+
+    def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:
+        """Tell a peer that has come, or come back, what it is to do."""
+        seat = guest.seat
+        if seat is None:
+            if arrived.epoch:
+                self._send(guest, Vacate(arrived.epoch, "the run was formed again meanwhile"))
+        elif arrived.epoch != seat.epoch:
+            if guest.is_launched:
+                return Ended(seat.epoch, 1, "the peer was started again")
+            self._send(guest, seat)
+        elif guest.is_launched and not arrived.is_running and not guest.has_ended:
+            self._send(guest, Launch(seat.epoch))
+        return None
+
+    def _renew(self, guest: Guest, request: str) -> None:
+        with contextlib.suppress(AdmissionError, WireError):
+            self._send(guest, Renewed(self._book.renew(guest.name, request)))
+
+    def _send(self, guest: Guest, message: FromHost) -> None:
+        if guest.channel is not None:
+            _tell(guest.channel, message)
+
+
+def _tell(channel: Channel, message: FromHost) -> None:
+    with contextlib.suppress(ThinwireError):  # a stream that is lost comes back, and is told again
+        channel.send(message)

@@ -1,0 +1,379 @@
+"""A joined peer: the process that `thinwire join` runs for as long as its machine takes part.
+
+It keeps one stream to the host, takes the seats that it is given, and starts the process of a stage
+for each. It outlives those processes, and losses of the connection. One thread decides, reading a
+queue of what happens; others only wait for something and put it there.
+"""
+
+import contextlib
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from thinwire.errors import AdmissionError, StageError, ThinwireError, WireError
+from thinwire.remote.holding import Holding, Terms
+from thinwire.remote.identity import identity_of, needs_renewal, save_identity
+from thinwire.remote.messages import (
+    LOBBY,
+    Arrive,
+    Declined,
+    Dismiss,
+    Doing,
+    Ended,
+    Figures,
+    FromHost,
+    FromMember,
+    Launch,
+    Leaving,
+    News,
+    Prepared,
+    Renew,
+    Renewed,
+    ScoreNews,
+    StepNews,
+    TakeSeat,
+    Vacate,
+    code_of,
+    lobby_name,
+    seat_name,
+    store_name,
+)
+from thinwire.remote.pieces import Pace
+from thinwire.remote.store import ShardSender
+from thinwire.report import Display, EvaluationRecord, StepRecord
+from thinwire.run.control import Channel
+from thinwire.run.peer import versions
+from thinwire.run.signals import Interrupted, heeding
+from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.wire import Identity, Pipe, dial
+from thinwire.wire.tls import signing_request
+
+DIAL_SECONDS = 20.0  # for one attempt to reach the host
+RENEWAL_LOOK_SECONDS = 60.0
+_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a member is: its folder, its way to the host, and its door, as Arrive has it."""
+
+    folder: Path
+    host: str  # the local end of the tunnel to the host's streams
+    door: str = ""
+    outside: str = ""
+
+
+@dataclass(frozen=True)
+class _Connected:
+    channel: Channel
+
+
+@dataclass(frozen=True)
+class _Lost:
+    channel: Channel | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Progress:
+    epoch: int
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class _Ready:
+    holding: Holding
+    error: ThinwireError | None
+
+
+@dataclass(frozen=True)
+class _Exited:
+    holding: Holding
+    process: "subprocess.Popen[bytes]"
+
+
+@dataclass(frozen=True)
+class _AskedToLeave:
+    pass
+
+
+class Member:
+    """A peer's part in a run, to its end."""
+
+    def __init__(
+        self, place: Place, identity: Identity, terms: Terms, figures: Figures, display: Display
+    ):
+        self._place, self.identity, self._terms = place, identity, terms
+        self._figures, self._display = figures, display
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._channel: Channel | None = None
+        self._holding: Holding | None = None
+        self._ended: Ended | None = None  # of the seat that is held, if its process has ended
+        self._is_leaving = self._is_over = False
+        self._farewell = ""
+        self._lost_at: float | None = None  # since when the host cannot be reached
+        self._asked_renewal = 0.0
+        self._shards = ShardSender(place.folder / "run", Pace())
+
+    def run(self) -> str:
+        """Take part until the run is over or this peer leaves; returns why, in a sentence."""
+        self._begin(self._keep_in_touch)
+        self._begin(self._shards.keep_serving, lambda: self._dial(store_name(self.identity.name)))
+        try:
+            with heeding(self._on_signal):
+                while not self._is_over:
+                    self._renew_in_time()
+                    with contextlib.suppress(queue.Empty):
+                        self._on(self._events.get(timeout=RENEWAL_LOOK_SECONDS))
+        finally:
+            self._is_over = True
+            self._give_up_seat()
+            self._shards.close()
+            if self._channel is not None:
+                self._channel.close()
+        return self._farewell
+
+    def leave(self) -> None:
+        """Leave after this step, with a checkpoint; safe on any thread and in a signal handler."""
+        self._events.put(_AskedToLeave())
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_leaving:
+            raise Interrupted
+        self.leave()
+
+    def _begin(self, target: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+
+    # -- the stream to the host --------------------------------------------------------------------
+
+    def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
+        host = self._place.host
+        return dial(host, name, self.identity, "coordinator", timeout, MAX_MESSAGE)
+
+    def _keep_in_touch(self) -> None:
+        """Have a stream to the host, again and again, until it refuses or all is over."""
+        while not self._is_over:
+            try:
+                pipe = self._dial(lobby_name(self.identity.name))
+            except AdmissionError as error:
+                self._events.put(error)
+                return
+            except WireError as error:
+                self._events.put(_Lost(None, str(error)))
+                continue
+            lost = threading.Event()
+            channel = Channel(
+                pipe,
+                "lobby",
+                FromHost,
+                on_message=self._events.put,
+                on_lost=lambda error, lost=lost: lost.set(),  # type: ignore[misc]
+                words=LOBBY,
+                on_end=lost.set,
+            )
+            self._events.put(_Connected(channel))
+            lost.wait()
+            self._events.put(_Lost(channel, "the connection to the host was lost"))
+            time.sleep(_PAUSE_S)
+
+    def _say(self, message: FromMember) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(ThinwireError):  # it is said again when the stream is back
+                self._channel.send(message)
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def _on(self, event: Any) -> None:
+        match event:
+            case _Connected(channel):
+                self._arrive(channel)
+            case _Lost():
+                self._on_lost(event)
+            case TakeSeat():
+                self._take(event)
+            case _Progress(epoch, what, done, total):
+                self._display.progress(what, done, total, "B")
+                self._say(Doing(epoch, f"{what}: {done:,} of {total:,} bytes"))
+            case _Ready():
+                self._on_ready(event)
+            case Launch(epoch):
+                self._launch(epoch)
+            case _Exited():
+                self._on_exit(event)
+            case Vacate(epoch, reason):
+                self._vacate(epoch, reason)
+            case Renewed(certificate):
+                self._take_certificate(certificate)
+            case Dismiss(reason, in_order):
+                self._end(reason, in_order)
+            case _AskedToLeave():
+                self._leave()
+            case ThinwireError():
+                raise event
+            case _:
+                self._show(event)
+
+    def _show(self, news: News | StepNews | ScoreNews) -> None:
+        match news:
+            case News(text):
+                self._display.phase("host", text)
+            case StepNews():
+                self._display.step(StepRecord(**vars(news), stages=[], links=[]))
+            case ScoreNews():
+                self._display.evaluation(EvaluationRecord(**vars(news)))
+
+    def _arrive(self, channel: Channel) -> None:
+        self._channel = channel
+        held = self._holding
+        if self._lost_at is not None:
+            away = time.monotonic() - self._lost_at
+            self._display.phase("join", f"the host is back after {away:.0f} s")
+            self._lost_at = None
+        self._say(
+            Arrive(
+                versions(),
+                self._terms.device,
+                self._figures,
+                self._place.door,
+                self._place.outside,
+                held.epoch if held else 0,
+                held.stage if held else 0,
+                held.is_running if held else False,
+            )
+        )
+        if self._ended is not None:
+            self._say(self._ended)
+        if self._is_leaving:
+            self._say(Leaving())
+
+    def _on_lost(self, lost: _Lost) -> None:
+        if lost.channel is not None and lost.channel is not self._channel:
+            return
+        if self._channel is not None:
+            self._begin(self._channel.close)
+            self._channel = None
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+            self._display.note(f"{lost.reason}; trying again until it is back (Ctrl-C to leave)")
+        if self._is_leaving and not (self._holding and self._holding.is_running):
+            self._end("left the run", in_order=True)
+
+    def _take(self, seat: TakeSeat) -> None:
+        if self._holding is not None and self._holding.epoch == seat.epoch:
+            return  # told twice
+        self._give_up_seat()
+        try:
+            holding = Holding(seat, self._terms, self._place.folder)
+        except ThinwireError as error:
+            self._decline(seat.epoch, error)
+            return
+        self._holding = holding
+        blocks = holding.settings.split()[seat.stage]
+        self._display.phase(
+            "seat",
+            f"stage {seat.stage} of {holding.settings.pipeline.stages} "
+            f"({len(blocks)} blocks), epoch {seat.epoch}",
+        )
+        self._begin(self._prepare, holding)
+
+    def _prepare(self, holding: Holding) -> None:
+        """On a thread of its own: fetch what the seat needs."""
+
+        def say(what: str, done: int, total: int) -> None:
+            self._events.put(_Progress(holding.epoch, what, done, total))
+
+        name = seat_name(holding.stage, holding.epoch)
+        try:
+            holding.prepare(lambda: self._dial(name), say)
+        except ThinwireError as error:
+            self._events.put(_Ready(holding, error))
+        else:
+            self._events.put(_Ready(holding, None))
+
+    def _on_ready(self, ready: _Ready) -> None:
+        if ready.holding is not self._holding:
+            return  # the seat was taken away meanwhile
+        if ready.error is not None:
+            self._decline(ready.holding.epoch, ready.error)
+            return
+        self._say(Prepared(ready.holding.epoch, ready.holding.has_corpus))
+
+    def _decline(self, epoch: int, error: ThinwireError) -> None:
+        self._display.note(f"this machine cannot take the seat: {error}")
+        self._say(Declined(epoch, str(error)))
+        self._give_up_seat()
+
+    def _launch(self, epoch: int) -> None:
+        held = self._holding
+        if held is None or held.epoch != epoch or held.is_running or self._ended is not None:
+            return
+        try:
+            process = held.start(self._place.host, self.identity)
+        except ThinwireError as error:
+            self._decline(epoch, error)
+            return
+        self._begin(
+            lambda: self._events.put(_Exited(held, process)) if process.wait() is not None else None
+        )
+
+    def _on_exit(self, exited: _Exited) -> None:
+        if exited.holding is not self._holding:
+            return
+        code = exited.process.returncode
+        words = "" if code == 0 else exited.holding.last_words()
+        if words:
+            self._display.note(f"the process of stage {exited.holding.stage} ended: {words}")
+        self._ended = Ended(exited.holding.epoch, code_of(code), words)
+        self._say(self._ended)
+
+    def _vacate(self, epoch: int, reason: str) -> None:
+        if self._holding is not None and self._holding.epoch == epoch:
+            self._give_up_seat()
+        if self._is_leaving:
+            self._end("left the run", in_order=True)
+
+    def _give_up_seat(self) -> None:
+        held, self._holding, self._ended = self._holding, None, None
+        if held is not None:
+            held.stop()
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        if self._holding is None or self._channel is None or not self._holding.is_running:
+            self._end("left the run", in_order=True)
+            return
+        self._say(Leaving())
+        self._display.note(
+            "leaving after this step, with a checkpoint; press Ctrl-C again to leave now"
+        )
+
+    def _end(self, reason: str, in_order: bool) -> None:
+        if not in_order:
+            raise StageError(reason)
+        self._farewell, self._is_over = reason, True
+
+    # -- the certificate ---------------------------------------------------------------------------
+
+    def _renew_in_time(self) -> None:
+        is_due = time.monotonic() - self._asked_renewal > RENEWAL_LOOK_SECONDS
+        if self._channel is not None and is_due and needs_renewal(self.identity):
+            self._asked_renewal = time.monotonic()
+            self._say(Renew(signing_request(self.identity.key_pem)))
+
+    def _take_certificate(self, certificate: str) -> None:
+        renewed = identity_of(certificate, self.identity.key_pem, self.identity.authority_pem)
+        if renewed.name != self.identity.name:
+            raise AdmissionError(f"the host calls this peer {renewed.name!r} now: join again")
+        self.identity = renewed
+        save_identity(self._place.folder, renewed)
+        if self._holding is not None:
+            self._holding.renew(renewed)

@@ -1,0 +1,111 @@
+"""The stages of a run on the machines of those who joined, as its coordinator sees them."""
+
+from collections.abc import Callable
+
+from thinwire.engine.reports import ShardFailed, ShardWritten
+from thinwire.errors import printable
+from thinwire.remote.lobby import Happening, Lobby
+from thinwire.remote.messages import Ended, Leaving, returncode_of
+from thinwire.remote.reception import Reception
+from thinwire.remote.seats import Formation
+from thinwire.remote.store import ShardCollector
+from thinwire.run.events import Exited, Lost, PartArrived, PartLost, Suspect
+from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer, Linked
+from thinwire.run.order import control_name
+from thinwire.run.peers import Peers
+from thinwire.wire import LastingPipe, Pipe
+
+EXIT_SECONDS = 10.0  # for the processes of stages to end once they have said goodbye
+
+
+class RemotePeers(Peers):
+    """The seats of one epoch; a context manager: leaving it ends the processes of all seats.
+
+    `connect` adds to the word to connect how neighbours are reached, and `collect` makes what
+    fetches the shards that stages have written.
+    """
+
+    def __init__(
+        self,
+        formation: Formation,
+        lobby: Lobby,
+        reception: Reception,
+        outage: float,
+        connect: Callable[[int, Connect], Connect],
+        collect: Callable[..., ShardCollector],
+    ):
+        super().__init__(len(formation.seats))
+        self._formation, self._lobby, self._reception = formation, lobby, reception
+        self._outage, self._connect = outage, connect
+        self._words: dict[int, str] = {}  # of stages whose processes have ended
+        self._ended: set[int] = set()
+        self.leaving = ""  # the peer that asked to leave
+        self.failures: dict[int, Failed] = {}
+        self.ways: dict[int, str] = {}  # the kind of link to the stage below, by stage
+        self.collector = collect(
+            on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
+            on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
+        )
+        lobby.on_happening = self._on_happening
+
+    def __exit__(self, *error: object) -> None:
+        self._lobby.on_happening = lambda name, what: None
+        self._reception.close()
+        self.collector.close()
+        self._lobby.vacate(self._formation.epoch, "the run is formed again")
+        for channel in list(self._channels.values()):
+            self._begin(channel.close)
+
+    def start(self) -> None:
+        for stage in self._stages:
+            self._expect(stage)
+        self._lobby.launch()
+
+    def tell(self, stage: int, message: FromCoordinator) -> None:
+        if isinstance(message, Connect):
+            message = self._connect(stage, message)
+        super().tell(stage, message)
+
+    def wait_for_exits(self) -> None:
+        self._lobby.wait(lambda: self._ended >= set(self._stages), EXIT_SECONDS)
+
+    def last_words(self, culprit: Suspect) -> str:
+        who = f"\n  stage {culprit.stage} was held by {self._formation.seats[culprit.stage]}"
+        words = "" if culprit.known else self._words.get(culprit.stage) or culprit.trace
+        return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
+
+    def _open(self, stage: int) -> Pipe:
+        name, holder = control_name(stage, self._formation.epoch), self._formation.seats[stage]
+
+        def again(timeout: float) -> Pipe:
+            return self._reception.accept(name, holder, timeout)
+
+        first = self._reception.accept(name, holder, None)
+        return LastingPipe(first, again, self._outage) if self._outage else first
+
+    def _hear(self, stage: int, message: FromPeer) -> None:
+        super()._hear(stage, message)
+        match message:
+            case ShardWritten(step=step, shard=shard):
+                self.collector.announce(stage, step, shard)
+            case ShardFailed(step=step, error=error):
+                self.collector.give_up(step, error)
+            case Failed():
+                self.failures[stage] = message
+            case Linked(way):
+                self.ways[stage] = way
+
+    def _on_happening(self, name: str, what: Happening) -> None:
+        if name not in self._formation.seats:
+            return
+        stage = self._formation.stage_of(name)
+        match what:
+            case Leaving():
+                self.leaving = self.leaving or name
+                self.ask_to_stop()
+            case Ended(_, code, words):
+                self._words[stage] = words
+                self._ended.add(stage)
+                if stage not in self._channels:
+                    self.said.note(Lost(stage, words or f"its process ended with {code}"))
+                self.said.note(Exited(stage, returncode_of(code)))

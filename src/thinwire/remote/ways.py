@@ -1,0 +1,57 @@
+"""How two neighbouring stages on other machines reach each other.
+
+The stage below accepts, so it waits at doors; the one above dials. A link is direct where either
+end has a door that can be reached, and goes by the relay or the host's door where neither has.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from thinwire.errors import WireError
+from thinwire.remote.messages import Arrive
+from thinwire.run.messages import Connect, Way
+from thinwire.wire import Route, ping
+
+PROBE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class DoorOf:
+    """A peer's door: its address for the peer's own processes, and for others if it is open."""
+
+    own: str = ""
+    outside: str = ""  # probed
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The doors of an epoch: of each seat, and where all can meet."""
+
+    run: str
+    token: str = field(repr=False)
+    doors: list[DoorOf]
+    meeting: list[Way]  # the relay, and the host's own door
+
+    def connect(self, stage: int, told: Connect, seats: list[str]) -> Connect:
+        """The word to connect, for a stage whose neighbours are on other machines."""
+        reach, wait = [], []
+        if stage > 0:
+            below, own = self.doors[stage - 1], self.doors[stage]
+            reach = [*self._direct(below.outside, own.own), *self.meeting]
+        if stage + 1 < len(seats):
+            own, above = self.doors[stage], self.doors[stage + 1]
+            wait = [*self._direct(own.own, above.outside), *self.meeting]
+        return replace(told, seats=seats, run=self.run, reach=reach, wait=wait)
+
+    def _direct(self, *addresses: str) -> list[Way]:
+        return [Way(address, "direct", self.token) for address in addresses if address]
+
+
+def probe(arrived: Arrive, run: str, token: str) -> DoorOf:
+    """A peer's door as others find it: tried, not believed."""
+    if not arrived.outside:
+        return DoorOf(arrived.door)
+    try:
+        ping(Route(arrived.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
+    except WireError:
+        return DoorOf(arrived.door)
+    return DoorOf(arrived.door, arrived.outside)

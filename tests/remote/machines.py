@@ -1,0 +1,141 @@
+"""A host and its peers as real processes that share no folder: each has a home of its own."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from thinwire.settings import Settings
+from thinwire.typed import to_toml
+
+
+class Machine:
+    """A `thinwire` process with a home, a cache and a data folder that no other has."""
+
+    def __init__(self, home: Path, *arguments: object, said: str = ""):
+        home.mkdir(parents=True, exist_ok=True)
+        self.home = home
+        self.log = home / f"output-{time.monotonic_ns()}.txt"
+        own = {"HOME": home, "THINWIRE_CACHE": home / "cache", "THINWIRE_DATA": home / "data"}
+        more = {"COLUMNS": "100", "PYTHONFAULTHANDLER": "1"}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "thinwire.cli", *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=home,
+                env={**os.environ, **{k: str(v) for k, v in own.items()}, **more},
+            )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(said.encode())
+            self.process.stdin.close()
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, timeout: float = 90) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.text()) from None
+
+    def wait_for(self, pattern: str, timeout: float = 60, times: int = 1) -> None:
+        """Wait until it has printed something so many times."""
+        deadline = time.monotonic() + timeout
+        while len(re.findall(pattern, self.text())) < times:
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Machines:
+    """Starts machines, and ends those that are left."""
+
+    def __init__(self, folder: Path, make_settings: Callable[..., Settings]):
+        self.folder, self._make_settings = folder, make_settings
+        self.started: list[Machine] = []
+        self.invite = ""
+
+    def config(self, **changes: object) -> Path:
+        """A run.toml on the host's machine."""
+        home = self.folder / "host"
+        home.mkdir(exist_ok=True)
+        defaults: dict[str, object] = {
+            "run__precision": "fp32",
+            "codec__forward": "bf16",
+            "codec__backward": "bf16",
+            "run__out": str(home / "runs"),
+            "train__checkpoint_every": 2,
+            "link__outage": 20.0,
+        }
+        path = home / "run.toml"
+        path.write_text(to_toml(self._make_settings(**{**defaults, **changes})))
+        return path
+
+    def host(self, *arguments: object) -> Machine:
+        """Start the host; its invite is then that of `join`."""
+        command = ("host", self.folder / "host" / "run.toml", "--listen", "127.0.0.1:0")
+        machine = self._start("host", *command, *arguments)
+        machine.wait_for(r"thinwire join tw1-\S+")
+        self.invite = re.findall(r"tw1-\S+", machine.text())[-1]
+        return machine
+
+    def join(self, name: str, *arguments: object) -> Machine:
+        """Start a peer; it reads the invite from its input, as no other process should see it."""
+        listen = ("--listen", "127.0.0.1:0")
+        return self._start(name, "join", "-", "--name", name, *listen, *arguments, said=self.invite)
+
+    def run(self, home: str, *arguments: object) -> Machine:
+        """Start any command on a machine."""
+        return self._start(home, *arguments)
+
+    def _start(self, home: str, *arguments: object, said: str = "") -> Machine:
+        self.started.append(Machine(self.folder / home, *arguments, said=said))
+        return self.started[-1]
+
+    def close(self) -> None:
+        for machine in self.started:
+            if machine.process.poll() is None:
+                machine.kill()
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "host" / "runs" / "test"
+
+
+@pytest.fixture
+def machines(tmp_path: Path, make_settings: Callable[..., Settings]) -> "Machines":
+    made = Machines(tmp_path, make_settings)
+    yield made
+    made.close()
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whichever file they are in."""
+    files = sorted((run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
+    assert files, f"no checkpoint of step {step} in {run}"
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_weights(one: Path, other: Path, step: int) -> None:
+    first, second = weights(one, step), weights(other, step)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
