@@ -12,6 +12,7 @@ from typing import Any
 
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
+from thinwire.engine.contract import terms_between_machines
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.due import Due
 from thinwire.engine.feed import FarCorpus, Feed
@@ -93,11 +94,15 @@ class Worker:
         """What the display shows of this stage."""
         return {"layers": self.stage.describe(), "device": str(self.device)}
 
-    def contract(self, cut: int) -> dict[str, Any]:
-        """What both ends of a cut must agree on before the first frame."""
+    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]:
+        """What both ends of a cut must agree on before the first frame.
+
+        On other machines, where a run has epochs, that is also the release of thinwire.
+        """
         end = self.above if cut == self.index else self.below
         assert end is not None, f"stage {self.index} has no part in cut {cut}"
         return {
+            **(terms_between_machines(self.settings, epoch) if epoch else {}),
             "config_hash": self.settings.hash,
             "cut": cut,
             **{f"{leg}_codec": name for leg, name in end.names().items()},

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import thinwire
+from thinwire.engine.contract import remedy
 from thinwire.engine.fetched import FetchedCorpus
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
@@ -256,8 +257,8 @@ class Peer:
             self.control.send(message)
 
     def _agree(self, worker: Worker, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
-        contract, meter = worker.contract(cut), Meter()
-        handshake(pipe, contract, contract, JOIN_SECONDS, meter)
+        contract, meter = worker.contract(cut, self.order.epoch), Meter()
+        handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
         return Link(pipe, meter, nic, f"cut-{cut}", worker.max_payload())
 
     def _pulse(self, patience: float) -> None:

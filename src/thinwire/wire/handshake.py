@@ -1,6 +1,7 @@
 """The handshake: each end says who it is and what it runs, before the first frame of work."""
 
 import json
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -12,6 +13,9 @@ from thinwire.wire.pipe import Pipe
 
 MAX_HELLO = 1 << 16
 
+Remedy = Callable[[str, Any, Any], str]
+"""(key, ours, theirs) -> what to do about this difference, or nothing."""
+
 
 def handshake(
     pipe: Pipe,
@@ -19,12 +23,13 @@ def handshake(
     expect: dict[str, Any],
     timeout: float,
     meter: Meter | None = None,
+    remedy: Remedy = lambda key, mine, theirs: "",
 ) -> dict[str, Any]:
     """Exchange one HELLO each way and return what the other end said of itself.
 
     Runs on a bare pipe, before its link starts. Every key of `expect` must have the same
-    value at the other end; a difference in any raises one WireError that names them all,
-    and the pipe is closed, so that the other end does not wait for work.
+    value at the other end; a difference in any raises one WireError that names them all and what
+    mends them, and the pipe is closed, so that the other end does not wait for work.
     """
     meter = meter or Meter()
     try:
@@ -37,7 +42,7 @@ def handshake(
         meter.count_sent(FrameKind.HELLO, len(payload))
         theirs, received = _read_hello(pipe, timeout)
         meter.count_received(FrameKind.HELLO, received)
-        _compare(theirs, expect)
+        _compare(theirs, expect, remedy)
         return theirs
     except WireError:
         # Aside, because closing lets the other end read our HELLO first, and it may not be.
@@ -75,13 +80,17 @@ def _read_within(pipe: Pipe, timeout: float) -> bytes:
     return message
 
 
-def _compare(theirs: dict[str, Any], expect: dict[str, Any]) -> None:
+def _compare(theirs: dict[str, Any], expect: dict[str, Any], remedy: Remedy) -> None:
     differences = []
     for key, wanted in expect.items():
         if key not in theirs:
             differences.append(f"{key}: this stage has {wanted}, the other end does not say")
         elif theirs[key] != wanted:
             said = printable(str(theirs[key]), 200)
-            differences.append(f"{key}: this stage has {wanted}, the other end has {said}")
+            what_to_do = remedy(key, wanted, theirs[key])
+            differences.append(
+                f"{key}: this stage has {wanted}, the other end has {said}"
+                + (f" ({printable(what_to_do, 300)})" if what_to_do else "")
+            )
     if differences:
         raise WireError("handshake: the two ends do not match: " + "; ".join(differences))

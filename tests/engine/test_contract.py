@@ -1,0 +1,89 @@
+"""Two ends that do not match say why, and which command mends it."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire
+from thinwire.data import Corpus
+from thinwire.engine.contract import release_remedy, remedy
+from thinwire.engine.worker import Assignment, Worker
+from thinwire.errors import WireError
+from thinwire.settings import Settings
+from thinwire.wire import handshake, memory_pair
+
+
+def refusal(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """What the end with the first contract says of the second; nothing if they match."""
+    here, there = memory_pair()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(handshake, there, theirs, {}, 30.0)
+        try:
+            handshake(here, mine, mine, 30.0, remedy=remedy)
+        except WireError as error:
+            return str(error)
+    return ""
+
+
+@pytest.fixture
+def contract(corpus: Corpus, tmp_path: Path) -> Callable[[Settings], dict[str, Any]]:
+    """That of cut 0 in the third epoch."""
+
+    def of(settings: Settings) -> dict[str, Any]:
+        worker = Worker(Assignment(settings, 0, corpus.folder, tmp_path / "run"))
+        return worker.contract(0, epoch=3)
+
+    return of
+
+
+def test_a_difference_names_its_cause_and_what_mends_it(
+    contract: Callable, make_settings: Callable
+) -> None:
+    mine = contract(make_settings())
+    assert mine["thinwire"] == thinwire.__version__ and refusal(mine, dict(mine)) == ""
+    for key, value, words in [
+        ("epoch", 2, r"3, the other end has 2 \(.*`thinwire join` command again"),
+        ("corpus", "ab", r"\(the prepared data differ: .*--resume\)"),
+        ("first_step", 4, r"same checkpoint: --resume on the host"),
+        ("forward_codec_memory", "ab", "same checkpoint"),
+        ("backward_codec", "int8", r"has int8 \(.*same codec settings"),
+    ]:
+        text = refusal(mine, {**mine, key: value})
+        assert re.search(rf"match: {key}: this stage has .*{words}", text), text
+
+
+def test_other_settings_are_named_by_their_sections(
+    contract: Callable, make_settings: Callable
+) -> None:
+    theirs = contract(make_settings(optim__lr=0.5, train__batch=4))
+    text = refusal(contract(make_settings()), theirs)
+    assert "(they differ in optim, train)" in text
+    assert re.search(r"config_hash: .* start both from the same run.toml", text)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "command"),
+    [
+        ("0.3.0", "0.2.9", "run `pip install thinwire==0.3.0` at the other end"),
+        ("0.9.0", "0.10.0", "run `pip install thinwire==0.10.0` on this machine"),
+        ("1.0", "1.0.1", "run `pip install thinwire==1.0.1` on this machine"),
+        ("1.0", "1.0; rm -rf /", "install the same release on both machines"),
+        ("1.0", "9" * 5000, "install the same release on both machines"),
+    ],
+)
+def test_the_older_end_is_told_to_upgrade(mine: str, theirs: str, command: str) -> None:
+    assert release_remedy(mine, theirs).startswith(command)
+
+
+@pytest.mark.parametrize("theirs", [None, [], {"model": {}}, "x" * 50_000, {"a": 1e9}, 7])
+def test_whatever_the_other_end_says_is_a_difference_and_no_failure(
+    theirs: Any, contract: Callable, make_settings: Callable
+) -> None:
+    mine = contract(make_settings())
+    for key in mine:
+        text = refusal(mine, {**mine, key: theirs})
+        assert f"match: {key}: this stage has" in text and len(text) < 2000
