@@ -1,6 +1,7 @@
 """Files and folders are complete or absent, whatever goes wrong on the way."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from thinwire.folders import (
     partial_folder,
     put_in_place,
     replace_file,
+    replace_private_file,
     write_file,
 )
 
@@ -27,6 +29,38 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "folder" / "content").mkdir(parents=True)
     with pytest.raises(OSError):
         replace_file(tmp_path / "folder", b"no file can take the place of a folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_private_file_is_its_user_s_alone_from_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+    fsync = os.fsync
+
+    def note_mode(descriptor: int) -> None:
+        modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_mode)
+    path = tmp_path / "folder" / "key.pem"
+    left = tmp_path / "folder" / f".key.pem.{os.getpid()}"
+    left.parent.mkdir(mode=0o777)
+    left.write_bytes(b"of a process that was killed")
+    before = os.umask(0)
+    try:
+        replace_private_file(path, b"secret")
+        replace_private_file(path, b"other")
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o700] * 2, "the file, then the names in its folder"
+    assert path.read_bytes() == b"other" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_private_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "content").mkdir(parents=True)
+    with pytest.raises(OSError):
+        replace_private_file(tmp_path / "folder", b"no file can take the place of a folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 

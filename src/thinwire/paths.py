@@ -26,12 +26,8 @@ def data_folder() -> Path:
 
 
 def peers_folder() -> Path:
-    """Where a machine keeps what is its own in the runs of others: THINWIRE_DATA, or the user's."""
-    chosen = os.environ.get("THINWIRE_DATA")
-    if chosen:
-        return expanded(chosen, "THINWIRE_DATA") / "peers"
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "thinwire" / "peers"
+    """Where a machine keeps what is its own in the runs of others."""
+    return data_folder() / "peers"
 
 
 def peer_folder(run_id: str) -> Path:

@@ -16,9 +16,8 @@ import pytest
 
 import thinwire
 from thinwire.errors import AdmissionError, ConfigError, WireError
-from thinwire.remote import enrol as enrol_module
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import EnrolServer, HostSays, ask, enrol, identity_in
+from thinwire.remote.enrol import MOST_AT_ONCE, EnrolServer, HostSays, ask, enrol, identity_in
 from thinwire.remote.identity import (
     identity_of,
     needs_renewal,
@@ -219,28 +218,31 @@ def test_a_silent_host_is_given_up(book: AuthorityBook, server: EnrolServer) -> 
             enrol(address, invite_of(book, server), new_key(), timeout=0.3)
 
 
-def test_strangers_cost_little_and_others_are_served(
-    book: AuthorityBook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(enrol_module, "MOST_AT_ONCE", 4)
-    with EnrolServer(book, exchange_s=0.5) as server, contextlib.ExitStack() as held:
+@pytest.mark.parametrize(
+    "first", [b"", b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01\xff\xff", bytes(1000), b"\x16"]
+)
+def test_a_stranger_has_little_time(book: AuthorityBook, first: bytes) -> None:
+    with EnrolServer(book, exchange_s=0.2) as server:
         host, port = server.address.split(":")
-        for first in (
-            b"",
-            b"GET / HTTP/1.0\r\n\r\n",
-            b"\x16\x03\x01\xff\xff",
-            bytes(1000),
-            b"\x16",
-        ):
-            caller = held.enter_context(socket.create_connection((host, int(port))))
+        with socket.create_connection((host, int(port)), PATIENCE) as caller:
             caller.sendall(first)
-            caller.settimeout(PATIENCE)
-        # One too many was turned away at once; the others end after their time.
-        with contextlib.suppress(ConnectionError):
-            while caller.recv(1 << 12):
-                pass
-        identity = _enrol_when_free(server, invite_of(book, server))
-        assert book.is_welcome(identity.name)
+            with contextlib.suppress(ConnectionError):
+                while caller.recv(1 << 12):
+                    pass
+        assert enrol(server.address, invite_of(book, server), new_key())
+
+
+def test_those_who_hold_connections_keep_nobody_out(book: AuthorityBook) -> None:
+    before = threading.active_count()
+    with EnrolServer(book) as server, contextlib.ExitStack() as held:
+        host, port = server.address.split(":")
+        idle = [
+            held.enter_context(socket.create_connection((host, int(port)), PATIENCE))
+            for _ in range(2 * MOST_AT_ONCE)
+        ]
+        assert idle[0].recv(1) == b"", "the oldest had to go"
+        assert threading.active_count() < before + 3 * MOST_AT_ONCE
+        assert enrol(server.address, invite_of(book, server), new_key())
 
 
 def _enrol_when_free(server: EnrolServer | Tunnel, invite: Invite) -> Identity:

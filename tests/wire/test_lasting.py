@@ -10,7 +10,7 @@ import pytest
 from wiring import MAX_MESSAGE, PATIENCE, Recorder
 
 from proxy import Proxy
-from thinwire.errors import BreachError, WireError
+from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire import (
     Authority,
     Frame,
@@ -307,6 +307,20 @@ def test_an_outage_beyond_the_limit_breaks_both_ends() -> None:
         with pytest.raises(WireError, match="down for"):
             end.write(b"x")
         end.close(None)
+
+
+def test_whoever_is_not_welcome_any_more_stops_trying() -> None:
+    def refused(timeout: float) -> Pipe:
+        raise AdmissionError("'ada' is not welcome there")
+
+    ours, theirs = memory_pair()
+    pipe = LastingPipe(ours, refused, outage=3600)
+    other = LastingPipe(theirs, refused, outage=3600)
+    pipe.write(b"hello")
+    assert other.read() == b"hello"
+    ours.close()
+    with pytest.raises(AdmissionError, match="not welcome"):
+        pipe.read()
 
 
 def test_another_process_in_the_place_of_the_other_end_is_refused() -> None:

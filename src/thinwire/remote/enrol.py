@@ -23,7 +23,7 @@ from cryptography import x509
 from thinwire import __version__
 from thinwire.errors import AdmissionError, ThinwireError, WireError, printable
 from thinwire.remote.authority import COORDINATOR, LIFETIME, AuthorityBook
-from thinwire.remote.exchange import cut_off_after, receive, send
+from thinwire.remote.exchange import cut, cut_off_after, receive, send
 from thinwire.remote.identity import (
     identity_of,
     needs_renewal,
@@ -45,7 +45,7 @@ from thinwire.wire.tls import (
 from thinwire.wire.tunnel import Route, ping
 
 EXCHANGE_S = 20.0  # for all that is said, handshake included
-MOST_AT_ONCE = 32  # exchanges; each takes a thread, and a door lets few in from one address
+MOST_AT_ONCE = 32  # exchanges; each takes a thread. Only who has an invite passes the host's door
 
 
 class EnrolServer:
@@ -53,8 +53,8 @@ class EnrolServer:
 
     def __init__(self, book: AuthorityBook, exchange_s: float = EXCHANGE_S) -> None:
         self._book, self._exchange_s = book, exchange_s
-        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
-        self._renewing = threading.Lock()
+        self._open: dict[ssl.SSLSocket, None] = {}  # exchanges, the oldest first
+        self._counting, self._renewing = threading.Lock(), threading.Lock()
         self._context, self._renew_at = self._fresh_context(), _renewal_time()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = address_text(*self._socket.getsockname()[:2])
@@ -81,19 +81,28 @@ class EnrolServer:
                     return
                 time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
                 continue
-            if not self._free.acquire(blocking=False):
-                connection.close()
-                continue
-            on_daemon_thread("thinwire enrol", partial(self._serve, connection))
+            with contextlib.suppress(OSError):  # the caller has gone already
+                caller = self._current_context().wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+                self._make_room(caller)
+                on_daemon_thread("thinwire enrol", partial(self._serve, caller))
 
-    def _serve(self, caller: socket.socket) -> None:
+    def _make_room(self, caller: ssl.SSLSocket) -> None:
+        """Where there are too many, the oldest goes: an honest exchange takes a moment only."""
+        with self._counting:
+            if len(self._open) >= MOST_AT_ONCE:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                cut(oldest)
+            self._open[caller] = None
+
+    def _serve(self, connection: ssl.SSLSocket) -> None:
         """One exchange. Whatever a stranger sends, it costs one thread for a bounded time."""
         try:
             with (
+                connection,
                 contextlib.suppress(OSError, ThinwireError),
-                self._current_context().wrap_socket(
-                    caller, server_side=True, do_handshake_on_connect=False
-                ) as connection,
                 cut_off_after(self._exchange_s, connection),
             ):
                 connection.do_handshake()
@@ -101,8 +110,8 @@ class EnrolServer:
                 send(connection, {"authority": authority_pem, "version": __version__})
                 send(connection, self._answer(receive(connection)))
         finally:
-            caller.close()
-            self._free.release()
+            with self._counting:
+                self._open.pop(connection, None)
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, str]:
         values = [asked.get(key) for key in ("invite", "secret", "request", "name")]

@@ -15,17 +15,18 @@ MOST_BYTES = 16 << 10  # of one message
 _LENGTH = struct.Struct(">I")
 
 
+def cut(connection: ssl.SSLSocket) -> None:
+    """Break a connection on which another thread may be waiting."""
+    with contextlib.suppress(OSError):
+        # Not its own method, which ends encryption first: what is said then would be readable.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
 def cut_off_after(seconds: float, connection: ssl.SSLSocket) -> Iterator[None]:
     """Break the connection after so long, however slowly its other end talks."""
     connection.settimeout(seconds)
-
-    def cut() -> None:
-        with contextlib.suppress(OSError):
-            # Not its own method, which ends encryption first: what is said then would be readable.
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, cut)
+    timer = threading.Timer(seconds, cut, [connection])
     timer.daemon = True
     timer.start()
     try:
