@@ -27,7 +27,14 @@ from thinwire.remote.entries import (
     read_entries,
     write_entries,
 )
-from thinwire.remote.invite import ID_BYTES, MOST_ADDRESSES, SECRET_BYTES, Invite, is_address
+from thinwire.remote.invite import (
+    ID_BYTES,
+    LONGEST_NAME,
+    MOST_ADDRESSES,
+    SECRET_BYTES,
+    Invite,
+    is_address,
+)
 from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
 
 COORDINATOR = "coordinator"
@@ -99,7 +106,7 @@ class AuthorityBook:
             )
             self._invites[issued.invite_id] = issued
         return Invite(
-            " ".join(self._run_name.split()),
+            " ".join(self._run_name.split())[:LONGEST_NAME],
             self.authority.fingerprint,
             tuple(addresses)[:MOST_ADDRESSES],
             issued.invite_id,

@@ -12,7 +12,7 @@ import struct
 import time
 from dataclasses import dataclass, field
 
-from thinwire.errors import AdmissionError
+from thinwire.errors import AdmissionError, printable
 from thinwire.wire.tls import RUN_DIGITS
 from thinwire.wire.tunnel import Route
 
@@ -20,6 +20,7 @@ PREFIX = "tw1-"
 SECRET_BYTES = 16
 ID_BYTES = 4
 MOST_ADDRESSES = 8
+LONGEST_NAME = 80  # of a run, in an invite
 _LONGEST = 4096  # characters; a usual one has about 200
 _CHECKSUM_BYTES = 6
 _HEAD = struct.Struct(f">32s{ID_BYTES}s{SECRET_BYTES}sQ")
@@ -99,7 +100,7 @@ class Invite:
             if not is_address(address):
                 raise _unreadable("an address in it is not HOST:PORT")
         return cls(
-            name,
+            printable(name, LONGEST_NAME),  # it is shown, and whoever made the invite chose it
             fingerprint.hex(),
             tuple(addresses),
             invite_id.hex(),
