@@ -2,26 +2,27 @@
 
     python tools/internet_bench.py links
     python tools/internet_bench.py links --wan ./wan
+    python tools/internet_bench.py runs --case link-bound
 
 `links` measures what a link carries between two nodes: plain TCP; gRPC under TLS, as it is; by a
 door of the accepting end; and by a relay on a third node.
+
+`runs` trains a case of `thinwire bench` with a host and four peers on nodes of their own: all can
+be reached, then two accept nothing and meet the others at a relay. Beside it stands what planner,
+emulator and simulator say of the same links. In each run one peer is killed and another joins.
 """
 
 import argparse
-import contextlib
 import json
-import re
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from internet_runs import bench_runs, relay_in
 from wan_network import Network, Wan, open_network
 
 from thinwire.lab.bench_link import Path as LinkPath
@@ -30,7 +31,6 @@ from thinwire.lab.bench_link import alone, goodput, show
 SIZES = (64 << 10, 1 << 20)
 _SECONDS = 5.0
 _PLAIN_PORT = 4618
-_THINWIRE = [sys.executable, "-P", "-m", "thinwire"]
 
 Row = dict[str, Any]
 
@@ -118,42 +118,29 @@ def source(host: str) -> None:
             connection.sendall(bytes(1 << 16))
 
 
-@contextlib.contextmanager
-def relay_in(network: Network, node: int, folder: Path) -> Iterator[str]:
-    """A relay on a node; its HOST:PORT/PASS."""
-    password = folder / "relay-pass"
-    password.write_text("a-pass-for-the-bench\n")
-    words = ["relay", "--listen", network.address(node), "--pass-file", str(password)]
-    process = subprocess.Popen(
-        [*network.prefix(node), *_THINWIRE, *words], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        yield next(found[1] for line in lines if (found := re.search(r"--relay (\S+)", line)))
-    finally:
-        process.send_signal(signal.SIGINT)
-        threading.Thread(target=process.communicate, daemon=True).start()
-        process.wait()
-
-
 def main() -> None:
     """Print the tables that were asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("links", "path", "sink", "source"))
+    parser.add_argument("what", choices=("links", "runs", "path", "sink", "source"))
     parser.add_argument("order", nargs="?", default="", help=argparse.SUPPRESS)
     parser.add_argument("--mbps", type=float, default=80.0)
     parser.add_argument("--latency-ms", type=float, default=25.0)
     parser.add_argument("--wan", type=Path, help="program that carries packets, without netem")
+    parser.add_argument("--case", default="link-bound", help="of bench.toml, for runs")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     options = parser.parse_args()
     inside = {"path": measure_path, "sink": sink, "source": source}
     if options.what in inside:
         inside[options.what](options.order)
         return
-    rows = bench_links(Wan(options.mbps, options.latency_ms, program=options.wan))
+    wan = Wan(options.mbps, options.latency_ms, program=options.wan)
+    if options.what == "links":
+        rows = bench_links(wan)
+    else:
+        with tempfile.TemporaryDirectory(prefix="thinwire-internet-") as folder:
+            rows = bench_runs(options.case, wan, Path(folder))
     show(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
