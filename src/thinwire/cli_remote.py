@@ -19,6 +19,22 @@ def add_remote_commands(add: AddCommand) -> None:
     sub.add_argument("folder", type=Path, nargs="?", help=_FOLDER)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
+    sub = add("doctor", doctor_command, "find out what would keep this machine out of a run")
+    sub.add_argument(
+        "invite",
+        nargs="?",
+        default="",
+        help="also try the way to its host; - reads the invite from the input",
+    )
+    sub.add_argument("--folder", type=Path, help="folder that `join` would be given")
+    sub.add_argument(
+        "--listen",
+        default="0.0.0.0:0",
+        metavar="HOST:PORT",
+        help="where to accept connections from outside (default: any free port)",
+    )
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
     sub = add("kick", kick_command, "remove a peer from a run that this machine hosts")
     sub.add_argument("peer", help="name of the peer, as `thinwire status` shows it")
     sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
@@ -43,6 +59,19 @@ def status_command(options: argparse.Namespace) -> None:
         return
     for report in reports:
         Console(file=sys.stdout, highlight=False).print(status_table(report))
+
+
+def doctor_command(options: argparse.Namespace) -> None:
+    """Print what will go wrong on this machine, and the fix; exit code 1 if something blocks."""
+    from thinwire.remote.doctor import examine
+
+    text = sys.stdin.readline() if options.invite == "-" else options.invite
+    found = examine(text, options.folder, options.listen)
+    print(json.dumps(found.to_plain(), indent=1) if options.json else found.text())
+    if not options.invite and not options.json:
+        print("With an invite (thinwire doctor INVITE) it also tries the way to the host.")
+    if found.is_blocked:
+        sys.exit(1)
 
 
 def kick_command(options: argparse.Namespace) -> None:

@@ -300,6 +300,12 @@ def test_peers_are_bounded(book: AuthorityBook, monkeypatch: pytest.MonkeyPatch)
         enrol(book, invite, new_key(), "bob")
 
 
+def test_a_long_name_of_a_run_is_cut_in_its_invites(tmp_path: Path) -> None:
+    book = AuthorityBook(tmp_path / "other", "first\nrun " + "x" * 200)
+    name = book.invite(["h:1"]).run_name
+    assert name.startswith("first run xxx") and len(name) == 80
+
+
 def test_an_invite_needs_a_place_to_go(book: AuthorityBook) -> None:
     with pytest.raises(ConfigError, match="needs an address"):
         book.invite([])

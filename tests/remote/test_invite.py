@@ -92,6 +92,12 @@ def test_what_is_no_invite_is_refused(text: str, reason: str) -> None:
     assert len(str(refusal.value)) < 250, "it does not quote what it was given"
 
 
+def test_the_name_of_a_run_cannot_steer_a_terminal() -> None:
+    invite = Invite("a\x1b[2Jb" + "c" * 200, "ab" * 32, ("h:1",), "deadbeef", SECRET, 1)
+    name = Invite.parse(str(invite)).run_name
+    assert name.startswith("a[2Jbccc") and len(name) < 120
+
+
 def test_secrets_are_not_in_the_repr() -> None:
     assert SECRET not in repr(INVITE) and "sesame" not in repr(INVITE)
     assert "first run" in repr(INVITE)

@@ -1,0 +1,43 @@
+"""Looks for what will go wrong before it does: this machine, and the way to a host."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from thinwire.errors import AdmissionError, ThinwireError
+from thinwire.paths import peer_folder
+from thinwire.remote.check_machine import check_machine
+from thinwire.remote.check_way import check_way
+from thinwire.remote.findings import Finding, Findings, blocks
+from thinwire.remote.identity import own_key, saved_identity
+from thinwire.remote.invite import Invite
+
+
+def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Findings:
+    """Examine this machine, and with the text of an invite the way to its host.
+
+    `folder` and `listen` are those that `join` would be given. It changes nothing: neither is the
+    invite used, nor a key made.
+    """
+    return Findings(_examination(text, folder, listen))
+
+
+def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Finding]:
+    invite = None
+    if text:
+        try:
+            invite = Invite.parse(text)
+        except AdmissionError as error:
+            what, _, fix = str(error).partition("; ")
+            yield blocks(what, "It says neither where the run is nor how to know it.", fix)
+    place = folder or peer_folder(invite.run_id if invite else "RUN")
+    yield from check_machine(place)
+    if invite is not None:
+        yield from check_way(invite, _known_key(place), listen)
+
+
+def _known_key(folder: Path) -> str:
+    """The key by which the host knows this machine; empty if it never joined from that folder."""
+    try:
+        return own_key(folder) if saved_identity(folder) else ""
+    except ThinwireError:
+        return ""

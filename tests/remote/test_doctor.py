@@ -1,0 +1,263 @@
+"""What will go wrong is said before it does, with this machine's values and the fix."""
+
+import io
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from thinwire.cli import main
+from thinwire.remote import enrol as enrol_module
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.check_machine import (
+    check_files,
+    check_folder,
+    check_memory,
+    check_python,
+    check_torch,
+)
+from thinwire.remote.check_way import _check_answer, check_clock
+from thinwire.remote.doctor import examine
+from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
+from thinwire.remote.findings import Finding, Findings, blocks, fine, note
+from thinwire.remote.invite import Invite, door_token
+from thinwire.wire import Door, Route, Standby
+from thinwire.wire.speed import SpeedService
+
+
+@dataclass
+class Host:
+    """A host as others see it: a door, and behind it the enrolment."""
+
+    book: AuthorityBook
+    server: EnrolServer
+    door: Door
+
+    def invite(self, *more: str, **options: object) -> Invite:
+        return self.book.invite([self.door.address, *more], **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    book = AuthorityBook(tmp_path / "authority", "first")
+    with EnrolServer(book) as server, Door("127.0.0.1", 0) as door:
+        door.admit(book.run_id, door_token(book.authority.fingerprint))
+        door.serve(f"{book.run_id}/enrol", server.address)
+        yield Host(book, server, door)
+
+
+@pytest.fixture
+def doctor(tmp_path: Path) -> Callable[..., Findings]:
+    def run(invite: Invite, listen: str = "", folder: Path = tmp_path / "peer") -> Findings:
+        return examine(str(invite), folder, listen)
+
+    return run
+
+
+def one(found: Findings, words: str) -> Finding:
+    """The only finding that has these words."""
+    (finding,) = (
+        f for level in ("blocks", "note", "fine") for f in found.at(level) if words in f.what
+    )
+    return finding
+
+
+def test_a_machine_that_can_join_is_told_so(
+    host: Host, doctor: Callable[..., Findings], tmp_path: Path
+) -> None:
+    invite = host.invite(single_use=True)
+    with SpeedService() as speed:
+        host.door.serve(f"{host.book.run_id}/speed", speed.address)
+        found = doctor(invite, "0.0.0.0:0")
+    assert not found.is_blocked, found.text()
+    assert one(found, f"the host answers at {host.door.address}").level == "fine"
+    assert "sees this machine as 127.0.0.1" in found.text()
+    assert one(found, "would let this machine in").level == "fine"
+    assert one(found, "can be reached from outside, at 127.0.0.1:").level == "fine"
+    assert one(found, "agree within 30 s").level == "fine"
+    assert "Mbit/s up" in found.text()
+    assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
+    assert identity_in(tmp_path / "peer", host.server.address, invite).name, "nor is it used up"
+
+
+def test_a_host_that_is_away_blocks(
+    host: Host, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    invite = host.invite(lasts=-7200.0)
+    host.door.close()
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", str(invite), "--folder", str(tmp_path), "--json"])
+    assert end.value.code == 1
+    said = capsys.readouterr().out
+    plain = json.loads(said)
+    assert plain["blocked"] is True
+    first = plain["findings"][0]
+    assert (first["number"], first["level"]) == (1, "blocks")
+    assert f"the host does not answer: {host.door.address}: Connection refused" in first["what"]
+    assert f"forward TCP port {host.door.port}" in first["fix"]
+    expired = plain["findings"][1]
+    assert expired["level"] == "note" and expired["what"] == "the invite expired 2h00m ago"
+    assert invite.secret not in said and str(invite) not in said
+
+
+def test_a_way_that_does_not_answer_is_a_note_where_another_works(
+    host: Host, doctor: Callable[..., Findings]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, Door("127.0.0.1", 0) as other:
+        address = "{}:{}".format(*silent.getsockname())
+        found = doctor(host.invite(address, other.address, "no-such-host.invalid:7000"))
+    assert not found.is_blocked, found.text()
+    swallowed = one(found, f"{address}: no answer within")
+    assert swallowed.level == "note" and "firewall" in swallowed.fix
+    assert "thinwire relay" in swallowed.fix and "proxy" in swallowed.fix
+    refused = one(found, f"{other.address}: the door refused")
+    assert refused.level == "note" and "ask the host for a new invite" in refused.fix
+    assert one(found, "no-such-host.invalid").level == "note"
+
+
+def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Findings]) -> None:
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any("open-sesame")
+        route = Route(relay.address, "relayed", "open-sesame")
+        invite = host.book.invite([], relay.address, "open-sesame")
+        away = doctor(invite)
+        assert one(away, "the relay answers at").level == "fine"
+        assert one(away, "the host does not enrol peers").level == "blocks"
+        assert "nobody waits for it" in away.text()
+        with Standby(f"{invite.run_id}/enrol", route, host.server.address) as standby:
+            while not standby.waiting:
+                time.sleep(0.01)
+            found = doctor(invite)
+    assert not found.is_blocked and "would let this machine in" in found.text()
+    assert "open-sesame" not in away.text() + found.text()
+
+
+@pytest.mark.parametrize("case", ["expired", "used", "kicked"])
+def test_an_invite_that_lets_in_nobody_blocks(
+    host: Host, doctor: Callable[..., Findings], tmp_path: Path, case: str
+) -> None:
+    invite = host.invite(lasts=-1.0 if case == "expired" else 60.0, single_use=case == "used")
+    words = "this invite expired at"
+    if case != "expired":
+        folder = tmp_path / "other"
+        name = identity_in(folder, host.server.address, invite).name
+        assert not doctor(invite, folder=folder).is_blocked, "who joined before is let in again"
+        words = "has been used"
+        if case == "kicked":
+            host.book.kick(name)
+            assert "was removed from this run" in doctor(invite, folder=folder).text()
+            words = "this invite was closed"
+    found = doctor(invite)
+    (finding,) = found.at("blocks")
+    assert "the host refuses this invite" in finding.what and words in finding.what
+
+
+def test_another_version_blocks_with_the_command(
+    host: Host, doctor: Callable[..., Findings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrol_module, "__version__", "9.8.7")
+    found = doctor(host.invite())
+    (finding,) = found.at("blocks")
+    assert finding.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
+    assert finding.fix == "pip install thinwire==9.8.7"
+
+
+def test_an_impostor_behind_the_right_door_blocks(
+    host: Host, doctor: Callable[..., Findings], tmp_path: Path
+) -> None:
+    with EnrolServer(AuthorityBook(tmp_path / "other", "first")) as impostor:
+        host.door.serve(f"{host.book.run_id}/enrol", impostor.address)
+        found = doctor(host.invite())
+    (finding,) = found.at("blocks")
+    assert "the host cannot be trusted: another run answers" in finding.what
+
+
+def test_a_port_in_use_is_a_note(host: Host, doctor: Callable[..., Findings]) -> None:
+    found = doctor(host.invite(), host.door.address)
+    finding = one(found, "no door can be opened here")
+    assert finding.level == "note" and "--listen" in finding.fix
+    assert not found.is_blocked
+
+
+def test_a_machine_behind_a_router_is_told_what_that_means() -> None:
+    invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
+    says = HostSays(thinwire.__version__, "", reached=False)
+    _, finding = _check_answer(invite, says, "198.51.100.7:7000")
+    assert finding.level == "note" and "at 198.51.100.7:7000" in finding.what
+    assert "--listen 0.0.0.0:7000" in finding.fix
+
+
+def test_an_invite_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "tw1-abc"])
+    assert end.value.code == 1
+    said = capsys.readouterr().out
+    assert " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n" in said
+    assert "fix: copy the whole line" in said and said.endswith("keeps this machine out.\n")
+
+
+def test_an_invite_can_come_from_the_input(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """There neither the list of processes nor the history of a shell shows it."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{host.invite()}\n"))
+    main(["doctor", "-", "--folder", str(tmp_path / "peer")])
+    assert "would let this machine in" in capsys.readouterr().out
+
+
+def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    said = capsys.readouterr().out
+    for words in (f"thinwire {thinwire.__version__}, Python 3.", "torch 2", "memory free", "disk:"):
+        assert words in said
+    assert "With an invite (thinwire doctor INVITE)" in said
+
+
+@pytest.mark.parametrize(
+    ("finding", "level", "words"),
+    [
+        (check_python((3, 10)), "blocks", "needs Python 3.11"),
+        (check_python((3, 13)), "fine", ""),
+        (check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
+        (check_torch("2.10.0"), "fine", ""),
+        (check_torch("3.0.0a0"), "fine", ""),
+        (check_memory(100_000_000, "cpu"), "blocks", "No stage"),
+        (check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
+        (check_memory(8_000_000_000, "cpu"), "fine", ""),
+        (check_files(64), "blocks", "used up"),
+        (check_files(512), "note", "use them up"),
+        (check_files(65536), "fine", ""),
+        (check_files(0), "fine", ""),
+        (check_clock(0.4), "fine", ""),
+        (check_clock(-90.0), "note", "will not agree"),
+        (check_clock(30 * 3600.0), "blocks", "look expired"),
+    ],
+)
+def test_thresholds(finding: Finding, level: str, words: str) -> None:
+    assert finding.level == level and words in finding.trouble
+    assert bool(finding.fix) == (level != "fine")
+
+
+def test_the_direction_of_a_wrong_clock_is_named() -> None:
+    assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
+    assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
+
+
+def test_a_folder_below_a_file_blocks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (finding,) = check_folder(tmp_path / "file" / "deeper" / "still")
+    assert finding.level == "blocks" and f"nothing can be written to {tmp_path}" in finding.what
+    (finding,) = check_folder(tmp_path / "not" / "yet" / "there")
+    assert finding.level != "blocks"
+
+
+def test_findings_come_worst_first_and_numbered() -> None:
+    found = Findings([fine("a"), note("b", "so", "do"), blocks("c", "so", "do"), fine("d")])
+    assert [f["what"] for f in found.to_plain()["findings"]] == ["c", "b", "a", "d"]
+    assert found.text().splitlines()[0] == " 1. BLOCKS: c"
+    assert found.is_blocked and not Findings([note("b", "", "")]).is_blocked
