@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from thinwire.run.peers import lead
 from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.train import stopping
-from thinwire.wire import LastingPipe, Listener, Pipe
+from thinwire.wire import LastingPipe, Listener, Meter, Pipe
 from thinwire.wire.background import on_daemon_thread
 
 LOOK_SECONDS = 1.0
@@ -47,6 +47,13 @@ class Base:
     folder: Path
     data: Data
     display: SharedDisplay
+    beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
+        default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
+    )
+
+    def beside_bytes(self) -> dict[str, int]:
+        """Every byte of that so far, both ways, frame headers included."""
+        return {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
 
 
 class Epoch:
@@ -67,7 +74,9 @@ class Epoch:
 
     def gather(self) -> str:
         """Have all peers prepare their seats; returns why the epoch cannot begin, if it cannot."""
-        server = SeatServer(self._checkpoint, self._settings) if self._checkpoint else None
+        server = None
+        if self._checkpoint is not None:
+            server = SeatServer(self._checkpoint, self._settings, self._base.beside["states"])
         for stage, name in enumerate(self._seats):
             if server is not None:
                 stream = seat_name(stage, self._formation.epoch)
@@ -95,7 +104,13 @@ class Epoch:
             self._reception,
             settings.link.outage,
             lambda stage, told: ways.connect(stage, told, self._seats),
-            partial(ShardCollector, base.folder, limits, patience=settings.run.patience),
+            partial(
+                ShardCollector,
+                base.folder,
+                limits,
+                patience=settings.run.patience,
+                meter=base.beside["checkpoints"],
+            ),
         )
         self.peers = peers
 
@@ -199,7 +214,7 @@ class Epoch:
         with contextlib.suppress(ThinwireError):  # the stage says what it lacks
             first = accept(None)
             pipe = LastingPipe(first, accept, outage) if outage else first
-            TokenServer(pipe, self._base.data, self._settings)
+            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
 
 
 def _serve_seat(server: SeatServer, stage: int, pipe: Pipe) -> None:

@@ -60,8 +60,8 @@ class _Offer:
 class SeatServer:
     """On the host: says which files each stage needs of a checkpoint, and sends them."""
 
-    def __init__(self, checkpoint: Checkpoint, settings: Settings):
-        self.meter = Meter()
+    def __init__(self, checkpoint: Checkpoint, settings: Settings, meter: Meter | None = None):
+        self.meter = meter or Meter()
         self._checkpoint = checkpoint
         self._settings = settings
         self._extracts = checkpoints_folder_of(checkpoint) / f".extracts-{checkpoint.step}"

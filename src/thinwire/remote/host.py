@@ -202,7 +202,13 @@ class _Hosting:
             self._display.note(f"{_leaver(epoch)} left after step {record.ledger.done}")
             return None
         assert epoch.peers is not None
-        summary = record.finish(epoch.peers.control_bytes(), self._stop_asked, self._started)
+        epoch.peers.collector.forget()
+        summary = record.finish(
+            epoch.peers.control_bytes(),
+            self._stop_asked,
+            self._started,
+            self._base.beside_bytes(),
+        )
         done, steps = record.ledger.done, self._settings.train.steps
         if done < steps:
             self._lobby.say_farewell(f"the host stopped the run after step {done} of {steps}")

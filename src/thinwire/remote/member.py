@@ -56,6 +56,7 @@ from thinwire.wire.tls import signing_request
 
 DIAL_SECONDS = 20.0  # for one attempt to reach the host
 RENEWAL_LOOK_SECONDS = 60.0
+SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 _PAUSE_S = 0.5
 
 
@@ -121,7 +122,8 @@ class Member:
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
         self._asked_renewal = 0.0
-        self._shards = ShardSender(place.folder / "run", Pace())
+        self._pace = Pace()  # of shards on their way to the host
+        self._shards = ShardSender(place.folder / "run", self._pace)
 
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
@@ -288,8 +290,13 @@ class Member:
     def _prepare(self, holding: Holding) -> None:
         """On a thread of its own: fetch what the seat needs."""
 
+        said = 0.0
+
         def say(what: str, done: int, total: int) -> None:
-            self._events.put(_Progress(holding.epoch, what, done, total))
+            nonlocal said
+            if done == total or time.monotonic() > said + SAY_SECONDS:
+                said = time.monotonic()
+                self._events.put(_Progress(holding.epoch, what, done, total))
 
         name = seat_name(holding.stage, holding.epoch)
         try:
@@ -316,6 +323,8 @@ class Member:
         held = self._holding
         if held is None or held.epoch != epoch or held.is_running or self._ended is not None:
             return
+        share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
+        self._pace.change(share * self._figures.mbps_up * 1e6 / 8)
         try:
             process = held.start(self._place.host, self.identity)
         except ThinwireError as error:
@@ -328,6 +337,7 @@ class Member:
     def _on_exit(self, exited: _Exited) -> None:
         if exited.holding is not self._holding:
             return
+        self._pace.change(0)  # nothing else needs the uplink now
         code = exited.process.returncode
         words = "" if code == 0 else exited.holding.last_words()
         if words:
@@ -342,12 +352,20 @@ class Member:
             self._end("left the run", in_order=True)
 
     def _give_up_seat(self) -> None:
+        self._pace.change(0)
         held, self._holding, self._ended = self._holding, None, None
         if held is not None:
             held.stop()
 
     def _leave(self) -> None:
         self._is_leaving = True
+        is_done = self._ended is not None and self._ended.code == 0
+        if self._holding is not None and self._channel is not None and is_done:
+            self._display.note(
+                "leaving as soon as the host has this machine's part of the last checkpoint; "
+                "press Ctrl-C again to leave now"
+            )
+            return
         if self._holding is None or self._channel is None or not self._holding.is_running:
             self._end("left the run", in_order=True)
             return

@@ -97,8 +97,9 @@ class ShardCollector:
         on_lost: Lost,
         patience: float = 900.0,
         silence: float = SILENCE_S,
+        meter: Meter | None = None,
     ):
-        self.meter = Meter()
+        self.meter = meter or Meter()
         self._run_folder = run_folder
         self._incoming = incoming_folder(run_folder)
         self._limits = list(limits)
@@ -131,6 +132,10 @@ class ShardCollector:
         with self._changed:
             self._give_up(step, reason)
             self._choose()
+
+    def forget(self) -> None:
+        """The run is complete: nothing that has arrived of shards is of use any more."""
+        shutil.rmtree(self._incoming, ignore_errors=True)
 
     def settled(self, step: int) -> None:
         """The checkpoint of a step is complete, or gone: members need not keep earlier shards."""

@@ -28,10 +28,17 @@ _MOST_UNSENT = 4  # answers that wait for the link while the next one is made
 class TokenServer:
     """Sends one stage the token ids that it asks for."""
 
-    def __init__(self, pipe: Pipe, data: Data, settings: Settings, timeout: float = _GREETING_S):
+    def __init__(
+        self,
+        pipe: Pipe,
+        data: Data,
+        settings: Settings,
+        meter: Meter | None = None,
+        timeout: float = _GREETING_S,
+    ):
         refuse_images(settings)
         assert isinstance(data, Corpus), "a task that reads text has a corpus"
-        self.meter = Meter()
+        self.meter = meter or Meter()
         self.failure: WireError | None = None  # why the stream broke, if it did
         context, train = settings.model.context, settings.train
         microbatches, size = settings.pipeline.microbatches, settings.microbatch_size

@@ -1,0 +1,64 @@
+"""Peers without the corpus and without a common folder: what they fetch, and what they send."""
+
+import json
+from pathlib import Path
+
+from machines import Machines, assert_same_weights, machines  # noqa: F401
+
+from thinwire.engine import Checkpoint
+
+STEPS = 120
+
+
+def stage_files(home: Path) -> dict[str, int]:
+    """The files of states that a machine has fetched, with their sizes."""
+    found = home.rglob("checkpoints/step-*/stage-*.safetensors")
+    return {path.name: path.stat().st_size for path in found}
+
+
+def test_a_peer_that_takes_a_seat_fetches_its_stage_and_trains_on_bit_for_bit(
+    machines: Machines,  # noqa: F811
+) -> None:
+    config = machines.config(
+        boundary__mode="projected",
+        boundary__rank=6,
+        boundary__anchor="trainable",
+        train__steps=STEPS,
+        train__eval_every=40,
+        train__checkpoint_every=20,
+        train__keep=100,
+        link__outage=2.0,
+    )
+    host = machines.host()
+    ana, ben = machines.join("ana"), machines.join("ben")
+    host.wait_for(r"checkpoint of step 20 in ")
+    ben.kill()
+    cleo = machines.join("cleo")
+    assert host.wait(120) == 0, host.text()
+    for peer in (ana, cleo):
+        assert peer.wait(30) == 0, peer.text()
+    alone = machines.run("alone", "train", config, "--set", f"run.out={machines.folder / 'alone'}")
+    assert alone.wait() == 0, alone.text()
+
+    run = machines.run_folder
+    assert_same_weights(run, machines.folder / "alone" / "test", STEPS)
+    checkpoint = Checkpoint.open(run)
+    checkpoint.verify()
+    whole = {shard.file: shard.bytes for shard in checkpoint.shards}
+    summary = json.loads((run / "summary.json").read_text())
+    seat = json.loads((run / "epochs.json").read_text())["seats"].index("cleo")
+    own, fetched = f"stage-{seat}.safetensors", stage_files(cleo.home)
+    assert fetched[own] == whole[own]
+    if seat == 0:
+        assert len(fetched) == 1, "exactly one file"
+    else:
+        assert fetched["stage-0.safetensors"] < 8192, "of the other stage only the shared basis"
+    sent = summary["beside_bytes"]
+    # Ana, who was there before, had her own shard; at most she lacked the basis.
+    assert whole[own] < sent["states"] < whole[own] + 20_000
+    assert sent["checkpoints"] > (STEPS - summary["first_step"]) // 20 * sum(whole.values())
+    tokens = (STEPS - summary["first_step"]) * 8 * (16 + 17) * 2
+    assert tokens < sent["token ids"]
+    assert not list((run / "checkpoints").glob(".[ip]*")), "nothing is left over"
+    scored = machines.run("host", "eval", run, "--json")
+    assert scored.wait() == 0, scored.text()
