@@ -17,6 +17,7 @@ from thinwire.engine.port import EVALUATION_WINDOW, Port
 from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
 from thinwire.errors import BreachError, WireError
+from thinwire.schedule import Schedule, build
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
 
 SHAPE = (2, 4, 8)
@@ -36,6 +37,7 @@ class Pair:
         limit: int = 1 << 16,
         first_step: int = 0,
         nic: Callable[[], Nic | None] = lambda: None,
+        schedule: Schedule | None = None,
     ):
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=5)
@@ -43,7 +45,7 @@ class Pair:
         from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, basis_is_shared=True)
         self.sender = self.port(0, self.raw, Mailbox(timeout=5), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
-        from_below = Due.from_below(1, first_step, VALIDATION_BATCHES, {BASIS_BYTES})
+        from_below = Due.from_below(1, first_step, VALIDATION_BATCHES, {BASIS_BYTES}, schedule)
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
@@ -279,6 +281,78 @@ def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
         pair.mailbox.take(("never",))
     assert pair.other.other_end_at_fault and not pair.other.other_end_lost
     assert pair.mailbox._items == {}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [tensor_frame(FrameKind.FORWARD, 5, 1), tensor_frame(FrameKind.PROBE, 5), verdict_frame(5),
+     Frame(FrameKind.BASIS, step=5, microbatch=1, payload=bytes(BASIS_BYTES))],
+    ids=lambda frame: frame.kind.name,
+)  # fmt: skip
+def test_nothing_comes_twice(frame: Frame) -> None:
+    """Taken once, it was taken in again, and nobody would ever take the second."""
+    pair = Pair(first_step=5)
+    pair.receiver.open_step(5)
+    pair.raw.send(frame)
+    pair.mailbox.take((frame.kind, 5, frame.microbatch))
+    pair.raw.send(frame)
+    with pytest.raises(BreachError, match=f"{frame.kind.name} of step 5, .* arrived twice"):
+        pair.mailbox.take(("never",))
+    assert pair.mailbox._items == {}
+
+
+def test_what_nobody_takes_is_dropped_with_its_step() -> None:
+    """A neighbour could leave something in every step: probes of a basis that does not move."""
+    pair = Pair()
+    for step in range(50):
+        pair.receiver.open_step(step)
+        for number in (0, 1):
+            pair.raw.send(tensor_frame(FrameKind.PROBE, step, number))
+        pair.raw.send(verdict_frame(step))
+        pair.receiver.take_message(FrameKind.VERDICT, step)
+        assert len(pair.mailbox._items) == 2
+        pair.mailbox.close_step(step)
+        assert pair.mailbox._items == {}
+    assert pair.mailbox.dropped == 100
+
+
+def test_a_neighbour_that_does_not_keep_the_window_is_refused() -> None:
+    """By its schedule it waits for a gradient before it sends the next activation."""
+    pair = Pair(schedule=build("1f1b", 2, MICROBATCHES, window=1))
+    pair.receiver.open_step(0)
+    pair.sender.open_step(0)
+    for microbatch in range(MICROBATCHES):
+        pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH)
+        pair.receiver.take_tensor(FrameKind.FORWARD, 0, microbatch, MADE_WITH)
+        if microbatch < MICROBATCHES - 1:
+            pair.receiver.send_tensor(
+                FrameKind.BACKWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH
+            )
+            pair.sender.take_tensor(FrameKind.BACKWARD, 0, microbatch, MADE_WITH)
+    pair.raw.send(tensor_frame(FrameKind.FORWARD, 1, 0))  # a step ahead: not beyond the window
+    pair.mailbox.take((FrameKind.FORWARD, 1, 0))
+    pair.raw.send(tensor_frame(FrameKind.FORWARD, 1, 1))
+    with pytest.raises(BreachError, match="beyond the window: it is due after 1 gradients, and 0"):
+        pair.mailbox.take(("never",))
+
+
+def test_a_gradient_answers_an_activation() -> None:
+    pair = Pair()
+    pair.sender.open_step(0)
+    pair.sender.send_tensor(FrameKind.FORWARD, torch.randn(SHAPE), 0, 0, MADE_WITH)
+    for microbatch in (0, 1):
+        pair.receiver.send_tensor(FrameKind.BACKWARD, torch.randn(SHAPE), 0, microbatch, MADE_WITH)
+    pair.sender.take_tensor(FrameKind.BACKWARD, 0, 0, MADE_WITH)
+    with pytest.raises(BreachError, match="microbatch 1 answers an activation that was not sent"):
+        pair.sender.take_tensor(FrameKind.BACKWARD, 0, 1, MADE_WITH)
+
+
+def test_a_tally_is_no_larger_than_a_model_can_make_it() -> None:
+    pair = Pair(limit=1 << 20)
+    pair.sender.open_step(0)
+    pair.other.send(Frame(FrameKind.TALLY, sender=1, payload=bytes(1 << 18)))
+    with pytest.raises(BreachError, match="has 262144 bytes, but at most 131140 were agreed"):
+        pair.sender.take_message(FrameKind.TALLY, 0)
 
 
 def test_the_stage_above_cannot_be_a_step_ahead() -> None:

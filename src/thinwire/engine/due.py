@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from thinwire.wire import FrameKind
+from thinwire.engine.verdict import TALLY_BYTES, VERDICT_BYTES
+from thinwire.schedule import Kind, Schedule
+from thinwire.wire import SEAL_BYTES, FrameKind
 
 FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step, its number
 
@@ -24,14 +26,29 @@ class Due:
     first_step: int = 0
     validation_batches: int = 0
     basis_bytes: frozenset[int] = frozenset()
+    answers_before: tuple[int, ...] | None = None  # for each forward, gradients sent back before
+
+    def most_bytes(self, kind: FrameKind) -> int:
+        """The largest message of a kind, signatures included."""
+        content = {
+            FrameKind.BASIS: max(self.basis_bytes, default=0),
+            FrameKind.TALLY: TALLY_BYTES,
+        }.get(kind, VERDICT_BYTES)
+        return content + len(self.signers[kind]) * SEAL_BYTES
 
     @classmethod
     def from_below(
-        cls, stage: int, first_step: int, validation_batches: int, basis_bytes: set[int]
+        cls,
+        stage: int,
+        first_step: int,
+        validation_batches: int,
+        basis_bytes: set[int],
+        schedule: Schedule | None = None,
     ) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts.
 
-        The first stage has signed verdicts; a basis comes from the stage below itself.
+        The first stage has signed verdicts; a basis comes from the stage below itself. By the
+        schedule it keeps a window: it sends another activation only after so many gradients.
         """
         kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
         kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
@@ -50,6 +67,7 @@ class Due:
             first_step=first_step,
             validation_batches=validation_batches,
             basis_bytes=frozenset(basis_bytes),
+            answers_before=_answers_before(schedule, stage - 1) if schedule else None,
         )
 
     @classmethod
@@ -73,3 +91,13 @@ class Due:
             first_step=first_step,
             basis_bytes=frozenset(basis_bytes),
         )
+
+
+def _answers_before(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """How many backwards a stage has done before its forward of each microbatch."""
+    done, before = 0, [0] * schedule.microbatches
+    for action in schedule.rows[stage]:
+        if action.kind is Kind.F:
+            before[action.microbatch] = done
+        done += action.kind is Kind.B
+    return tuple(before)

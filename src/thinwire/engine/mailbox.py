@@ -20,7 +20,7 @@ class Mailbox:
     """
 
     def __init__(self, timeout: float | None = None):
-        self._items: dict[Key, Any] = {}
+        self._items: dict[Key, tuple[int, Any]] = {}  # with their steps
         self._changed = threading.Condition()
         self._failure: ThinwireError | None = None
         self._timeout = timeout
@@ -33,7 +33,7 @@ class Mailbox:
             if step <= self._done_step or key in self._items:
                 self.dropped += 1
                 return
-            self._items[key] = item
+            self._items[key] = step, item
             self._changed.notify_all()
 
     def wait_for_room(self, kind: Any, most: int) -> None:
@@ -51,7 +51,7 @@ class Mailbox:
         with self._changed:
             self._changed.wait_for(lambda: key in self._items or self._failure, self._timeout)
             if key in self._items:
-                item = self._items.pop(key)
+                _, item = self._items.pop(key)
                 self._changed.notify_all()
                 return item
             raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
@@ -65,9 +65,15 @@ class Mailbox:
             return other if other in self._items and key not in self._items else key
 
     def close_step(self, step: int) -> None:
-        """Frames of this step and of earlier ones are late from now on."""
+        """Frames of this step and of earlier ones are late from now on.
+
+        What nobody took is dropped: nobody will, and it would pile up step by step.
+        """
         with self._changed:
             self._done_step = step
+            kept = {key: item for key, item in self._items.items() if item[0] > step}
+            self.dropped += len(self._items) - len(kept)
+            self._items = kept
 
     def fail(self, error: ThinwireError) -> None:
         """Wake everyone who waits with this error; the first one stays the reason."""

@@ -81,7 +81,9 @@ class Port:
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
-        self._seen: set[tuple[int, int]] = set()  # (step, microbatch), of the open step and later
+        # Of the open step and later: what came, and the microbatches that were sent, by step.
+        self._seen: set[tuple[FrameKind, int, int]] = set()
+        self._sent: dict[int, set[int]] = {}
         self._held: list[Frame] = []
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
@@ -95,6 +97,8 @@ class Port:
         codec = self._end.codecs[_LEGS[kind]]
         if kind is FrameKind.EVALUATE:
             self.link.wait_for_room(EVALUATION_WINDOW)
+        elif kind in _TRAINING:  # before it leaves: the neighbour may answer at once
+            self._sent.setdefault(step, set()).add(microbatch)
 
         def packed() -> Frame:
             if kind in _MADE:
@@ -148,7 +152,8 @@ class Port:
         """Let training tensors of this step in: what codecs remember may move on to it."""
         with self._gate:
             self._open_step = step
-            self._seen = {place for place in self._seen if place[0] >= step}
+            self._seen = {what for what in self._seen if what[1] >= step}
+            self._sent = {at: numbers for at, numbers in self._sent.items() if at >= step}
             held, self._held = self._held, []
             for frame in held:
                 self._admit(frame)
@@ -163,15 +168,19 @@ class Port:
             )
         if frame.kind is FrameKind.EVALUATE:
             self._on_evaluation(frame)
-            return
-        if frame.kind not in _LEGS:
+        elif frame.kind not in _LEGS:
             self._check_step(frame)
             self._on_message(frame)
-        elif self._check_contract(frame).remembers and frame.kind in _TRAINING:
-            self._on_remembered(frame)
         else:
+            codec = self._check_contract(frame)
             self._check_step(frame)
-            self._receive(frame)
+            self._check_window(frame)
+            if codec.remembers and frame.kind in _TRAINING:
+                self._on_remembered(frame)
+            else:
+                with self._gate:
+                    self._check_first(frame)
+                self._receive(frame)
 
     def _check_step(self, frame: Frame) -> None:
         ahead = frame.step - self._open_step
@@ -181,12 +190,36 @@ class Port:
                 "nor to the next"
             )
 
+    def _check_window(self, frame: Frame) -> None:
+        """Refuse what the neighbour's schedule cannot have made yet: it would pile up here."""
+        sent, before = self._sent.get(frame.step, set()), self._due.answers_before
+        if frame.kind is FrameKind.BACKWARD and frame.microbatch not in sent:
+            raise WireError(f"{self._described(frame)} answers an activation that was not sent")
+        if frame.kind is FrameKind.FORWARD and before and len(sent) < before[frame.microbatch]:
+            raise WireError(
+                f"{self._described(frame)} is beyond the window: it is due after "
+                f"{before[frame.microbatch]} gradients, and {len(sent)} were sent"
+            )
+
+    def _check_first(self, frame: Frame) -> None:
+        what = frame.kind, frame.step, frame.microbatch
+        if what in self._seen:
+            raise WireError(f"{self._described(frame)} arrived twice")
+        self._seen.add(what)
+
     def _on_message(self, frame: Frame) -> None:
         kind, step, number = frame.kind, frame.step, frame.microbatch
         ends_validation = kind is FrameKind.VALIDATED
         due_number = self._due.basis_way if kind is FrameKind.BASIS else 0
         if number != due_number or (ends_validation and step != self._open_step + 1):
             raise WireError(f"{self._described(frame)} does not exist")
+        with self._gate:
+            self._check_first(frame)
+        if len(frame.payload) > (most := self._due.most_bytes(kind)):
+            raise WireError(
+                f"{self._described(frame)} has {len(frame.payload)} bytes, but at most {most} "
+                "were agreed"
+            )
         travels = bytes(frame.payload)
         try:
             content = self._seal.check(self._due.signers[kind], kind, step, travels, number)
@@ -224,11 +257,8 @@ class Port:
     def _on_remembered(self, frame: Frame) -> None:
         """Take in a tensor that its codec remembers, or hold it until its step is opened."""
         with self._gate:
-            place = frame.step, frame.microbatch
-            if place in self._seen:
-                raise WireError(f"{self._described(frame)} arrived twice")
+            self._check_first(frame)
             self._admit(frame)
-            self._seen.add(place)
 
     def _admit(self, frame: Frame) -> None:
         """Receive a frame of the open step, and hold one of the next; there are no others."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from thinwire.errors import WireError
 
 _VERDICT = struct.Struct("<dBBB")
+VERDICT_BYTES = _VERDICT.size
+TALLY_BYTES = 8 << 14  # of all stages together: more tensors than any model of ours has
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,8 @@ class Worker:
         keeper, batches = self.update.keeper, self.feed.validation_count
         sizes = keeper.basis_bytes() if keeper else set()
         step, is_shared = self.state.step, not self.settings.boundary.learn
-        from_below = Due.from_below(self.index, step, batches, sizes)
+        schedule = self.settings.schedule()
+        from_below = Due.from_below(self.index, step, batches, sizes, schedule)
         from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared)
         return Runner(
             self.stage,
@@ -228,7 +229,7 @@ class Worker:
             self.update,
             self._port(below, self.below, from_below),
             self._port(above, self.above, from_above),
-            self.settings.schedule(),
+            schedule,
             self.index,
             autocast_for(self.settings.run.precision, self.device),
             self.progress,

@@ -13,7 +13,7 @@ from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.rpc import Listener, dial
-from thinwire.wire.seal import KeySeal, Seal
+from thinwire.wire.seal import SEAL_BYTES, KeySeal, Seal
 from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive
 from thinwire.wire.tls import Authority, Identity
 from thinwire.wire.tunnel import Route, Seen, Standby, Tunnel, ping
@@ -21,6 +21,7 @@ from thinwire.wire.tunnel import Route, Seen, Standby, Tunnel, ping
 __all__ = [
     "DEFAULT_KEEPALIVE",
     "HEADER_BYTES",
+    "SEAL_BYTES",
     "Authority",
     "Door",
     "Frame",

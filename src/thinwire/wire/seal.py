@@ -26,6 +26,7 @@ from thinwire.wire.tls import Identity
 _HALF = 32  # bytes of each of the two numbers of a P-256 signature
 SIGNATURE_BYTES = 2 * _HALF
 _LENGTH = struct.Struct("<I")
+SEAL_BYTES = _LENGTH.size + SIGNATURE_BYTES  # beside the content of a signed part
 _ABOUT = struct.Struct("<32sQBQIH")  # run, epoch, kind, step, number, stage
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 
