@@ -17,8 +17,8 @@ from thinwire.schedule import Network, simulate
 from thinwire.settings import Settings
 
 SLOWER = {"dense": 1.0, "thin32": 1.25, "thin100": 1.5}
-TINY = ["model.preset=tiny", "train.batch=16", "pipeline.microbatches=8", "pipeline.window=8"]
-TINY += ["pipeline.stages=4", "run.precision=fp32"]
+SMALL = "pipeline.stages=4 pipeline.microbatches=8 pipeline.window=8 train.batch=16"
+TINY = f"model.preset=tiny run.precision=fp32 {SMALL}"
 
 
 def loss(label: str, tokens: float, seed: int) -> float:
@@ -26,15 +26,16 @@ def loss(label: str, tokens: float, seed: int) -> float:
     return 4 - 0.5 * math.log(tokens / SLOWER[label] / 2e5)
 
 
-def headline(log: Path, *more: str) -> Outcome:
+def headline(log: Path, sets: str, *more: str) -> Outcome:
     experiment = EXPERIMENTS["headline"]
-    return experiment.run(experiment.parse("--logs", str(log), *more), print)
+    changes = [part for one in sets.split() for part in ("--set", one)]
+    return experiment.run(experiment.parse("--logs", str(log), *changes, *more), print)
 
 
 def test_time_is_simulated_seconds_times_measured_steps(
     write_log: Callable[..., Path], tmp_path: Path
 ) -> None:
-    found = headline(write_log(loss, [100, 300]), "--tflops", "300")
+    found = headline(write_log(loss, [100, 300]), "", "--tflops", "300")
     rows = {(row["link"], row["method"]): row for row in found.rows}
     slow, fast = "80 Mbps + 25 ms", "200 Mbps + 50 ms"
     assert rows[slow, "thin32"]["tokens, x dense"] == pytest.approx(1.25, rel=1e-6)
@@ -95,25 +96,38 @@ def test_compute_is_measured_by_stage_and_read_again(
     figures = [
         {"method": method, "stage": stage, "forward": 0.01, "backward": 0.02, "update": 0.001}
         for method in SLOWER
-        for stage in range(8)
+        for stage in range(4)
     ]
     result = tmp_path / "result.json"
     result.write_text(json.dumps({"figures": figures, "machine": "a GPU"}))
     log = write_log(loss, [300])
-    found = headline(log, "--times", str(result))
-    assert len(found.figures) == 24 and any("(a GPU)" in note for note in found.notes)
-    result.write_text(json.dumps({"figures": figures[:16], "machine": "a GPU"}))
-    with pytest.raises(ConfigError, match="has no times of thin100 in 8 stages"):
-        headline(log, "--times", str(result))
+    found = headline(log, TINY, "--times", str(result))
+    assert len(found.figures) == 12 and any("(a GPU)" in note for note in found.notes)
+    result.write_text(json.dumps({"figures": figures[:8], "machine": "a GPU"}))
+    with pytest.raises(ConfigError, match="has no times of thin100 in 4 stages"):
+        headline(log, TINY, "--times", str(result))
     result.write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a result\.json of lab headline"):
-        headline(log, "--times", str(result))
+        headline(log, TINY, "--times", str(result))
 
 
-def test_a_small_model_on_this_machine(write_log: Callable[..., Path]) -> None:
+def test_a_small_model_is_timed_by_stages_and_a_large_one_by_a_block(
+    write_log: Callable[..., Path],
+) -> None:
     log = write_log(loss, [100])
-    sets = [part for one in TINY for part in ("--set", one)]
-    found = headline(log, "--device", "cpu", *sets)
-    assert any("measured with one block on this machine" in note for note in found.notes)
+    found = headline(log, TINY, "--device", "cpu")
+    assert any("measured: compute, stage by stage" in note for note in found.notes)
     assert found.holds is None and found.too_small.startswith("100 steps")
     assert {row["method"] for row in found.rows} >= {"dense", "thin32", "thin100"}
+    assert len(found.figures) == 3 * 4 and all(row["forward"] > 0 for row in found.figures)
+    large = headline(log, SMALL, "--device", "cpu")
+    assert any("measured with one block on this machine" in note for note in large.notes)
+
+
+def test_arms_of_other_grounds_are_left_out(write_log: Callable[..., Path]) -> None:
+    log = write_log(loss, [100])
+    other = json.loads(log.read_text().splitlines()[0])
+    other["ground"]["data"] = "another"
+    log.write_text(log.read_text() + json.dumps(other) + "\n")
+    found = headline(log, TINY, "--tflops", "1")
+    assert found.notes[-1] == "left out: 1 arms of other models, texts or settings"

@@ -31,13 +31,14 @@ from thinwire.lab.plots import BLUE, GREY, canvas
 from thinwire.lab.stage_times import Times, costs_of, measure_stages
 from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count
-from thinwire.schedule import Costs, Network, build, simulate, window_table
+from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import frame_bytes
 
+SMALL_FLOPS = 1e10  # of a microbatch's forward: a CPU times stages up to this size
 LEAST_STEPS = 200  # of training: shorter runs say nothing of what a method costs
 AIM = 10.0  # times faster than dense
-ENOUGH = 1.01  # of the fastest window's time: a smaller window holds less memory
+ENOUGH = 1.002  # of the fastest window's time: a smaller window holds less memory
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Goal:
 def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Read the logs, measure or read compute, simulate, multiply."""
     base = base_of(options, sheet("headline")["settings"])
-    methods = compared_methods(options)
+    methods, left_out = compared_methods(options)
     goal = goal_of(methods, options.loss)
     arms = {m.label: crossing_settings(m, base) for m in methods}
     costs, compute, figures = compute_costs(arms, options, say)
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         for row in link_rows(link, methods, arms, costs, goal)
     ]
     steps = max(max(method.by_steps) for method in methods)
-    return Outcome(
+    outcome = Outcome(
         **words("headline", **_facts(methods, goal, arms, compute)),
         verdict=verdict(rows),
         holds=all(
@@ -74,15 +75,20 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         figure=figure(rows),
         figures=figures,
     )
+    if left_out:
+        outcome.notes.append(f"left out: {left_out} arms of other models, texts or settings")
+    return outcome
 
 
-def compared_methods(options: argparse.Namespace) -> list[Method]:
-    """Dense, and the methods of the log's largest ground with the chosen number of stages.
+def compared_methods(options: argparse.Namespace) -> tuple[list[Method], int]:
+    """Dense, and the methods of the logs' largest ground with the chosen number of stages; how many
+    arms of other grounds are left out.
 
     Those whose longest run is as long as dense's: a shorter schedule passes a loss sooner.
     """
     runs = read_logs(options.logs or [options.out / "convergence.jsonl"])
-    methods = methods_of(grounds_of(runs)[0])
+    ground, *other_grounds = grounds_of(runs)
+    methods = methods_of(ground)
     dense = dense_among(methods)
     others = [method for method in methods if method.label != dense.label]
     stages = options.stages or max((method.stages for method in others), default=0)
@@ -92,7 +98,7 @@ def compared_methods(options: argparse.Namespace) -> list[Method]:
         raise ConfigError(
             f"the log has no arm with {stages} stages and {length} steps, as dense has, beside it"
         )
-    return [dense, *chosen]
+    return [dense, *chosen], sum(map(len, other_grounds))
 
 
 def goal_of(methods: list[Method], loss: float | None = None) -> Goal:
@@ -141,26 +147,32 @@ def compute_costs(
     """Costs of each arm, how its compute came about, and the measured times as rows."""
     if options.times is not None:
         times, where = read_times(options.times, arms)
-        compute = f"measured: compute, stage by stage with the ends of the cuts ({where})"
-    elif options.tflops or choose_device(options.device, 0).type == "cpu":
+    elif options.tflops or not _can_time_stages(arms):
         given = options.tflops is not None
         rate = options.tflops * 1e12 if given else measure_flops(next(iter(arms.values())))
         told = "given" if given else "measured with one block on this machine"
         compute = f"compute: {rate / 1e12:.3g} TFLOP/s per stage, {told}; ends of cuts not counted"
         return {arm: estimate_costs(s, rate) for arm, s in arms.items()}, compute, []
     else:
-        times = {}
+        times, where = {}, "on this machine"
         for arm, settings in arms.items():
             times[arm] = measure_stages(settings)
             busiest = max(row["forward"] + row["backward"] for row in times[arm])
             say(f"{arm:<20} busiest stage {1e3 * busiest:8.2f} ms per microbatch")
-        compute = "measured: compute, stage by stage with the ends of the cuts, on this machine"
+    compute = f"measured: compute, stage by stage with the ends of the cuts ({where})"
     rows = [
         {"method": arm, "stage": number, **row}
         for arm, own in times.items()
         for number, row in enumerate(own)
     ]
     return {arm: costs_of(arms[arm], times[arm]) for arm in arms}, compute, rows
+
+
+def _can_time_stages(arms: dict[str, Settings]) -> bool:
+    """Whether stages can be timed in a reasonable time: on a GPU, or small ones."""
+    settings = next(iter(arms.values()))
+    flops = sum(estimate_costs(settings, 1.0).forward)
+    return choose_device(settings.run.device, 0).type != "cpu" or flops <= SMALL_FLOPS
 
 
 def read_times(path: Path, arms: dict[str, Settings]) -> tuple[dict[str, Times], str]:
@@ -224,13 +236,19 @@ def link_rows(
 
 
 def fastest(settings: Settings, costs: Costs, network: Network) -> tuple[float, int, str]:
-    """Seconds per step, window and limit: the smallest window that is about as fast as any."""
+    """Seconds per step, window and limit: the smallest window that is about as fast as any.
+
+    Windows double from the number of stages on, up to all microbatches.
+    """
     stages, count = settings.pipeline.stages, settings.pipeline.microbatches
-    table = window_table(stages, count, costs, network)
-    least = min(seconds for _, seconds, _ in table)
-    window, _, _ = next(row for row in table if row[1] <= ENOUGH * least)
-    found = simulate(build("1f1b", stages, count, window), costs, network)
-    return found.step_seconds, window, found.bound
+    doubled = [stages << times for times in range(count.bit_length()) if stages << times < count]
+    played = [
+        simulate(build("1f1b", stages, count, window), costs, network, steps=2)
+        for window in [*doubled, count]
+    ]
+    least = min(found.step_seconds for found in played)
+    found = next(found for found in played if found.step_seconds <= ENOUGH * least)
+    return found.step_seconds, found.schedule.window, found.bound
 
 
 def _public_row(link: str, told: dict[str, Any], dense: dict[str, Any]) -> Row:

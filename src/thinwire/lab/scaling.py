@@ -8,6 +8,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -23,6 +24,9 @@ LEAST_LENGTHS = 3
 DRAWS = 2000
 EXPONENTS = np.geomspace(0.02, 2.0, 100)
 INTERVAL = (2.5, 97.5)  # percentiles
+
+Line = tuple[Any, Any]
+"""Intercept and slope over log10 tokens; numbers, or an array of many fits."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,9 @@ def row_of(series: Series, at: float, noise: float) -> Row:
     generator = np.random.default_rng(0)
     moved = series.means + spread * generator.standard_normal((DRAWS, len(spread)))
 
-    def trend(gaps: np.ndarray) -> np.ndarray:
-        return line(series.tokens, gaps)
-
-    slopes = np.array([trend(gaps)[1] for gaps in moved])
-    there = np.array([at_line(trend(gaps), at) for gaps in moved])
+    intercepts, slopes = line(series.tokens, moved)
+    fitted = line(series.tokens, series.means)
+    there = at_line((intercepts, slopes), at)
     low, high = np.percentile(slopes, INTERVAL)
     row: Row = {
         "method": series.method.label,
@@ -116,10 +118,10 @@ def row_of(series: Series, at: float, noise: float) -> Row:
         "tokens, most": float(series.tokens[-1]),
         "gap, shortest": series.means[0],
         "gap, longest": series.means[-1],
-        "gap per tenfold": trend(series.means)[1],
+        "gap per tenfold": fitted[1],
         "from": low,
         "to": high,
-        "trend, predicted": at_line(trend(series.means), at),
+        "trend, predicted": at_line(fitted, at),
     }
     row["trend, from"], row["trend, to"] = np.percentile(there, INTERVAL)
     losses = series.dense * (1 + moved)
@@ -131,15 +133,17 @@ def row_of(series: Series, at: float, noise: float) -> Row:
     }
 
 
-def line(tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-    """Intercept and slope of the gap over log10 tokens, by least squares."""
-    slope, intercept = np.polyfit(np.log10(tokens), gaps, 1)
-    return np.array([intercept, slope])
+def line(tokens: np.ndarray, gaps: np.ndarray) -> Line:
+    """Intercept and slope of the gap over log10 tokens, by least squares; of each row of gaps."""
+    across = np.log10(tokens)
+    off = across - across.mean()
+    slope = gaps @ off / (off @ off)
+    return gaps.mean(axis=-1) - slope * across.mean(), slope
 
 
-def at_line(fitted: np.ndarray, tokens: float) -> float:
+def at_line(fitted: Line, tokens: float) -> Any:
     """The gap that a line predicts."""
-    return float(fitted[0] + fitted[1] * math.log10(tokens))
+    return fitted[0] + fitted[1] * math.log10(tokens)
 
 
 def law(tokens: np.ndarray, losses: np.ndarray) -> tuple[float, float, float]:
@@ -147,17 +151,17 @@ def law(tokens: np.ndarray, losses: np.ndarray) -> tuple[float, float, float]:
 
     Tokens count in units of the shortest run, which keeps b in size.
     """
-    best, found = math.inf, (0.0, 0.0, 0.0)
-    scaled = tokens / tokens[0]
-    for exponent in EXPONENTS:
-        power = scaled**-exponent
-        b, a = np.polyfit(power, losses, 1)
-        if a < 0 or b < 0:
-            a, b = (0.0, float(power @ losses / (power @ power))) if a < 0 else (losses.mean(), 0.0)
-        off = float(((a + b * power - losses) ** 2).sum())
-        if off < best:
-            best, found = off, (float(a), float(b), float(exponent))
-    return found
+    powers_EN = (tokens / tokens[0]) ** -EXPONENTS[:, None]
+    off_EN = powers_EN - powers_EN.mean(axis=1, keepdims=True)
+    b_E = off_EN @ losses / (off_EN**2).sum(axis=1)
+    b_E = np.maximum(b_E, 0.0)
+    a_E = losses.mean() - b_E * powers_EN.mean(axis=1)
+    through_zero_E = powers_EN @ losses / (powers_EN**2).sum(axis=1)
+    b_E = np.where(a_E < 0, through_zero_E, b_E)
+    a_E = np.maximum(a_E, 0.0)
+    errors_E = ((a_E[:, None] + b_E[:, None] * powers_EN - losses) ** 2).sum(axis=1)
+    best = int(errors_E.argmin())
+    return float(a_E[best]), float(b_E[best]), float(EXPONENTS[best])
 
 
 def law_gap(tokens: np.ndarray, dense: np.ndarray, losses: np.ndarray, at: float) -> float:
