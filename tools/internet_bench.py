@@ -2,10 +2,13 @@
 
     python tools/internet_bench.py links
     python tools/internet_bench.py links --wan ./wan
+    python tools/internet_bench.py bursts
     python tools/internet_bench.py runs --case link-bound
 
 `links` measures what a link carries between two nodes: plain TCP; gRPC under TLS, as it is; by a
 door of the accepting end; and by a relay on a third node.
+
+`bursts` times single messages after a silence, by TCP's congestion control.
 
 `runs` trains a case of `thinwire bench` with a host and four peers on nodes of their own: all can
 be reached, then two accept nothing and meet the others at a relay. Beside it stands what planner,
@@ -22,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from internet_bursts import bench_bursts
 from internet_runs import bench_runs, relay_in
 from wan_network import Network, Wan, open_network
 
@@ -123,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("links", "runs", "path", "sink", "source"))
+    parser.add_argument("what", choices=("links", "bursts", "runs", "path", "sink", "source"))
     parser.add_argument("order", nargs="?", default="", help=argparse.SUPPRESS)
     parser.add_argument("--mbps", type=float, default=80.0)
     parser.add_argument("--latency-ms", type=float, default=25.0)
@@ -138,6 +142,8 @@ def main() -> None:
     wan = Wan(options.mbps, options.latency_ms, program=options.wan)
     if options.what == "links":
         rows = bench_links(wan)
+    elif options.what == "bursts":
+        rows = bench_bursts(wan)
     else:
         with tempfile.TemporaryDirectory(prefix="thinwire-internet-") as folder:
             rows = bench_runs(options.case, wan, Path(folder))

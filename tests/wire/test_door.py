@@ -14,7 +14,7 @@ from proxy import Proxy
 from thinwire.errors import WireError
 from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
 from thinwire.wire.preamble import LONGEST_LINE, proof_of, split_address
-from thinwire.wire.splice import CHUNK, Allowance
+from thinwire.wire.splice import CHUNK, Allowance, keep_pace
 
 RUN, OTHER_RUN, TOKEN = "0123456789abcdef", "fedcba9876543210", "the run's token"
 
@@ -369,6 +369,19 @@ def test_a_ping_tells_our_address_and_the_clocks(door: Door) -> None:
     assert seen.address.startswith("127.0.0.1:")
     assert abs(seen.ahead_s) <= seen.round_trip_s * 2 + 0.01
     assert ping(Route(door.address, token=TOKEN), f"{RUN}/door").address != seen.address
+
+
+def test_a_connection_keeps_its_pace_where_the_system_lets_it() -> None:
+    with socket.socket() as one, socket.socket() as other:
+        keep_pace(one)
+        is_offered = True
+        try:
+            other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        except (OSError, AttributeError):
+            is_offered = False
+        if is_offered:
+            name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert name.rstrip(b"\0") == b"bbr"
 
 
 def test_pings_of_what_is_no_door_say_so(service: Service) -> None:

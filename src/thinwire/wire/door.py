@@ -28,7 +28,7 @@ from thinwire.wire.preamble import (
     say,
     why,
 )
-from thinwire.wire.splice import IDLE_S, Allowance, prepare, splice
+from thinwire.wire.splice import IDLE_S, Allowance, keep_pace, prepare, splice
 
 _FULL = b"no there are too many connections at this door: try again later\n"
 
@@ -156,6 +156,7 @@ class Door:
         )
         with caller, contextlib.suppress(OSError):
             prepare(caller)
+            keep_pace(caller)
             if is_full:
                 caller.send(_FULL)
                 return

@@ -21,7 +21,7 @@ from typing import Literal
 
 from thinwire.errors import WireError, printable
 from thinwire.wire.background import on_daemon_thread
-from thinwire.wire.splice import prepare
+from thinwire.wire.splice import keep_pace, prepare
 
 VERSION = 1
 LONGEST_LINE = 256  # bytes, of what either side says before bytes are passed on
@@ -81,6 +81,7 @@ async def call(
     try:
         async with asyncio.timeout(timeout):
             connection = await connect(address)
+            keep_pace(connection)
             magic, _, rest = (await hear(connection)).partition(" ")
             version, _, nonce = rest.partition(" ")
             if magic == "no":
