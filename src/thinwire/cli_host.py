@@ -120,13 +120,15 @@ def host_command(
 
 def join_command(options: argparse.Namespace) -> None:
     """Take part in a run to its end, or until this machine leaves."""
-    from thinwire.remote.holding import Terms
     from thinwire.remote.invite import Invite
+
+    text = sys.stdin.readline() if options.invite == "-" else options.invite
+    invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
+
+    from thinwire.remote.holding import Terms
     from thinwire.remote.join import JoinOptions, join
     from thinwire.report import open_display
 
-    text = sys.stdin.readline() if options.invite == "-" else options.invite
-    invite = Invite.parse(text)
     terms = Terms(options.device, options.threads, tuple(options.allow_plugin), options.data)
     listen = "" if options.no_listen else options.listen
     chosen = JoinOptions(options.name, options.folder, listen, terms)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.folders import lock, private_folder
 from thinwire.paths import peer_folder
 from thinwire.remote.enrol import identity_in
@@ -14,7 +14,7 @@ from thinwire.remote.invite import Invite
 from thinwire.remote.member import Member, Place
 from thinwire.remote.messages import Figures
 from thinwire.report import Display
-from thinwire.wire import Door, Route, Tunnel, ping, raise_descriptor_limit
+from thinwire.wire import Door, Identity, Route, Tunnel, ping, raise_descriptor_limit
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
 
@@ -36,7 +36,7 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     routes = routes_to_host(invite)
     with _claimed(folder), Tunnel(f"{invite.run_id}/enrol", routes) as way:
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
-        identity = identity_in(folder, way.address, invite, options.name)
+        identity = _identity(folder, way, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
         with (
             Tunnel(f"{invite.run_id}/control", routes) as host,
@@ -52,6 +52,18 @@ def routes_to_host(invite: Invite) -> list[Route]:
     own = [Route(address, "direct", invite.door_token) for address in invite.addresses]
     relay = [Route(invite.relay, "relayed", invite.relay_pass)] if invite.relay else []
     return own + relay
+
+
+def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:
+    try:
+        return identity_in(folder, way.address, invite, name)
+    except AdmissionError:
+        raise
+    except WireError as error:  # which knows this machine's end of the tunnel only
+        raise WireError(
+            f"cannot reach the host of run {invite.run_name!r}: {way.trouble or error}; `thinwire "
+            "doctor` with the same invite looks for the cause"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,61 @@
+"""Invites as people use them, with a host and a peer that are processes of their own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from machines import Machines, machines  # noqa: F401
+
+from thinwire.cli import main
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.invite import Invite
+
+UNREACHED, REFUSED = 5, 8
+
+
+@pytest.fixture
+def join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str, str], tuple[object, str]]:
+    """Try to join from another home, in this process; the exit code and what was said."""
+
+    def attempt(text: str, home: str) -> tuple[object, str]:
+        monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
+        with pytest.raises(SystemExit) as end:
+            main(["join", text, "--no-listen"])
+        said = capsys.readouterr()
+        return end.value.code, said.out + said.err
+
+    return attempt
+
+
+def test_whoever_has_no_good_invite_stays_outside(
+    machines: Machines,  # noqa: F811
+    join: Callable[[str, str], tuple[object, str]],
+    tmp_path: Path,
+) -> None:
+    machines.config(pipeline__stages=2)
+    machines.host("--single-use")
+    line = machines.invite
+    good = Invite.parse(line)
+    book = AuthorityBook(tmp_path / "another run", "test")
+    other = book.invite(good.addresses)  # it leads to this host, whose run is another
+
+    attempts = [join(str(other), "dan")]
+    assert attempts[-1][0] == UNREACHED
+    assert f"run {other.run_id} is not known at this door" in attempts[-1][1]
+
+    attempts.append(join(line[:60] + ("A" if line[60] != "A" else "B") + line[61:], "ben"))
+    assert attempts[-1][0] == REFUSED
+    assert "this invite cannot be used: it was altered or cut off" in attempts[-1][1]
+
+    ana = machines.join("ana")
+    ana.wait_for("enrolled as ana")
+    attempts.append(join(line, "eve"))
+    assert attempts[-1][0] == REFUSED
+    assert "this invite was for one machine and has been used" in attempts[-1][1]
+
+    said = [ana.text(), *(text for _, text in attempts)]
+    assert not [text for text in said if good.secret in text or line in text]
+    names = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
+    assert names == ["ana"]
