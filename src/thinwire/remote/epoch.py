@@ -20,7 +20,7 @@ from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
 from thinwire.remote.store import ShardCollector, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
-from thinwire.remote.ways import DoorOf, Ways, probe
+from thinwire.remote.ways import DoorOf, Ways, probe_all
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Commit, Discard
 from thinwire.run.messages import Assign, Way
@@ -30,7 +30,6 @@ from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.train import stopping
 from thinwire.wire import LastingPipe, Listener, Meter, Pipe
-from thinwire.wire.background import on_daemon_thread
 
 LOOK_SECONDS = 1.0
 
@@ -111,6 +110,7 @@ class Epoch:
                 patience=settings.run.patience,
                 meter=base.beside["checkpoints"],
             ),
+            base.display.standing,
         )
         self.peers = peers
 
@@ -160,6 +160,7 @@ class Epoch:
             )
             if waits != told:
                 told = waits
+                base.display.standing.waits(waits)
                 base.display.announce("wait", waits)
 
     def _guests(self) -> list[Guest]:
@@ -186,14 +187,8 @@ class Epoch:
     def _doors(self) -> list[DoorOf]:
         """The doors of all seats, probed at once."""
         arrived = {guest.name: guest.arrived for guest in self._guests()}
-        run, token = self._base.run_id, self._base.token
-
-        def look(name: str) -> DoorOf:
-            said = arrived.get(name)
-            return probe(said, run, token) if said is not None else DoorOf()
-
-        probing = [on_daemon_thread("thinwire probe", partial(look, n)) for n in self._seats]
-        return [one.result() for one in probing]
+        said = [arrived.get(name) for name in self._seats]
+        return probe_all(said, self._base.run_id, self._base.token)
 
     def _offer_streams(self, collector: ShardCollector) -> None:
         """Accept what this epoch needs beside the control streams: shards, and token ids."""

@@ -18,10 +18,14 @@ from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.errors import StageError
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.enrol import EnrolServer
 from thinwire.remote.epoch import Base, Epoch
+from thinwire.remote.figures import with_split
+from thinwire.remote.forming import form
+from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite, door_token
-from thinwire.remote.lobby import Lobby
+from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.news import SharedDisplay
 from thinwire.remote.seats import (
     fill_seats,
@@ -29,7 +33,9 @@ from thinwire.remote.seats import (
     read_formation,
     write_formation,
 )
+from thinwire.remote.standing import Standing
 from thinwire.report import Display
+from thinwire.report.human import elapsed
 from thinwire.run.claim import claim_folder
 from thinwire.run.messages import Way
 from thinwire.run.peers import StageFailedError
@@ -41,6 +47,8 @@ from thinwire.settings import Settings
 from thinwire.wire import Door, Listener, Route, Standby, raise_descriptor_limit
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import SERVICE as SPEED
+from thinwire.wire.speed import SpeedService
 
 FAILURES = 3  # of stages, without a step between them, before a run is given up
 RENEWAL_SECONDS = 6 * 3600.0  # after which this process shows another certificate
@@ -98,9 +106,12 @@ class _Hosting:
         opened: contextlib.ExitStack,
     ):
         self._started = time.monotonic()
-        self._settings, self._folder = settings, folder
+        self._folder = folder
         self._formation = read_formation(folder)
+        split = tuple(self._formation.split)
+        self._settings = with_split(settings, split) if split else settings
         self._stop_asked = False
+        self._refused: tuple[list[str], str] = ([], "")  # peers that cannot hold the run, and why
         self._failed = 0  # epochs in a row that ended by a failure, without a step
         listener = Listener(
             book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
@@ -112,7 +123,12 @@ class _Hosting:
         write_formation(folder, self._formation)
         token = door_token(book.authority.fingerprint)
         door.admit(book.run_id, token)
-        services = {"enrol": enrolling.address, "control": listener.address}
+        speed = opened.enter_context(SpeedService())
+        services = {
+            "enrol": enrolling.address,
+            "control": listener.address,
+            SPEED: speed.address,
+        }
         for service, address in services.items():
             name = f"{book.run_id}/{service}"
             door.serve(name, address)
@@ -121,7 +137,12 @@ class _Hosting:
                 opened.enter_context(Standby(name, route, address))
         addresses = options.addresses or _own_addresses(options.listen, door.port)
         self._lobby = opened.enter_context(Lobby(listener, book))
-        self._display = SharedDisplay(display, self._lobby.tell_all)
+        self._standing = Standing(settings.run.name, book.run_id, "host")
+        self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
+        console = HostConsole(
+            self._standing, self._lobby, book, lambda: self._formation, lambda: self._settings
+        )
+        opened.enter_context(ControlSocket(folder, console.handlers()))
         meeting = [Way(address, "relayed", token) for address in addresses]
         if options.relay:
             meeting.insert(0, Way(options.relay, "relayed", options.relay_pass))
@@ -241,12 +262,18 @@ class _Hosting:
         stages, began = self._settings.pipeline.stages, time.monotonic()
         told, told_at = "", 0.0
         while True:
-            here = [guest.name for guest in self._lobby.here()]
-            seats = fill_seats(self._formation.seats, stages, here)
+            guests = self._lobby.here()
+            here = [guest.name for guest in guests]
+            if self._formation.seats or len(here) < stages:
+                seats = fill_seats(self._formation.seats, stages, here)
+                lacking = _lacking(self._formation.seats, stages, here)
+            else:
+                seats, lacking = self._choose(guests)
             if seats is not None:
+                self._standing.forms()
                 return seats
             now = time.monotonic()
-            lacking = _lacking(self._formation.seats, stages, here)
+            self._standing.waits(lacking.removeprefix("waiting for "))
             if lacking != told or now - told_at > REMIND_SECONDS:
                 since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
                 self._display.announce("wait", lacking + since)
@@ -255,6 +282,32 @@ class _Hosting:
                 lambda known=here: [g.name for g in self._lobby.here()] != known,  # type: ignore[misc]
                 LOOK_SECONDS,
             )
+
+    def _choose(self, here: list[Guest]) -> tuple[list[str] | None, str]:
+        """Seats and blocks for a run that is formed for the first time, by what peers measured.
+
+        They stay: whoever takes a seat later takes its blocks. Without seats, why there are none.
+        """
+        names = [guest.name for guest in here]
+        if names == self._refused[0]:
+            return None, self._refused[1]
+        forming = form(self._settings, here, self._base.run_id, self._base.token)
+        if (split := forming.split) is None:
+            self._refused = names, f"waiting for other peers: {forming.lacking}"
+            return None, self._refused[1]
+        self._settings = split.settings
+        self._formation = dataclasses.replace(
+            self._formation, split=list(split.settings.pipeline.split)
+        )
+        blocks = ", ".join(
+            f"{peer.name} {count}" for peer, count in zip(split.peers, split.counts, strict=True)
+        )
+        self._display.announce(
+            "split",
+            f"blocks: {blocks}. {split.why} By what the peers measured, a step takes "
+            f"{elapsed(split.simulation.step_seconds)}",
+        )
+        return [peer.name for peer in split.peers], ""
 
 
 def _leaver(epoch: Epoch) -> str:

@@ -1,6 +1,7 @@
 """Joining a run: from an invite to a member of it, on this machine."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,15 +9,20 @@ from pathlib import Path
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.folders import lock, private_folder
 from thinwire.paths import peer_folder
+from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.enrol import identity_in
 from thinwire.remote.holding import Terms
 from thinwire.remote.invite import Invite
+from thinwire.remote.measure import MachineFigures, measure_machine
 from thinwire.remote.member import Member, Place
-from thinwire.remote.messages import Figures
+from thinwire.remote.member_console import member_handlers
 from thinwire.report import Display
 from thinwire.wire import Door, Identity, Route, Tunnel, ping, raise_descriptor_limit
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import measure_link
+
+LINK_SECONDS = 0.5  # of a burst each way
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,10 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
             _door(options.listen, invite) as door,
         ):
             place = Place(folder, host.address, *_addresses(door, options.listen, invite, routes))
-            member = Member(place, identity, options.terms, _figures(), display)
-            return member.run()
+            machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
+            member = Member(place, identity, options.terms, machine, display)
+            with ControlSocket(folder, member_handlers(member, invite)):
+                return member.run()
 
 
 def routes_to_host(invite: Invite) -> list[Route]:
@@ -111,5 +119,14 @@ def _addresses(
     return address_text("127.0.0.1", door.port), ""
 
 
-def _figures() -> Figures:
-    return Figures(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+def _measured(
+    device: str, folder: Path, routes: list[Route], run_id: str, display: Display
+) -> MachineFigures:
+    """What this machine can give; a way to the host that cannot be measured now is left open."""
+    machine = measure_machine(device, folder)
+    try:
+        machine = dataclasses.replace(machine, link=measure_link(routes, run_id, LINK_SECONDS))
+    except WireError as error:
+        display.note(str(error))
+    display.phase("join", f"this machine: {machine.describe()}")
+    return machine

@@ -46,6 +46,7 @@ class Guest:
     channel: Channel | None = None
     arrived: Arrive | None = None  # what it said when its stream was opened; None while it is away
     since: float = field(default_factory=time.monotonic)  # that it came or went
+    heard: float = field(default_factory=time.monotonic)  # when it last said something
     doing: str = ""
     seat: TakeSeat | None = None
     is_prepared: bool = False
@@ -53,6 +54,7 @@ class Guest:
     is_launched: bool = False
     has_ended: bool = False  # the process of its seat
     why_unfit: str = ""  # it declined; another arrival may change that
+    is_leaving: bool = False  # it said so, and may still be here for a moment
 
     @property
     def is_unfit(self) -> bool:
@@ -112,7 +114,8 @@ class Lobby:
 
     def here(self) -> list[Guest]:
         """Those who are here and can take a seat, in order of arrival."""
-        return [guest for guest in self.guests() if guest.is_here and not guest.is_unfit]
+        here = [guest for guest in self.guests() if guest.is_here]
+        return [guest for guest in here if not (guest.is_unfit or guest.is_leaving)]
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something holds that depends on peers; False if it does not in time."""
@@ -210,6 +213,7 @@ class Lobby:
 
     def _hear(self, guest: Guest, message: Any) -> None:
         with self._changed:
+            guest.heard = time.monotonic()
             happening = self._note(guest, message)
             self._changed.notify_all()
         if happening is not None:
@@ -221,6 +225,7 @@ class Lobby:
         match message:
             case Arrive():
                 guest.arrived, guest.since, guest.why_unfit = message, time.monotonic(), ""
+                guest.is_leaving = False
                 return self._welcome(guest, message)
             case Doing(said, text) if said == epoch:
                 guest.doing = text
@@ -233,6 +238,7 @@ class Lobby:
                 guest.has_ended = True
                 return message
             case Leaving():
+                guest.is_leaving = True
                 return message
             case Renew(request):
                 self._renew(guest, request)

@@ -18,6 +18,7 @@ import torch
 
 from thinwire.engine.build import choose_device
 from thinwire.errors import ConfigError
+from thinwire.remote.messages import Figures
 from thinwire.report.human import human_bytes
 from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.wire.speed import LinkRates
@@ -52,6 +53,20 @@ class MachineFigures:
             f"{text}; to the host {self.link.mbps_up:,.0f} Mbit/s up, "
             f"{self.link.mbps_down:,.0f} down, {self.link.round_trip_s * 1e3:,.0f} ms round trip"
         )
+
+
+def as_figures(machine: MachineFigures) -> Figures:
+    """What a machine measured, as it tells the host."""
+    link = machine.link
+    return Figures(
+        tflops=machine.flops_per_s / 1e12,
+        bf16_tflops=machine.bf16_flops_per_s / 1e12,
+        memory_gb=machine.memory_bytes / 1e9,
+        disk_gb=machine.disk_bytes / 1e9,
+        mbps_up=link.mbps_up if link else 0.0,
+        mbps_down=link.mbps_down if link else 0.0,
+        latency_ms=link.round_trip_s / 2 * 1e3 if link else 0.0,
+    )
 
 
 def measure_machine(device: str, folder: Path) -> MachineFigures:

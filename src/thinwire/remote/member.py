@@ -19,6 +19,7 @@ from typing import Any
 from thinwire.errors import AdmissionError, StageError, ThinwireError, WireError
 from thinwire.remote.holding import Holding, Terms
 from thinwire.remote.identity import identity_of, needs_renewal, save_identity
+from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
     LOBBY,
     Arrive,
@@ -26,7 +27,6 @@ from thinwire.remote.messages import (
     Dismiss,
     Doing,
     Ended,
-    Figures,
     FromHost,
     FromMember,
     Launch,
@@ -110,10 +110,17 @@ class Member:
     """A peer's part in a run, to its end."""
 
     def __init__(
-        self, place: Place, identity: Identity, terms: Terms, figures: Figures, display: Display
+        self,
+        place: Place,
+        identity: Identity,
+        terms: Terms,
+        machine: MachineFigures,
+        display: Display,
     ):
         self._place, self.identity, self._terms = place, identity, terms
-        self._figures, self._display = figures, display
+        self.machine, self._display = machine, display
+        self.news: StepNews | None = None  # the latest step of the run
+        self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel: Channel | None = None
         self._holding: Holding | None = None
@@ -142,6 +149,17 @@ class Member:
             if self._channel is not None:
                 self._channel.close()
         return self._farewell
+
+    @property
+    def held(self) -> Holding | None:
+        """The seat that this peer has at the moment."""
+        return self._holding
+
+    @property
+    def away_for(self) -> float | None:
+        """Seconds for which the host cannot be reached; None while it can."""
+        lost_at = self._lost_at
+        return None if lost_at is None else time.monotonic() - lost_at
 
     def leave(self) -> None:
         """Leave after this step, with a checkpoint; safe on any thread and in a signal handler."""
@@ -229,6 +247,7 @@ class Member:
             case News(text):
                 self._display.phase("host", text)
             case StepNews():
+                self.news = news
                 self._display.step(StepRecord(**vars(news), stages=[], links=[]))
             case ScoreNews():
                 self._display.evaluation(EvaluationRecord(**vars(news)))
@@ -243,8 +262,8 @@ class Member:
         self._say(
             Arrive(
                 versions(),
-                self._terms.device,
-                self._figures,
+                self.machine.device,
+                as_figures(self.machine),
                 self._place.door,
                 self._place.outside,
                 held.epoch if held else 0,
@@ -324,7 +343,8 @@ class Member:
         if held is None or held.epoch != epoch or held.is_running or self._ended is not None:
             return
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
-        self._pace.change(share * self._figures.mbps_up * 1e6 / 8)
+        mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
+        self._pace.change(share * mbps_up * 1e6 / 8)
         try:
             process = held.start(self._place.host, self.identity)
         except ThinwireError as error:
@@ -354,6 +374,7 @@ class Member:
     def _give_up_seat(self) -> None:
         self._pace.change(0)
         held, self._holding, self._ended = self._holding, None, None
+        self.seatless_since = time.time()
         if held is not None:
             held.stop()
 

@@ -15,7 +15,8 @@ from thinwire.typed import Exact, Finite
 class Figures:
     """What a machine can do: rates, memory and the way to the host, as it measured them."""
 
-    tflops: Finite
+    tflops: Finite  # in float32
+    bf16_tflops: Finite
     memory_gb: Finite
     disk_gb: Finite
     mbps_up: Finite

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from thinwire.remote.messages import FromHost, News, ScoreNews, StepNews
+from thinwire.remote.standing import Standing
 from thinwire.report import Display, EvaluationRecord, StepRecord
 
 STEP_NEWS_SECONDS = 1.0  # between two steps that peers are told of: their downlinks have other work
@@ -15,8 +16,9 @@ class SharedDisplay(Display):
     several threads.
     """
 
-    def __init__(self, shown: Display, tell_all: Callable[[FromHost], None]):
+    def __init__(self, shown: Display, tell_all: Callable[[FromHost], None], standing: Standing):
         self._shown, self._tell_all = shown, tell_all
+        self.standing = standing
         self._lock = threading.RLock()
         self._told_at = -STEP_NEWS_SECONDS
 
@@ -31,6 +33,10 @@ class SharedDisplay(Display):
     def step(self, record: StepRecord) -> None:
         with self._lock:
             self._shown.step(record)
+        self.standing.stepped(record)
+        for link in record.links:
+            seconds = record.step_seconds
+            self.standing.crossed(link.cut, link.forward_bytes, link.backward_bytes, seconds)
         now = time.monotonic()
         if now - self._told_at < STEP_NEWS_SECONDS and record.step < record.steps:
             return

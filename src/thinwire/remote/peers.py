@@ -8,9 +8,10 @@ from thinwire.remote.lobby import Happening, Lobby
 from thinwire.remote.messages import Ended, Leaving, returncode_of
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
+from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.run.events import Exited, Lost, PartArrived, PartLost, Suspect
-from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer, Linked
+from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer
 from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
 from thinwire.wire import LastingPipe, Pipe
@@ -33,15 +34,15 @@ class RemotePeers(Peers):
         outage: float,
         connect: Callable[[int, Connect], Connect],
         collect: Callable[..., ShardCollector],
+        standing: Standing,
     ):
         super().__init__(len(formation.seats))
         self._formation, self._lobby, self._reception = formation, lobby, reception
-        self._outage, self._connect = outage, connect
+        self._outage, self._connect, self._standing = outage, connect, standing
         self._words: dict[int, str] = {}  # of stages whose processes have ended
         self._ended: set[int] = set()
         self.leaving = ""  # the peer that asked to leave
         self.failures: dict[int, Failed] = {}
-        self.ways: dict[int, str] = {}  # the kind of link to the stage below, by stage
         self.collector = collect(
             on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
             on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
@@ -85,6 +86,7 @@ class RemotePeers(Peers):
 
     def _hear(self, stage: int, message: FromPeer) -> None:
         super()._hear(stage, message)
+        self._standing.heard(stage, message)
         match message:
             case ShardWritten(step=step, shard=shard):
                 self.collector.announce(stage, step, shard)
@@ -92,8 +94,6 @@ class RemotePeers(Peers):
                 self.collector.give_up(step, error)
             case Failed():
                 self.failures[stage] = message
-            case Linked(way):
-                self.ways[stage] = way
 
     def _on_happening(self, name: str, what: Happening) -> None:
         if name not in self._formation.seats:

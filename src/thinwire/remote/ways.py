@@ -5,11 +5,13 @@ end has a door that can be reached, and goes by the relay or the host's door whe
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from thinwire.errors import WireError
 from thinwire.remote.messages import Arrive
 from thinwire.run.messages import Connect, Way
 from thinwire.wire import Route, ping
+from thinwire.wire.background import on_daemon_thread
 
 PROBE_SECONDS = 3.0
 
@@ -44,6 +46,16 @@ class Ways:
 
     def _direct(self, *addresses: str) -> list[Way]:
         return [Way(address, "direct", self.token) for address in addresses if address]
+
+
+def probe_all(arrived: list[Arrive | None], run: str, token: str) -> list[DoorOf]:
+    """The doors of several peers, tried at once; one that is away has none."""
+
+    def look(said: Arrive | None) -> DoorOf:
+        return probe(said, run, token) if said is not None else DoorOf()
+
+    probing = [on_daemon_thread("thinwire probe", partial(look, said)) for said in arrived]
+    return [one.result() for one in probing]
 
 
 def probe(arrived: Arrive, run: str, token: str) -> DoorOf:

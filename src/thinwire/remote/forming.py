@@ -1,0 +1,52 @@
+"""Which of the peers that are here hold the stages of a run, and how many blocks each."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from thinwire.errors import ConfigError
+from thinwire.remote.lobby import Guest
+from thinwire.remote.peerfile import PeerFigures
+from thinwire.remote.split import Split, choose_split
+from thinwire.remote.ways import probe_all
+from thinwire.settings import Settings
+
+_UNKNOWN_GB = 1e6  # memory of a peer that does not know its own: it will see
+
+
+def as_peer(guest: Guest, precision: str, reachable: bool) -> PeerFigures:
+    """A peer that is here, for the choice of a split; one without a rate has that of 0."""
+    assert guest.arrived is not None
+    figures = guest.arrived.figures
+    tflops = figures.bf16_tflops if precision == "bf16" else figures.tflops
+    return PeerFigures(
+        name=guest.name,
+        tflops=max(tflops, 0.0),
+        memory_gb=figures.memory_gb if figures.memory_gb > 0 else _UNKNOWN_GB,
+        mbps_up=max(figures.mbps_up, 0.0),
+        mbps_down=max(figures.mbps_down, 0.0),
+        latency_ms=max(figures.latency_ms, 0.0),
+        reachable=reachable,
+    )
+
+
+@dataclass(frozen=True)
+class Forming:
+    """A split over peers that are here, or why there is none yet."""
+
+    split: Split | None
+    lacking: str = ""
+
+
+def form(settings: Settings, here: list[Guest], run: str, token: str) -> Forming:
+    """Choose seats and blocks among the peers that are here; their doors are tried first."""
+    doors = probe_all([guest.arrived for guest in here], run, token)
+    peers = [
+        as_peer(guest, settings.run.precision, bool(door.outside))
+        for guest, door in zip(here, doors, strict=True)
+    ]
+    if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
+        peers = [dataclasses.replace(peer, tflops=1.0) for peer in peers]
+    try:
+        return Forming(choose_split(settings, peers))
+    except ConfigError as error:
+        return Forming(None, str(error))

@@ -1,0 +1,88 @@
+"""What a host answers to who asks it on its own machine: how its run stands, and to kick a peer."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.control_socket import Handler
+from thinwire.remote.lobby import Guest, Lobby
+from thinwire.remote.seats import Formation
+from thinwire.remote.standing import Standing
+from thinwire.remote.status import PeerStatus
+from thinwire.settings import Settings
+
+
+class HostConsole:
+    """The answers of a host. `formation` and `settings` give what holds at the moment."""
+
+    def __init__(
+        self,
+        standing: Standing,
+        lobby: Lobby,
+        book: AuthorityBook,
+        formation: Callable[[], Formation],
+        settings: Callable[[], Settings],
+    ):
+        self._standing, self._lobby, self._book = standing, lobby, book
+        self._formation, self._settings = formation, settings
+
+    def handlers(self) -> dict[str, Handler]:
+        """For a `ControlSocket`."""
+        return {"status": self._status, "kick": self._kick}
+
+    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+        formation = self._formation()
+        guests = {guest.name: guest for guest in self._lobby.guests()}
+        peers = [self._peer(guest, formation) for guest in guests.values()]
+        peers += [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
+        seats = formation.seats if len(formation.seats) > 1 else []
+        return self._standing.report(formation.epoch, seats, peers).to_plain()
+
+    def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
+        name = request.get("peer")
+        if not isinstance(name, str):
+            raise ConfigError("say which peer to kick")
+        seats = self._formation().seats
+        self._lobby.kick(name)
+        text = f"{name} was removed from the run and is not let in again"
+        if name in seats:
+            text += f"; stage {seats.index(name)} waits for another peer"
+        return {"text": text}
+
+    def _peer(self, guest: Guest, formation: Formation) -> PeerStatus:
+        stage = formation.seats.index(guest.name) if guest.name in formation.seats else None
+        arrived = guest.arrived
+        heard = time.time() - (time.monotonic() - guest.heard)
+        if arrived is None:
+            return PeerStatus(guest.name, "away", stage, self._blocks(stage), last_word=heard)
+        figures = arrived.figures
+        return PeerStatus(
+            name=guest.name,
+            state=self._state(guest, stage),
+            stage=stage,
+            blocks=self._blocks(stage),
+            device=arrived.device,
+            tflops=figures.tflops,
+            memory_bytes=int(figures.memory_gb * 1e9),
+            mbps_up=figures.mbps_up,
+            mbps_down=figures.mbps_down,
+            round_trip_s=2 * figures.latency_ms / 1e3,
+            is_reachable=bool(arrived.outside),
+            last_word=max(heard, self._standing.last_word(stage) if stage is not None else 0.0),
+        )
+
+    def _state(self, guest: Guest, stage: int | None) -> str:
+        if guest.seat is None or stage is None:
+            return guest.doing or "waiting for a seat"
+        if not guest.is_launched:
+            return guest.doing or ("prepared" if guest.is_prepared else "prepares its stage")
+        doing = self._standing.doing(stage)
+        return f"training: {doing}" if doing else "starting"
+
+    def _blocks(self, stage: int | None) -> str:
+        split = self._settings().split()
+        if stage is None or stage >= len(split):
+            return ""
+        return f"{split[stage].start}..{split[stage].stop - 1}"
