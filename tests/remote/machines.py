@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from thinwire.schedule import split_layers
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -66,6 +67,13 @@ class Machine:
         self.process.wait()
 
 
+def even_split(changes: dict[str, object]) -> list[int]:
+    """The blocks of each stage of the tests' model, evenly."""
+    stages = changes.get("pipeline__stages", 2)
+    assert isinstance(stages, int)
+    return [len(blocks) for blocks in split_layers(4, [], stages)]
+
+
 class Machines:
     """Starts machines, and ends those that are left."""
 
@@ -85,6 +93,8 @@ class Machines:
             "run__out": str(home / "runs"),
             "train__checkpoint_every": 2,
             "link__outage": 20.0,
+            # Peers that share a loaded machine measure unlike rates; what is trained must not vary.
+            "pipeline__split": even_split(changes),
         }
         path = home / "run.toml"
         path.write_text(to_toml(self._make_settings(**{**defaults, **changes})))
