@@ -4,6 +4,7 @@ The stage below accepts, so it waits at doors; the one above dials. A link is di
 end has a door that can be reached, and goes by the relay or the host's door where neither has.
 """
 
+import secrets
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,6 +33,7 @@ class Ways:
     token: str = field(repr=False)
     doors: list[DoorOf]
     meeting: list[Way]  # the relay, and the host's own door
+    word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)  # of this epoch
 
     def connect(self, stage: int, told: Connect, seats: list[str]) -> Connect:
         """The word to connect, for a stage whose neighbours are on other machines."""
@@ -42,7 +44,7 @@ class Ways:
         if stage + 1 < len(seats):
             own, above = self.doors[stage], self.doors[stage + 1]
             wait = [*self._direct(own.own, above.outside), *self.meeting]
-        return replace(told, seats=seats, run=self.run, reach=reach, wait=wait)
+        return replace(told, seats=seats, run=self.run, word=self.word, reach=reach, wait=wait)
 
     def _direct(self, *addresses: str) -> list[Way]:
         return [Way(address, "direct", self.token) for address in addresses if address]

@@ -55,13 +55,16 @@ class Connect:
 
     Without seats, each stage is held by the process that was started for it. On other machines a
     stage below is reached by one of the ways in `reach`, the first that works, and a stage waits at
-    the doors in `wait` for the one above it. `run` is by what doors know the run.
+    the doors in `wait` for the one above it. `run` is by what doors know the run, and `word` ends
+    the names of its links there: who is not told it, such as a peer that was removed from the run,
+    cannot wait in another's place.
     """
 
     below: Exact
     seats: list[Exact] = field(default_factory=list)
     certificates: list[Exact] = field(default_factory=list)  # of all stages, where they sign
     run: Exact = ""
+    word: Exact = field(default="", repr=False)
     reach: list[Way] = field(default_factory=list)
     wait: list[Way] = field(default_factory=list)
 

@@ -203,7 +203,7 @@ class Peer:
             name, server = cut_name(below, self.order.epoch), holder_of(below, connect.seats)
             address, limit = connect.below, worker.max_payload() + 64
             if connect.reach:
-                self._tunnel = Tunnel(f"{connect.run}/{name}", _routes(connect.reach))
+                self._tunnel = Tunnel(_at_doors(connect, name), _routes(connect.reach))
                 address = self._tunnel.address
 
             def call(timeout: float) -> Pipe:
@@ -214,7 +214,7 @@ class Peer:
         if (listener := self._listener) is not None:
             own, dialer = cut_name(self.stage, self.order.epoch), holder_of(above, connect.seats)
             self._standbys = [
-                Standby(f"{connect.run}/{own}", route, listener.address)
+                Standby(_at_doors(connect, own), route, listener.address)
                 for route in _routes(connect.wait)
             ]
 
@@ -283,6 +283,11 @@ class Peer:
         except ThinwireError:
             return
         worker.stop_requested.set()
+
+
+def _at_doors(connect: Connect, name: str) -> str:
+    """The name of a link at the doors where its ends meet."""
+    return f"{connect.run}/{name}.{connect.word}"
 
 
 def _routes(ways: list[Way]) -> list[Route]:

@@ -1,0 +1,35 @@
+"""Where neighbours meet, and who can wait there in another's place."""
+
+from thinwire.remote.ways import DoorOf, Ways
+from thinwire.run.messages import Connect, Way
+
+SEATS = ["ana", "ben", "cleo"]
+
+
+def make_ways() -> Ways:
+    doors = [
+        DoorOf("127.0.0.1:1", "192.0.2.1:1"),
+        DoorOf("127.0.0.1:2"),
+        DoorOf("127.0.0.1:3"),
+    ]
+    return Ways("ab" * 8, "token", doors, [Way("192.0.2.9:9", "relayed", "pass")])
+
+
+def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
+    ways = make_ways()
+    told = [ways.connect(stage, Connect(""), SEATS) for stage in range(3)]
+    reach = [[way.address for way in one.reach] for one in told]
+    wait = [[way.address for way in one.wait] for one in told]
+    assert reach == [
+        [],
+        ["192.0.2.1:1", "127.0.0.1:2", "192.0.2.9:9"],
+        ["127.0.0.1:3", "192.0.2.9:9"],
+    ]
+    assert wait == [["127.0.0.1:1", "192.0.2.9:9"], ["127.0.0.1:2", "192.0.2.9:9"], []]
+
+
+def test_each_epoch_has_a_word_that_all_its_stages_are_told() -> None:
+    first, second = make_ways(), make_ways()
+    words = {first.connect(stage, Connect(""), SEATS).word for stage in range(3)}
+    assert len(words) == 1 and words != {second.word}
+    assert first.word not in repr(first) + repr(first.connect(1, Connect(""), SEATS))
