@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -420,3 +421,38 @@ def test_no_threads_are_left_behind(authority, listener, connect):
     while ours() - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ours() - before == set()
+
+
+LISTENING = """
+    import json, sys
+    from thinwire.wire import Identity, Listener, rpc
+    listener = Listener(Identity.from_plain(json.loads(sys.stdin.readline())), "127.0.0.1", 0, 1000)
+    print(listener.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_many_handshakes_at_once_do_not_end_the_process(authority):
+    """gRPC reads freed memory where it is told at every handshake to show something new."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LISTENING)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    process.stdin.write(json.dumps(authority.issue("coordinator").to_plain()) + "\n")
+    process.stdin.flush()
+    host, port = process.stdout.readline().strip().rsplit(":", 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+
+    def greet(_: int) -> None:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 10) as raw:
+            context.wrap_socket(raw).close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(greet, range(400)))
+    assert process.poll() is None, f"it ended with {process.returncode}"
+    process.communicate()
+    assert process.returncode == 0

@@ -63,6 +63,7 @@ class Listener:
         is_welcome: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._identity, self._is_welcome = identity, is_welcome
+        self._shown_identity = identity
         self._expected: dict[str, _Expected] = {}
         self._replaceable: dict[str, _Expected] = {}  # have arrived
         self._lock = threading.Lock()
@@ -82,9 +83,7 @@ class Listener:
             ],
         )
         credentials = grpc.dynamic_ssl_server_credentials(
-            _shown(identity),
-            lambda: _shown(self._identity),  # asked at every handshake
-            require_client_authentication=True,
+            _shown(identity), self._renewed, require_client_authentication=True
         )
         # gRPC asks them in a handshake that outlives the server, and would ask freed memory.
         _KEPT.append(credentials)
@@ -98,6 +97,18 @@ class Listener:
     def renew(self, identity: Identity) -> None:
         """Show this identity from now on; pipes that are open stay open."""
         self._identity = identity
+
+    def _renewed(self) -> Any:
+        """What to show from this handshake on, if it is something else; asked at every handshake.
+
+        None where nothing has changed: gRPC replaces what it shows without heed of other handshakes
+        under way, which then read freed memory. Several at once would end the process.
+        """
+        identity = self._identity
+        if identity is self._shown_identity:
+            return None
+        self._shown_identity = identity
+        return _shown(identity)
 
     def accept(
         self,
