@@ -1,7 +1,9 @@
 """The two commands that make a run of several machines: host it, and join it."""
 
 import argparse
+import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,7 @@ def add_host_commands(
         default=0,
         help="CPU threads; 0 = as the run says, or all (default: 0)",
     )
+    sub.add_argument("--tied", action="store_true", help=argparse.SUPPRESS)
     sub.add_argument("--data", type=Path, help="the run's data, if this machine has it")
     sub.add_argument(
         "--allow-plugin",
@@ -123,6 +126,8 @@ def join_command(options: argparse.Namespace) -> None:
     from thinwire.remote.invite import Invite
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
+    if options.tied:
+        threading.Thread(target=_leave_with_input, daemon=True).start()
     invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
 
     from thinwire.remote.holding import Terms
@@ -135,3 +140,9 @@ def join_command(options: argparse.Namespace) -> None:
     with open_display(sys.stdout, invite.run_name) as display:
         farewell = join(invite, chosen, display)
         display.phase("end", farewell)
+
+
+def _leave_with_input() -> None:
+    """End with the process that holds our input, whatever ends it."""
+    sys.stdin.read()
+    os._exit(3)

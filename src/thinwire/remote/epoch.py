@@ -179,6 +179,8 @@ class Epoch:
                 return f"{name} was removed from the run"
             if guest.is_unfit:
                 return f"{name} cannot take its seat: {guest.why_unfit}"
+            if guest.is_leaving:
+                return f"{name} left"
             away = time.monotonic() - guest.since
             if not guest.is_here and away > self._settings.link.outage:
                 return f"{name} has been away for {away:.0f} s"

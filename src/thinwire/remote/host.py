@@ -23,6 +23,7 @@ from thinwire.remote.enrol import EnrolServer
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.figures import with_split
 from thinwire.remote.forming import form
+from thinwire.remote.here import own_peers
 from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite, door_token
 from thinwire.remote.lobby import Guest, Lobby
@@ -153,6 +154,9 @@ class _Hosting:
             addresses, options.relay, options.relay_pass, options.lasts, options.single_use
         )
         self._announce(invite)
+        if options.stages_here:
+            device = settings.run.device
+            opened.enter_context(own_peers(options.stages_here, invite, folder, device))
         threading.Thread(target=_keep_fresh, args=(listener, book), daemon=True).start()
 
     def run(self) -> dict[str, Any]:
@@ -243,6 +247,8 @@ class _Hosting:
         if ledger is not None and ledger.done > first:
             self._failed = 0
         culprit = error.culprit if isinstance(error, StageFailedError) else None
+        if culprit is not None and culprit.deed != "was lost":
+            self._prefer_others(self._formation.seats[culprit.stage], culprit.deed)
         if culprit is not None and culprit.deed in ("died", "was lost"):
             return
         failure = None
@@ -253,6 +259,11 @@ class _Hosting:
         self._failed += 1
         if self._failed >= FAILURES:
             raise error
+
+    def _prefer_others(self, name: str, deed: str) -> None:
+        """A peer whose stage failed gets no seat while others wait for one."""
+        if len(self._lobby.here()) > len(self._formation.seats):
+            self._lobby.mark_unfit(name, f"its stage {deed}")
 
     def _on_stop(self) -> None:
         self._stop_asked = True

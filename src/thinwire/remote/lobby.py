@@ -53,7 +53,7 @@ class Guest:
     has_corpus: bool = False
     is_launched: bool = False
     has_ended: bool = False  # the process of its seat
-    why_unfit: str = ""  # it declined; another arrival may change that
+    why_unfit: str = ""  # it declined, or failed; another arrival may change that
     is_leaving: bool = False  # it said so, and may still be here for a moment
 
     @property
@@ -67,8 +67,16 @@ class Guest:
         return self.channel is not None and self.arrived is not None
 
 
-Happening = Ended | Leaving | Declined
-"""What a peer says that concerns the epoch under way."""
+@dataclass(frozen=True)
+class Gone:
+    """A peer has given up its seat, or lost it, without a word of the process that it ran."""
+
+    epoch: int
+    reason: str
+
+
+Happening = Ended | Leaving | Declined | Gone
+"""What concerns the epoch under way."""
 
 
 class Lobby:
@@ -165,7 +173,13 @@ class Lobby:
             self._send(guest, Dismiss("the host removed this peer from the run", in_order=False))
             self._lose(guest, guest.channel)
         if seat is not None:
-            self.on_happening(name, Ended(seat.epoch, 1, "the host removed this peer"))
+            self.on_happening(name, Gone(seat.epoch, "the host removed it from the run"))
+
+    def mark_unfit(self, name: str, reason: str) -> None:
+        """Give a peer no seat until it arrives anew."""
+        with self._changed:
+            if name in self._guests:
+                self._guests[name].why_unfit = reason
 
     def _look_for_peers(self) -> None:
         while not self._is_over:
@@ -252,7 +266,7 @@ class Lobby:
                 self._send(guest, Vacate(arrived.epoch, "the run was formed again meanwhile"))
         elif arrived.epoch != seat.epoch:
             if guest.is_launched:
-                return Ended(seat.epoch, 1, "the peer was started again")
+                return Gone(seat.epoch, "it was started anew")
             self._send(guest, seat)
         elif guest.is_launched and not arrived.is_running and not guest.has_ended:
             self._send(guest, Launch(seat.epoch))

@@ -380,6 +380,7 @@ class Member:
 
     def _leave(self) -> None:
         self._is_leaving = True
+        self._say(Leaving())
         is_done = self._ended is not None and self._ended.code == 0
         if self._holding is not None and self._channel is not None and is_done:
             self._display.note(
@@ -390,7 +391,6 @@ class Member:
         if self._holding is None or self._channel is None or not self._holding.is_running:
             self._end("left the run", in_order=True)
             return
-        self._say(Leaving())
         self._display.note(
             "leaving after this step, with a checkpoint; press Ctrl-C again to leave now"
         )

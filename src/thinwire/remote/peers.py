@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.errors import printable
-from thinwire.remote.lobby import Happening, Lobby
-from thinwire.remote.messages import Ended, Leaving, returncode_of
+from thinwire.remote.lobby import Gone, Happening, Lobby
+from thinwire.remote.messages import Declined, Ended, Leaving, returncode_of
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
 from thinwire.remote.standing import Standing
@@ -106,6 +106,9 @@ class RemotePeers(Peers):
             case Ended(_, code, words):
                 self._words[stage] = words
                 self._ended.add(stage)
-                if stage not in self._channels:
-                    self.said.note(Lost(stage, words or f"its process ended with {code}"))
                 self.said.note(Exited(stage, returncode_of(code)))
+            case Gone(_, reason):
+                self._ended.add(stage)
+                self.said.note(Lost(stage, reason))
+            case Declined(_, reason):
+                self.said.note(Lost(stage, f"it cannot hold its stage: {reason}"))
