@@ -43,7 +43,7 @@ def test_settings_behind_a_name_change_that_arm_alone() -> None:
     assert changed.get("boundary.table") == 128
     assert changed.get("codec.backward") == "int4(group=64,hadamard)"
     assert changed.settings(BASE).boundary.rank == plain.settings(BASE).boundary.rank == 61
-    assert thin300.settings(BASE).boundary.rank == 4
+    assert thin300.settings(BASE).boundary.rank == 6
     with pytest.raises(ConfigError, match=r"a recipe is one of thin32, .*, dense\+tables"):
         recipe_grid("thin33", [6e-4], [4], [0], 200)
 
