@@ -11,7 +11,7 @@ from thinwire.lab.arms import ground_of
 from thinwire.lab.recipe_arms import recipe_grid, with_rates
 
 BASE = {
-    "model": {"preset": "tiny"},
+    "model": {"preset": "tiny", "layers": 8},
     "pipeline": {"microbatches": 2, "window": 2, "schedule": "gpipe"},
     "train": {"batch": 16},
 }

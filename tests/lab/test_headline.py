@@ -35,7 +35,7 @@ def headline(log: Path, sets: str, *more: str) -> Outcome:
 def test_time_is_simulated_seconds_times_measured_steps(
     write_log: Callable[..., Path], tmp_path: Path
 ) -> None:
-    found = headline(write_log(loss, [100, 300]), "", "--tflops", "300")
+    found = headline(write_log(loss, [100, 300], stages=8), "", "--tflops", "300")
     rows = {(row["link"], row["method"]): row for row in found.rows}
     slow, fast = "80 Mbps + 25 ms", "200 Mbps + 50 ms"
     assert rows[slow, "thin32"]["tokens, x dense"] == pytest.approx(1.25, rel=1e-6)
@@ -100,8 +100,9 @@ def test_compute_is_measured_by_stage_and_read_again(
     ]
     result = tmp_path / "result.json"
     result.write_text(json.dumps({"figures": figures, "machine": "a GPU"}))
-    log = write_log(loss, [300])
+    log = write_log(loss, [100, 300], stages=2)
     found = headline(log, TINY, "--times", str(result))
+    assert "are of pipelines of 2 stages, the seconds of 4" in found.too_small
     assert len(found.figures) == 12 and any("(a GPU)" in note for note in found.notes)
     result.write_text(json.dumps({"figures": figures[:8], "machine": "a GPU"}))
     with pytest.raises(ConfigError, match="has no times of thin100 in 4 stages"):
@@ -129,5 +130,6 @@ def test_arms_of_other_grounds_are_left_out(write_log: Callable[..., Path]) -> N
     other = json.loads(log.read_text().splitlines()[0])
     other["ground"]["data"] = "another"
     log.write_text(log.read_text() + json.dumps(other) + "\n")
-    found = headline(log, TINY, "--tflops", "1")
+    found = headline(log, TINY, "--tflops", "1", "--methods", "thin32")
+    assert {row["method"] for row in found.rows if "window" in row} == {"dense", "thin32"}
     assert found.notes[-1] == "left out: 1 arms of other models, texts or settings"

@@ -41,19 +41,20 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
 
 
 def rows_of(ground: list[Trained]) -> list[Row]:
-    """What each narrow arm of a ground costs and saves, at its longest."""
+    """What each narrow arm of a ground costs and saves, of those as long as its longest dense."""
     methods = methods_of(ground)
     dense = dense_among(methods)
-    found = (_row(method, dense) for method in methods if method is not dense)
-    return sorted((row for row in found if row), key=lambda row: row["ratio"])
+    steps = max(dense.by_steps)
+    found = [
+        _row(method, dense, steps)
+        for method in methods
+        if steps in method.by_steps and method.by_steps[steps][0].figures["ratio"] >= LEAST
+    ]
+    return sorted(found, key=lambda row: row["ratio"])
 
 
-def _row(method: Method, dense: Method) -> Row:
-    """A row of the table; empty where dense has no run of the same length."""
-    steps, runs, settings = max(method.by_steps), method.longest, method.settings
-    gap = gap_at(method, dense, steps)
-    if gap is None or runs[0].figures["ratio"] < LEAST:
-        return {}
+def _row(method: Method, dense: Method, steps: int) -> Row:
+    runs, settings = method.by_steps[steps], method.settings
     gaps = [gap_at(Method("", 0, {steps: [run]}), dense, steps) or 0.0 for run in runs]
     tables = " + tables" if settings.boundary.anchor == "trainable" else ""
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
@@ -61,11 +62,12 @@ def _row(method: Method, dense: Method) -> Row:
         "method": method.label,
         "kind": f"{mode}, {settings.optim.name.replace('adamw', 'AdamW').replace('muon', 'Muon')}",
         "ratio": runs[0].figures["ratio"],
-        "gap": gap,
+        "gap": gap_at(method, dense, steps),
         "least": min(gaps),
         "most": max(gaps),
         "seeds": len(runs),
         "stages": method.stages,
+        "model": settings.model.preset,
         "parameters": parameter_count(settings),
         "tokens": steps * settings.tokens_per_step,
         "source": "measured by this lab",
@@ -110,8 +112,8 @@ def figure(ours: list[Row], others: list[Row]) -> Figure:
     """Gap over ratio: ours filled, others hollow; a bar reaches from the least to the most."""
     plot, (axis,) = canvas("What fewer bytes cost in loss", (11, 6.5))
     names: list[Point] = []
-    counts = [row["stages"] for row in ours]
-    usual = max(counts, key=counts.count, default=0)
+    places = [(row["model"], row["stages"]) for row in ours]
+    usual = max(places, key=places.count, default=("", 0))
     for number, kind in enumerate(dict.fromkeys(row["kind"] for row in ours)):
         colour = COLOURS[number % len(COLOURS)]
         rows = [row for row in ours if row["kind"] == kind]
@@ -126,7 +128,7 @@ def figure(ours: list[Row], others: list[Row]) -> Figure:
         xscale="log",
         xlabel="times fewer bytes at a cut than bf16, both ways",
         ylabel="validation loss above dense, %",
-        title=f"{usual} stages where no other number is named; bars: seeds, or a published range",
+        title=f"{usual[0]}, {usual[1]} stages unless named; bars: seeds, or a published range",
     )
     axis.margins(x=0.1)
     log_ticks(axis.xaxis)
@@ -144,8 +146,9 @@ def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
     axis.errorbar(across, gaps, [below, above], markersize=6, capsize=2, zorder=3, **style)
 
 
-def _name(row: Row, usual: int) -> str:
+def _name(row: Row, usual: tuple[str, int]) -> str:
     """The name at a point: its colour says the mode."""
     first, _, rest = row["method"].partition(" ")
     name = rest if first in MODES and rest else row["method"]
-    return name if row["stages"] == usual else f"{name}, {row['stages']} stages"
+    model = f", {row['model']}" if row["model"] != usual[0] else ""
+    return name + model + (f", {row['stages']} stages" if row["stages"] != usual[1] else "")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from thinwire.engine.build import choose_device, parameter_count
 from thinwire.errors import ConfigError
-from thinwire.lab.arms import Values, base_of, merged
+from thinwire.lab.arms import Values, base_of, merged, split_patterns
 from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Say, sheet, words
 from thinwire.lab.logs import (
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         holds=all(
             _best(rows, link)["times as fast"] >= AIM for link in {row["link"] for row in rows}
         ),
-        too_small=too_short(steps, LEAST_STEPS) or goal.doubt,
+        too_small=too_short(steps, LEAST_STEPS) or goal.doubt or _other_stages(methods, arms),
         rows=rows,
         figure=figure(rows),
         figures=figures,
@@ -78,6 +78,17 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     if left_out:
         outcome.notes.append(f"left out: {left_out} arms of other models, texts or settings")
     return outcome
+
+
+def _other_stages(methods: list[Method], arms: dict[str, Settings]) -> str:
+    """Why losses and seconds do not belong together, if so: of other numbers of stages."""
+    trained, simulated = methods[-1].stages, arms[methods[-1].label].pipeline.stages
+    if trained == simulated:
+        return ""
+    return (
+        f"the losses are of pipelines of {trained} stages, the seconds of {simulated}, and more "
+        "cuts cost more loss"
+    )
 
 
 def compared_methods(options: argparse.Namespace) -> tuple[list[Method], int]:
@@ -91,6 +102,9 @@ def compared_methods(options: argparse.Namespace) -> tuple[list[Method], int]:
     methods = methods_of(ground)
     dense = dense_among(methods)
     others = [method for method in methods if method.label != dense.label]
+    if options.methods:
+        named = split_patterns(options.methods)
+        others = [method for method in others if method.label in named]
     stages = options.stages or max((method.stages for method in others), default=0)
     length = max(dense.by_steps)
     chosen = [m for m in others if m.stages == stages and max(m.by_steps) == length]

@@ -12,10 +12,12 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import Values, merged
 from thinwire.lab.decide import at_best_rate, gap_to_dense
+from thinwire.lab.frontier import DENSE as DENSE_BF16
 from thinwire.lab.pool import Trained, read_log
 from thinwire.lab.recipe_arms import DENSE
 from thinwire.settings import Settings
 
+DENSE_LABELS = (DENSE, DENSE_BF16)  # as lab convergence and lab frontier name it
 Curve = Sequence[tuple[float, float]]
 """Tokens and validation loss, fewest tokens first."""
 
@@ -91,13 +93,12 @@ def methods_of(runs: Iterable[Trained]) -> list[Method]:
     ]
 
 
-def dense_among(methods: Sequence[Method], label: str = DENSE) -> Method:
+def dense_among(methods: Sequence[Method]) -> Method:
     """The dense method to compare with: other cuts would only round elsewhere."""
-    found = [method for method in methods if method.label.split()[0] == label]
-    plain = [method for method in found if method.settings.codec.forward == "bf16"]
-    if not plain:
-        raise ConfigError(f"the log has no {label} arm to compare with, in bf16")
-    return max(plain, key=lambda method: max(method.by_steps))
+    found = [method for method in methods if method.label in DENSE_LABELS]
+    if not found:
+        raise ConfigError("the log has no dense arm to compare with, in bf16 and with no changes")
+    return max(found, key=lambda method: max(method.by_steps))
 
 
 def gap_at(method: Method, dense: Method, steps: int) -> float | None:

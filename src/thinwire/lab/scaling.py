@@ -184,7 +184,8 @@ def verdict(rows: list[Row], at: float) -> str:
             f"points per tenfold length, {100 * row['from']:+.2f} to {100 * row['to']:+.2f}): from "
             f"{row['gap, longest']:+.2%} to {row['trend, predicted']:+.2%} "
             f"({row['trend, from']:+.2%} to {row['trend, to']:+.2%}) by the trend, "
-            f"{row['laws, predicted']:+.2%} by the laws"
+            f"{row['laws, predicted']:+.2%} ({row['laws, from']:+.2%} to {row['laws, to']:+.2%}) "
+            "by the laws"
         )
     return f"The gap after {at / 1e6:,.0f}M tokens, predicted: {'; '.join(parts)}."
 
