@@ -147,20 +147,27 @@ def hosted_run(network: Network, case: str, wan: Wan, folder: Path, closed: int)
     """A host and four peers, of which some accept nothing; one is killed, and another joins."""
     with contextlib.ExitStack() as held:
         host, invite, steps = _start_host(network, case, wan, folder, closed > 0, held)
-        began = time.monotonic()
-        peers = [
-            _join(network, node, folder, f"peer-{node}", invite, stage < closed, held)
-            for stage, node in enumerate(range(HOST + 1, HOST + 1 + STAGES))
-        ]
+        peers = []
+        for stage, node in enumerate(range(HOST + 1, HOST + 1 + STAGES)):
+            began = time.monotonic()
+            peers.append(_join(network, node, folder, f"peer-{node}", invite, stage < closed, held))
+            if stage + 1 < STAGES:  # seats are taken in the order of arrival
+                host.find(f"(here: .*peer-{node})")
         first = steps.wait_for(1) - began
         steps.wait_for(STEPS // 2 + 5)
+        ways = _ways(network, folder)
         killed = time.monotonic()
         peers[-1].end()
         _join(network, HOST + STAGES, folder, "late", invite, False, held)
         again = steps.wait_for(1, killed + 0.5) - killed
         host.process.wait(_PATIENCE_S)
         summary = json.loads((_run_folder(folder) / "summary.json").read_text())
-    return {**figures(summary, wan), "join to step 1, s": first, "pause after a kill, s": again}
+    return {
+        **figures(summary, wan),
+        "links": ways,
+        "last join to step 1, s": first,
+        "pause after a kill, s": again,
+    }
 
 
 def figures(summary: dict[str, Any], wan: Wan) -> Row:
@@ -175,7 +182,6 @@ def figures(summary: dict[str, Any], wan: Wan) -> Row:
         "step s": step,
         "tokens/s": summary["tokens_per_s"],
         "uplink": max(up) * 8 / (wan.mbps * 1e6) / step,
-        "ways": " ".join(summary.get("ways", [])),
     }
 
 
@@ -199,6 +205,14 @@ def _start_host(
     steps = Steps(_run_folder(folder) / "metrics.jsonl")
     held.callback(steps.close)
     return host, host.find(r"thinwire join (tw1-\S+)"), steps
+
+
+def _ways(network: Network, folder: Path) -> str:
+    """How each cut is crossed at this moment, by the status of the host."""
+    words = ["status", str(_run_folder(folder)), "--json"]
+    status = Machine(network, HOST, folder / "host", *words)
+    status.process.wait(_PATIENCE_S)
+    return ", ".join(link["way"] for link in json.loads(status.text())["links"])
 
 
 def _run_folder(folder: Path) -> Path:
