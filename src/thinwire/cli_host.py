@@ -30,8 +30,9 @@ def add_host_commands(
         "--address",
         action="append",
         default=[],
-        metavar="HOST:PORT",
-        help="address by which others find this machine, for the invite; may be repeated",
+        metavar="HOST[:PORT]",
+        help="address by which others find this machine, for the invite; without a port, the one "
+        "that it listens on; may be repeated",
     )
     sub.add_argument(
         "--relay", default="", metavar="HOST:PORT/PASS", help="the line that `relay` printed"

@@ -59,3 +59,25 @@ def test_whoever_has_no_good_invite_stays_outside(
     assert not [text for text in said if good.secret in text or line in text]
     names = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
     assert names == ["ana"]
+
+
+def test_an_address_without_a_port_has_that_of_the_door(
+    machines: Machines,  # noqa: F811
+) -> None:
+    machines.config(pipeline__stages=2)
+    machines.host("--address", "localhost", "--address", "[::1]:7000")
+    first, second = Invite.parse(machines.invite).addresses
+    name, _, port = first.rpartition(":")
+    assert name == "localhost" and int(port) > 0 and second == "[::1]:7000"
+
+
+def test_a_wrong_address_is_refused_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["init", "run.toml"])
+    with pytest.raises(SystemExit):
+        main(["host", "run.toml", "--address", "no address"])
+    said = capsys.readouterr()
+    assert "--address no address: write a name or an address" in said.err
+    assert "[data]" not in said.out and not (tmp_path / "runs").exists()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.errors import StageError
+from thinwire.errors import ConfigError, StageError
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.control_socket import ControlSocket
@@ -25,7 +25,7 @@ from thinwire.remote.figures import with_split
 from thinwire.remote.forming import form
 from thinwire.remote.here import own_peers
 from thinwire.remote.host_console import HostConsole
-from thinwire.remote.invite import Invite, door_token
+from thinwire.remote.invite import Invite, door_token, is_address
 from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.news import SharedDisplay
 from thinwire.remote.seats import (
@@ -72,6 +72,8 @@ class HostOptions:
 
 def host(settings: Settings, options: HostOptions, display: Display) -> dict[str, Any]:
     """Host a run to its end, or to a Ctrl-C, which stops it with a checkpoint; the summary."""
+    for address in options.addresses:
+        _with_port(address, 1)  # a wrong one is refused before anything is prepared
     settings = over_real_links(settings)
     for line in describe(settings):
         display.phase("config", line)
@@ -136,7 +138,8 @@ class _Hosting:
             if options.relay:
                 route = Route(options.relay, "relayed", options.relay_pass)
                 opened.enter_context(Standby(name, route, address))
-        addresses = options.addresses or _own_addresses(options.listen, door.port)
+        stated = tuple(_with_port(address, door.port) for address in options.addresses)
+        addresses = stated or _own_addresses(options.listen, door.port)
         self._lobby = opened.enter_context(Lobby(listener, book))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
@@ -348,6 +351,14 @@ def _open_door(listen: str, port_before: int) -> Door:
         with contextlib.suppress(Exception):
             return Door(name, port_before)
     return Door(name, port)
+
+
+def _with_port(address: str, port: int) -> str:
+    """An address of this host as others write it; without a port it has the door's."""
+    for whole in (address, f"{address}:{port}"):
+        if is_address(whole):
+            return whole
+    raise ConfigError(f"--address {address}: write a name or an address, and :PORT if it differs")
 
 
 def _own_addresses(listen: str, port: int) -> tuple[str, ...]:

@@ -302,7 +302,7 @@ class Member:
         self._display.phase(
             "seat",
             f"stage {seat.stage} of {holding.settings.pipeline.stages} "
-            f"({len(blocks)} blocks), epoch {seat.epoch}",
+            f"({len(blocks)} block{'s' if len(blocks) > 1 else ''}), epoch {seat.epoch}",
         )
         self._begin(self._prepare, holding)
 
