@@ -13,6 +13,7 @@ from wiring import PATIENCE
 from proxy import Proxy
 from thinwire.errors import WireError
 from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
+from thinwire.wire.door import _home
 from thinwire.wire.preamble import LONGEST_LINE, proof_of, split_address
 from thinwire.wire.splice import CHUNK, Allowance, keep_pace
 
@@ -253,6 +254,23 @@ def test_connections_are_bounded(limits: Limits) -> None:
         kept.pop().close()
         until(lambda: door.strangers() == 1)
         ping(Route(door.address, token=TOKEN), f"{RUN}/door")
+
+
+def test_the_addresses_of_one_ipv6_line_count_as_one() -> None:
+    assert _home("192.0.2.7") == "192.0.2.7"
+    assert _home("::ffff:192.0.2.7") == "::ffff:192.0.2.7"
+    assert _home("2001:db8:1:2::a") == _home("2001:db8:1:2:ffff::1%eth0") == "2001:db8:1:2::/64"
+    assert _home("2001:db8:1:3::a") != _home("2001:db8:1:2::a")
+
+
+def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with Door("::", 0) as door:
+        door.admit(RUN, TOKEN)
+        for host in ("127.0.0.1", "[::1]"):
+            seen = ping(Route(f"{host}:{door.port}", token=TOKEN), f"{RUN}/door")
+            assert seen.address.startswith(f"{host}:")
 
 
 def test_connections_of_a_run_are_bounded() -> None:

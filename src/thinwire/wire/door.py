@@ -8,6 +8,7 @@ below TLS: it can neither read nor alter what passes, only count it and bound it
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import socket
 import time
 from collections import Counter, deque
@@ -143,16 +144,16 @@ class Door:
             except OSError:  # too many open files, or a caller that has gone already
                 await asyncio.sleep(0.1)
                 continue
-            self._loop.start(self._receive(connection, *place[:2]))
+            self._loop.start(self._receive(connection, address_text(*place[:2]), _home(place[0])))
 
-    async def _receive(self, caller: socket.socket, host: str, port: int) -> None:
+    async def _receive(self, caller: socket.socket, address: str, home: str) -> None:
         """One connection, from its first byte to its last."""
         limits = self._limits
         is_full = (
             self._callers.total() >= limits.connections
-            or self._callers[host] >= limits.per_address
+            or self._callers[home] >= limits.per_address
             or self._strangers.total() >= limits.strangers
-            or self._strangers[host] >= limits.strangers_per_address
+            or self._strangers[home] >= limits.strangers_per_address
         )
         with caller, contextlib.suppress(OSError):
             prepare(caller)
@@ -160,11 +161,11 @@ class Door:
             if is_full:
                 caller.send(_FULL)
                 return
-            with _counted(self._callers, host):
+            with _counted(self._callers, home):
                 try:
-                    with _counted(self._strangers, host):
+                    with _counted(self._strangers, home):
                         asked, run = await self._admit(caller)
-                    await self._fulfil(caller, asked, run, address_text(host, port))
+                    await self._fulfil(caller, asked, run, address)
                 except WireError as error:
                     await _turn_away(caller, str(error))
 
@@ -176,8 +177,11 @@ class Door:
         except TimeoutError:
             raise WireError(f"no request within {self._limits.preamble_s:g} s") from None
         run = self._runs.get(asked.run)
-        token, mbps = (run.token, 0.0) if run and run.token is not None else self._pass or ("", 0.0)
-        if (run is None or run.token is None) and self._pass is None:
+        if run is not None and run.token is not None:
+            token, mbps = run.token, run.allowance.mbps
+        elif self._pass is not None:
+            token, mbps = self._pass
+        else:
             raise WireError(f"run {asked.run} is not known at this door")
         if not hmac.compare_digest(
             proof_of(token, nonce, asked.wish, asked.name).encode(), asked.proof.encode()
@@ -319,6 +323,14 @@ def _counted(counter: Counter[str], key: str) -> Iterator[None]:
         counter[key] -= 1
         if not counter[key]:
             del counter[key]
+
+
+def _home(host: str) -> str:
+    """Whose connections are counted together: an IPv6 line has 2^64 addresses, not one."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4 or address.ipv4_mapped:
+        return host
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 async def _turn_away(caller: socket.socket, reason: str) -> None:
