@@ -1,7 +1,6 @@
 """The coordinator, driven by plain events: each phase, each failure, each request to stop."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from thinwire.engine.reports import (
     Versions,
 )
 from thinwire.errors import StageError
-from thinwire.run.blame import Evidence, blame
 from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase, disagreement
 from thinwire.run.events import (
     Begin,
@@ -502,37 +500,3 @@ def test_where_the_run_stands_is_told_at_any_time() -> None:
     assert len(lead.coordinator.reasons()) == 2, "who has finished is not waited for"
     for phase in set(Phase) - {Phase.COLLECTING}:  # which comes after another end
         assert phase.value in Lead().until(phase).coordinator.reasons()[0]
-
-
-def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
-    return Said(stage, failed(*words, **blames))
-
-
-@pytest.mark.parametrize(
-    ("heard", "culprit"),
-    [
-        # a frozen stage is silent: its neighbours accuse it, theirs accuse them
-        ([said(1, "cut-0", accuses=(0,))], 0),
-        ([said(0, "cut-0", accuses=(1,)), Exited(0, 1)], 1),
-        ([said(0, "b-0", accuses=(1,)), said(2, "b-1", accuses=(1,))], 1),
-        ([said(2, "b-1", accuses=(1,)), said(1, "b-0", accuses=(0,))], 0),
-        ([said(0, "b-0", accuses=(1,)), said(1, "b-1", accuses=(2,))], 2),
-        ([said(2, "b-1", accuses=(1,)), LOST], 1),
-        # a death without a word is the surest sign
-        ([said(1, "b-0", accuses=(0,)), Exited(0, -9), Exited(1, 1)], 0),
-        ([said(1, "b-0", accuses=(0,)), Exited(0, 1)], 0),
-        ([said(0, "b-0", accuses=(1,)), LOST, Exited(1, -11)], 1),
-        # whoever failed by itself says so, and its neighbours' complaints follow from that
-        ([said(0, "b-0", accuses=(1,)), said(1, "x", "StageError"), Exited(1, 1)], 1),
-        ([said(0, "b-0", accuses=(1,)), said(1, "x", "ValueError")], 1),
-        # a frame outside the contract breaks the link at the end that objects
-        ([said(0, "b-0", accuses=(1,)), said(1, "b-0: unexpected frame")], 1),
-        # ... and says who sent it, whatever the sender complains of
-        ([said(0, "b-0", accuses=(1,)), said(1, "b", "BreachError", convicts=(0,))], 0),
-        ([said(1, "b", "BreachError", convicts=(0,)), Exited(1, 1)], 0),
-        ([Lost(1, "a 'step' message has no field", in_breach=True), Exited(1, 1)], 1),
-        ([Exited(0, 0), Exited(1, 3)], 1),
-    ],
-)
-def test_the_stage_that_failed_first_is_blamed(heard: list[Evidence], culprit: int) -> None:
-    assert blame(heard).stage == culprit

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -21,41 +20,9 @@ from thinwire.settings import (
     apply_override,
     load_asked,
     load_settings,
-    machine_cores,
-    threads_per_stage,
 )
 from thinwire.settings.remarks import remarks
-from thinwire.typed import Scope, to_toml
-from thinwire.wire import LinkConfig
-
-KEEPING = {
-    ("run", "name"), ("run", "out"), ("run", "patience"),
-    ("train", "keep"), ("train", "checkpoint_every"),
-}  # fmt: skip
-MACHINE = {
-    ("run", "device"), ("run", "threads"), ("codec", "memory_mb"),
-    ("data", "path"), ("data", "valid_path"), ("data", "text_key"),
-    *(("link", key.name) for key in dataclasses.fields(LinkConfig)),
-}  # fmt: skip
-KEYS = [
-    (section.name, key.name)
-    for section in dataclasses.fields(Settings)
-    for key in dataclasses.fields(getattr(Settings(), section.name))
-]
-
-
-def with_key(settings: Settings, section: str, key: str, value: Any) -> Settings:
-    changed = dataclasses.replace(getattr(settings, section), **{key: value})
-    return dataclasses.replace(settings, **{section: changed})
-
-
-def other_value(value: Any) -> Any:
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, list):
-        return [*value, 1]
-    return value + ("x" if isinstance(value, str) else 1)
-
+from thinwire.typed import to_toml
 
 # --- the file ---
 
@@ -348,17 +315,6 @@ def test_every_control_character_survives_writing(code: int) -> None:
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
 
 
-def test_written_settings_explain_every_key() -> None:
-    lines = to_toml(Settings.from_plain({})).splitlines()
-    for section, key in KEYS:
-        assert f"[{section}]" in lines
-        help = {f.name: f for f in dataclasses.fields(getattr(Settings(), section))}[key].metadata
-        explained = [line for line in lines if line.startswith(f"{key} = ")]
-        assert any(help["help"] in line for line in explained), f"{section}.{key}"
-        for choice in help["choices"]:
-            assert any(choice in line for line in explained), f"{section}.{key}: {choice}"
-
-
 # --- sizes and paths that cannot work ---
 
 
@@ -431,74 +387,3 @@ def test_a_plugin_is_imported_where_settings_are_read(
     assert "sound_plugin" in sys.modules
     with pytest.raises(ConfigError, match='"broken_plugin" failed: RuntimeError: out of codecs'):
         make_settings(codec__plugins=["broken_plugin"])
-
-
-# --- the tree ---
-
-
-def test_settings_travel_as_plain_data(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(pipeline__split=[3, 1])
-    assert Settings.from_plain(json.loads(json.dumps(settings.to_plain()))) == settings
-
-
-@pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda name: name)
-def test_the_hash_names_what_is_computed(section: str, key: str) -> None:
-    settings = Settings.from_plain({})
-    changed = with_key(settings, section, key, other_value(getattr(
-        getattr(settings, section), key)))  # fmt: skip
-    assert (changed.hash == settings.hash) == ((section, key) in KEEPING | MACHINE)
-
-
-def test_every_setting_belongs_to_one_scope() -> None:
-    settings = Settings.from_plain({})
-    scopes: tuple[Scope, ...] = ("result", "keeping", "machine")
-    found = {
-        scope: {(s, key) for s, keys in settings.of_scope(scope).items() for key in keys}
-        for scope in scopes
-    }
-    assert found["keeping"] == KEEPING and found["machine"] == MACHINE
-    assert found["result"] == set(KEYS) - KEEPING - MACHINE
-
-
-def test_the_hash_is_the_same_for_the_same_settings_said_otherwise() -> None:
-    implicit = Settings.from_plain({})
-    layers = implicit.model.layers
-    explicit = Settings.from_plain({"model": {"layers": layers}, "optim": {"clip": 1}})
-    assert explicit.hash == implicit.hash
-    assert len(implicit.hash) == 12 and int(implicit.hash, 16) >= 0
-
-
-def test_sizes_that_follow_from_others(make_settings: Callable[..., Settings]) -> None:
-    settings = make_settings(train__batch=12, pipeline__microbatches=4, pipeline__split=[1, 3])
-    assert settings.microbatch_size == 3
-    assert settings.tokens_per_step == 12 * settings.model.context
-    assert settings.split() == [range(1), range(1, 4)]
-    assert settings.schedule().microbatches == 4
-
-
-@pytest.mark.parametrize(("every", "wanted"), [(3, [3, 6, 8]), (0, [8]), (4, [4, 8]), (100, [8])])
-def test_checkpoints_and_validations_come_on_time_and_at_the_end(
-    make_settings: Callable[..., Settings], every: int, wanted: list[int]
-) -> None:
-    settings = make_settings(train__steps=8, train__checkpoint_every=every, train__eval_every=every)
-    assert [done for done in range(1, 9) if settings.is_checkpoint_step(done)] == wanted
-    assert [done for done in range(1, 9) if settings.is_evaluation_step(done)] == wanted
-
-
-# --- this machine ---
-
-
-def test_stages_share_the_cores_that_are_ours(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    assert machine_cores() == 6, "of 64 cores we may use 6"
-    for stages, threads in ((1, 6), (2, 3), (4, 1)):
-        settings = make_settings(run__threads=0, pipeline__stages=stages)
-        assert threads_per_stage(settings) == threads
-    assert threads_per_stage(make_settings(run__threads=5)) == 5, "what is told counts"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    assert threads_per_stage(make_settings(run__threads=0)) == 1, "never none"
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert machine_cores() == 64

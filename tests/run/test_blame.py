@@ -1,0 +1,62 @@
+"""Who is blamed: the stage that failed first, whatever its neighbours complain of."""
+
+from typing import Any
+
+import pytest
+
+from thinwire.run.blame import Evidence, blame
+from thinwire.run.events import (
+    Exited,
+    Lost,
+    Said,
+)
+from thinwire.run.messages import (
+    Failed,
+)
+
+LOST = Lost(1, "link control of stage 1 is broken")
+
+
+def failed(
+    error: str,
+    kind: str = "WireError",
+    accuses: tuple[int, ...] = (),
+    convicts: tuple[int, ...] = (),
+) -> Failed:
+    """What a peer sends before it leaves."""
+    known = kind.endswith("Error") and kind != "ValueError"
+    return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
+
+
+def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
+    return Said(stage, failed(*words, **blames))
+
+
+@pytest.mark.parametrize(
+    ("heard", "culprit"),
+    [
+        # a frozen stage is silent: its neighbours accuse it, theirs accuse them
+        ([said(1, "cut-0", accuses=(0,))], 0),
+        ([said(0, "cut-0", accuses=(1,)), Exited(0, 1)], 1),
+        ([said(0, "b-0", accuses=(1,)), said(2, "b-1", accuses=(1,))], 1),
+        ([said(2, "b-1", accuses=(1,)), said(1, "b-0", accuses=(0,))], 0),
+        ([said(0, "b-0", accuses=(1,)), said(1, "b-1", accuses=(2,))], 2),
+        ([said(2, "b-1", accuses=(1,)), LOST], 1),
+        # a death without a word is the surest sign
+        ([said(1, "b-0", accuses=(0,)), Exited(0, -9), Exited(1, 1)], 0),
+        ([said(1, "b-0", accuses=(0,)), Exited(0, 1)], 0),
+        ([said(0, "b-0", accuses=(1,)), LOST, Exited(1, -11)], 1),
+        # whoever failed by itself says so, and its neighbours' complaints follow from that
+        ([said(0, "b-0", accuses=(1,)), said(1, "x", "StageError"), Exited(1, 1)], 1),
+        ([said(0, "b-0", accuses=(1,)), said(1, "x", "ValueError")], 1),
+        # a frame outside the contract breaks the link at the end that objects
+        ([said(0, "b-0", accuses=(1,)), said(1, "b-0: unexpected frame")], 1),
+        # ... and says who sent it, whatever the sender complains of
+        ([said(0, "b-0", accuses=(1,)), said(1, "b", "BreachError", convicts=(0,))], 0),
+        ([said(1, "b", "BreachError", convicts=(0,)), Exited(1, 1)], 0),
+        ([Lost(1, "a 'step' message has no field", in_breach=True), Exited(1, 1)], 1),
+        ([Exited(0, 0), Exited(1, 3)], 1),
+    ],
+)
+def test_the_stage_that_failed_first_is_blamed(heard: list[Evidence], culprit: int) -> None:
+    assert blame(heard).stage == culprit

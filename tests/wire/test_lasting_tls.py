@@ -1,0 +1,110 @@
+"""A pipe that lasts over real connections under mutual TLS, which a proxy cuts."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wiring import MAX_MESSAGE, PATIENCE, Recorder, in_background, read_all, wait_until
+
+from proxy import Proxy
+from thinwire.wire import (
+    Authority,
+    Frame,
+    FrameKind,
+    LastingPipe,
+    Link,
+    Listener,
+    Meter,
+    Pipe,
+    dial,
+)
+
+
+@pytest.fixture
+def path(listener: Listener) -> Iterator[Proxy]:
+    proxy = Proxy(listener.address)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def over_tls(
+    authority: Authority, listener: Listener, path: Proxy
+) -> tuple[LastingPipe, LastingPipe]:
+    """The accepted and the dialed end, whose connections take the path."""
+    identity = authority.issue("peer")
+
+    def accept(timeout: float) -> Pipe:
+        return listener.accept("peer", timeout, "peer", is_replaceable=True)
+
+    def call(timeout: float) -> Pipe:
+        return dial(path.address, "peer", identity, "coordinator", timeout, MAX_MESSAGE)
+
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))
+        dialed = LastingPipe(call(PATIENCE), call, PATIENCE)
+        return accepted.result(PATIENCE), dialed
+
+
+def test_it_outlives_lost_connections_over_tls(
+    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
+) -> None:
+    accepted, dialed = over_tls
+    with ThreadPoolExecutor(2) as pool:
+        got = pool.submit(lambda: (read_all(accepted), accepted.close())[0])
+        in_background(lambda: read_all(dialed))
+        for number in range(60):
+            dialed.write(bytes([number + 1]) * 70_000)
+            if number in (20, 40):
+                path.cut()
+                wait_until(lambda number=number: path.connections == number // 20 + 1)
+        dialed.close(None)
+        messages = got.result(PATIENCE)
+    assert [message[0] for message in messages] == list(range(1, 61))
+    assert all(len(message) == 70_000 for message in messages)
+    assert accepted.outages == dialed.outages == 2
+
+
+def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(
+    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
+) -> None:
+    """Keepalive would notice after ten seconds; until then the dialer would be refused."""
+    accepted, dialed = over_tls
+    in_background(lambda: read_all(dialed))
+    started = time.monotonic()
+    path.cut(leave_listener=True)
+    dialed.write(b"again")
+    assert accepted.read() == b"again"
+    assert time.monotonic() - started < 5
+    in_background(lambda: read_all(accepted))
+    dialed.close()
+    accepted.close()
+
+
+def test_a_link_goes_on_where_it_was(
+    over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
+) -> None:
+    """The frames of a link, its meters and its goodbye know nothing of outages."""
+    heard, meters = (Recorder(), Recorder()), (Meter(), Meter())
+    links = [
+        Link(pipe, meter, None, "cut-0", MAX_MESSAGE - 64)
+        for pipe, meter in zip(over_tls, meters, strict=True)
+    ]
+    for link, ears in zip(links, heard, strict=True):
+        link.start(ears.on_frame, ears.on_broken, ears.on_end)
+    for step in range(30):
+        for link in links:
+            link.send(Frame(FrameKind.FORWARD, step=step, payload=bytes(100_000)))
+        if step % 10 == 5:
+            path.cut()
+            wait_until(lambda step=step: path.connections > step // 10 + 1)
+    for ears in heard:
+        ears.wait(lambda ears=ears: len(ears.frames) == 30)
+        assert [frame.step for frame in ears.frames] == list(range(30))
+    links[0].close(None)
+    heard[1].wait(lambda: heard[1].ends)
+    links[1].close(None)
+    assert heard[0].errors == heard[1].errors == []
+    assert meters[0].sent_bytes(FrameKind.FORWARD) == 30 * 100_064
+    assert meters[0].received_bytes(FrameKind.FORWARD) == 30 * 100_064
