@@ -29,7 +29,7 @@ def join(
     return attempt
 
 
-def test_whoever_has_no_good_invite_stays_outside(
+def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
     machines: Machines,  # noqa: F811
     join: Callable[[str, str], tuple[object, str]],
     tmp_path: Path,
@@ -54,6 +54,12 @@ def test_whoever_has_no_good_invite_stays_outside(
     attempts.append(join(line, "eve"))
     assert attempts[-1][0] == REFUSED
     assert "this invite was for one machine and has been used" in attempts[-1][1]
+
+    main(["kick", "ana", str(machines.run_folder)])
+    assert ana.wait() == REFUSED, ana.text()
+    attempts.append(join(line, "ana/data"))  # with the key and the certificate that it has
+    assert attempts[-1][0] == REFUSED, attempts[-1]
+    assert "'ana'" in attempts[-1][1]
 
     said = [ana.text(), *(text for _, text in attempts)]
     assert not [text for text in said if good.secret in text or line in text]
