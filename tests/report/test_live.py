@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import sys
 
@@ -175,6 +176,22 @@ def test_phases_and_notes_are_printed_as_they_are(make_record):
     assert "[data]  reading [bold]notes[/bold].txt :smile:" in lines
     assert "[note]  link 0 is slow" in lines
     assert "[valid] step 3  loss 4.5000  1.2500 bits/byte" in lines
+
+
+def test_a_word_longer_than_a_line_stays_whole(make_record):
+    """An invite is copied from the screen into a shell."""
+    display, console, _ = make_display(width=60)
+    with display:
+        display.phase("invite", f"thinwire join tw1-{'x' * 150}")
+    assert f"[invite] thinwire join tw1-{'x' * 150}" in console.file.getvalue().splitlines()
+
+
+def test_a_peer_that_knows_nothing_of_other_stages_sees_no_empty_table(make_record):
+    display, console, _ = make_display()
+    display.step(dataclasses.replace(make_record(step=3), stages=[], links=[]))
+    lines = panel_lines(display, console)
+    assert any("loss" in line for line in lines) and not any("compute" in line for line in lines)
+    display.close()
 
 
 def test_progress_bar_comes_and_goes():

@@ -116,8 +116,10 @@ class LiveDisplay(Display):
             self._stream.finish()
 
     def _say(self, tag: str, text: str, style: str) -> None:
+        # A word longer than a line, as an invite is, must stay whole for whoever copies it.
+        is_long = any(len(word) > self._console.width - 2 * len(tag) for word in text.split())
         # Text, not markup: a path such as "[a].txt" must come out as it is
-        self._console.print(Text.assemble(_tag(tag, style), " ", text))
+        self._console.print(Text.assemble(_tag(tag, style), " ", text), soft_wrap=is_long)
 
     def _draw(self, at_once: bool = False) -> None:
         began = self._clock()
@@ -141,7 +143,8 @@ class LiveDisplay(Display):
         if self._record is not None:
             parts.append(Rule(style="dim"))  # parts the panel from the lines above it
             parts += self._header(self._record)
-            parts.append(_tables(self._record, self._console.width))
+            if self._record.stages:  # a peer on another machine is told the run's numbers alone
+                parts.append(_tables(self._record, self._console.width))
         if self._bar is not None:
             parts.append(self._bar)
         return Group(*parts)

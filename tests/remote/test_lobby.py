@@ -1,0 +1,228 @@
+"""The host's side of joined peers: who may open which stream, who gets which seat, and when."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import AdmissionError, ConfigError, WireError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.holding import Terms, own_settings
+from thinwire.remote.identity import identity_of
+from thinwire.remote.lobby import Gone, Lobby
+from thinwire.remote.messages import (
+    LOBBY,
+    Arrive,
+    Declined,
+    Dismiss,
+    Figures,
+    FromHost,
+    Launch,
+    Leaving,
+    Prepared,
+    TakeSeat,
+    Vacate,
+    code_of,
+    lobby_name,
+    returncode_of,
+)
+from thinwire.remote.reception import Reception
+from thinwire.remote.seats import Formation, fill_seats, read_formation, write_formation
+from thinwire.run.control import Channel
+from thinwire.run.order import control_name
+from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.settings import Settings
+from thinwire.wire import Identity, Listener, dial
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.tls import new_key, signing_request
+
+
+class Joined:
+    """A peer's end of its stream to the host, without the rest of a peer."""
+
+    def __init__(self, listener: Listener, identity: Identity):
+        pipe = dial(
+            listener.address, lobby_name(identity.name), identity, "coordinator", 10, MAX_MESSAGE
+        )
+        self.heard: list[object] = []
+        self.lost = threading.Event()
+        self.channel = Channel(
+            pipe,
+            "lobby",
+            FromHost,
+            on_message=self.heard.append,
+            on_lost=lambda error: self.lost.set(),
+            words=LOBBY,
+            on_end=self.lost.set,
+        )
+
+    def arrive(self, epoch: int = 0, is_running: bool = False) -> None:
+        figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+        self.channel.send(Arrive({}, "cpu", figures, "", "", epoch, 0, is_running))
+
+    def hears(self, wanted: object) -> None:
+        until(lambda: wanted in self.heard)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.01)
+
+
+class House:
+    """A host's book, listener and lobby in this process, and peers that were let in."""
+
+    def __init__(self, folder: Path):
+        self.book = AuthorityBook(folder / "authority", "test")
+        self.listener = Listener(
+            self.book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=self.book.is_welcome
+        )
+        self.lobby = Lobby(self.listener, self.book)
+        self.invite = self.book.invite(["127.0.0.1:1"])
+
+    def enrol(self, name: str) -> Identity:
+        key, invite = new_key(), self.invite
+        request = signing_request(key)
+        certificate = self.book.enrol(invite.invite_id, invite.secret, request, name)
+        return identity_of(certificate, key, self.book.authority.certificate_pem)
+
+    def join(self, name: str) -> Joined:
+        joined = Joined(self.listener, self.enrol(name))
+        joined.arrive()
+        until(lambda: name in [guest.name for guest in self.lobby.here()])
+        return joined
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    with made.lobby:
+        yield made
+    made.listener.close()
+
+
+def seat(epoch: int, stage: int = 0) -> TakeSeat:
+    return TakeSeat(epoch, stage, {}, False, "abc")
+
+
+def test_nobody_opens_the_stream_of_another_or_holds_the_seat_of_another(house: House) -> None:
+    house.enrol("ana")
+    eve, reception = house.enrol("eve"), Reception(house.listener)
+    waiting = on_daemon_thread("ana", lambda: reception.accept(control_name(0, 1), "ana", 30.0))
+    for name in (lobby_name("ana"), control_name(0, 1)):
+        with pytest.raises(WireError, match=r"is expected from 'ana', not from eve"):
+            dial(house.listener.address, name, eve, "coordinator", 1.5, MAX_MESSAGE)
+    with pytest.raises(WireError, match=r"'control-1@1' is not expected there"):
+        dial(house.listener.address, control_name(1, 1), eve, "coordinator", 0.5, MAX_MESSAGE)
+    reception.close()
+    with pytest.raises(WireError, match="nobody waits for 'control-0@1' any more"):
+        waiting.result(10)
+
+
+def test_a_peer_is_told_again_what_it_is_to_do_when_its_stream_is_back(house: House) -> None:
+    identity = house.enrol("ana")
+    first = Joined(house.listener, identity)
+    first.arrive()
+    until(house.lobby.here)
+    house.lobby.give_seats({"ana": seat(3)})
+    first.hears(seat(3))
+    again = Joined(house.listener, identity)  # the host has not noticed that the first is lost
+    again.arrive()
+    again.hears(seat(3))
+    assert first.lost.wait(10)
+    again.channel.send(Prepared(3, False))
+    assert house.lobby.wait(lambda: house.lobby.here()[0].is_prepared, 10)
+    house.lobby.launch()
+    again.hears(Launch(3))
+    third = Joined(house.listener, identity)
+    third.arrive(epoch=3)  # it was told before it could start its process
+    third.hears(Launch(3))
+    happened: list[object] = []
+    house.lobby.on_happening = lambda name, what: happened.append((name, what))
+    fourth = Joined(house.listener, identity)
+    fourth.arrive()  # a new process: the stage of the old one is lost
+    until(lambda: happened == [("ana", Gone(3, "it was started anew"))])
+    house.lobby.vacate(3, "formed again")
+    fourth.hears(Vacate(3, "formed again"))
+    fifth = Joined(house.listener, identity)
+    fifth.arrive(epoch=3, is_running=True)  # it was away when the epoch ended
+    fifth.hears(Vacate(3, "the run was formed again meanwhile"))
+
+
+def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
+    ana = house.enrol("ana")
+    joined = Joined(house.listener, ana)
+    joined.arrive()
+    until(house.lobby.here)
+    house.lobby.give_seats({"ana": seat(1)})
+    happened: list[object] = []
+    house.lobby.on_happening = lambda name, what: happened.append((name, what))
+    house.lobby.kick("ana")
+    joined.hears(Dismiss("the host removed this peer from the run", in_order=False))
+    assert happened == [("ana", Gone(1, "the host removed it from the run"))]
+    assert house.lobby.guests() == []
+    with pytest.raises(AdmissionError, match="'ana' is not welcome there"):
+        Joined(house.listener, ana)
+
+
+def test_who_declines_or_leaves_gets_no_seat_until_it_arrives_anew(house: House) -> None:
+    ana, ben = house.join("ana"), house.join("ben")
+    house.lobby.give_seats({"ana": seat(1, 0), "ben": seat(1, 1)})
+    ana.channel.send(Declined(1, "no room"))
+    ben.channel.send(Leaving())
+    until(lambda: not house.lobby.here())
+    assert {guest.name: guest.why_unfit for guest in house.lobby.guests()} == {
+        "ana": "no room",
+        "ben": "",
+    }
+    ana.arrive()
+    until(lambda: [guest.name for guest in house.lobby.here()] == ["ana"])
+
+
+def test_peers_keep_their_seats_and_others_come_in_order_of_arrival() -> None:
+    assert fill_seats([], 2, ["ana"]) is None
+    assert fill_seats([], 2, ["ana", "ben", "cleo"]) == ["ana", "ben"]
+    assert fill_seats(["ana", "ben"], 2, ["dan", "cleo", "ben"]) == ["dan", "ben"]
+    assert fill_seats(["ana", "ben"], 2, ["ben"]) is None
+
+
+def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:
+    assert read_formation(tmp_path) == Formation()
+    write_formation(tmp_path, Formation(3, ["ana", "ben"], [1, 3], 7000))
+    assert read_formation(tmp_path) == Formation(3, ["ana", "ben"], [1, 3], 7000)
+    (tmp_path / "epochs.json").write_text('{"epoch": "many"}')
+    with pytest.raises(ConfigError, match=r"cannot read .*epochs.json"):
+        read_formation(tmp_path)
+
+
+@pytest.mark.parametrize("returncode", [0, 1, 3, -9, -15])
+def test_how_a_process_ended_arrives_as_it_was(returncode: int) -> None:
+    assert returncode_of(code_of(returncode)) == returncode
+
+
+def test_a_host_decides_nothing_about_the_machine_of_a_peer(
+    make_settings: Callable[..., Settings],
+) -> None:
+    """Paths, device and threads are the peer's own; plugins only those that it allows."""
+    plain = make_settings(run__out="/etc", run__device="cuda", run__threads=7).to_plain()
+    own = own_settings(TakeSeat(1, 0, plain, False, ""), Terms("cpu", 2))
+    assert (own.run.out, own.run.device, own.run.threads) == ("runs", "cpu", 2)
+    assert own.data.path == "" and own.link.emulate is False
+    assert own.hash == make_settings().hash
+
+    plain["codec"]["plugins"] = ["os"]
+    with pytest.raises(ConfigError, match=r"plugins, which are code: os\. .* --allow-plugin"):
+        own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
+
+
+def test_settings_of_another_version_are_refused_with_the_cause(
+    make_settings: Callable[..., Settings],
+) -> None:
+    plain = make_settings().to_plain()
+    plain["train"]["speed"] = "ludicrous"
+    with pytest.raises(ConfigError, match=r"\"train.speed\".*install the version of thinwire"):
+        own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
