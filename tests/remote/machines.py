@@ -45,13 +45,13 @@ class Machine:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait(self, timeout: float = 90) -> int:
+    def wait(self, timeout: float = 180) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.text()) from None
 
-    def wait_for(self, pattern: str, timeout: float = 60, times: int = 1) -> None:
+    def wait_for(self, pattern: str, timeout: float = 180, times: int = 1) -> None:
         """Wait until it has printed something so many times."""
         deadline = time.monotonic() + timeout
         while len(re.findall(pattern, self.text())) < times:

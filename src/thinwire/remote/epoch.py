@@ -68,7 +68,9 @@ class Epoch:
         self._coordinator = Coordinator(
             len(self._seats), settings.run.patience, Assign({}, "", "", ""), parts_travel=True
         )
-        self.record = RunRecord(settings, base.folder, base.data, checkpoint, base.display)
+        self.record = RunRecord(
+            settings, base.folder, base.data, checkpoint, base.display, goes_on=True
+        )
         self.peers: RemotePeers | None = None
 
     def gather(self) -> str:
@@ -116,7 +118,8 @@ class Epoch:
 
         def stop() -> None:
             on_stop()
-            peers.ask_to_stop()
+            if not peers.is_stopping:  # else a peer leaves, and the run stops already
+                peers.ask_to_stop()
 
         with peers, stopping(stop, self.record):
             self._offer_streams(peers.collector)

@@ -216,6 +216,8 @@ class _Hosting:
             self._display.note(f"{_leaver(epoch)} left before training began")
             return None
         except StageError as error:
+            if self._stop_asked:
+                raise
             self._judge(epoch, error, step)
             self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
             return None

@@ -42,6 +42,7 @@ class RemotePeers(Peers):
         self._words: dict[int, str] = {}  # of stages whose processes have ended
         self._ended: set[int] = set()
         self.leaving = ""  # the peer that asked to leave
+        self.is_stopping = False
         self.failures: dict[int, Failed] = {}
         self.collector = collect(
             on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
@@ -61,6 +62,10 @@ class RemotePeers(Peers):
         for stage in self._stages:
             self._expect(stage)
         self._lobby.launch()
+
+    def ask_to_stop(self) -> None:
+        self.is_stopping = True
+        super().ask_to_stop()
 
     def tell(self, stage: int, message: FromCoordinator) -> None:
         if isinstance(message, Connect):
@@ -102,7 +107,8 @@ class RemotePeers(Peers):
         match what:
             case Leaving():
                 self.leaving = self.leaving or name
-                self.ask_to_stop()
+                if not self.is_stopping:  # asked twice, a coordinator leaves at once
+                    self.ask_to_stop()
             case Ended(_, code, words):
                 self._words[stage] = words
                 self._ended.add(stage)

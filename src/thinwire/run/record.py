@@ -37,14 +37,16 @@ class RunRecord:
         data: Data,
         resumed: Checkpoint | None,
         display: Display,
+        goes_on: bool = False,
     ):
+        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed."""
         self.settings = settings
         self.folder = folder
         self.display = display
         self.checkpoints = Checkpoints(settings, folder, data, resumed, display)
         self.is_over = False  # its stages are done; results are left to write
         self._feed = Feed(data, settings, torch.device("cpu"))
-        self._resume_step = resumed.step if resumed else None
+        self._resume_step = resumed.step if resumed else 0 if goes_on else None
         self._began = time.monotonic()
         self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
