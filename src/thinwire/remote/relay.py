@@ -20,6 +20,7 @@ from thinwire.errors import ConfigError, WireError
 from thinwire.folders import replace_private_file
 from thinwire.paths import data_folder, expanded
 from thinwire.report.human import human_bytes
+from thinwire.report.table import plain_table
 from thinwire.run.signals import heeding
 from thinwire.wire import Door, Traffic, raise_descriptor_limit
 from thinwire.wire.kernel import address_text
@@ -146,7 +147,9 @@ def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
 
 
 def _table(runs: dict[str, Traffic]) -> Table:
-    table = Table("run", "connections", "waiting", "passed", title=f"{len(runs)} runs")
+    table = plain_table("Runs that meet here")
+    for head in ("run", "connections", "waiting", "passed"):
+        table.add_column(head, justify="left" if head == "run" else "right")
     for name, traffic in runs.items():
         passed = human_bytes(traffic.bytes)
         table.add_row(name, str(traffic.connections), str(traffic.waiting), passed)
