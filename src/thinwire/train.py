@@ -56,7 +56,9 @@ def train(
             run_folder=str(folder.resolve()),
             resume=str(origin.resolve()) if origin else "",
         )
-        coordinator = Coordinator(stages, settings.run.patience, assignment)
+        coordinator = Coordinator(
+            stages, settings.run.patience, assignment, outage=settings.link.outage
+        )
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             _scratch(folder),

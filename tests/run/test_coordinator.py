@@ -15,8 +15,16 @@ from thinwire.engine.reports import (
     Versions,
 )
 from thinwire.errors import StageError
-from thinwire.run.coordinator import SETTLE_SECONDS, Coordinator, Phase, disagreement
+from thinwire.run.coordinator import (
+    MOST_AHEAD,
+    SETTLE_SECONDS,
+    Coordinator,
+    Phase,
+    disagreement,
+)
 from thinwire.run.events import (
+    Away,
+    Back,
     Begin,
     Command,
     Commit,
@@ -51,6 +59,7 @@ from thinwire.run.messages import (
     Start,
     Stop,
 )
+from thinwire.run.pace import TOLD_A_MINUTE
 from thinwire.run.signals import Interrupted
 
 ASSIGN = Assign({}, "/corpus", "/run", "")
@@ -163,6 +172,41 @@ def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
     goodbye = Finished(METERS)
     assert lead.say(1, goodbye) == [Record(1, goodbye), End()]
     assert lead.coordinator.is_over and not lead.coordinator.stop_asked
+
+
+def test_a_link_that_breaks_again_and_again_does_not_bury_the_rest() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    told: list[Command] = []
+    for _ in range(100):
+        told += lead.say(1, LinkDown(0, "it broke"), LinkUp(0, 0.1))
+    notes = [command.text for command in told if isinstance(command, Say)]
+    assert len(notes) == 2 * TOLD_A_MINUTE and "it breaks often" in notes[-1]
+    assert sum(isinstance(command, Record) for command in told) == 100, "all are counted"
+    lead.on(Tick(), after=61.0)
+    assert len(lead.say(1, LinkDown(0, "it broke"))) == 1
+
+
+def test_reports_that_run_ahead_without_end_are_refused() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    for number in range(MOST_AHEAD):
+        lead.say(1, step(1, number))
+    assert lead.coordinator.phase is Phase.TRAINING
+    lead.say(0, step(0, 0))
+    lead.say(1, step(1, MOST_AHEAD), step(1, MOST_AHEAD + 1))
+    end = lead.settled()
+    assert end.culprit is not None and end.culprit.stage == 1
+    assert f"reported {MOST_AHEAD + 2} steps, but stage 0 only 1" in str(end.error)
+
+
+def test_a_control_stream_that_is_away_is_told_and_no_failure() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    (away,) = lead.on(Away(1, "the connection was lost"))
+    (back,) = lead.on(Back(1, 2.5))
+    assert away == Say(
+        "the control stream of stage 1 is down: the connection was lost; it may come back"
+    )
+    assert back == Say("the control stream of stage 1 is back after 2.5 s; nothing was lost")
+    assert lead.coordinator.phase is Phase.TRAINING
 
 
 def test_stages_learn_each_others_certificates_where_they_show_any() -> None:

@@ -1,6 +1,8 @@
 """Peers as processes on this machine: how they start, what they say, and what is left of them."""
 
+import contextlib
 import os
+import queue
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ import pytest
 
 from thinwire.data import Corpus
 from thinwire.engine.reports import Step
-from thinwire.errors import ConfigError, StageError, WireError
+from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import spawn
 from thinwire.run.control import Channel
@@ -19,7 +21,8 @@ from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
 from thinwire.run.hearing import MOST_UNHEARD, Hearing
 from thinwire.run.launch import LocalPeers
-from thinwire.run.messages import Assign, Finished, FromPeer, Pulse, Stop
+from thinwire.run.messages import Assign, Finished, FromPeer, LinkDown, LinkUp, Pulse, Stop
+from thinwire.run.pace import AT_ONCE, Pace
 from thinwire.run.peers import lead
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
@@ -168,6 +171,35 @@ def test_a_stage_that_cannot_start_is_named(
     with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
         peers.start()
         lead(coordinate(pipeline__stages=1), peers, ignore)
+
+
+def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
+    """Without end it would keep the coordinator from hearing anyone else."""
+    ours, theirs = memory_pair(limit=4)
+    heard, lost = Hearing(2), queue.SimpleQueue[ThinwireError]()
+    hear = Channel(ours, "control of stage 1", FromPeer, lambda m: heard.hear(1, m), lost.put)
+    flooding, sent = Channel(theirs, "flood", FromPeer), 0
+    with contextlib.suppress(WireError):
+        for sent in range(100 * AT_ONCE):
+            flooding.send(LinkDown(0, "x") if sent % 2 else LinkUp(0, 0.1))
+            if heard.waiting:
+                heard.next(0.0)
+    while lost.empty():
+        heard.next(0.05)
+    error = lost.get()
+    assert isinstance(error, BreachError) and "stage 1 sent 5" in str(error)
+    assert "at most 25 a second" in str(error)
+    heard.hear(0, Pulse(1, "works"))  # another stage is heard as before
+    hear.close()
+
+
+def test_a_coordinator_that_was_suspended_takes_what_was_said_meanwhile_for_no_flood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pace, started = Pace("stage 1"), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: started + 86_400.0)
+    for _ in range(86_400):
+        pace.count()
 
 
 def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:

@@ -21,7 +21,7 @@ from thinwire.engine.reports import (
     Versions,
 )
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.run.compact import deflate
+from thinwire.run.compact import as_text, deflate
 from thinwire.run.conduct import PeerConduct
 from thinwire.run.control import Channel
 from thinwire.run.messages import (
@@ -44,7 +44,7 @@ from thinwire.run.messages import (
     pack,
     unpack,
 )
-from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.run.vocabulary import MOST_SAID
 from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
 
 METER = Meter()
@@ -92,6 +92,10 @@ MESSAGES: list[Message] = [
 def plain(message: Message) -> dict[str, Any]:
     """A message as it is before it is deflated."""
     return json.loads(zlib.decompress(pack(message)))
+
+
+def deflated(message: dict[str, Any]) -> bytes:
+    return deflate(as_text(message))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=name_of)
@@ -168,7 +172,7 @@ def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
 )  # fmt: skip
 def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(WireError, match=words):
-        unpack(deflate({**plain(STEP), **change}))
+        unpack(deflated({**plain(STEP), **change}))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +188,7 @@ def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
 def test_a_missing_field_is_named(message: Message, name: str) -> None:
     rest = {key: value for key, value in plain(message).items() if key != name}
     with pytest.raises(WireError, match=f"'{name_of(message)}' message has no field '{name}'"):
-        unpack(deflate(rest))
+        unpack(deflated(rest))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ def test_a_missing_field_is_named(message: Message, name: str) -> None:
 def test_a_field_of_another_kind_is_named(message: Message, name: str) -> None:
     """What no field may be: a list within a list."""
     with pytest.raises(WireError, match=rf"'{name_of(message)}' message has {name} = .*must be"):
-        unpack(deflate({**plain(message), name: [[[]]]}))
+        unpack(deflated({**plain(message), name: [[[]]]}))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,30 @@ def test_what_is_no_message_is_refused(text: bytes) -> None:
 
 def test_a_message_that_inflates_without_end_is_refused() -> None:
     with pytest.raises(WireError, match="longer than"):
-        unpack(zlib.compress(b" " * (MAX_MESSAGE + 1)))
+        unpack(zlib.compress(b" " * (MOST_SAID + 1)))
+
+
+def test_every_kind_has_a_size_of_its_own() -> None:
+    pulse = {**plain(Pulse(1, "works")), "doing": "x" * 65_530}
+    with pytest.raises(WireError, match=r"type 'pulse' has 65\d\d\d bytes, at most 65536"):
+        unpack(deflated(pulse))
+    many = replace(WRITTEN, shard=replace(SHARD, tensors=["t" * 20] * 40_000))
+    assert unpack(pack(many)) == many
+    with pytest.raises(WireError, match="type 'shard' has"):
+        pack(replace(WRITTEN, shard=replace(SHARD, tensors=["t" * 20] * 60_000)))
+
+
+def test_a_report_holds_no_more_than_its_step_has() -> None:
+    """It may wait for those of slower stages, and so may many others."""
+    span = ("compute", "F0", 10.0, 10.25)
+    PeerConduct(1, 2, microbatches=4).check(replace(STEP, spans=[span] * 104))
+    for wrong, words in [
+        ({"spans": [span] * 105}, "with 105 spans"),
+        ({"spans": [("compute", "F" * 25, 10.0, 10.25)]}, "whose name has no end"),
+        ({"measures": {str(number): 0.0 for number in range(33)}}, "with 33 measures"),
+    ]:
+        with pytest.raises(WireError, match=words):
+            PeerConduct(1, 2, microbatches=4).check(replace(STEP, **wrong))
 
 
 def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
@@ -231,14 +258,14 @@ def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
 
 def test_control_characters_of_a_peer_reach_nobody() -> None:
     error = "\x1b]0;title\x07line\nnext \x9b2J\u202eend"
-    received = unpack(deflate({**plain(FAILED), "error": error, "kind": "\x1b[31m"}))
+    received = unpack(deflated({**plain(FAILED), "error": error, "kind": "\x1b[31m"}))
     assert isinstance(received, Failed)
     assert received.error == "]0;titleline\nnext 2Jend"
     assert received.kind == "[31m"
     with pytest.raises(WireError) as refused:
-        unpack(deflate({"type": "\x1b[2J"}))
+        unpack(deflated({"type": "\x1b[2J"}))
     assert "\x1b" not in str(refused.value)
-    long = unpack(deflate({**plain(FAILED), "error": "x" * 60_000}))
+    long = unpack(deflated({**plain(FAILED), "error": "x" * 60_000}))
     assert isinstance(long, Failed)
     assert len(long.error) < 5000 and long.error.endswith("(56000 more characters)")
 

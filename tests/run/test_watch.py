@@ -89,3 +89,67 @@ def test_time_that_the_coordinator_was_suspended_does_not_count() -> None:
     wait.let(20, **WAITS)
     wait.now += 36_000
     assert wait.let(5, **WAITS) == []
+
+
+def test_a_stage_that_claims_to_work_while_all_others_wait_is_named() -> None:
+    """Its pulses would be progress for ever."""
+    wait, begun = Wait(), 1
+    with pytest.raises(Stuck, match=r"stage 1 is stuck: .* says that it works, and no other stage"):
+        for _ in range(200):
+            begun += 1
+            wait.let(1, stage_0="waits for B0 of step 3")
+            wait.watch.heard(1, begun, "computes F0 of step 3")
+    assert 100 <= wait.now <= 103
+
+
+def test_a_stage_that_works_for_long_while_the_other_waits_is_given_ten_times_as_long() -> None:
+    wait, begun = Wait(patience=10.0), 1
+    for seconds in (8, 60):
+        for _ in range(seconds):
+            begun += 1
+            wait.let(1, stage_0="waits for B0 of step 3")
+            wait.watch.heard(1, begun, "computes F0 of step 3")
+        wait.watch.heard(0)
+
+
+def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends_the_run() -> None:
+    wait, begun, told = Wait(patience=100.0), 1, []
+    for _ in range(3):
+        wait.let(20, **WAITS)
+        for stage in (0, 1):
+            wait.watch.heard(stage)
+        wait.watch.result()
+    with pytest.raises(Stuck, match=r"no step has ended for 1000 s"):
+        for _ in range(2000):
+            begun += 1
+            told += wait.let(1)
+            for stage in (0, 1):
+                wait.watch.heard(stage, begun, "is busy")
+    assert [text.split(",")[0] for text in told] == [
+        f"no step has ended for {seconds} s" for seconds in (100, 200, 400, 800)
+    ]
+    assert "the longest so far took 20 s: stage 0 is busy" in told[0]
+
+
+def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:
+    """However short the patience: the link ends the run first, and says more."""
+    wait = Wait(patience=10.0)
+    wait.watch._outage = 60.0
+    wait.watch.down("cut-0", True)
+    wait.let(85, **WAITS)
+    wait.watch.down("cut-0", False)
+    with pytest.raises(Stuck):
+        wait.let(2, **WAITS)
+
+
+def test_a_stage_far_away_is_silent_only_if_it_was_not_so_before() -> None:
+    def silent(pulse_every: int) -> bool:
+        wait = Wait(patience=1000.0)
+        for _ in range(8):
+            wait.let(pulse_every)
+            for stage in (0, 1):
+                wait.watch.heard(stage, 1, "works")
+        wait.let(30)
+        return "silent" in "".join(wait.watch.doing())
+
+    assert silent(pulse_every=5) and not silent(pulse_every=20)

@@ -232,6 +232,12 @@ def test_a_rank_left_to_the_ratio_follows_the_model() -> None:
     assert not remarks(load_settings(None, asked))
 
 
+def test_a_patience_shorter_than_an_outage_is_remarked() -> None:
+    for patience, is_short in (("20", True), ("60", False), ("0", False)):
+        found = remarks(load_settings(None, [f"run.patience={patience}", "link.outage=60"]))
+        assert any("run.patience = 20 is shorter than" in text for text in found) == is_short
+
+
 def test_the_comment_of_a_key_left_open_names_its_value() -> None:
     settings = load_settings(None, [])
     lines = to_toml(settings.relaxed(), settings).splitlines()

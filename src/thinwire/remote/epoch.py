@@ -66,7 +66,11 @@ class Epoch:
         self._seats = formation.seats
         self._reception = Reception(base.listener)
         self._coordinator = Coordinator(
-            len(self._seats), settings.run.patience, Assign({}, "", "", ""), parts_travel=True
+            len(self._seats),
+            settings.run.patience,
+            Assign({}, "", "", ""),
+            parts_travel=True,
+            outage=settings.link.outage,
         )
         self.record = RunRecord(
             settings, base.folder, base.data, checkpoint, base.display, goes_on=True

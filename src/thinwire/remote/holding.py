@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.engine.fetched import refuse_images
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
@@ -124,10 +123,9 @@ class Holding:
 
     def _own_corpus(self, say: Callable[[str, int, int], None]) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
-        settings = self.settings
         if self._terms.data is None:
-            refuse_images(settings)
             return None
+        settings = self.settings
         data = settings.model.task.prepare(settings.data, settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.seat.corpus:
             raise DataError(
@@ -138,13 +136,7 @@ class Holding:
 
     def _fetch(self, dial_host: Callable[[], Pipe], say: Callable[[str, int, int], None]) -> Path:
         """Fetch the stage's part of the checkpoint; a lost connection is opened again."""
-        moved_at = time.monotonic()
-
-        def tell(done: int, total: int) -> None:
-            nonlocal moved_at
-            moved_at = time.monotonic()
-            say("fetch", done, total)
-
+        deadline = time.monotonic() + FETCH_SECONDS
         while True:
             try:
                 return fetch_seat(
@@ -152,11 +144,11 @@ class Holding:
                     self.stage,
                     self.run_folder,
                     self._terms.plugins,
-                    tell,
+                    lambda done, total: say("fetch", done, total),
                 )
             except AdmissionError:
                 raise
             except WireError:
-                if time.monotonic() > moved_at + FETCH_SECONDS:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE_S)

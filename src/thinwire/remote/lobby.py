@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.errors import AdmissionError, ThinwireError, WireError
+from thinwire.errors import AdmissionError, BreachError, ThinwireError, WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.messages import (
     LOBBY,
@@ -32,6 +32,7 @@ from thinwire.remote.messages import (
     lobby_name,
 )
 from thinwire.run.control import Channel
+from thinwire.run.pace import Pace
 from thinwire.wire import Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for peers that were enrolled meanwhile
@@ -55,6 +56,10 @@ class Guest:
     has_ended: bool = False  # the process of its seat
     why_unfit: str = ""  # it declined, or failed; another arrival may change that
     is_leaving: bool = False  # it said so, and may still be here for a moment
+    pace: Pace = field(init=False)  # over all its streams
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(f"peer {self.name!r}")
 
     @property
     def is_unfit(self) -> bool:
@@ -203,12 +208,18 @@ class Lobby:
     def _attend(self, guest: Guest, pipe: Pipe) -> None:
         """Hear a peer until its stream is lost."""
         lost = threading.Event()
+
+        def on_lost(error: ThinwireError) -> None:
+            if isinstance(error, BreachError):
+                guest.why_unfit = str(error)
+            lost.set()
+
         channel = Channel(
             pipe,
             lobby_name(guest.name),
             FromMember,
             on_message=lambda message: self._hear(guest, message),
-            on_lost=lambda error: lost.set(),
+            on_lost=on_lost,
             words=LOBBY,
             on_end=lost.set,
         )
@@ -226,6 +237,7 @@ class Lobby:
             threading.Thread(target=channel.close, daemon=True).start()
 
     def _hear(self, guest: Guest, message: Any) -> None:
+        guest.pace.count()
         with self._changed:
             guest.heard = time.monotonic()
             happening = self._note(guest, message)

@@ -10,11 +10,12 @@ from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
 from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
-from thinwire.run.events import Exited, Lost, PartArrived, PartLost, Suspect
+from thinwire.run.control import lasting_control
+from thinwire.run.events import Away, Back, Exited, Lost, PartArrived, PartLost, Suspect
 from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer
 from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
-from thinwire.wire import LastingPipe, Pipe
+from thinwire.wire import Pipe
 
 EXIT_SECONDS = 10.0  # for the processes of stages to end once they have said goodbye
 
@@ -87,7 +88,13 @@ class RemotePeers(Peers):
             return self._reception.accept(name, holder, timeout)
 
         first = self._reception.accept(name, holder, None)
-        return LastingPipe(first, again, self._outage) if self._outage else first
+        return lasting_control(
+            first,
+            again,
+            self._outage,
+            on_down=lambda reason: self.said.note(Away(stage, reason)),
+            on_up=lambda seconds: self.said.note(Back(stage, seconds)),
+        )
 
     def _hear(self, stage: int, message: FromPeer) -> None:
         super()._hear(stage, message)

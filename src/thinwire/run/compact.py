@@ -18,12 +18,25 @@ _MICRO = 1e-6
 _LEVEL = 6
 
 
-def deflate(message: dict[str, Any]) -> bytes:
-    """A message as bytes."""
-    return zlib.compress(json.dumps(message, separators=(",", ":")).encode(), _LEVEL)
+def as_text(message: dict[str, Any]) -> bytes:
+    """A message as JSON."""
+    return json.dumps(message, separators=(",", ":")).encode()
 
 
-def inflate(payload: bytes, limit: int) -> Any:
+def parsed(text: bytes) -> Any:
+    """The inverse of `as_text`; ValueError for what it cannot have made."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def deflate(text: bytes) -> bytes:
+    """A text in fewer bytes."""
+    return zlib.compress(text, _LEVEL)
+
+
+def inflate(payload: bytes, limit: int) -> bytes:
     """The inverse of `deflate`; ValueError for what it cannot have made, or is beyond `limit`."""
     reader = zlib.decompressobj()
     try:
@@ -32,10 +45,7 @@ def inflate(payload: bytes, limit: int) -> Any:
         raise ValueError(str(error)) from None
     if not reader.eof:
         raise ValueError(f"it is cut off, or longer than {limit} bytes")
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return text
 
 
 def compact_step(report: dict[str, Any]) -> dict[str, Any]:

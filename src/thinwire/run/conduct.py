@@ -8,6 +8,12 @@ from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritte
 from thinwire.errors import WireError, printable
 from thinwire.run.messages import Failed, Finished, FromPeer, Hello, LinkDown, LinkUp, name_of
 
+# What a report may hold, for reports of fast stages wait until those of slow ones are there
+MOST_MICROBATCHES = 1 << 12
+SPANS, OTHER_SPANS = 10, 64  # for each microbatch, and beside them
+LONGEST_LABEL = 24
+MOST_MEASURES = 32
+
 
 class PeerConduct:
     """The results of one stage so far, which decide what it may send next.
@@ -16,7 +22,7 @@ class PeerConduct:
     that does not fit: it belongs to another stage, or to no step.
     """
 
-    def __init__(self, stage: int, stages: int):
+    def __init__(self, stage: int, stages: int, microbatches: int = MOST_MICROBATCHES):
         self._stage = stage
         self._others = set(range(stages)) - {stage}
         self._is_last = stage == stages - 1
@@ -26,6 +32,7 @@ class PeerConduct:
         nowhere |= {GRADIENT, NORMS} if self._is_last else set()
         self._places = {"", *PLACES} - nowhere
         self._is_down = False  # the link to the stage below
+        self._most_spans = SPANS * microbatches + OTHER_SPANS
         self._step: int | None = None
         self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
 
@@ -72,6 +79,12 @@ class PeerConduct:
         if report.not_finite not in self._places:
             place = printable(report.not_finite, 40)
             self._refuse("step", f"with non-finite values in {place!r}")
+        if len(report.spans) > self._most_spans:
+            self._refuse("step", f"with {len(report.spans)} spans of time")
+        if len(report.measures) > MOST_MEASURES:
+            self._refuse("step", f"with {len(report.measures)} measures")
+        if any(len(label) > LONGEST_LABEL for _, label, *_ in report.spans):
+            self._refuse("step", "with a span of time whose name has no end")
 
     def _check_order(self, name: str, step: int) -> None:
         """Results of a step come after it, once: otherwise they could pile up without limit."""

@@ -12,14 +12,30 @@ from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError, WireError
 from thinwire.run.messages import CONTROL, FromCoordinator
-from thinwire.run.vocabulary import MAX_MESSAGE, Vocabulary
-from thinwire.wire import Frame, FrameKind, Keepalive, Link, Meter, Pipe
+from thinwire.run.vocabulary import MOST_SAID, Vocabulary
+from thinwire.wire import Frame, FrameKind, Keepalive, LastingPipe, Link, Meter, Pipe
+from thinwire.wire.lasting import Reopen
 
 CONTROL_KEEPALIVE = Keepalive(every_s=60.0, timeout_s=7 * 86_400.0)
 """A coordinator may be suspended for days (Ctrl-Z) and go on. On one machine a death shows without
 pings, and a stage that is stuck shows in its pulses."""
 
 MessageT = TypeVar("MessageT", bound=FromCoordinator)
+
+
+def lasting_control(
+    first: Pipe,
+    reopen: Reopen,
+    outage: float,
+    on_down: Callable[[str], None] = lambda reason: None,
+    on_up: Callable[[float], None] = lambda seconds: None,
+) -> Pipe:
+    """What a control stream between two machines goes over: connections may be lost and come back.
+
+    Nothing is lost with them, and no message comes twice. An outage of more than `outage` seconds
+    breaks it; without any, it is the first connection alone.
+    """
+    return LastingPipe(first, reopen, outage, on_down, on_up) if outage else first
 
 
 class Channel:
@@ -43,7 +59,7 @@ class Channel:
         self._takes = takes
         self._on_message = on_message or self._inbox.put
         self.meter = Meter()
-        self._link = Link(pipe, self.meter, None, name, MAX_MESSAGE)
+        self._link = Link(pipe, self.meter, None, name, MOST_SAID)
         self._link.start(self._on_frame, on_lost or self._inbox.put, on_end)
 
     def send(self, message: Any) -> None:

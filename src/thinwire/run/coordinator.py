@@ -11,8 +11,10 @@ from typing import Any
 from thinwire.engine.reports import Agreements, Evaluation, ShardFailed, ShardWritten, Step
 from thinwire.errors import StageError, WireError
 from thinwire.run.blame import Evidence, blame
-from thinwire.run.conduct import PeerConduct
+from thinwire.run.conduct import MOST_MICROBATCHES, PeerConduct
 from thinwire.run.events import (
+    Away,
+    Back,
     Begin,
     Command,
     Commit,
@@ -49,9 +51,13 @@ from thinwire.run.messages import (
     Stop,
     name_of,
 )
+from thinwire.run.pace import TOLD_A_MINUTE, Told
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
 
+MOST_AHEAD = 4096
+"""Steps that a stage may report before the others do. Training keeps stages together, but a control
+stream may be down for a while and its reports come later."""
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
 
 
@@ -85,14 +91,24 @@ class Coordinator:
     """
 
     def __init__(
-        self, stages: int, patience: float, assignment: Assign, parts_travel: bool = False
+        self,
+        stages: int,
+        patience: float,
+        assignment: Assign,
+        parts_travel: bool = False,
+        outage: float = 0.0,
     ):
         self.phase = Phase.GATHERING
         self.stop_asked = False
         self._all = range(stages)
         self._assignment = assignment
-        self._watch = Watch(stages, patience)
-        self._conduct = [PeerConduct(stage, stages) for stage in self._all]
+        self._watch = Watch(stages, patience, outage)
+        microbatches = assignment.settings.get("pipeline", {}).get(
+            "microbatches", MOST_MICROBATCHES
+        )
+        self._conduct = [PeerConduct(stage, stages, microbatches) for stage in self._all]
+        self._steps = [0] * stages  # reported
+        self._told = Told()
         self._since = 0.0  # the phase began, by the watch's clock
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
@@ -157,6 +173,8 @@ class Coordinator:
             case Exited(stage=stage) | Lost(stage=stage):
                 if stage not in self._finished:
                     self._suspect(event, now)
+            case Away() | Back():
+                return self._on_absence(event, now)
             case PartArrived() | PartLost():
                 return self._on_travelled(event)
             case StopAsked():
@@ -173,6 +191,7 @@ class Coordinator:
                 self._suspect(Said(stage, message), now)
             elif self.phase is not Phase.SETTLING:
                 self._check_due(stage, message)
+                self._check_ahead(stage, message)
         except WireError as error:
             self._suspect(Lost(stage, str(error), in_breach=True), now)
         if self.phase is Phase.SETTLING:
@@ -184,6 +203,7 @@ class Coordinator:
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
         assert isinstance(message, Step | Evaluation | Finished), "all else was not due"
+        self._watch.result()
         commands: list[Command] = [Record(stage, message)]
         if isinstance(message, Finished):
             self._finished.add(stage)
@@ -212,6 +232,16 @@ class Coordinator:
             raise WireError(
                 f"stage {stage} sent a {name_of(message)!r} message while the run "
                 f"{self.phase.value}"
+            )
+
+    def _check_ahead(self, stage: int, message: FromPeer) -> None:
+        """Refuse reports without end: they wait here until the other stages have reported."""
+        self._steps[stage] += isinstance(message, Step)
+        slowest = min(self._all, key=lambda s: self._steps[s])
+        if self._steps[stage] - self._steps[slowest] > MOST_AHEAD:
+            raise WireError(
+                f"stage {stage} reported {self._steps[stage]} steps, but stage {slowest} only "
+                f"{self._steps[slowest]}"
             )
 
     def _on_arrival(self, stage: int, message: FromPeer) -> list[Command]:
@@ -279,10 +309,28 @@ class Coordinator:
             self._suspect(Lost(stage, str(error), in_breach=True), now)
             return []
         between = f"the link between stages {stage - 1} and {stage}"
+        self._watch.down(f"cut-{message.cut}", isinstance(message, LinkDown))
         if isinstance(message, LinkDown):
-            return [Say(f"{between} is down: {message.reason}; connecting again")]
-        back = Say(f"{between} is back after {message.seconds:.1f} s; nothing was lost")
-        return [back] if self.phase in _ROUNDS else [back, Record(stage, message)]
+            note = f"{between} is down: {message.reason}; connecting again"
+        else:
+            note = f"{between} is back after {message.seconds:.1f} s; nothing was lost"
+        times = self._told.again((stage, type(message)), now)
+        if times == TOLD_A_MINUTE:
+            note += "; it breaks often, so for a minute no more is said of it"
+        commands: list[Command] = [Say(note)] if times else []
+        if isinstance(message, LinkUp) and self.phase not in _ROUNDS:
+            commands.append(Record(stage, message))
+        return commands
+
+    def _on_absence(self, event: Away | Back, now: float) -> list[Command]:
+        """A control stream is down or back: no step waits for it, and it may come back."""
+        self._watch.down(f"control-{event.stage}", isinstance(event, Away))
+        if event.stage in self._finished or not self._told.again((event.stage, type(event)), now):
+            return []
+        stream = f"the control stream of stage {event.stage}"
+        if isinstance(event, Away):
+            return [Say(f"{stream} is down: {event.reason}; it may come back")]
+        return [Say(f"{stream} is back after {event.seconds:.1f} s; nothing was lost")]
 
     def _on_stop(self) -> list[Command]:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""

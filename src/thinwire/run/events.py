@@ -32,6 +32,22 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Away:
+    """The control stream of a stage on another machine is down; it may come back."""
+
+    stage: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Back:
+    """The control stream of a stage is back, after so many seconds."""
+
+    stage: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PartArrived:
     """The part of a checkpoint that a stage has reported is on this machine, with its hash."""
 
@@ -58,7 +74,7 @@ class Tick:
     """Time passes, and nothing else happened."""
 
 
-Event = Said | Exited | Lost | PartArrived | PartLost | StopAsked | Tick
+Event = Said | Exited | Lost | PartArrived | PartLost | Away | Back | StopAsked | Tick
 
 
 @dataclass(frozen=True)

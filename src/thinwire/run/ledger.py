@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
@@ -26,6 +27,14 @@ _BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS")
 _LAST_RECORDS = 16  # more than the steps without a good gradient after which a run ends
 _LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
 _LAST_SECONDS = 20  # steps over which the speed on display is taken
+
+
+@dataclass
+class Outages:
+    """How often the link over a cut was down, and for how long in all."""
+
+    count: int = 0
+    seconds: float = 0.0
 
 
 class Ledger:
@@ -50,7 +59,7 @@ class Ledger:
         self._moves: list[dict[str, Any]] = []
         self._crossed = [(0, 0)] * (len(stages) - 1)
         self._meters: dict[int, Meters] = {}
-        self._outages: dict[int, list[float]] = {cut: [] for cut in range(len(stages) - 1)}
+        self._outages = {cut: Outages() for cut in range(len(stages) - 1)}
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
@@ -86,7 +95,8 @@ class Ledger:
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
-        self._outages[cut].append(seconds)
+        self._outages[cut].count += 1
+        self._outages[cut].seconds += seconds
 
     def add_finished(self, stage: int, meters: Meters) -> None:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
@@ -136,8 +146,8 @@ class Ledger:
             "ratio_vs_bf16": _total_ratio(cuts),
             "cuts": cuts,
             "outages": [
-                {"cut": cut, "count": len(seconds), "seconds": sum(seconds)}
-                for cut, seconds in self._outages.items()
+                {"cut": cut, "count": outages.count, "seconds": outages.seconds}
+                for cut, outages in self._outages.items()
             ],
             "bytes_sent": self._bytes_sent(),
             "space": self._space_measures(),

@@ -107,11 +107,10 @@ class LinkDown:
 
 @dataclass(frozen=True)
 class LinkUp:
-    """There is another connection over a cut, after so many seconds; `way` as in Linked."""
+    """There is another connection over a cut, after so many seconds."""
 
     cut: int
     seconds: Finite
-    way: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,15 @@ FromPeer = Hello | Ready | Linked | Pulse | LinkDown | LinkUp | Report | Finishe
 FromCoordinator = Assign | Connect | Start | Stop
 Message = FromPeer | FromCoordinator
 
+_USUAL_BYTES = 1 << 16
+_LARGE = {
+    "assign": 1 << 18,  # all settings
+    "connect": 1 << 18,  # certificates of all stages
+    "failed": 1 << 18,  # a traceback
+    "step": 1 << 18,  # some hundred bytes for each microbatch
+    "shard": 1 << 20,  # the names of all tensors of a stage
+}
+
 CONTROL = Vocabulary(
     {
         "hello": Hello,
@@ -157,5 +165,6 @@ CONTROL = Vocabulary(
         "failed": Failed,
     },
     small={"step": (compact_step, expand_step)},
+    most=lambda name: _LARGE.get(name, _USUAL_BYTES),
 )
 name_of, pack, unpack = CONTROL.name_of, CONTROL.pack, CONTROL.unpack

@@ -33,7 +33,7 @@ from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
-from thinwire.run.control import CONTROL_KEEPALIVE, Channel
+from thinwire.run.control import CONTROL_KEEPALIVE, Channel, lasting_control
 from thinwire.run.messages import (
     Assign,
     Connect,
@@ -176,7 +176,7 @@ class Peer:
             )
 
         first = call(JOIN_SECONDS)
-        return LastingPipe(first, call, outage) if outage else first
+        return lasting_control(first, call, outage)
 
     def _far_corpus(self, assignment: Assignment) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
@@ -243,7 +243,7 @@ class Peer:
                 connect,
                 outage,
                 on_down=lambda reason: self._mention(LinkDown(neighbour, reason)),
-                on_up=lambda seconds: self._mention(LinkUp(neighbour, seconds, self._way_below())),
+                on_up=lambda seconds: self._mention(LinkUp(neighbour, seconds)),
             )
         self._lasting[neighbour] = pipe
         return pipe

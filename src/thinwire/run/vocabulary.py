@@ -11,10 +11,13 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.errors import WireError, printable
-from thinwire.run.compact import deflate, inflate
+from thinwire.run.compact import as_text, deflate, inflate, parsed
 from thinwire.run.fields import checked, hints_of
 
 MAX_MESSAGE = 16 << 20
+"""The largest message of any stream to a coordinator: also one of token ids."""
+MOST_SAID = 1 << 20
+"""Bytes of the largest control message, before it is deflated and after it is inflated."""
 
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -22,12 +25,17 @@ Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 class Vocabulary:
     """Kinds of messages with their names. `small` has those that travel in another form, with the
     functions there and back; the latter raises ValueError for what the former cannot have made.
+    `most` bounds the bytes of a kind further.
     """
 
     def __init__(
-        self, kinds: Mapping[str, type], small: Mapping[str, tuple[Reshape, Reshape]] | None = None
+        self,
+        kinds: Mapping[str, type],
+        small: Mapping[str, tuple[Reshape, Reshape]] | None = None,
+        most: Callable[[str], int] = lambda name: MOST_SAID,
     ):
         self._kinds = dict(kinds)
+        self._most = most
         self._names = {kind: name for name, kind in kinds.items()}
         self._small = small or {}
 
@@ -47,24 +55,35 @@ class Vocabulary:
                 del plain[key]
         if name in self._small:
             plain = self._small[name][0](plain)
-        return deflate({"type": name, **plain})
+        text = as_text({"type": name, **plain})
+        self._check_size(name, len(text))
+        return deflate(text)
 
     def unpack(self, payload: bytes) -> Any:
         """The message of a payload, every field checked; WireError names what is wrong with it."""
         try:
-            message = inflate(payload, MAX_MESSAGE)
+            text = inflate(payload, MOST_SAID)
+            message = parsed(text)
         except ValueError as error:
             reason = printable(str(error), 200)
             raise WireError(f"a control message cannot be read: {reason}") from None
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
             raise WireError("a control message must be an object with a type")
         name = message.pop("type")
+        self._check_size(name, len(text))
         if name in self._small:
             try:
                 message = self._small[name][1](message)
             except ValueError as error:
                 raise WireError(f"a {name!r} message has {error}") from None
         return self._checked(name, message)
+
+    def _check_size(self, name: str, size: int) -> None:
+        if size > (most := self._most(name)):
+            raise WireError(
+                f"a control message of type {_quoted(name)} has {size} bytes, at most {most} are "
+                "allowed"
+            )
 
     def _checked(self, name: str, values: dict[str, Any]) -> Any:
         kind: Any = self._kinds.get(name)

@@ -3,19 +3,28 @@
 A stage says now and then what it is doing, and how many pieces of work it has begun (`Progress`).
 The coordinator's `Watch` notes when no stage begins anything new: first it is said, and at last the
 run ends with the name of the stage that is stuck. A link that breaks, or a process that dies, shows
-long before; this is for a stage that is frozen, or that answers and does nothing.
+long before; this is for a stage that is frozen, or that answers and does nothing. Pulses prove
+little: a stage that alone claims to work, while all others wait, is stuck too, and so is a run in
+which everybody is busy and no step ends. How long is too long depends on what was seen before.
 """
 
 from dataclasses import dataclass
 
 NOTICE_SECONDS = 30.0  # without progress before it is said
 _USUAL = 10  # a wait may be so many times the longest one that ended well
+_SLOW_STEP, _ENDLESS_STEP = (
+    5,
+    30,
+)  # a step, of the longest so far, before it is said; before the end
+_ENDLESS = 10  # ... and at least so many times the patience
+_LATE = 3  # a pulse, of the longest time between two so far, before its stage counts as silent
 _PULSE_SECONDS = 5.0  # between two pulses of a stage, at most
+_LEAST_PULSE = 0.05  # ... and at least: more would pass for a flood (pace.py)
 
 
 def pulse_seconds(patience: float) -> float:
     """How often a stage says what it is doing."""
-    return min(_PULSE_SECONDS, patience / 4) if patience else _PULSE_SECONDS
+    return max(_LEAST_PULSE, min(_PULSE_SECONDS, patience / 4)) if patience else _PULSE_SECONDS
 
 
 @dataclass
@@ -26,24 +35,31 @@ class _Seen:
     doing: str = "has said nothing yet"
     heard: float = 0.0
     advanced: float = 0.0
+    gap: float = 0.0  # between two words of it: the longest of late
 
 
 class Watch:
     """The coordinator's view of its stages' progress.
 
     Its clock runs only while the coordinator does: one that was suspended (Ctrl-Z) must not take
-    its own absence for that of its stages.
+    its own absence for that of its stages. A link may be down for `outage` seconds, and so may the
+    control stream of a stage on another machine: the patience does not end before that.
     """
 
-    def __init__(self, stages: int, patience: float) -> None:
+    def __init__(self, stages: int, patience: float, outage: float = 0.0) -> None:
         self.tick = max(0.05, min(1.0, pulse_seconds(patience)))
         self.now = 0.0
         self._patience = patience
         self._last_tick: float | None = None
         self._seen = {stage: _Seen() for stage in range(stages)}
         self._is_training = False
+        self._outage = outage
+        self._down: set[object] = set()  # links and control streams
         self._longest = 0.0  # wait of the training that ended well
-        self._said_at = 0.0  # waits up to here have been told
+        self._longest_alone = 0.0  # ... in which one stage worked and no other
+        self._longest_step = 0.0  # time between two results
+        self._result_at: float | None = None
+        self._said_at = self._step_said_at = 0.0  # waits up to here have been told
 
     def begin_training(self) -> None:
         """The start is over: waits from now on tell how long one may be."""
@@ -60,13 +76,30 @@ class Watch:
         seen = self._seen.get(stage)
         if seen is None:
             return
+        seen.gap = max(self.now - seen.heard, 0.9 * seen.gap) if seen.heard else 0.0
         seen.heard = self.now
         if begun is None or begun != seen.begun:
             if self._is_training:
                 self._longest = max(self._longest, self._stuck_for())
+                others = [other for other in self._seen if other != stage]
+                alone = max((self._alone_for(other) for other in others), default=0.0)
+                self._longest_alone = max(self._longest_alone, alone)
             seen.advanced = self.now
         if begun is not None:
             seen.begun, seen.doing = begun, doing
+
+    def result(self) -> None:
+        """A stage has ended a step, or something else that all stages do together."""
+        if self._result_at is not None:
+            self._longest_step = max(self._longest_step, self.now - self._result_at)
+        self._result_at, self._step_said_at = self.now, 0.0
+
+    def down(self, what: object, is_down: bool) -> None:
+        """A link or a control stream is lost, or back."""
+        if is_down:
+            self._down.add(what)
+        else:
+            self._down.discard(what)
 
     def dismiss(self, stage: int) -> None:
         """A stage has finished: nobody waits for it any more."""
@@ -77,7 +110,7 @@ class Watch:
         stuck = self._stuck_for()
         if stuck < self._notice:
             self._said_at = 0.0
-            return ""
+            return self._slow_step()
         if stuck < 2 * self._said_at:
             return ""
         self._said_at = stuck
@@ -85,16 +118,25 @@ class Watch:
 
     def verdict(self) -> str:
         """Which stage is stuck and what to do, once the patience is at its end; or nothing."""
-        stuck = self._stuck_for()
-        if not self._patience or stuck < max(self._patience, _USUAL * self._longest):
+        if not self._patience:
             return ""
-        culprit = self._culprit()
-        who = "the stages wait for each other" if culprit is None else f"stage {culprit} is stuck"
-        return (
-            f"{who}: no progress for {stuck:.0f} s ({self._all_stages()}). If a single piece of "
-            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
-            "forever). Otherwise see the logs, and continue with --resume"
-        )
+        stuck = self._stuck_for()
+        if stuck >= self._limit(self._longest):
+            culprit = self._culprit()
+            who = (
+                "the stages wait for each other" if culprit is None else f"stage {culprit} is stuck"
+            )
+            return self._ending(f"{who}: no progress for {stuck:.0f} s")
+        for stage in self._seen if self._is_training else ():
+            if (alone := self._alone_for(stage)) >= self._limit(self._longest_alone):
+                claim = "it says that it works, and no other stage gets anything to do"
+                return self._ending(f"stage {stage} is stuck: for {alone:.0f} s {claim}")
+        step = self._in_step_for()
+        if self._longest_step and step >= max(
+            self._limit(_ENDLESS_STEP / _USUAL * self._longest_step), _ENDLESS * self._patience
+        ):
+            return self._ending(f"no step has ended for {step:.0f} s")
+        return ""
 
     def doing(self) -> list[str]:
         """What each stage that has not finished says it does, and for how long."""
@@ -107,8 +149,50 @@ class Watch:
 
     @property
     def _notice(self) -> float:
-        patient = min(NOTICE_SECONDS, self._patience / 2) if self._patience else NOTICE_SECONDS
-        return max(patient, 3 * self._longest)
+        return max(self._least_notice, 3 * self._longest)
+
+    @property
+    def _least_notice(self) -> float:
+        return min(NOTICE_SECONDS, self._patience / 2) if self._patience else NOTICE_SECONDS
+
+    def _limit(self, longest: float) -> float:
+        """Seconds that a wait may last, if the longest of its kind so far was that long."""
+        # Where a link is down, its own limit comes first, and says more than this one would.
+        outage = self._outage + NOTICE_SECONDS if self._down else 0.0
+        return max(self._patience, _USUAL * longest, outage)
+
+    def _ending(self, what: str) -> str:
+        return (
+            f"{what} ({self._all_stages()}). If a single piece of "
+            f"work may take that long, raise run.patience (now {self._patience:g} s; 0 = wait "
+            "forever). Otherwise see the logs, and continue with --resume"
+        )
+
+    def _slow_step(self) -> str:
+        """What to tell of a step that takes far longer than those before, as in `complaint`."""
+        step = self._in_step_for()
+        usual = self._longest_step
+        is_slow = usual and step >= max(self._least_notice, _SLOW_STEP * usual)
+        if not is_slow or step < 2 * self._step_said_at:
+            return ""
+        self._step_said_at = step
+        return (
+            f"no step has ended for {step:.0f} s, and the longest so far took {usual:.0f} s: "
+            f"{self._all_stages()}"
+        )
+
+    def _in_step_for(self) -> float:
+        """Seconds since the last result."""
+        is_over = self._result_at is None or not self._seen
+        return 0.0 if is_over or self._result_at is None else self.now - self._result_at
+
+    def _alone_for(self, stage: int) -> float:
+        """Seconds for which this stage alone has begun anything, with all others in earshot."""
+        others = [seen for other, seen in self._seen.items() if other != stage]
+        if not others or any(map(self._silence, others)):
+            return 0.0
+        since = max(seen.advanced for seen in others)
+        return max(0.0, self._seen[stage].advanced - since)
 
     def _stuck_for(self) -> float:
         """Seconds since any stage has begun something: while one works, the others may wait."""
@@ -124,8 +208,8 @@ class Watch:
     def _silence(self, seen: _Seen) -> float:
         """Seconds for which a stage has not spoken, if that is out of the ordinary."""
         silence = self.now - seen.heard
-        usual = pulse_seconds(self._patience)
-        return silence if silence > max(3 * usual, 1.0) else 0.0
+        usual = max(pulse_seconds(self._patience), seen.gap)  # it may be slow, or far away
+        return silence if silence > max(_LATE * usual, 1.0) else 0.0
 
     def _all_stages(self) -> str:
         return "; ".join(self.doing())

@@ -46,7 +46,7 @@ def remarks(settings: Settings) -> list[str]:
     if sizes:
         changes = ", ".join(f"{key} {value} (not {own})" for key, (value, own) in sizes.items())
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
-    found += filter(None, [stale_rates(settings)])
+    found += filter(None, [stale_rates(settings), _short_patience(settings)])
     plain, default = settings.relaxed().to_plain(), Settings().to_plain()
     for use in _USES:
         section, key = use.key.split(".")
@@ -54,3 +54,13 @@ def remarks(settings: Settings) -> list[str]:
         if value != default[section][key] and not use.holds(settings):
             found.append(f"{use.key} = {value!r} has no effect without {use.when}")
     return found
+
+
+def _short_patience(settings: Settings) -> str:
+    patience, outage = settings.run.patience, settings.link.outage
+    if not 0 < patience < outage:
+        return ""
+    return (
+        f"run.patience = {patience:g} is shorter than link.outage = {outage:g}: while a link is "
+        "down, the run waits for link.outage"
+    )
