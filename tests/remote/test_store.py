@@ -315,3 +315,13 @@ def test_no_state_is_larger_than_its_limit(
     for parts in written.values():
         for part, limit in zip(parts, limits, strict=True):
             assert part.shard.bytes <= limit < 100 * part.shard.bytes
+
+
+def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:
+    """Step 20 is settled while step 10 has not been fetched."""
+    member = tmp_path / "member"
+    for stage in (0, 1):
+        host.collector.announce(stage, 10, write(member, stage, 10))
+    host.collector.settled(20)
+    host.join("peer", ShardSender(member, Pace()), [0, 1])
+    assert host.wait(2) == [("arrived", 0, 10), ("arrived", 1, 10)]

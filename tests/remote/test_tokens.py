@@ -107,6 +107,24 @@ def test_ids_are_asked_for_before_they_are_read(make_settings: Callable, corpus:
     server.close()
 
 
+def test_a_wait_for_ids_is_known_as_one(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """It is no compute time, and a watchdog must not blame the stage for it."""
+    settings = make_settings(pipeline__stages=3)
+    pairs = [joined(corpus, settings, stage) for stage in range(3)]
+    assert pairs[0][1].is_due((0, 0)) and pairs[2][1].is_due(0)
+    assert not pairs[1][1].is_due((0, 0)), "it reads nothing"
+    outcome = run_in_threads(settings, data=tmp_path, far=lambda stage: pairs[stage][1])
+    waits = [
+        [label for lane, label, *_ in outcome.steps(stage)[0].spans if lane == "wait"]
+        for stage in range(3)
+    ]
+    assert "ids0" in waits[0] and "ids0" in waits[2] and "ids0" not in waits[1]
+    for server, _ in pairs:
+        server.close()
+
+
 def test_a_validation_too_large_to_keep_is_asked_for_again(
     make_settings: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,14 @@ class FarCorpus(ABC):
     validation_text: tuple[int, int]  # as that of a feed
 
     @abstractmethod
+    def is_due(self, at: tuple[int, int] | int) -> bool:
+        """Whether something that this stage reads of a microbatch is still to come."""
+
+    @abstractmethod
+    def wait(self, at: tuple[int, int] | int) -> None:
+        """Wait until all that this stage reads of a microbatch is here."""
+
+    @abstractmethod
     def inputs(self, at: tuple[int, int] | int) -> Tensor:
         """Token ids (B, T) of a training microbatch, or of a validation's by its number alone."""
 
@@ -51,10 +59,17 @@ class DeviceBatch:
     """A microbatch on the stage's device: what a model reads, and what it should say.
 
     Each is computed when it is asked for: images by the first stage alone, labels by the last.
+    `wait` is there if something has to come from another machine first.
     """
 
-    def __init__(self, inputs: Callable[[], Tensor], targets: Callable[[], Tensor]):
+    def __init__(
+        self,
+        inputs: Callable[[], Tensor],
+        targets: Callable[[], Tensor],
+        wait: Callable[[], None] | None = None,
+    ):
         self._read_inputs, self._read_targets = inputs, targets
+        self.wait = wait
 
     @cached_property
     def inputs(self) -> Tensor:
@@ -215,6 +230,7 @@ class _FarTokens(_Source):
         return DeviceBatch(
             lambda: self._far.inputs(at).to(self._device),
             lambda: self._far.targets(at).to(self._device),
+            (lambda: self._far.wait(at)) if self._far.is_due(at) else None,
         )
 
 

@@ -116,6 +116,13 @@ class FetchedCorpus(FarCorpus):
         self._link = Link(pipe, self.meter, None, "token ids", most)
         self._link.start(self._on_ids, self._on_broken, self._on_end)
 
+    def is_due(self, at: tuple[int, int] | int) -> bool:
+        with self._changed:
+            return bool(self._columns) and _key(at) not in self._ids
+
+    def wait(self, at: tuple[int, int] | int) -> None:
+        self._obtain(_key(at))
+
     def inputs(self, at: tuple[int, int] | int) -> Tensor:
         return self._read(at, Columns.INPUTS)
 
@@ -138,9 +145,13 @@ class FetchedCorpus(FarCorpus):
         self._type = np.dtype(f"<u{checked.id_bytes}")
 
     def _read(self, at: tuple[int, int] | int, columns: Columns) -> Tensor:
-        """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
         assert columns in self._columns, f"this stage was not to read {columns!r}"
-        key: Key = (Side.VALIDATION, 0, at) if isinstance(at, int) else (Side.TRAINING, *at)
+        first, wanted = self._columns.span(self._context).start, columns.span(self._context)
+        ids_BT = self._obtain(_key(at))[:, wanted.start - first : wanted.stop - first]
+        return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
+
+    def _obtain(self, key: Key) -> np.ndarray:
+        """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
         with self._changed:
             self._forget_before(key)
             for ahead in self._coming(key):
@@ -148,10 +159,7 @@ class FetchedCorpus(FarCorpus):
             self._changed.wait_for(lambda: self._failure or key in self._ids)
             if key not in self._ids:
                 raise WireError(f"token ids of {_named(key)} cannot be had: {self._failure}")
-            first = self._columns.span(self._context).start
-            wanted = columns.span(self._context)
-            ids_BT = self._ids[key][:, wanted.start - first : wanted.stop - first]
-        return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
+            return self._ids[key]
 
     def _coming(self, key: Key) -> list[Key]:
         """A microbatch and those that are read after it."""
@@ -217,6 +225,10 @@ class FetchedCorpus(FarCorpus):
 
     def _on_end(self) -> None:
         self._on_broken(WireError("the host has ended the stream of token ids"))
+
+
+def _key(at: tuple[int, int] | int) -> Key:
+    return (Side.VALIDATION, 0, at) if isinstance(at, int) else (Side.TRAINING, *at)
 
 
 def _named(key: Key) -> str:

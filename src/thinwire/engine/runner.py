@@ -110,8 +110,11 @@ class Runner:
                 if received is None:
                     break
             if not leaves():
-                self._progress.begin(f"validates with batch {number} after step {step}")
                 batch = self._feed.validation(number)
+                if batch.wait is not None:
+                    self._progress.begin(f"waits for ids of validation batch {number}")
+                    batch.wait()
+                self._progress.begin(f"validates with batch {number} after step {step}")
                 self._score(FrameKind.EVALUATE, step, number, batch, received, score)
                 done += 1
             elif self._below is None:
@@ -158,6 +161,9 @@ class Runner:
 
     def _forward(self, step: int, microbatch: int) -> None:
         batch = self._feed.training(step, microbatch)
+        if batch.wait is not None:
+            with self.trace.span("wait", f"ids{microbatch}"):
+                batch.wait()
         received = None
         if self._below is not None:
             with self.trace.span("wait", f"F{microbatch}"):

@@ -22,7 +22,7 @@ from thinwire.remote.store import ShardCollector, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, Commit, Discard
+from thinwire.run.events import Command, Commit
 from thinwire.run.messages import Assign, Way
 from thinwire.run.order import tokens_name
 from thinwire.run.peers import lead
@@ -150,7 +150,7 @@ class Epoch:
 
     def _carry_out(self, collector: ShardCollector, command: Command) -> None:
         self.record.carry_out(command)
-        if isinstance(command, Commit | Discard):
+        if isinstance(command, Commit):
             collector.settled(command.step)
 
     def _wait_until_prepared(self) -> str:

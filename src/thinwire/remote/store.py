@@ -8,8 +8,8 @@ On the host: one `ShardCollector` for each epoch. RemotePeers tells it of each S
 coordinator, which was made with `parts_travel=True`. The collector's `on_arrived` and `on_lost`
 become the events PartArrived and PartLost (`said.note`). For each connection `store-NAME` that is
 accepted, again and again (`is_replaceable=True`), a thread calls
-`collect_from(NAME, stages, pipe)`, which returns when the connection is lost. After a Commit or
-Discard of a step call `settled(step)`, and at the end of the epoch `close()`.
+`collect_from(NAME, stages, pipe)`, which returns when the connection is lost. After the Commit of
+a step call `settled(step)`, and at the end of the epoch `close()`.
 
 On a member: one `ShardSender` in the supervising process, with the folder that its child was given
 as `run_folder` and a `Pace` of link.shard_share of the measured uplink. A thread calls
@@ -138,7 +138,7 @@ class ShardCollector:
         shutil.rmtree(self._incoming, ignore_errors=True)
 
     def settled(self, step: int) -> None:
-        """The checkpoint of a step is complete, or gone: members need not keep earlier shards."""
+        """The checkpoint of a step is complete: members need not keep earlier shards."""
         with self._changed:
             self._settled = max(self._settled, step)
             self._changed.notify_all()
@@ -230,8 +230,9 @@ class ShardCollector:
                     self._taken.add(waiting[0])
                     shard = self._announced[self._current][waiting[0]]
                     return self._current, waiting[0], shard
-                if self._settled > told:
-                    return self._settled, 0, None
+                done = min([self._settled, *self._announced])  # what may travel yet is kept
+                if done > told:
+                    return done, 0, None
                 self._changed.wait()
             return None
 
