@@ -97,7 +97,8 @@ def host_command(
     options: argparse.Namespace, show_summary: Callable[[dict[str, Any]], None]
 ) -> None:
     """Host a run to its end."""
-    from thinwire.remote.host import HostOptions, host
+    from thinwire.remote.host import host
+    from thinwire.remote.opening import HostOptions
     from thinwire.remote.relay import Relay
     from thinwire.report import open_display
     from thinwire.settings import load_settings

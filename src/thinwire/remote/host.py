@@ -7,28 +7,26 @@ complete checkpoint
 
 import contextlib
 import dataclasses
-import socket
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.errors import ConfigError, StageError
+from thinwire.errors import StageError
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.control_socket import ControlSocket
-from thinwire.remote.enrol import EnrolServer
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.figures import with_split
 from thinwire.remote.forming import form
 from thinwire.remote.here import own_peers
 from thinwire.remote.host_console import HostConsole
-from thinwire.remote.invite import Invite, door_token, is_address
+from thinwire.remote.invite import Invite
 from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.news import SharedDisplay
+from thinwire.remote.opening import HostOptions, Opened
 from thinwire.remote.seats import (
+    Formation,
     fill_seats,
     is_hosted,
     read_formation,
@@ -38,42 +36,21 @@ from thinwire.remote.standing import Standing
 from thinwire.report import Display
 from thinwire.report.human import elapsed
 from thinwire.run.claim import claim_folder
-from thinwire.run.messages import Way
 from thinwire.run.peers import StageFailedError
 from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
-from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
-from thinwire.wire import Door, Listener, Route, Standby, raise_descriptor_limit
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
-from thinwire.wire.speed import SERVICE as SPEED
-from thinwire.wire.speed import SpeedService
+from thinwire.wire import raise_descriptor_limit
 
 FAILURES = 3  # of stages, without a step between them, before a run is given up
-RENEWAL_SECONDS = 6 * 3600.0  # after which this process shows another certificate
 REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
 LOOK_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class HostOptions:
-    """Where a host is found, and whom it invites."""
-
-    listen: str = "0.0.0.0:0"
-    addresses: tuple[str, ...] = ()  # by which others find it; empty: as far as it knows itself
-    relay: str = ""
-    relay_pass: str = field(default="", repr=False)
-    lasts: float = 86_400.0  # seconds for which the invite is good
-    single_use: bool = False
-    stages_here: int = 0  # that this machine holds itself
-
-
 def host(settings: Settings, options: HostOptions, display: Display) -> dict[str, Any]:
     """Host a run to its end, or to a Ctrl-C, which stops it with a checkpoint; the summary."""
-    for address in options.addresses:
-        _with_port(address, 1)  # a wrong one is refused before anything is prepared
+    options.check()
     settings = over_real_links(settings)
     for line in describe(settings):
         display.phase("config", line)
@@ -110,57 +87,36 @@ class _Hosting:
     ):
         self._started = time.monotonic()
         self._folder = folder
-        self._formation = read_formation(folder)
+        self._formation = _fitting(read_formation(folder), settings)
         split = tuple(self._formation.split)
         self._settings = with_split(settings, split) if split else settings
         self._stop_asked = False
         self._refused: tuple[list[str], str] = ([], "")  # peers that cannot hold the run, and why
         self._failed = 0  # epochs in a row that ended by a failure, without a step
-        listener = Listener(
-            book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
-        )
-        opened.callback(listener.close)
-        enrolling = opened.enter_context(EnrolServer(book))
-        door = opened.enter_context(_open_door(options.listen, self._formation.port))
+        door = Opened(book, options, self._formation.port, opened)
         self._formation = dataclasses.replace(self._formation, port=door.port)
         write_formation(folder, self._formation)
-        token = door_token(book.authority.fingerprint)
-        door.admit(book.run_id, token)
-        speed = opened.enter_context(SpeedService())
-        services = {
-            "enrol": enrolling.address,
-            "control": listener.address,
-            SPEED: speed.address,
-        }
-        for service, address in services.items():
-            name = f"{book.run_id}/{service}"
-            door.serve(name, address)
-            if options.relay:
-                route = Route(options.relay, "relayed", options.relay_pass)
-                opened.enter_context(Standby(name, route, address))
-        stated = tuple(_with_port(address, door.port) for address in options.addresses)
-        addresses = stated or _own_addresses(options.listen, door.port)
-        self._lobby = opened.enter_context(Lobby(listener, book))
+        self._lobby = opened.enter_context(Lobby(door.listener, book))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
         console = HostConsole(
             self._standing, self._lobby, book, lambda: self._formation, lambda: self._settings
         )
         opened.enter_context(ControlSocket(folder, console.handlers()))
-        meeting = [Way(address, "relayed", token) for address in addresses]
-        if options.relay:
-            meeting.insert(0, Way(options.relay, "relayed", options.relay_pass))
         self._base = Base(
-            self._lobby, listener, book.run_id, token, meeting, folder, data, self._display
+            self._lobby,
+            door.listener,
+            book.run_id,
+            door.token,
+            door.meeting,
+            folder,
+            data,
+            self._display,
         )
-        invite = book.invite(
-            addresses, options.relay, options.relay_pass, options.lasts, options.single_use
-        )
-        self._announce(invite)
+        self._announce(door.invite())
         if options.stages_here:
-            device = settings.run.device
-            opened.enter_context(own_peers(options.stages_here, invite, folder, device))
-        threading.Thread(target=_keep_fresh, args=(listener, book), daemon=True).start()
+            here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
+            opened.enter_context(here)
 
     def run(self) -> dict[str, Any]:
         """Form the run, and form it again, until it is over; the summary."""
@@ -326,6 +282,13 @@ class _Hosting:
         return [peer.name for peer in split.peers], ""
 
 
+def _fitting(before: Formation, settings: Settings) -> Formation:
+    """The forming of before, without its seats where the run has another number of stages now."""
+    if len(before.seats) in (0, settings.pipeline.stages):
+        return before
+    return dataclasses.replace(before, seats=[], split=[])
+
+
 def _leaver(epoch: Epoch) -> str:
     return (epoch.peers and epoch.peers.leaving) or "a peer"
 
@@ -344,40 +307,3 @@ def _newest(folder: Path, settings: Settings, display: Display) -> Checkpoint | 
     if not list_checkpoints(folder):
         return None
     return open_resume(folder, settings, display)
-
-
-def _open_door(listen: str, port_before: int) -> Door:
-    """The public port; where any will do, the one that earlier invites name."""
-    name, port = split_address(listen)
-    if not port and port_before:
-        with contextlib.suppress(Exception):
-            return Door(name, port_before)
-    return Door(name, port)
-
-
-def _with_port(address: str, port: int) -> str:
-    """An address of this host as others write it; without a port it has the door's."""
-    for whole in (address, f"{address}:{port}"):
-        if is_address(whole):
-            return whole
-    raise ConfigError(f"--address {address}: write a name or an address, and :PORT if it differs")
-
-
-def _own_addresses(listen: str, port: int) -> tuple[str, ...]:
-    """The addresses at which others may find this machine, as far as it can know."""
-    name, _ = split_address(listen)
-    if name not in ("0.0.0.0", "::", ""):
-        return (address_text(name, port),)
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
-        probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses an own address
-        return (address_text(probe.getsockname()[0], port),)
-    return (address_text("127.0.0.1", port),)
-
-
-def _keep_fresh(listener: Listener, book: AuthorityBook) -> None:
-    while True:
-        time.sleep(RENEWAL_SECONDS)
-        listener.renew(book.coordinator())

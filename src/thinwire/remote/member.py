@@ -16,18 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.errors import AdmissionError, StageError, ThinwireError, WireError
+from thinwire.errors import AdmissionError, StageError, ThinwireError
 from thinwire.remote.holding import Holding, Terms
 from thinwire.remote.identity import identity_of, needs_renewal, save_identity
 from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
-    LOBBY,
     Arrive,
     Declined,
     Dismiss,
     Doing,
     Ended,
-    FromHost,
     FromMember,
     Launch,
     Leaving,
@@ -40,24 +38,21 @@ from thinwire.remote.messages import (
     TakeSeat,
     Vacate,
     code_of,
-    lobby_name,
     seat_name,
     store_name,
 )
 from thinwire.remote.pieces import Pace
 from thinwire.remote.store import ShardSender
+from thinwire.remote.touch import Connected, Lost, Touch
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.run.vocabulary import MAX_MESSAGE
-from thinwire.wire import Identity, Pipe, dial
+from thinwire.wire import Identity
 from thinwire.wire.tls import signing_request
 
-DIAL_SECONDS = 20.0  # for one attempt to reach the host
 RENEWAL_LOOK_SECONDS = 60.0
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
-_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,17 +63,6 @@ class Place:
     host: str  # the local end of the tunnel to the host's streams
     door: str = ""
     outside: str = ""
-
-
-@dataclass(frozen=True)
-class _Connected:
-    channel: Channel
-
-
-@dataclass(frozen=True)
-class _Lost:
-    channel: Channel | None
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -117,11 +101,12 @@ class Member:
         machine: MachineFigures,
         display: Display,
     ):
-        self._place, self.identity, self._terms = place, identity, terms
+        self._place, self._terms = place, terms
         self.machine, self._display = machine, display
         self.news: StepNews | None = None  # the latest step of the run
         self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._touch = Touch(place.host, identity, self._events.put)
         self._channel: Channel | None = None
         self._holding: Holding | None = None
         self._ended: Ended | None = None  # of the seat that is held, if its process has ended
@@ -134,8 +119,10 @@ class Member:
 
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
-        self._begin(self._keep_in_touch)
-        self._begin(self._shards.keep_serving, lambda: self._dial(store_name(self.identity.name)))
+        self._begin(self._touch.keep)
+        self._begin(
+            self._shards.keep_serving, lambda: self._touch.dial(store_name(self.identity.name))
+        )
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -144,11 +131,17 @@ class Member:
                         self._on(self._events.get(timeout=RENEWAL_LOOK_SECONDS))
         finally:
             self._is_over = True
+            self._touch.end()
             self._give_up_seat()
             self._shards.close()
             if self._channel is not None:
                 self._channel.close()
         return self._farewell
+
+    @property
+    def identity(self) -> Identity:
+        """Who this peer is in the run."""
+        return self._touch.identity
 
     @property
     def held(self) -> Holding | None:
@@ -173,50 +166,16 @@ class Member:
     def _begin(self, target: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=target, args=arguments, daemon=True).start()
 
-    # -- the stream to the host --------------------------------------------------------------------
-
-    def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
-        host = self._place.host
-        return dial(host, name, self.identity, "coordinator", timeout, MAX_MESSAGE)
-
-    def _keep_in_touch(self) -> None:
-        """Have a stream to the host, again and again, until it refuses or all is over."""
-        while not self._is_over:
-            try:
-                pipe = self._dial(lobby_name(self.identity.name))
-            except AdmissionError as error:
-                self._events.put(error)
-                return
-            except WireError as error:
-                self._events.put(_Lost(None, str(error)))
-                continue
-            lost = threading.Event()
-            channel = Channel(
-                pipe,
-                "lobby",
-                FromHost,
-                on_message=self._events.put,
-                on_lost=lambda error, lost=lost: lost.set(),  # type: ignore[misc]
-                words=LOBBY,
-                on_end=lost.set,
-            )
-            self._events.put(_Connected(channel))
-            lost.wait()
-            self._events.put(_Lost(channel, "the connection to the host was lost"))
-            time.sleep(_PAUSE_S)
-
     def _say(self, message: FromMember) -> None:
         if self._channel is not None:
             with contextlib.suppress(ThinwireError):  # it is said again when the stream is back
                 self._channel.send(message)
 
-    # -- what happens ------------------------------------------------------------------------------
-
     def _on(self, event: Any) -> None:
         match event:
-            case _Connected(channel):
+            case Connected(channel):
                 self._arrive(channel)
-            case _Lost():
+            case Lost():
                 self._on_lost(event)
             case TakeSeat():
                 self._take(event)
@@ -276,7 +235,7 @@ class Member:
         if self._is_leaving:
             self._say(Leaving())
 
-    def _on_lost(self, lost: _Lost) -> None:
+    def _on_lost(self, lost: Lost) -> None:
         if lost.channel is not None and lost.channel is not self._channel:
             return
         if self._channel is not None:
@@ -319,7 +278,7 @@ class Member:
 
         name = seat_name(holding.stage, holding.epoch)
         try:
-            holding.prepare(lambda: self._dial(name), say)
+            holding.prepare(lambda: self._touch.dial(name), say)
         except ThinwireError as error:
             self._events.put(_Ready(holding, error))
         else:
@@ -400,8 +359,6 @@ class Member:
             raise StageError(reason)
         self._farewell, self._is_over = reason, True
 
-    # -- the certificate ---------------------------------------------------------------------------
-
     def _renew_in_time(self) -> None:
         is_due = time.monotonic() - self._asked_renewal > RENEWAL_LOOK_SECONDS
         if self._channel is not None and is_due and needs_renewal(self.identity):
@@ -412,7 +369,7 @@ class Member:
         renewed = identity_of(certificate, self.identity.key_pem, self.identity.authority_pem)
         if renewed.name != self.identity.name:
             raise AdmissionError(f"the host calls this peer {renewed.name!r} now: join again")
-        self.identity = renewed
+        self._touch.identity = renewed
         save_identity(self._place.folder, renewed)
         if self._holding is not None:
             self._holding.renew(renewed)

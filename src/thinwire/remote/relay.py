@@ -67,7 +67,9 @@ def run_relay(listen: str, port: int, mbps: float, pass_file: Path | None, strea
     with Door(listen, port) as door:
         door.admit_any(password, mbps)
         with heeding(lambda number, frame: is_over.set()):
-            stream.write(_welcome(listen, Relay(_outside(listen, door.port), password), mbps))
+            stream.write(
+                _welcome(listen, Relay(outside_address(listen, door.port), password), mbps)
+            )
             stream.flush()
             _show(door, stream, is_over)
         passed = sum(traffic.bytes for traffic in door.traffic().values())
@@ -90,7 +92,7 @@ def _password(pass_file: Path | None) -> str:
     return password
 
 
-def _outside(listen: str, port: int) -> str:
+def outside_address(listen: str, port: int) -> str:
     """The address at which others may find this machine, as far as it can know."""
     if listen not in ("", "0.0.0.0", "::"):
         return address_text(listen, port)

@@ -1,0 +1,120 @@
+"""What a host opens: its door, the services behind it, and the ways by which others find them."""
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+
+from thinwire.errors import ConfigError, WireError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.enrol import EnrolServer
+from thinwire.remote.invite import Invite, door_token, is_address
+from thinwire.remote.relay import outside_address
+from thinwire.run.messages import Way
+from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.wire import Door, Listener, Route, Standby
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import SERVICE as SPEED
+from thinwire.wire.speed import SpeedService
+
+RENEWAL_SECONDS = 6 * 3600.0  # after which this process shows another certificate
+OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Where a host is found, and whom it invites."""
+
+    listen: str = "0.0.0.0:0"
+    addresses: tuple[str, ...] = ()  # by which others find it; empty: as far as it knows itself
+    relay: str = ""
+    relay_pass: str = field(default="", repr=False)
+    lasts: float = 86_400.0  # seconds for which the invite is good
+    single_use: bool = False
+    stages_here: int = 0  # that this machine holds itself
+
+    def check(self) -> None:
+        """Refuse a wrong address before anything is prepared."""
+        for address in self.addresses:
+            with_port(address, 1)
+
+
+class Opened:
+    """The open door of a run with its services; what it needs is closed with `stack`."""
+
+    def __init__(
+        self,
+        book: AuthorityBook,
+        options: HostOptions,
+        port_before: int,
+        stack: contextlib.ExitStack,
+    ):
+        self._book, self._options = book, options
+        self.token = door_token(book.authority.fingerprint)
+        self.listener = Listener(
+            book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
+        )
+        stack.callback(self.listener.close)
+        threading.Thread(target=self._keep_fresh, daemon=True).start()
+        door = stack.enter_context(_open_door(options.listen, port_before))
+        door.admit(book.run_id, self.token)
+        self.port = door.port
+        services = {
+            "enrol": stack.enter_context(EnrolServer(book)).address,
+            "control": self.listener.address,
+            SPEED: stack.enter_context(SpeedService()).address,
+        }
+        for service, address in services.items():
+            name = f"{book.run_id}/{service}"
+            door.serve(name, address)
+            if options.relay:
+                route = Route(options.relay, "relayed", options.relay_pass)
+                stack.enter_context(Standby(name, route, address))
+        stated = tuple(with_port(address, door.port) for address in options.addresses)
+        host, _ = split_address(options.listen)
+        self.addresses = stated or (outside_address(host, door.port),)
+
+    @property
+    def meeting(self) -> list[Way]:
+        """Where two peers meet that cannot reach each other: the relay, then the host's door."""
+        options = self._options
+        own = [Way(address, "relayed", self.token) for address in self.addresses]
+        relay = [Way(options.relay, "relayed", options.relay_pass)] if options.relay else []
+        return relay + own
+
+    def invite(self) -> Invite:
+        """An invite for others."""
+        options = self._options
+        return self._book.invite(
+            self.addresses, options.relay, options.relay_pass, options.lasts, options.single_use
+        )
+
+    def own_invite(self) -> Invite:
+        """An invite for peers on this machine: by its inner address, and with a secret apart."""
+        host, _ = split_address(self._options.listen)
+        inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return self._book.invite((address_text(inner, self.port),), lasts=OWN_INVITE_SECONDS)
+
+    def _keep_fresh(self) -> None:
+        """Show another certificate in time."""
+        while True:
+            time.sleep(RENEWAL_SECONDS)
+            self.listener.renew(self._book.coordinator())
+
+
+def with_port(address: str, port: int) -> str:
+    """An address of a host as others write it; without a port it has the door's."""
+    for whole in (address, f"{address}:{port}"):
+        if is_address(whole):
+            return whole
+    raise ConfigError(f"--address {address}: write a name or an address, and :PORT if it differs")
+
+
+def _open_door(listen: str, port_before: int) -> Door:
+    """The public port; where any will do, the one that earlier invites name."""
+    host, port = split_address(listen)
+    if not port and port_before:
+        with contextlib.suppress(WireError):  # another program has it by now
+            return Door(host, port_before)
+    return Door(host, port)
