@@ -30,6 +30,7 @@ class Host:
     def __init__(self, folder: Path, patience: float = 0.0):
         self.folder = folder
         self.said: list[tuple] = []
+        self.progress: list[tuple[int, int]] = []
         self._changed = threading.Condition()
         self.collector = ShardCollector(
             folder,
@@ -37,6 +38,7 @@ class Host:
             lambda stage, step: self._note(("arrived", stage, step)),
             lambda stage, step, error: self._note(("lost", stage, step, error)),
             patience,
+            on_progress=lambda done, total: self.progress.append((done, total)),
         )
 
     def _note(self, what: tuple) -> None:
@@ -85,7 +87,10 @@ def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
     assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
     assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
     moved = host.collector.meter.snapshot()["received"]["PIECE"]
-    assert moved["payload_bytes"] == sum(shard.bytes for shard in shards)
+    whole = sum(shard.bytes for shard in shards)
+    assert moved["payload_bytes"] == whole
+    assert {total for _, total in host.progress} == {whole}
+    assert max(host.progress) == (whole, whole)
 
 
 def test_one_machine_may_hold_several_stages(host: Host, tmp_path: Path) -> None:

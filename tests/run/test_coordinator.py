@@ -456,6 +456,9 @@ def test_the_run_ends_when_the_last_part_has_arrived() -> None:
     assert lead.coordinator.phase is Phase.COLLECTING
     for stage in (0, 1):
         assert lead.on(Exited(stage, 0)) == [], "its process need not wait"
+    assert lead.on(Tick(), 1.0) == []
+    waits = "the run waits for the last checkpoint to arrive, for 1 s; still missing: stage 1"
+    assert lead.coordinator.reasons() == [waits]
     assert lead.on(Tick(), 500.0) == []
     assert lead.on(PartArrived(1, 1)) == [Commit(1, written), End()]
 

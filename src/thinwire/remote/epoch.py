@@ -21,7 +21,7 @@ from thinwire.remote.seats import Formation
 from thinwire.remote.store import ShardCollector, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all
-from thinwire.run.coordinator import Coordinator
+from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Commit
 from thinwire.run.messages import Assign, Way
 from thinwire.run.order import tokens_name
@@ -115,6 +115,7 @@ class Epoch:
                 limits,
                 patience=settings.run.patience,
                 meter=base.beside["checkpoints"],
+                on_progress=self._show_last_checkpoint,
             ),
             base.display.standing,
         )
@@ -152,6 +153,11 @@ class Epoch:
         self.record.carry_out(command)
         if isinstance(command, Commit):
             collector.settled(command.step)
+
+    def _show_last_checkpoint(self, done: int, total: int) -> None:
+        """While training goes on, checkpoints travel unseen; at its end one is waited for."""
+        if self._coordinator.phase is Phase.COLLECTING:
+            self._base.display.progress("save", done, total, "B")
 
     def _wait_until_prepared(self) -> str:
         base, told = self._base, ""

@@ -98,8 +98,10 @@ class ShardCollector:
         patience: float = 900.0,
         silence: float = SILENCE_S,
         meter: Meter | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.meter = meter or Meter()
+        self._on_progress = on_progress  # of all stages together: bytes that are here, and in all
         self._run_folder = run_folder
         self._incoming = incoming_folder(run_folder)
         self._limits = list(limits)
@@ -111,6 +113,7 @@ class ShardCollector:
         self._current: int | None = None  # the step whose shards travel
         self._missing: set[int] = set()  # its stages whose shards are not here
         self._taken: set[int] = set()  # ... and are being fetched
+        self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
         self._settled = -1
         self._closed = False
         self._moved_at = time.monotonic()
@@ -192,7 +195,7 @@ class ShardCollector:
     def _take(self, talk: Talk, step: int, stage: int, shard: Shard) -> None:
         part = self._part(step, stage, shard)
         want = Want(step, stage, shard.sha256, shard.bytes, 0)
-        take(talk, want, part, lambda done: self._note_progress(), self._silence)
+        take(talk, want, part, lambda done: self._note_progress(step, stage, done), self._silence)
         place = partial_folder(self._run_folder, step) / f"stage-{stage}.safetensors"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.unlink(missing_ok=True)
@@ -266,11 +269,19 @@ class ShardCollector:
             for older in sorted(step for step in self._announced if step < newest):
                 self._give_up(older, f"that of step {newest} came due before it could be sent")
             self._current, self._missing = newest, set(range(len(self._limits)))
+            self._have = {}
             self._moved_at = time.monotonic()
         self._changed.notify_all()
 
-    def _note_progress(self) -> None:
-        self._moved_at = time.monotonic()
+    def _note_progress(self, step: int, stage: int, done: int) -> None:
+        with self._changed:
+            self._moved_at = time.monotonic()
+            if step != self._current:
+                return
+            self._have[stage] = done
+            total = sum(shard.bytes for shard in self._announced[step].values())
+            here = sum(self._have.values())
+        self._on_progress(here, total)
 
     def _watch(self) -> None:
         """Give a checkpoint up of which nothing has come for too long."""

@@ -155,8 +155,11 @@ class Coordinator:
     def reasons(self) -> list[str]:
         """The phase of the run and since when; then what each stage does that it waits for."""
         since = f"the run {self.phase.value}, for {self._watch.now - self._since:.0f} s"
-        missing = ", ".join(f"stage {stage}" for stage in self.waiting_for())
-        who = f"; still missing: {missing}" if self.phase in _ROUNDS else ""
+        lacking = self.waiting_for() if self.phase in _ROUNDS else []
+        if self.phase is Phase.COLLECTING:
+            lacking = sorted({stage for _, stage in self._travelling})
+        missing = ", ".join(f"stage {stage}" for stage in lacking)
+        who = f"; still missing: {missing}" if missing else ""
         return [since + who, *self._watch.doing()]
 
     def _respond(self, event: Event, now: float) -> list[Command]:
