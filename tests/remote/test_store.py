@@ -330,3 +330,33 @@ def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:
     host.collector.settled(20)
     host.join("peer", ShardSender(member, Pace()), [0, 1])
     assert host.wait(2) == [("arrived", 0, 10), ("arrived", 1, 10)]
+
+
+@pytest.mark.parametrize("why", ["given up", "the epoch is over"])
+def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Path) -> None:
+    member, begun = tmp_path / "member", threading.Event()
+    for stage in (0, 1):
+        host.collector.announce(stage, 10, write(member, stage, 10, 8 * PIECE_BYTES))
+
+    def slowly(seconds: float) -> None:
+        begun.set()
+        ended.wait(PATIENCE)
+
+    ended, here = threading.Event(), memory_pair(2)
+    sender = ShardSender(member, Pace(1.0, sleep=slowly))
+    serving = on_daemon_thread("member", lambda: sender.serve(here[1]))
+    fetching = on_daemon_thread(
+        "host", lambda: host.collector.collect_from("peer", [0, 1], here[0])
+    )
+    assert begun.wait(PATIENCE)
+    host.collector.give_up(10, why) if why == "given up" else host.collector.close()
+    ended.set()
+    fetching.result(PATIENCE)
+    with pytest.raises(WireError):
+        serving.result(PATIENCE)
+    assert pieces_sent(sender) < 8
+    if why == "given up":
+        for stage in (0, 1):
+            host.collector.announce(stage, 20, write(member, stage, 20))
+        host.join("peer", ShardSender(member, Pace()), [0, 1])
+        assert host.wait(4)[2:] == [("arrived", 0, 20), ("arrived", 1, 20)]

@@ -276,8 +276,9 @@ class ShardCollector:
     def _note_progress(self, step: int, stage: int, done: int) -> None:
         with self._changed:
             self._moved_at = time.monotonic()
-            if step != self._current:
-                return
+            if step != self._current or self._closed:
+                # The rest would keep the uplink from what is wanted now; the member dials again.
+                raise WireError(f"the checkpoint of step {step} is no longer waited for")
             self._have[stage] = done
             total = sum(shard.bytes for shard in self._announced[step].values())
             here = sum(self._have.values())
