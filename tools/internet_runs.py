@@ -133,8 +133,8 @@ def bench_runs(case: str, wan: Wan, folder: Path) -> list[Row]:
     emulated = settings_of(case, wan, folder, "emulated")
     plan = plan_to_plain(make_plan(emulated, None))
     rows = [{"run": "planned", "step s": plan["step_seconds"]}]
-    with (folder / "emulated.txt").open("w") as log:
-        summary = train(emulated, PlainDisplay(log))
+    with (folder / "emulated.txt").open("w") as log, PlainDisplay(log) as display:
+        summary = train(emulated, display)
     rows.append({"run": "emulated", **figures(summary, wan)})
     rows.append({"run": "simulated", "step s": summary["simulated_step_seconds"]})
     for name, closed in (("direct", 0), ("two relayed", 2)):

@@ -228,9 +228,11 @@ def test_a_tunnel_without_a_way_says_why(ends: Ends) -> None:
     door = ends.door()
     wrong = Route(door.address, "relayed", "not the token")
     tunnel = ends.tunnel(direct("127.0.0.1:1"), wrong, relayed(door.address))
-    with pytest.raises(WireError, match="cannot open a link to 'coordinator'"):
-        ends.dial(tunnel, timeout=0.5)
-    until(lambda: tunnel.trouble)
+    with (
+        pytest.raises(WireError, match=r"cannot open a link to 'coordinator'.*; tried: direct by"),
+        tunnel.explaining(),
+    ):
+        ends.dial(tunnel, timeout=2)
     first, second, third = tunnel.trouble.split("; ")
     assert first == "direct by 127.0.0.1:1: Connection refused"
     assert f"the door refused: the token shown for run {RUN} is not the right one" in second

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,8 @@ class Peer:
                 address = self._tunnel.address
 
             def call(timeout: float) -> Pipe:
-                return dial(address, name, self.identity, server, timeout, limit)
+                with self._tunnel.explaining() if self._tunnel else nullcontext():
+                    return dial(address, name, self.identity, server, timeout, limit)
 
             pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)

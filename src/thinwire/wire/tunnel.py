@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -104,6 +104,19 @@ class Tunnel:
     def carried(self) -> dict[Kind, int]:
         """Bytes that passed, both ways together, by kind of route."""
         return dict(self._carried)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within, an error of who dials `address` also says why no route worked.
+
+        To the dialer a tunnel without a way looks like a connection that was closed.
+        """
+        try:
+            yield
+        except WireError as error:
+            if type(error) is not WireError or not self._trouble:
+                raise
+            raise WireError(f"{error}; tried: {self._trouble}") from error
 
     def reroute(self, routes: Sequence[Route], cut: bool = False) -> None:
         """Other routes from now on; with `cut`, also for what is above, which has to dial again."""
