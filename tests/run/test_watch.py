@@ -131,6 +131,18 @@ def test_a_step_that_takes_far_longer_than_those_before_is_told_and_at_last_ends
     assert "the longest so far took 20 s: stage 0 is busy" in told[0]
 
 
+def test_a_validation_as_long_as_the_first_one_is_nothing_to_tell() -> None:
+    wait, begun, told = Wait(patience=1000.0), 1, []
+    for seconds in (300, 2, 2, 2, 300, 2):  # a validation comes first
+        for _ in range(seconds):
+            begun += 1
+            told += wait.let(1)
+            for stage in (0, 1):
+                wait.watch.heard(stage, begun, "is busy")
+        wait.watch.result()
+    assert told == []
+
+
 def test_a_link_that_is_down_is_waited_for_as_long_as_it_may_be() -> None:
     """However short the patience: the link ends the run first, and says more."""
     wait = Wait(patience=10.0)

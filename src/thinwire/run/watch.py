@@ -64,6 +64,7 @@ class Watch:
     def begin_training(self) -> None:
         """The start is over: waits from now on tell how long one may be."""
         self._is_training = True
+        self._result_at = self.now  # the first result, mostly a validation, counts too
 
     def pass_time(self, now: float) -> None:
         """Called at least once a `tick`: what took much longer was not the stages' time."""
@@ -183,8 +184,7 @@ class Watch:
 
     def _in_step_for(self) -> float:
         """Seconds since the last result."""
-        is_over = self._result_at is None or not self._seen
-        return 0.0 if is_over or self._result_at is None else self.now - self._result_at
+        return 0.0 if self._result_at is None or not self._seen else self.now - self._result_at
 
     def _alone_for(self, stage: int) -> float:
         """Seconds for which this stage alone has begun anything, with all others in earshot."""
