@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.arguments import number
+from thinwire.errors import StageError, WireError
+
+WAY_ON = "to continue: start the same command again; peers that are still there come back"
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 
@@ -43,6 +46,11 @@ def add_host_commands(
         default=0,
         metavar="N",
         help="stages that this machine holds itself (default: 0)",
+    )
+    sub.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue a run that `train` began; one that was hosted goes on without this",
     )
     sub.add_argument(
         "--invite-hours",
@@ -113,13 +121,18 @@ def host_command(
         options.invite_hours * 3600,
         options.single_use,
         options.stages_here,
+        options.resume,
     )
-    with open_display(sys.stdout, settings.run.name) as display:
-        summary = host(settings, chosen, display)
+    try:
+        with open_display(sys.stdout, settings.run.name) as display:
+            summary = host(settings, chosen, display)
+    except (StageError, WireError, KeyboardInterrupt) as error:
+        error.add_note(WAY_ON)
+        raise
     show_summary(summary)
     if summary.get("interrupted"):
         interrupted = KeyboardInterrupt()
-        interrupted.add_note("to continue: start the same command again; its peers come back")
+        interrupted.add_note(WAY_ON)
         raise interrupted
 
 

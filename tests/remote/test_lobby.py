@@ -1,5 +1,6 @@
 """The host's side of joined peers: who may open which stream, who gets which seat, and when."""
 
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import AdmissionError, ConfigError, WireError
+import thinwire
+from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
+from thinwire.remote import host as host_module
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms, own_settings
+from thinwire.remote.host import host
 from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
@@ -21,6 +25,7 @@ from thinwire.remote.messages import (
     FromHost,
     Launch,
     Leaving,
+    News,
     Prepared,
     TakeSeat,
     Vacate,
@@ -28,8 +33,10 @@ from thinwire.remote.messages import (
     lobby_name,
     returncode_of,
 )
+from thinwire.remote.opening import HostOptions
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation, fill_seats, read_formation, write_formation
+from thinwire.report import PlainDisplay
 from thinwire.run.control import Channel
 from thinwire.run.order import control_name
 from thinwire.run.vocabulary import MAX_MESSAGE
@@ -58,9 +65,10 @@ class Joined:
             on_end=self.lost.set,
         )
 
-    def arrive(self, epoch: int = 0, is_running: bool = False) -> None:
+    def arrive(self, epoch: int = 0, is_running: bool = False, version: str = "") -> None:
+        versions = {"thinwire": version or thinwire.__version__}
         figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-        self.channel.send(Arrive({}, "cpu", figures, "", "", epoch, 0, is_running))
+        self.channel.send(Arrive(versions, "cpu", figures, "", "", epoch, 0, is_running))
 
     def hears(self, wanted: object) -> None:
         until(lambda: wanted in self.heard)
@@ -181,6 +189,33 @@ def test_who_declines_or_leaves_gets_no_seat_until_it_arrives_anew(house: House)
     }
     ana.arrive()
     until(lambda: [guest.name for guest in house.lobby.here()] == ["ana"])
+
+
+def test_a_peer_of_another_version_gets_no_seat_and_hears_why(house: House) -> None:
+    ana = Joined(house.listener, house.enrol("ana"))
+    ana.arrive(version="0.0.9")
+    until(lambda: house.lobby.guests() and house.lobby.guests()[0].is_here)
+    assert house.lobby.here() == []
+    why = house.lobby.guests()[0].why_unfit
+    assert "it runs thinwire 0.0.9" in why and "install the same version there" in why
+    ana.hears(News(f"this machine gets no seat: {why}"))
+
+
+def test_a_folder_of_another_run_is_not_hosted_over(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings()
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    with pytest.raises(ConfigError, match="already holds a run"):
+        host(settings, HostOptions(), PlainDisplay(io.StringIO()))
+
+    def reached(*arguments: object) -> None:
+        raise DataError("the folder was taken")
+
+    monkeypatch.setattr(host_module, "prepare_data", reached)
+    with pytest.raises(DataError, match="the folder was taken"):
+        host(settings, HostOptions(resume=True), PlainDisplay(io.StringIO()))
 
 
 def test_peers_keep_their_seats_and_others_come_in_order_of_arrival() -> None:

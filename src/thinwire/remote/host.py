@@ -56,7 +56,7 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
         display.phase("config", line)
     raise_descriptor_limit()
     folder = Path(settings.run.out) / settings.run.name
-    goes_on = is_hosted(folder)
+    goes_on = is_hosted(folder) or options.resume
     checkpoint = _newest(folder, settings, display) if goes_on else None
     with heeding(leave_at_once), claim_folder(folder, checkpoint, goes_on):
         data = prepare_data(settings, display)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import thinwire
 from thinwire.errors import AdmissionError, BreachError, ThinwireError, WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.messages import (
@@ -24,6 +25,7 @@ from thinwire.remote.messages import (
     FromMember,
     Launch,
     Leaving,
+    News,
     Prepared,
     Renew,
     Renewed,
@@ -214,16 +216,16 @@ class Lobby:
                 guest.why_unfit = str(error)
             lost.set()
 
-        channel = Channel(
-            pipe,
-            lobby_name(guest.name),
-            FromMember,
-            on_message=lambda message: self._hear(guest, message),
-            on_lost=on_lost,
-            words=LOBBY,
-            on_end=lost.set,
-        )
-        with self._changed:
+        with self._changed:  # what it says must not be heard before its stream is known
+            channel = Channel(
+                pipe,
+                lobby_name(guest.name),
+                FromMember,
+                on_message=lambda message: self._hear(guest, message),
+                on_lost=on_lost,
+                words=LOBBY,
+                on_end=lost.set,
+            )
             guest.channel, guest.arrived = channel, None
         lost.wait()
         with self._changed:
@@ -252,6 +254,7 @@ class Lobby:
             case Arrive():
                 guest.arrived, guest.since, guest.why_unfit = message, time.monotonic(), ""
                 guest.is_leaving = False
+                guest.why_unfit = _other_version(message.versions)
                 return self._welcome(guest, message)
             case Doing(said, text) if said == epoch:
                 guest.doing = text
@@ -272,6 +275,8 @@ class Lobby:
 
     def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:
         """Tell a peer that has come, or come back, what it is to do."""
+        if guest.is_unfit:
+            self._send(guest, News(f"this machine gets no seat: {guest.why_unfit}"))
         seat = guest.seat
         if seat is None:
             if arrived.epoch:
@@ -291,6 +296,17 @@ class Lobby:
     def _send(self, guest: Guest, message: FromHost) -> None:
         if guest.channel is not None:
             _tell(guest.channel, message)
+
+
+def _other_version(versions: dict[str, str]) -> str:
+    """Why a peer of another version gets no seat; its settings and frames would not be ours."""
+    theirs = versions.get("thinwire", "unknown")
+    if theirs == thinwire.__version__:
+        return ""
+    return (
+        f"it runs thinwire {theirs} and the host {thinwire.__version__}: install the same version "
+        "there, and join again"
+    )
 
 
 def _tell(channel: Channel, message: FromHost) -> None:

@@ -33,6 +33,7 @@ class HostOptions:
     lasts: float = 86_400.0  # seconds for which the invite is good
     single_use: bool = False
     stages_here: int = 0  # that this machine holds itself
+    resume: bool = False  # a run that `train` began in this folder
 
     def check(self) -> None:
         """Refuse a wrong address before anything is prepared."""
