@@ -141,7 +141,7 @@ _LARGE = {
     "assign": 1 << 18,  # all settings
     "connect": 1 << 18,  # certificates of all stages
     "failed": 1 << 18,  # a traceback
-    "step": 1 << 18,  # some hundred bytes for each microbatch
+    "step": 1 << 20,  # some hundred bytes for each microbatch
     "shard": 1 << 20,  # the names of all tensors of a stage
 }
 
