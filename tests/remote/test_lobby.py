@@ -13,7 +13,7 @@ from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.remote import host as host_module
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms, own_settings
-from thinwire.remote.host import host
+from thinwire.remote.host import host, lacking_peers
 from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
@@ -223,6 +223,14 @@ def test_peers_keep_their_seats_and_others_come_in_order_of_arrival() -> None:
     assert fill_seats([], 2, ["ana", "ben", "cleo"]) == ["ana", "ben"]
     assert fill_seats(["ana", "ben"], 2, ["dan", "cleo", "ben"]) == ["dan", "ben"]
     assert fill_seats(["ana", "ben"], 2, ["ben"]) is None
+
+
+def test_a_wait_says_for_whom_and_who_is_there_in_vain() -> None:
+    assert lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
+    waits = lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
+    assert waits == (
+        "waiting for 1 more peer (ana or another); here: ben; eve gets no seat: no room"
+    )
 
 
 def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:

@@ -238,7 +238,8 @@ class _Hosting:
             here = [guest.name for guest in guests]
             if self._formation.seats or len(here) < stages:
                 seats = fill_seats(self._formation.seats, stages, here)
-                lacking = _lacking(self._formation.seats, stages, here)
+                unfit = {g.name: g.why_unfit for g in self._lobby.guests() if g.is_here}
+                lacking = lacking_peers(self._formation.seats, stages, here, unfit)
             else:
                 seats, lacking = self._choose(guests)
             if seats is not None:
@@ -293,13 +294,14 @@ def _leaver(epoch: Epoch) -> str:
     return (epoch.peers and epoch.peers.leaving) or "a peer"
 
 
-def _lacking(before: list[str], stages: int, here: list[str]) -> str:
-    """For whom a run waits."""
+def lacking_peers(before: list[str], stages: int, here: list[str], unfit: dict[str, str]) -> str:
+    """For whom a run waits; and who is there but gets no seat, with the reason."""
     missing = stages - len(here)
     gone = [name for name in before if name not in here]
     which = f" ({', '.join(gone)} or another)" if gone else ""
     there = f"; here: {', '.join(here)}" if here else ""
-    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}"
+    others = "".join(f"; {name} gets no seat: {why}" for name, why in unfit.items() if why)
+    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}{others}"
 
 
 def _newest(folder: Path, settings: Settings, display: Display) -> Checkpoint | None:
