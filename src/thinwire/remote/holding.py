@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire.engine.fetched import refuse_images
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
@@ -123,9 +124,10 @@ class Holding:
 
     def _own_corpus(self, say: Callable[[str, int, int], None]) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
-        if self._terms.data is None:
-            return None
         settings = self.settings
+        if self._terms.data is None:
+            refuse_images(settings)
+            return None
         data = settings.model.task.prepare(settings.data, settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.seat.corpus:
             raise DataError(
@@ -136,7 +138,13 @@ class Holding:
 
     def _fetch(self, dial_host: Callable[[], Pipe], say: Callable[[str, int, int], None]) -> Path:
         """Fetch the stage's part of the checkpoint; a lost connection is opened again."""
-        deadline = time.monotonic() + FETCH_SECONDS
+        moved_at = time.monotonic()
+
+        def tell(done: int, total: int) -> None:
+            nonlocal moved_at
+            moved_at = time.monotonic()
+            say("fetch", done, total)
+
         while True:
             try:
                 return fetch_seat(
@@ -144,11 +152,11 @@ class Holding:
                     self.stage,
                     self.run_folder,
                     self._terms.plugins,
-                    lambda done, total: say("fetch", done, total),
+                    tell,
                 )
             except AdmissionError:
                 raise
             except WireError:
-                if time.monotonic() > deadline:
+                if time.monotonic() > moved_at + FETCH_SECONDS:
                     raise
                 time.sleep(_PAUSE_S)

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ConfigError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.control_socket import Handler
@@ -38,7 +40,13 @@ class HostConsole:
         peers = [self._peer(guest, formation) for guest in guests.values()]
         peers += [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
         seats = formation.seats if len(formation.seats) > 1 else []
-        return self._standing.report(formation.epoch, seats, peers).to_plain()
+        report = self._standing.report(formation.epoch, seats, peers, self._last_checkpoint())
+        return report.to_plain()
+
+    def _last_checkpoint(self) -> int | None:
+        run = self._settings().run
+        steps = [step_of(path) for path in list_checkpoints(Path(run.out) / run.name)]
+        return max(steps, default=None)
 
     def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
         name = request.get("peer")

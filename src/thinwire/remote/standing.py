@@ -94,8 +94,9 @@ class Standing:
                 case LinkDown(cut, reason):
                     down = self._cuts.setdefault(cut, _Cut())
                     down.down_since, down.reason = self._now(), reason
-                case LinkUp(cut):
-                    self._cuts.setdefault(cut, _Cut()).down_since = 0.0
+                case LinkUp(cut, way=way):
+                    up = self._cuts.setdefault(cut, _Cut())
+                    up.down_since, up.way = 0.0, way or up.way
 
     def last_word(self, stage: int) -> float:
         """When a stage was last heard, in seconds since 1970; 0 for never."""
@@ -107,7 +108,13 @@ class Standing:
         with self._lock:
             return self._stages.get(stage, _Stage()).doing
 
-    def report(self, epoch: int, seats: list[str], peers: list[PeerStatus]) -> StatusReport:
+    def report(
+        self,
+        epoch: int,
+        seats: list[str],
+        peers: list[PeerStatus],
+        last_checkpoint: int | None = None,
+    ) -> StatusReport:
         """How the run stands now, with these peers in these seats."""
         with self._lock:
             step, now = self._step, self._now()
@@ -134,6 +141,7 @@ class Standing:
                 unit=step.unit if step else "token",
                 waiting_for=waiting_for,
                 waiting_since=since if waiting_for else 0.0,
+                last_checkpoint=last_checkpoint,
                 peers=peers,
                 links=links,
             )

@@ -107,10 +107,11 @@ class LinkDown:
 
 @dataclass(frozen=True)
 class LinkUp:
-    """There is another connection over a cut, after so many seconds."""
+    """There is another connection over a cut, after so many seconds; `way` as in Linked."""
 
     cut: int
     seconds: Finite
+    way: str = ""
 
 
 @dataclass(frozen=True)

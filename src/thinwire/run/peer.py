@@ -244,7 +244,7 @@ class Peer:
                 connect,
                 outage,
                 on_down=lambda reason: self._mention(LinkDown(neighbour, reason)),
-                on_up=lambda seconds: self._mention(LinkUp(neighbour, seconds)),
+                on_up=lambda seconds: self._mention(LinkUp(neighbour, seconds, self._way_below())),
             )
         self._lasting[neighbour] = pipe
         return pipe
