@@ -14,7 +14,7 @@ import torch
 
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device
 from thinwire.model import architecture
-from thinwire.report.human import duration, human_bytes
+from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.run.ledger import BF16_BYTES
 from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
@@ -219,11 +219,7 @@ def plan_text(plan: Plan) -> str:
 def _compute_line(plan: Plan) -> str:
     source = "measured here with one block" if plan.is_measured else "as given"
     where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
-    return f"compute: {_flops(plan.flops_per_s)} per stage, {source}; {where}"
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
+    return f"compute: {human_flops(plan.flops_per_s)} per stage, {source}; {where}"
 
 
 def _cut_lines(settings: Settings) -> list[str]:

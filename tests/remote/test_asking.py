@@ -31,7 +31,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(
     peers = {peer["name"]: peer for peer in seen["peers"]}  # type: ignore[attr-defined]
     assert sorted(peer["stage"] for peer in peers.values()) == [0, 1]
     for peer in peers.values():
-        assert peer["state"].startswith("training") and peer["device"].startswith("cpu")
+        assert peer["state"] not in ("", "away", "kicked") and peer["device"].startswith("cpu")
         assert peer["tflops"] > 0 and peer["mbps_up"] > 0 and peer["memory_bytes"] > 0
         assert 0 <= seen["time"] - peer["last_word"] < 60  # type: ignore[operator]
     (link,) = seen["links"]  # type: ignore[misc]

@@ -41,7 +41,8 @@ def test_a_process_of_its_own_tells_the_same_figures(tmp_path: Path) -> None:
 def test_figures_in_words() -> None:
     figures = MachineFigures("cpu (8 threads)", 2.5e11, 1e11, 8 * 10**9, 10**9)
     assert figures.describe() == (
-        "cpu (8 threads): 0.25 TFLOP/s, in bf16 0.1; 8.0 GB of memory and 1.0 GB of disk are free"
+        "cpu (8 threads): 250.0 GFLOP/s, in bf16 100.0 GFLOP/s; 8.0 GB of memory and 1.0 GB of "
+        "disk are free"
     )
     linked = MachineFigures("cpu", 2.5e11, 1e11, 1, 1, LinkRates(20.0, 90.0, 0.03))
     assert linked.describe().endswith("; to the host 20 Mbit/s up, 90 down, 30 ms round trip")

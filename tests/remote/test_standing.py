@@ -42,6 +42,9 @@ def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock
     report = standing.report(0, [], [])
     assert (report.state, report.waiting_for) == ("waiting", "1 more peer")
     assert report.waiting_since == 1000.0 and report.time == 1030.0
+    standing.forms()
+    assert standing.report(0, [], []).waiting_for == ""
+    standing.waits("a peer that prepares")
     standing.stepped(news(7))
     report = standing.report(1, [], [])
     assert (report.state, report.waiting_for, report.waiting_since) == ("training", "", 0.0)

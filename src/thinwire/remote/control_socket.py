@@ -13,6 +13,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from thinwire.errors import ConfigError, NotAliveError, ThinwireError, WireError
 FILE = "control.sock"  # in the folder of a run, or of a peer
 LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
 _REQUEST_S = 5.0  # for a request to arrive, and for its answer to be taken
-_AT_A_TIME = 8
+_AT_A_TIME, _QUEUED = 8, 64
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """Answers one kind of request; a ThinwireError becomes an answer that says why not."""
@@ -92,7 +93,7 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
         connection.settimeout(timeout)
         try:
             with _short(folder / FILE) as path:
-                connection.connect(path)
+                _connect(connection, path, timeout)
         except PermissionError:
             raise ConfigError(
                 f"{folder} belongs to another user: only who started the run may ask it"
@@ -123,9 +124,23 @@ def is_alive(folder: Path) -> bool:
         try:
             with _short(folder / FILE) as path:
                 connection.connect(path)
+        except BlockingIOError:
+            return True  # it has more callers than it can queue
         except OSError:
             return False
         return True
+
+
+def _connect(connection: socket.socket, path: str, timeout: float) -> None:
+    """Connect; where too many others wait to be heard, try again for a while."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return connection.connect(path)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _bind(path: Path) -> socket.socket:
@@ -142,7 +157,7 @@ def _bind(path: Path) -> socket.socket:
         with _short(path) as short:
             bound.bind(short)
         path.chmod(0o600)  # before it listens, so nobody comes in between
-        bound.listen(_AT_A_TIME)
+        bound.listen(_QUEUED)
     except OSError as error:
         bound.close()
         raise ConfigError(f"cannot make {path}, by which this run is asked: {error}") from error

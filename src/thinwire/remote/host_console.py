@@ -86,8 +86,7 @@ class HostConsole:
             return guest.doing or "waiting for a seat"
         if not guest.is_launched:
             return guest.doing or ("prepared" if guest.is_prepared else "prepares its stage")
-        doing = self._standing.doing(stage)
-        return f"training: {doing}" if doing else "starting"
+        return self._standing.doing(stage) or "starting"
 
     def _blocks(self, stage: int | None) -> str:
         split = self._settings().split()

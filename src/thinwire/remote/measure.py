@@ -19,13 +19,14 @@ import torch
 from thinwire.engine.build import choose_device
 from thinwire.errors import ConfigError
 from thinwire.remote.messages import Figures
-from thinwire.report.human import human_bytes
+from thinwire.report.human import human_bytes, human_flops
 from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.wire.speed import LinkRates
 
 RATE_SECONDS = 0.2
 APART_SECONDS = 120.0  # for a process that measures a GPU; importing torch may take long
 _SMALLEST, _LARGEST = 128, 8192  # sides of the matrices that are multiplied
+_LEAST_PRODUCTS, _BUSY_FACTOR = 12, 5  # for fewer products, up to so many times the time
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -43,8 +44,8 @@ class MachineFigures:
     def describe(self) -> str:
         """A line for a person."""
         text = (
-            f"{self.device}: {self.flops_per_s / 1e12:.3g} TFLOP/s, in bf16 "
-            f"{self.bf16_flops_per_s / 1e12:.3g}; {human_bytes(self.memory_bytes)} of memory and "
+            f"{self.device}: {human_flops(self.flops_per_s)}, in bf16 "
+            f"{human_flops(self.bf16_flops_per_s)}; {human_bytes(self.memory_bytes)} of memory and "
             f"{human_bytes(self.disk_bytes)} of disk are free"
         )
         if self.link is None:
@@ -101,20 +102,23 @@ def matmul_rate(
     """FLOP/s of matrix products in the precision that a run computes in.
 
     Larger and larger matrices, until one product takes a tenth of the time or they are as large
-    as any of a model: small ones would measure what surrounds the product.
+    as any of a model: small ones would measure what surrounds the product. The best counts, for
+    whatever else the machine does only makes a product slower; a busy one gets more time.
     """
     dtype = torch.bfloat16 if precision == "bf16" else WEIGHT_TYPES[precision]
-    side, best, end = _SMALLEST, 0.0, time.perf_counter() + seconds
+    side, best, begin, products = _SMALLEST, 0.0, time.perf_counter(), 0
     matrix = torch.randn(side, side, device=device, dtype=dtype)
     _product_seconds(matrix)  # the first one also loads libraries
-    while True:
-        taken = _product_seconds(matrix)
+    while (spent := time.perf_counter() - begin) < seconds or (
+        products < _LEAST_PRODUCTS and spent < _BUSY_FACTOR * seconds
+    ):
+        taken = min(_product_seconds(matrix) for _ in range(2))
+        products += 2
         best = max(best, 2.0 * side**3 / taken)
-        if time.perf_counter() >= end:
-            return best
-        if taken < seconds / 10 and side < _LARGEST and 8 * taken < end - time.perf_counter():
+        if taken < seconds / 10 and side < _LARGEST:
             side *= 2
             matrix = torch.randn(side, side, device=device, dtype=dtype)
+    return best
 
 
 def _product_seconds(matrix: torch.Tensor) -> float:

@@ -149,6 +149,11 @@ class Member:
         return self._holding
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has a door that others may try."""
+        return bool(self._place.outside)
+
+    @property
     def away_for(self) -> float | None:
         """Seconds for which the host cannot be reached; None while it can."""
         lost_at = self._lost_at

@@ -61,5 +61,6 @@ def _itself(member: Member) -> PeerStatus:
         mbps_up=link.mbps_up if link else 0.0,
         mbps_down=link.mbps_down if link else 0.0,
         round_trip_s=link.round_trip_s if link else 0.0,
+        is_reachable=member.is_open,
         is_this_machine=True,
     )

@@ -53,7 +53,7 @@ class Standing:
     def forms(self) -> None:
         """The run is formed, or formed again: what was known of stages and links holds no more."""
         with self._lock:
-            self.state = "forming"
+            self.state, self._waiting_for = "forming", ""
             self._stages, self._cuts = {}, {}
 
     def waits(self, what: str) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.errors import ConfigError, WireError, printable
-from thinwire.report.human import ABSENT, duration, human_bytes, loss_text
+from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
 from thinwire.report.table import plain_table
 from thinwire.typed import from_plain
 
@@ -20,7 +20,7 @@ class PeerStatus:
     """One peer as the host sees it. Unknown numbers are 0; times are seconds since 1970."""
 
     name: str
-    state: str  # "training", "waiting for a seat", "fetching the checkpoint", "away", "kicked"
+    state: str  # what it does, "waiting for a seat", "away", "kicked"
     stage: int | None = None
     blocks: str = ""  # "0..5"
     device: str = ""
@@ -154,16 +154,16 @@ def _machines(report: StatusReport) -> RenderableType:
     table = plain_table("Machines, as they measured themselves")
     table.add_column("peer", no_wrap=True)
     table.add_column("device", overflow="fold")
-    for name in ("TFLOP/s", "free\nmemory", "up / down\nMbit/s", "round\ntrip"):
+    for name in ("rate", "free\nmemory", "up / down\nMbit/s", "round\ntrip"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("others can\nconnect to it")
+    table.add_column("has\na door")
     for peer in _seated_first(report):
         rates = f"{peer.mbps_up:,.0f} / {peer.mbps_down:,.0f}" if peer.mbps_up else ABSENT
         if peer.device:
             table.add_row(
                 Text(printable(peer.name)),
                 Text(printable(peer.device)),
-                f"{peer.tflops:,.2f}" if peer.tflops else ABSENT,
+                human_flops(peer.tflops * 1e12) if peer.tflops else ABSENT,
                 human_bytes(peer.memory_bytes) if peer.memory_bytes else ABSENT,
                 rates,
                 f"{peer.round_trip_s * 1e3:,.0f} ms" if peer.round_trip_s else ABSENT,

@@ -25,6 +25,11 @@ def human_bytes(count: float) -> str:
     return f"{value:.0f} B" if suffix == "B" else f"{value:.1f} {suffix}"
 
 
+def human_flops(rate: float) -> str:
+    """A rate of floating-point operations: 5e9 is "5.0 GFLOP/s"."""
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
+
+
 def human_count(count: float, decimals: int = 1) -> str:
     """A count of tokens or samples: 1_500_000 is "1.5M", a billion is "1B"."""
     if not math.isfinite(count):
