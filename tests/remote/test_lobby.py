@@ -4,6 +4,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import thinwire
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.remote import host as host_module
+from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
@@ -34,10 +36,14 @@ from thinwire.remote.messages import (
     returncode_of,
 )
 from thinwire.remote.opening import HostOptions
+from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation, fill_seats, read_formation, write_formation
+from thinwire.remote.standing import Standing
+from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
 from thinwire.run.control import Channel
+from thinwire.run.events import Lost
 from thinwire.run.order import control_name
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
@@ -189,6 +195,31 @@ def test_who_declines_or_leaves_gets_no_seat_until_it_arrives_anew(house: House)
     }
     ana.arrive()
     until(lambda: [guest.name for guest in house.lobby.here()] == ["ana"])
+
+
+def test_a_peer_that_goes_away_before_its_stage_dials_is_lost(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "LEAST_ABSENCE_S", 0.3)
+    monkeypatch.setattr(peers_module, "LOOK_S", 0.05)
+    ana = house.join("ana")
+    house.lobby.give_seats({"ana": seat(1)})
+    peers = RemotePeers(
+        Formation(1, ["ana"]),
+        house.lobby,
+        Reception(house.listener),
+        0.1,
+        lambda stage, told: told,
+        partial(ShardCollector, tmp_path, [1]),
+        Standing("test", "abc", "host"),
+    )
+    with peers:
+        peers.start()
+        ana.hears(Launch(1))
+        ana.channel.close()
+        event = peers.said.next(20)
+        assert isinstance(event, Lost) and event.stage == 0
+        assert "ana has been away for" in event.error
 
 
 def test_a_peer_of_another_version_gets_no_seat_and_hears_why(house: House) -> None:

@@ -70,6 +70,7 @@ class Holding:
         self.run_folder = folder / "run"
         self._terms = terms
         self._log = folder / "logs" / f"stage-{seat.stage}.log"
+        self.is_prepared = False
         self._corpus: Path | None = None
         self._resume: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -284,6 +284,7 @@ class Lobby:
         elif arrived.epoch != seat.epoch:
             if guest.is_launched:
                 return Gone(seat.epoch, "it was started anew")
+            guest.is_prepared = False  # it was started anew, and has to prepare again
             self._send(guest, seat)
         elif guest.is_launched and not arrived.is_running and not guest.has_ended:
             self._send(guest, Launch(seat.epoch))

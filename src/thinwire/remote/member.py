@@ -114,6 +114,7 @@ class Member:
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
         self._asked_renewal = 0.0
+        self._launch_due = 0  # the epoch whose process may start
         self._pace = Pace()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
 
@@ -295,7 +296,10 @@ class Member:
         if ready.error is not None:
             self._decline(ready.holding.epoch, ready.error)
             return
+        ready.holding.is_prepared = True
         self._say(Prepared(ready.holding.epoch, ready.holding.has_corpus))
+        if self._launch_due == ready.holding.epoch:
+            self._launch(self._launch_due)
 
     def _decline(self, epoch: int, error: ThinwireError) -> None:
         self._display.note(f"this machine cannot take the seat: {error}")
@@ -304,8 +308,11 @@ class Member:
 
     def _launch(self, epoch: int) -> None:
         held = self._holding
+        self._launch_due = epoch
         if held is None or held.epoch != epoch or held.is_running or self._ended is not None:
             return
+        if not held.is_prepared:
+            return  # it starts as soon as it is
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
         self._pace.change(share * mbps_up * 1e6 / 8)

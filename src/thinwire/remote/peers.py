@@ -1,5 +1,7 @@
 """The stages of a run on the machines of those who joined, as its coordinator sees them."""
 
+import threading
+import time
 from collections.abc import Callable
 
 from thinwire.engine.reports import ShardFailed, ShardWritten
@@ -17,6 +19,8 @@ from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
 from thinwire.wire import Pipe
 
+LEAST_ABSENCE_S = 10.0  # of a peer, before its stage counts as lost
+LOOK_S = 1.0
 EXIT_SECONDS = 10.0  # for the processes of stages to end once they have said goodbye
 
 
@@ -42,6 +46,7 @@ class RemotePeers(Peers):
         self._outage, self._connect, self._standing = outage, connect, standing
         self._words: dict[int, str] = {}  # of stages whose processes have ended
         self._ended: set[int] = set()
+        self._is_over = threading.Event()
         self.leaving = ""  # the peer that asked to leave
         self.is_stopping = False
         self.failures: dict[int, Failed] = {}
@@ -52,6 +57,7 @@ class RemotePeers(Peers):
         lobby.on_happening = self._on_happening
 
     def __exit__(self, *error: object) -> None:
+        self._is_over.set()
         self._lobby.on_happening = lambda name, what: None
         self._reception.close()
         self.collector.close()
@@ -63,6 +69,7 @@ class RemotePeers(Peers):
         for stage in self._stages:
             self._expect(stage)
         self._lobby.launch()
+        self._begin(self._watch_for_absence)
 
     def ask_to_stop(self) -> None:
         self.is_stopping = True
@@ -95,6 +102,19 @@ class RemotePeers(Peers):
             on_down=lambda reason: self.said.note(Away(stage, reason)),
             on_up=lambda seconds: self.said.note(Back(stage, seconds)),
         )
+
+    def _watch_for_absence(self) -> None:
+        """Note a peer that goes away before its stage has dialed: no stream would show that."""
+        longest, noted = max(self._outage, LEAST_ABSENCE_S), set()
+        while not self._is_over.wait(LOOK_S):
+            for guest in self._lobby.guests():
+                away = 0.0 if guest.is_here else time.monotonic() - guest.since
+                if away < longest or guest.name not in self._formation.seats:
+                    continue
+                stage = self._formation.stage_of(guest.name)
+                if stage not in self._channels and stage not in noted:
+                    noted.add(stage)
+                    self.said.note(Lost(stage, f"{guest.name} has been away for {away:.0f} s"))
 
     def _hear(self, stage: int, message: FromPeer) -> None:
         super()._hear(stage, message)
