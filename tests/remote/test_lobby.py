@@ -1,6 +1,8 @@
 """The host's side of joined peers: who may open which stream, who gets which seat, and when."""
 
 import io
+import random
+import string
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
 from thinwire.remote.identity import identity_of
-from thinwire.remote.lobby import Gone, Lobby
+from thinwire.remote.lobby import MOST_UNTAKEN, Gone, Lobby
 from thinwire.remote.messages import (
     LOBBY,
     Arrive,
@@ -47,8 +49,9 @@ from thinwire.run.events import Lost
 from thinwire.run.order import control_name
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
-from thinwire.wire import Identity, Listener, dial
+from thinwire.wire import Frame, FrameKind, Identity, Listener, dial
 from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.frame import encode
 from thinwire.wire.tls import new_key, signing_request
 
 
@@ -72,12 +75,16 @@ class Joined:
         )
 
     def arrive(self, epoch: int = 0, is_running: bool = False, version: str = "") -> None:
-        versions = {"thinwire": version or thinwire.__version__}
-        figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-        self.channel.send(Arrive(versions, "cpu", figures, "", "", epoch, 0, is_running))
+        self.channel.send(arrival(epoch, is_running, version))
 
     def hears(self, wanted: object) -> None:
         until(lambda: wanted in self.heard)
+
+
+def arrival(epoch: int = 0, is_running: bool = False, version: str = "") -> Arrive:
+    versions = {"thinwire": version or thinwire.__version__}
+    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    return Arrive(versions, "cpu", figures, "", "", epoch, 0, is_running)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -247,6 +254,21 @@ def test_a_folder_of_another_run_is_not_hosted_over(
     monkeypatch.setattr(host_module, "prepare_data", reached)
     with pytest.raises(DataError, match="the folder was taken"):
         host(settings, HostOptions(resume=True), PlainDisplay(io.StringIO()))
+def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house: House) -> None:
+    """It answers the transport's pings, but never reads."""
+    ana, ben = house.enrol("ana"), house.join("ben")
+    deaf = dial(house.listener.address, lobby_name("ana"), ana, "coordinator", 10, MAX_MESSAGE)
+    frame = Frame(FrameKind.CONTROL, payload=LOBBY.pack(arrival()))
+    deaf.write(encode(frame))
+    until(lambda: len(house.lobby.here()) == 2)
+    news = News("".join(random.Random(0).choices(string.ascii_letters, k=20_000)))
+    for _ in range(20 * MOST_UNTAKEN):
+        house.lobby.tell_all(news)
+        until(lambda: len(ben.heard) > 0)
+        ben.heard.clear()
+        if len(house.lobby.here()) == 1:
+            break
+    assert [guest.name for guest in house.lobby.here()] == ["ben"]
 
 
 def test_peers_keep_their_seats_and_others_come_in_order_of_arrival() -> None:

@@ -39,6 +39,7 @@ from thinwire.wire import Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for peers that were enrolled meanwhile
 GOODBYE_SECONDS = 2.0  # for peers to hear that the run is over
+MOST_UNTAKEN = 1000  # messages to a peer that wait to be sent: few of them are large
 
 
 @dataclass(eq=False)
@@ -295,8 +296,10 @@ class Lobby:
             self._send(guest, Renewed(self._book.renew(guest.name, request)))
 
     def _send(self, guest: Guest, message: FromHost) -> None:
-        if guest.channel is not None:
+        if guest.channel is not None and guest.channel.unsent < MOST_UNTAKEN:
             _tell(guest.channel, message)
+        elif guest.channel is not None:
+            self._lose(guest, guest.channel)  # it takes nothing: what waits for it would pile up
 
 
 def _other_version(versions: dict[str, str]) -> str:

@@ -66,6 +66,11 @@ class Channel:
         """Queue a message; never blocks."""
         self._link.send(Frame(kind=FrameKind.CONTROL, payload=self._words.pack(message)))
 
+    @property
+    def unsent(self) -> int:
+        """How many messages still wait to be sent."""
+        return self._link.unsent
+
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message, which must be of the wanted type; waits while the channel holds."""
         message = self._inbox.get()

@@ -158,6 +158,11 @@ class Link:
                 raise WireError(f"link {self.name} takes no more frames: {reason}")
             self._queue(item)
 
+    @property
+    def unsent(self) -> int:
+        """Frames that the transport has not taken yet."""
+        return self._unsent
+
     def wait_for_room(self, frames: int) -> None:
         """Wait until fewer than `frames` frames are still to leave, or the link is lost.
 
