@@ -39,6 +39,9 @@ def add_remote_commands(add: AddCommand) -> None:
     sub.add_argument("peer", help="name of the peer, as `thinwire status` shows it")
     sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
 
+    sub = add("invite", invite_command, "print another invite to a run that this machine hosts")
+    sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
+
     sub = add("leave", leave_command, "leave a run that this machine joined, after this step")
     sub.add_argument("folder", type=Path, nargs="?", help="folder of `join --folder`")
 
@@ -81,6 +84,15 @@ def kick_command(options: argparse.Namespace) -> None:
 
     folder = only_alive_folder(options.folder, members=False)
     print(ask(folder, {"ask": "kick", "peer": options.peer})["text"])
+
+
+def invite_command(options: argparse.Namespace) -> None:
+    """Have the host make another invite, of the kind that it printed when it started."""
+    from thinwire.remote.alive import only_alive_folder
+    from thinwire.remote.control_socket import ask
+
+    folder = only_alive_folder(options.folder, members=False)
+    print(ask(folder, {"ask": "invite"})["text"])
 
 
 def leave_command(options: argparse.Namespace) -> None:

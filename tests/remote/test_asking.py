@@ -1,6 +1,7 @@
 """Asking a run of several machines how it stands, and having peers leave it: real processes."""
 
 import json
+import re
 import time
 
 from machines import Machines, machines  # noqa: F401
@@ -51,6 +52,13 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(
     kicked = machines.run("host", "kick", "ben", machines.run_folder)
     assert kicked.wait() == 0 and "ben was removed from the run" in kicked.text()
     assert ben.wait() != 0 and "the host removed this peer" in ben.text()
+    assert "(ana or another)" in str(_until_waiting(machines)["waiting_for"])
+    late = machines.join("cleo")
+    assert late.wait() == 8 and "this invite was closed" in late.text()
+    invited = machines.run("host", "invite", machines.run_folder)
+    assert invited.wait() == 0, invited.text()
+    (machines.invite,) = re.findall(r"tw1-\S+", invited.text())
+    machines.join("cleo").wait_for("enrolled as cleo")
     states = {p["name"]: p["state"] for p in status(machines, "host", machines.run_folder)["peers"]}  # type: ignore[attr-defined]
     assert states["ben"] == "kicked" and states["ana"] == "away"
     unknown = machines.run("host", "kick", "eve", machines.run_folder)

@@ -254,6 +254,8 @@ def test_a_folder_of_another_run_is_not_hosted_over(
     monkeypatch.setattr(host_module, "prepare_data", reached)
     with pytest.raises(DataError, match="the folder was taken"):
         host(settings, HostOptions(resume=True), PlainDisplay(io.StringIO()))
+
+
 def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house: House) -> None:
     """It answers the transport's pings, but never reads."""
     ana, ben = house.enrol("ana"), house.join("ben")

@@ -100,7 +100,12 @@ class _Hosting:
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
         console = HostConsole(
-            self._standing, self._lobby, book, lambda: self._formation, lambda: self._settings
+            self._standing,
+            self._lobby,
+            book,
+            lambda: self._formation,
+            lambda: self._settings,
+            door.invite,
         )
         opened.enter_context(ControlSocket(folder, console.handlers()))
         self._base = Base(
@@ -239,7 +244,7 @@ class _Hosting:
             if self._formation.seats or len(here) < stages:
                 seats = fill_seats(self._formation.seats, stages, here)
                 unfit = {g.name: g.why_unfit for g in self._lobby.guests() if g.is_here}
-                lacking = lacking_peers(self._formation.seats, stages, here, unfit)
+                lacking = lacking_peers(self._expected(), stages, here, unfit)
             else:
                 seats, lacking = self._choose(guests)
             if seats is not None:
@@ -255,6 +260,11 @@ class _Hosting:
                 lambda known=here: [g.name for g in self._lobby.here()] != known,  # type: ignore[misc]
                 LOOK_SECONDS,
             )
+
+    def _expected(self) -> list[str]:
+        """Peers that had seats and may come back."""
+        welcome = {guest.name for guest in self._lobby.guests()}
+        return [name for name in self._formation.seats if name in welcome]
 
     def _choose(self, here: list[Guest]) -> tuple[list[str] | None, str]:
         """Seats and blocks for a run that is formed for the first time, by what peers measured.

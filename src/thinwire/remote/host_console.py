@@ -1,4 +1,4 @@
-"""What a host answers to who asks it on its own machine: how its run stands, and to kick a peer."""
+"""What a host answers who asks on its own machine: how its run stands, to kick, to invite."""
 
 import time
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ConfigError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.control_socket import Handler
+from thinwire.remote.invite import Invite
 from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.seats import Formation
 from thinwire.remote.standing import Standing
@@ -17,7 +18,9 @@ from thinwire.settings import Settings
 
 
 class HostConsole:
-    """The answers of a host. `formation` and `settings` give what holds at the moment."""
+    """The answers of a host. `formation` and `settings` give what holds at the moment, and
+    `invite` makes another invite.
+    """
 
     def __init__(
         self,
@@ -26,13 +29,14 @@ class HostConsole:
         book: AuthorityBook,
         formation: Callable[[], Formation],
         settings: Callable[[], Settings],
+        invite: Callable[[], Invite],
     ):
         self._standing, self._lobby, self._book = standing, lobby, book
-        self._formation, self._settings = formation, settings
+        self._formation, self._settings, self._invite = formation, settings, invite
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
-        return {"status": self._status, "kick": self._kick}
+        return {"status": self._status, "kick": self._kick, "invite": self._make_invite}
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
         formation = self._formation()
@@ -54,15 +58,23 @@ class HostConsole:
             raise ConfigError("say which peer to kick")
         seats = self._formation().seats
         self._lobby.kick(name)
-        text = f"{name} was removed from the run and is not let in again"
+        text = (
+            f"{name} was removed from the run and is not let in again, nor is anybody new by the "
+            "invite that it used; `thinwire invite` makes another"
+        )
         if name in seats:
             text += f"; stage {seats.index(name)} waits for another peer"
         return {"text": text}
+
+    def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"text": f"thinwire join {self._invite()}"}
 
     def _peer(self, guest: Guest, formation: Formation) -> PeerStatus:
         stage = formation.seats.index(guest.name) if guest.name in formation.seats else None
         arrived = guest.arrived
         heard = time.time() - (time.monotonic() - guest.heard)
+        if stage is not None:
+            heard = max(heard, self._standing.last_word(stage))
         if arrived is None:
             return PeerStatus(guest.name, "away", stage, self._blocks(stage), last_word=heard)
         figures = arrived.figures
@@ -78,7 +90,7 @@ class HostConsole:
             mbps_down=figures.mbps_down,
             round_trip_s=2 * figures.latency_ms / 1e3,
             is_reachable=bool(arrived.outside),
-            last_word=max(heard, self._standing.last_word(stage) if stage is not None else 0.0),
+            last_word=heard,
         )
 
     def _state(self, guest: Guest, stage: int | None) -> str:
