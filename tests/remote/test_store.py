@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -320,6 +321,26 @@ def test_no_state_is_larger_than_its_limit(
     for parts in written.values():
         for part, limit in zip(parts, limits, strict=True):
             assert part.shard.bytes <= limit < 100 * part.shard.bytes
+
+
+def test_members_remove_what_was_given_up_and_keep_the_last_complete(
+    host: Host, tmp_path: Path
+) -> None:
+    """Where no checkpoint can be kept on the host, the disks of members do not fill up."""
+    member = tmp_path / "member"
+    for step in (10, 20, 30, 40):
+        shards = [write(member, stage, step) for stage in (0, 1)]
+        if step in (20, 30):
+            host.collector.announce(0, step, shards[0])
+            host.collector.give_up(step, "the disk is full")
+    host.collector.settled(10)
+    there = host.join("peer", ShardSender(member, Pace()), [0, 1])
+    deadline = time.monotonic() + PATIENCE
+    while any(partial_folder(member, step).exists() for step in (20, 30)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert partial_folder(member, 10).exists() and partial_folder(member, 40).exists()
+    there.close()
 
 
 def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:

@@ -60,6 +60,13 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """The checkpoint of this step was given up: nobody will ask for its shard."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class AskSeat:
     """Asks which files a stage needs."""
 
@@ -73,9 +80,16 @@ class Seat:
     manifest: dict[str, Any]
 
 
-Word = Want | Refusal | Done | AskSeat | Seat
+Word = Want | Refusal | Done | Dropped | AskSeat | Seat
 _WORDS = Vocabulary(
-    {"want": Want, "refusal": Refusal, "done": Done, "ask_seat": AskSeat, "seat": Seat}
+    {
+        "want": Want,
+        "refusal": Refusal,
+        "done": Done,
+        "dropped": Dropped,
+        "ask_seat": AskSeat,
+        "seat": Seat,
+    }
 )
 
 

@@ -30,6 +30,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,7 +39,17 @@ from thinwire.codec import build_codecs
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Shard, checkpoints_folder, partial_folder
 from thinwire.errors import CheckpointError, ThinwireError, WireError, printable
-from thinwire.remote.pieces import SILENCE_S, Done, Pace, Refusal, Talk, Want, give, take
+from thinwire.remote.pieces import (
+    SILENCE_S,
+    Done,
+    Dropped,
+    Pace,
+    Refusal,
+    Talk,
+    Want,
+    give,
+    take,
+)
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -80,6 +91,14 @@ def most_shard_bytes(settings: Settings, stage: int) -> int:
                 state += settings.codec.memory_mb << 20 if codec.remembers_examples else 0
                 names += 8 * settings.pipeline.microbatches
     return state + names * _HEADER_BYTES
+
+
+@dataclass
+class _Told:
+    """What a member has heard over one connection."""
+
+    done: int = -1
+    dropped: set[int] = field(default_factory=set)
 
 
 class ShardCollector:
@@ -164,15 +183,13 @@ class ShardCollector:
 
         On a thread of its own. Nothing is lost with the connection: the next one goes on.
         """
-        talk, told = Talk(pipe, self.meter), -1
+        talk, told = Talk(pipe, self.meter), _Told()
         try:
             while (job := self._next_job(stages, told)) is not None:
-                step, stage, shard = job
-                if shard is None:
-                    talk.say(Done(step))
-                    told = step
+                if isinstance(job, Done | Dropped):
+                    talk.say(job)
                 else:
-                    self._fetch(talk, member, step, stage, shard)
+                    self._fetch(talk, member, *job)
         except WireError:
             return  # the member dials again
         finally:
@@ -224,8 +241,10 @@ class ShardCollector:
             )
         return ""
 
-    def _next_job(self, stages: Collection[int], told: int) -> tuple[int, int, Shard | None] | None:
-        """What a member is asked for next; without a shard: told. None once all is over."""
+    def _next_job(
+        self, stages: Collection[int], told: "_Told"
+    ) -> tuple[int, int, Shard] | Done | Dropped | None:
+        """What a member is asked for next, or told; None once all is over."""
         with self._changed:
             while not self._closed:
                 waiting = sorted((self._missing & set(stages)) - self._taken)
@@ -234,8 +253,14 @@ class ShardCollector:
                     shard = self._announced[self._current][waiting[0]]
                     return self._current, waiting[0], shard
                 done = min([self._settled, *self._announced])  # what may travel yet is kept
-                if done > told:
-                    return done, 0, None
+                if done > told.done:
+                    told.done = done
+                    return Done(done)
+                told.dropped &= self._given_up.keys()
+                for step in self._given_up:
+                    if step not in told.dropped:
+                        told.dropped.add(step)
+                        return Dropped(step)
                 self._changed.wait()
             return None
 
@@ -328,6 +353,9 @@ class ShardSender:
                         self._give(talk, heard)
                     case Done(step):
                         self._forget_before(step)
+                    case Dropped(step):
+                        place = partial_folder(self._run_folder, step)
+                        shutil.rmtree(place, ignore_errors=True)
                     case _:
                         raise WireError("the host sent what only a member may send")
         finally:
