@@ -25,6 +25,7 @@ from thinwire.remote.messages import (
     Arrive,
     Declined,
     Dismiss,
+    Doing,
     Figures,
     FromHost,
     Launch,
@@ -193,7 +194,10 @@ def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House)
 def test_who_declines_or_leaves_gets_no_seat_until_it_arrives_anew(house: House) -> None:
     ana, ben = house.join("ana"), house.join("ben")
     house.lobby.give_seats({"ana": seat(1, 0), "ben": seat(1, 1)})
-    ana.channel.send(Declined(1, "no room"))
+    ben.channel.send(Doing(1, "fetch\n[save]  all is well" + 400 * "!"))
+    until(lambda: house.lobby.guests()[1].doing.startswith("fetch [save] all is well!"))
+    assert len(house.lobby.guests()[1].doing) < 350
+    ana.channel.send(Declined(1, "no\nroom"))
     ben.channel.send(Leaving())
     until(lambda: not house.lobby.here())
     assert {guest.name: guest.why_unfit for guest in house.lobby.guests()} == {

@@ -10,7 +10,7 @@ from thinwire.errors import ConfigError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.control_socket import Handler
 from thinwire.remote.invite import Invite
-from thinwire.remote.lobby import Guest, Lobby
+from thinwire.remote.lobby import Guest, Lobby, one_line
 from thinwire.remote.seats import Formation
 from thinwire.remote.standing import Standing
 from thinwire.remote.status import PeerStatus
@@ -83,7 +83,7 @@ class HostConsole:
             state=self._state(guest, stage),
             stage=stage,
             blocks=self._blocks(stage),
-            device=arrived.device,
+            device=one_line(arrived.device, 60),
             tflops=figures.tflops,
             memory_bytes=int(figures.memory_gb * 1e9),
             mbps_up=figures.mbps_up,

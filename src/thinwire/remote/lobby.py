@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import thinwire
-from thinwire.errors import AdmissionError, BreachError, ThinwireError, WireError
+from thinwire.errors import AdmissionError, BreachError, ThinwireError, WireError, printable
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.messages import (
     LOBBY,
@@ -258,12 +258,12 @@ class Lobby:
                 guest.why_unfit = _other_version(message.versions)
                 return self._welcome(guest, message)
             case Doing(said, text) if said == epoch:
-                guest.doing = text
+                guest.doing = one_line(text)
             case Prepared(said, has_corpus) if said == epoch:
                 guest.is_prepared, guest.has_corpus, guest.doing = True, has_corpus, ""
             case Declined(said, reason) if said == epoch:
-                guest.why_unfit, guest.doing = reason or "it does not say why", ""
-                return message
+                guest.why_unfit, guest.doing = one_line(reason) or "it does not say why", ""
+                return Declined(said, guest.why_unfit)
             case Ended(said) if said == epoch:
                 guest.has_ended = True
                 return message
@@ -304,13 +304,18 @@ class Lobby:
 
 def _other_version(versions: dict[str, str]) -> str:
     """Why a peer of another version gets no seat; its settings and frames would not be ours."""
-    theirs = versions.get("thinwire", "unknown")
+    theirs = one_line(versions.get("thinwire", "unknown"), 40)
     if theirs == thinwire.__version__:
         return ""
     return (
         f"it runs thinwire {theirs} and the host {thinwire.__version__}: install the same version "
         "there, and join again"
     )
+
+
+def one_line(text: str, longest: int = 300) -> str:
+    """A peer's words for a line of ours: with line breaks they could pass for other lines."""
+    return printable(" ".join(text.split()), longest)
 
 
 def _tell(channel: Channel, message: FromHost) -> None:
