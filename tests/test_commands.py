@@ -80,8 +80,14 @@ def test_commands(
             check(words, perform)
 
 
+SYSTEM_TOOLS = ("modprobe", "sysctl")  # they set up a machine: nothing of this project to check
+
+
 def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
     """Hold a command that is not run against what exists."""
+    words = words[1:] if words[0] == "sudo" else words
+    if words[0] in SYSTEM_TOOLS:
+        return
     if words[0] == "thinwire":
         options = make_parser().parse_args(words[1:])
         if words[1] in ("train", "plan"):

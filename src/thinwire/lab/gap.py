@@ -92,20 +92,25 @@ def published() -> list[Row]:
 
 
 def verdict(ours: list[Row]) -> str:
-    """The least gap from each of a few ratios on, for each number of stages."""
-    parts = []
-    for stages in sorted({row["stages"] for row in ours}):
+    """The least gap from each of a few ratios on, for each model and number of stages."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for place in sorted({(row["model"], row["stages"]) for row in ours}):
+        own = [row for row in ours if (row["model"], row["stages"]) == place]
         for bar in BARS:
-            enough = [r for r in ours if r["ratio"] >= ABOUT * bar and r["stages"] == stages]
+            enough = [row for row in own if row["ratio"] >= ABOUT * bar]
             if enough:
                 best = min(enough, key=lambda row: row["gap"])
-                runs = f"{best['seeds']} seed{'s' if best['seeds'] > 1 else ''}"
-                parts.append(
-                    f"about {bar}x or more, {stages} stages: {best['method']} "
-                    f"({best['ratio']:.0f}x, {best['gap']:+.2%}, "
-                    f"{best['tokens'] / 1e6:.0f}M tokens, {runs})"
-                )
-    return f"Least loss at {'; '.join(parts)}." if parts else "No arm of the logs saves bytes."
+                found[(*place, best["method"])] = best
+    parts = [
+        f"{row['method']} {row['ratio']:.0f}x {row['gap']:+.2%} ({row['model']}, {row['stages']} "
+        f"stages, {row['tokens'] / 1e6:.0f}M tokens, {row['seeds']} "
+        f"seed{'s' if row['seeds'] > 1 else ''})"
+        for row in found.values()
+    ]
+    bars = ", ".join(f"{bar}x" for bar in BARS)
+    if not parts:
+        return "No arm of the logs saves bytes."
+    return f"Least loss at about {bars} or more: {'; '.join(parts)}."
 
 
 def figure(ours: list[Row], others: list[Row]) -> Figure:
