@@ -6,6 +6,7 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from thinwire.remote.seats import Formation, fill_seats, read_formation, write_f
 from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
+from thinwire.run.compact import as_text, deflate
 from thinwire.run.control import Channel
 from thinwire.run.events import Lost
 from thinwire.run.order import control_name
@@ -258,6 +260,15 @@ def test_a_folder_of_another_run_is_not_hosted_over(
     monkeypatch.setattr(host_module, "prepare_data", reached)
     with pytest.raises(DataError, match="the folder was taken"):
         host(settings, HostOptions(resume=True), PlainDisplay(io.StringIO()))
+
+
+@pytest.mark.parametrize("memory_gb", [1e308, -1.0])
+def test_figures_that_no_machine_measures_are_refused(memory_gb: float) -> None:
+    said = {"type": "arrive", **asdict(arrival())}
+    assert LOBBY.unpack(deflate(as_text(said))) == arrival()
+    said["figures"] = {**asdict(arrival().figures), "memory_gb": memory_gb}
+    with pytest.raises(WireError, match=r"figures = .* must be numbers from 0 to 1e\+09"):
+        LOBBY.unpack(deflate(as_text(said)))
 
 
 def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house: House) -> None:

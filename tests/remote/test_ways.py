@@ -1,6 +1,9 @@
 """Where neighbours meet, and who can wait there in another's place."""
 
-from thinwire.remote.ways import DoorOf, Ways
+import pytest
+
+from thinwire.remote.messages import Arrive, Figures
+from thinwire.remote.ways import DoorOf, Ways, probe
 from thinwire.run.messages import Connect, Way
 
 SEATS = ["ana", "ben", "cleo"]
@@ -33,3 +36,11 @@ def test_each_epoch_has_a_word_that_all_its_stages_are_told() -> None:
     words = {first.connect(stage, Connect(""), SEATS).word for stage in range(3)}
     assert len(words) == 1 and words != {second.word}
     assert first.word not in repr(first) + repr(first.connect(1, Connect(""), SEATS))
+
+
+@pytest.mark.parametrize("outside", ["a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])
+def test_a_peer_that_says_nonsense_of_its_door_has_none(outside: str) -> None:
+    """It must not end the host, which tries the address."""
+    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    arrived = Arrive({}, "cpu", figures, "127.0.0.1:1", outside, 0, 0, False)
+    assert probe(arrived, "ab" * 8, "token") == DoorOf("127.0.0.1:1")

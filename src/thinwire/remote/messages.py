@@ -10,6 +10,8 @@ from typing import Any
 from thinwire.run.vocabulary import Vocabulary
 from thinwire.typed import Exact, Finite
 
+MOST_OF_A_MACHINE = 1e9  # of any of its figures
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -22,6 +24,11 @@ class Figures:
     mbps_up: Finite
     mbps_down: Finite
     latency_ms: Finite
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine measures: hosts compute with these."""
+        if not all(0 <= value <= MOST_OF_A_MACHINE for value in vars(self).values()):
+            raise ValueError(f"numbers from 0 to {MOST_OF_A_MACHINE:g}")
 
 
 @dataclass(frozen=True)

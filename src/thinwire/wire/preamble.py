@@ -116,8 +116,12 @@ async def connect(address: str) -> socket.socket:
     looked_up = on_daemon_thread(  # a name server may take long, and nobody waits for it at the end
         "thinwire lookup", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
+    try:
+        places = await asyncio.wrap_future(looked_up)
+    except UnicodeError:  # Python encodes names before it looks them up
+        raise OSError(f"{printable(host, 100)!r} is not the name of a machine") from None
     problem: OSError | None = None
-    for family, kind, protocol, _, place in await asyncio.wrap_future(looked_up):
+    for family, kind, protocol, _, place in places:
         connection = socket.socket(family, kind, protocol)
         try:
             prepare(connection)
@@ -141,7 +145,7 @@ def why(error: OSError) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of "10.0.0.1:80" or "[::1]:80"."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise WireError(f"{printable(address, 100)!r} is not an address: write HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
