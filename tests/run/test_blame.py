@@ -60,3 +60,9 @@ def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:
 )
 def test_the_stage_that_failed_first_is_blamed(heard: list[Evidence], culprit: int) -> None:
     assert blame(heard).stage == culprit
+
+
+@pytest.mark.parametrize(("code", "reason"), [(-9, "SIGKILL"), (-37, "signal 37"), (-743, "743")])
+def test_signals_without_a_name_are_named_by_their_number(code: int, reason: str) -> None:
+    """A peer on another machine may say any number."""
+    assert blame([Exited(1, code)]).reason.endswith(reason)

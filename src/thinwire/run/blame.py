@@ -67,7 +67,7 @@ def _suspect(event: Evidence) -> Suspect:
         case Lost(stage, error, in_breach):
             return _in_breach(stage, error) if in_breach else _lost(stage, error)
         case Exited(stage, code):
-            reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            reason = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
             return Suspect(1 if code else 6, stage, "died", reason)
         case Said(stage, Failed() as said):
             by_itself = said.kind not in ("WireError", "BreachError")
@@ -82,3 +82,11 @@ def _in_breach(stage: int, error: str) -> Suspect:
 
 def _lost(stage: int, error: str) -> Suspect:
     return Suspect(3, stage, "was lost", error)
+
+
+def _signal_name(number: int) -> str:
+    """Not every signal has a name, and on another machine it is what a peer says."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
