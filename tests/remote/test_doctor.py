@@ -129,7 +129,8 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Find
         assert one(away, "the relay answers at").level == "fine"
         assert one(away, "the host does not enrol peers").level == "blocks"
         assert "nobody waits for it" in away.text()
-        with Standby(f"{invite.run_id}/enrol", route, host.server.address) as standby:
+        name, prover = f"{invite.run_id}/enrol", host.book.authority.prover()
+        with Standby(name, route, host.server.address, prover=prover) as standby:
             while not standby.waiting:
                 time.sleep(0.01)
             found = doctor(invite)

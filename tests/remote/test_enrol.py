@@ -347,7 +347,8 @@ def test_enrolment_passes_doors(book: AuthorityBook, server: EnrolServer, way: s
         else:  # the host's own door is shut, and it waits at the relay
             relay.admit_any("open-sesame")
             route = Route(relay.address, "relayed", "open-sesame")
-            held.enter_context(Standby(name, route, server.address))
+            prover = book.authority.prover()
+            held.enter_context(Standby(name, route, server.address, prover=prover))
         invite = Invite.parse(str(book.invite([door.address], relay.address, "open-sesame")))
         with Tunnel(invite.service("enrol"), invite.routes) as tunnel:
             identity = _enrol_when_free(tunnel, invite)

@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 from thinwire.remote.relay import Relay, run_relay
 from thinwire.wire import Route, Standby, Tunnel, ping
 
-NAME = "0123456789abcdef/control"
+NAME = "0123456789abcdef/cut-0@1"
 
 
 @pytest.fixture

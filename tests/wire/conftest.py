@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from knocking import Service
 from wiring import MAX_MESSAGE, PATIENCE
 
 from thinwire.wire import Authority, Listener, Pipe, dial, memory_pair
@@ -49,3 +50,10 @@ def pipes(request: pytest.FixtureRequest) -> tuple[Pipe, Pipe]:
         return memory_pair()
     accepted, dialed = request.getfixturevalue("connect")("peer")
     return (accepted, dialed) if request.param == "accepted first" else (dialed, accepted)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.close()

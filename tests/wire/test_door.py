@@ -5,10 +5,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from wiring import PATIENCE
+from knocking import RUN, TOKEN, Service, ask, knock, line, until
 
 from proxy import Proxy
 from thinwire.errors import WireError
@@ -17,7 +17,7 @@ from thinwire.wire.door import _home
 from thinwire.wire.preamble import LONGEST_LINE, proof_of, split_address
 from thinwire.wire.splice import CHUNK, Allowance, keep_pace
 
-RUN, OTHER_RUN, TOKEN = "0123456789abcdef", "fedcba9876543210", "the run's token"
+OTHER_RUN = "fedcba9876543210"
 
 
 @pytest.fixture
@@ -27,62 +27,8 @@ def door() -> Iterator[Door]:
         yield door
 
 
-class Service:
-    """A TCP service of a test: each connection is kept for the test to use."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = "{}:{}".format(*self._socket.getsockname())
-
-    def accept(self) -> socket.socket:
-        self._socket.settimeout(PATIENCE)
-        return with_patience(self._socket.accept()[0])
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service()
-    yield service
-    service.close()
-
-
-def with_patience(connection: socket.socket) -> socket.socket:
-    connection.settimeout(PATIENCE)
-    return connection
-
-
-def knock(door: Door) -> socket.socket:
-    return with_patience(socket.create_connection(("127.0.0.1", door.port)))
-
-
-def line(connection: socket.socket) -> str:
-    said = bytearray()
-    while (byte := connection.recv(1)) not in (b"\n", b""):
-        said += byte
-    return said.decode()
-
-
-def ask(door: Door, wish: str, name: str, token: str = TOKEN) -> socket.socket:
-    """A caller that is written by hand, up to the answer."""
-    caller = knock(door)
-    magic, version, nonce = line(caller).split(" ")
-    assert (magic, version) == ("thinwire-door", "1")
-    caller.sendall(f"{wish} {name} {proof_of(token, nonce, wish, name)}\n".encode())
-    return caller
-
-
 def reach(door: Door, service: str, token: str = TOKEN) -> socket.socket:
     return ask(door, "reach", f"{RUN}/{service}", token)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def read_to_end(connection: socket.socket) -> bytes:
@@ -276,9 +222,9 @@ def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
 def test_connections_of_a_run_are_bounded() -> None:
     with Door("127.0.0.1", 0, Limits(per_run=1)) as door:
         door.admit(RUN, TOKEN)
-        waiting = ask(door, "wait", f"{RUN}/a")
+        waiting = ask(door, "wait", f"{RUN}/cut-a")
         assert line(waiting) == "ok"
-        refused = line(ask(door, "wait", f"{RUN}/b"))
+        refused = line(ask(door, "wait", f"{RUN}/cut-b"))
         assert refused == f"no run {RUN} has 1 connections here, the most"
 
 
@@ -287,10 +233,10 @@ def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
         door.admit(RUN, TOKEN)
         waiting = []
         for _ in range(3):
-            waiting.append(ask(door, "wait", f"{RUN}/a"))
+            waiting.append(ask(door, "wait", f"{RUN}/cut-a"))
             assert line(waiting[-1]) == "ok"
         assert waiting[0].recv(1) == b""
-        caller = reach(door, "a")
+        caller = reach(door, "cut-a")
         assert line(waiting[2]) == "call"
         waiting[2].sendall(b"+hello")
         assert line(caller) == "ok"
@@ -300,11 +246,11 @@ def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
 def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
     with Door("127.0.0.1", 0, Limits(answer_s=0.1)) as door:
         door.admit(RUN, TOKEN)
-        alive, gone, silent = (ask(door, "wait", f"{RUN}/a") for _ in range(3))
+        alive, gone, silent = (ask(door, "wait", f"{RUN}/cut-a") for _ in range(3))
         assert [line(waiter) for waiter in (alive, gone, silent)] == ["ok"] * 3
         gone.close()
         until(lambda: door.traffic()[RUN].waiting == 2)
-        caller = reach(door, "a")
+        caller = reach(door, "cut-a")
         assert line(alive) == "call"  # once the silent one had its time
         alive.sendall(b"+")
         assert line(caller) == "ok"
@@ -312,32 +258,32 @@ def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
 
 
 def test_one_who_speaks_without_being_called_is_cut(door: Door) -> None:
-    waiter = ask(door, "wait", f"{RUN}/a")
+    waiter = ask(door, "wait", f"{RUN}/cut-a")
     assert line(waiter) == "ok"
     waiter.sendall(b"+")
     assert waiter.recv(1) == b""
-    assert "nobody waits for it" in line(reach(door, "a"))
+    assert "nobody waits for it" in line(reach(door, "cut-a"))
 
 
 def test_a_run_that_is_dismissed_is_cut_and_unknown(door: Door) -> None:
-    waiter = ask(door, "wait", f"{RUN}/a")
+    waiter = ask(door, "wait", f"{RUN}/cut-a")
     assert line(waiter) == "ok"
     door.dismiss(RUN)
     assert waiter.recv(1) == b""
-    assert line(reach(door, "a")) == f"no run {RUN} is not known at this door"
+    assert line(reach(door, "cut-a")) == f"no run {RUN} is not known at this door"
 
 
 def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
     with Door("127.0.0.1", 0, Limits(runs=2)) as relay:
         relay.admit_any("pass", mbps=5)
-        waiter = ask(relay, "wait", f"{RUN}/a", "pass")
+        waiter = ask(relay, "wait", f"{RUN}/cut-a", "pass")
         assert line(waiter) == "ok"
-        assert "is not the right one" in line(ask(relay, "wait", f"{OTHER_RUN}/a", TOKEN))
+        assert "is not the right one" in line(ask(relay, "wait", f"{OTHER_RUN}/cut-a", TOKEN))
         assert relay.traffic().keys() == {RUN}
         # Runs that have nobody here any more give way to others; those that have do not.
-        assert line(ask(relay, "ping", f"{OTHER_RUN}/a", "pass")).startswith("ok ")
+        assert line(ask(relay, "ping", f"{OTHER_RUN}/cut-a", "pass")).startswith("ok ")
         until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
-        waiters = [ask(relay, "wait", f"{'0' * 15}{n}/a", "pass") for n in range(2)]
+        waiters = [ask(relay, "wait", f"{'0' * 15}{n}/cut-a", "pass") for n in range(2)]
         assert [line(w) for w in waiters] == ["ok", "no 2 runs meet at this door already, the most"]
         assert relay.traffic().keys() == {RUN, "0" * 16}
 
@@ -345,9 +291,9 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
 def test_runs_do_not_meet_each_other() -> None:
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any("pass")
-        waiter = ask(relay, "wait", f"{RUN}/a", "pass")
+        waiter = ask(relay, "wait", f"{RUN}/cut-a", "pass")
         assert line(waiter) == "ok"
-        assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/a", "pass"))
+        assert "nobody waits" in line(ask(relay, "reach", f"{OTHER_RUN}/cut-a", "pass"))
 
 
 def test_an_allowance_holds_its_rate_at_any_moment() -> None:
@@ -367,9 +313,9 @@ def test_what_passes_between_others_stays_below_the_bound(service: Service) -> N
     with Door("127.0.0.1", 0) as relay:
         relay.admit_any("pass", mbps=8)
         route = Route(relay.address, token="pass")
-        with Standby(f"{RUN}/a", route, service.address) as standby:
+        with Standby(f"{RUN}/cut-a", route, service.address) as standby:
             until(lambda: standby.waiting == 2)
-            caller = ask(relay, "reach", f"{RUN}/a", "pass")
+            caller = ask(relay, "reach", f"{RUN}/cut-a", "pass")
             assert line(caller) == "ok"
             served = service.accept()
             begin = time.monotonic()
@@ -438,9 +384,10 @@ def test_closing_cuts_all_and_ends_every_thread(service: Service) -> None:
     door = Door("127.0.0.1", 0)
     door.admit(RUN, TOKEN)
     door.serve(f"{RUN}/control", service.address)
-    stranger, caller, waiter = knock(door), reach(door, "control"), ask(door, "wait", f"{RUN}/a")
+    stranger, caller = knock(door), reach(door, "control")
+    waiter = ask(door, "wait", f"{RUN}/cut-a")
     assert (line(caller), line(waiter)) == ("ok", "ok")
-    standby = Standby(f"{RUN}/b", Route(door.address, token=TOKEN), service.address)
+    standby = Standby(f"{RUN}/cut-b", Route(door.address, token=TOKEN), service.address)
     until(lambda: standby.waiting == 2)
     door.close()
     for end in (stranger, caller, waiter):

@@ -8,7 +8,7 @@ import pytest
 from wiring import PATIENCE
 
 from thinwire.errors import WireError
-from thinwire.wire import Door, Route, Standby
+from thinwire.wire import Authority, Door, Route, Standby
 from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import MOST_BYTES, Burst, SpeedService, measure_link
 
@@ -40,13 +40,14 @@ def test_a_link_is_measured_through_the_hosts_door(door: Door) -> None:
     assert door.traffic()[RUN].served_bytes < 2 * MOST_BYTES + 10_000
 
 
-def test_a_bounded_way_is_found_to_be_slow(service: SpeedService) -> None:
+def test_a_bounded_way_is_found_to_be_slow(authority: Authority, service: SpeedService) -> None:
     """A relay that passes 8 Mbit/s: whoever receives takes the time, so buffers do not flatter."""
     with Door("127.0.0.1", 0) as relay:
-        relay.admit(RUN, TOKEN, mbps=8.0)
+        run, prover = authority.run_id, authority.prover()
+        relay.admit(run, TOKEN, mbps=8.0)
         route = Route(address(relay), "relayed", TOKEN)
-        with Standby(f"{RUN}/speed", route, service.address):
-            rates = measure_link([Route("127.0.0.1:9", token=TOKEN), route], RUN, seconds=0.5)
+        with Standby(f"{run}/speed", route, service.address, prover=prover):
+            rates = measure_link([Route("127.0.0.1:9", token=TOKEN), route], run, seconds=0.5)
     # What was saved up in a quarter of a second passes at once, at the start.
     assert 0 < rates.mbps_up < 16 and 0 < rates.mbps_down < 16
 

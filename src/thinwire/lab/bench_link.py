@@ -52,7 +52,7 @@ SIZES = (64 << 10, 1 << 20, 8 << 20)
 _MAX_PAYLOAD = 64 << 20
 _WAITING_BYTES = 4 << 20
 _IDLE_S = 2.0
-_NAME = "0" * 16 + "/bench"  # at doors
+_NAME = "0" * 16 + "/cut-0"  # at doors
 _ALONE = 5  # frames of each size that are timed alone
 
 Row = dict[str, Any]

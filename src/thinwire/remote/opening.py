@@ -61,6 +61,7 @@ class Opened:
         door = stack.enter_context(_open_door(options.listen, port_before))
         door.admit(book.run_id, self.token)
         self.port = door.port
+        prover = book.authority.prover()
         services = {
             "enrol": stack.enter_context(EnrolServer(book)).address,
             "control": self.listener.address,
@@ -71,7 +72,7 @@ class Opened:
             door.serve(name, address)
             if options.relay:
                 route = Route(options.relay, "relayed", options.relay_pass)
-                stack.enter_context(Standby(name, route, address))
+                stack.enter_context(Standby(name, route, address, prover=prover))
         stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
         self.addresses = stated or (outside_address(host, door.port),)

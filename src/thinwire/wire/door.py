@@ -27,9 +27,11 @@ from thinwire.wire.preamble import (
     proof_of,
     refuse,
     say,
+    to_sign,
     why,
 )
 from thinwire.wire.splice import IDLE_S, Allowance, keep_pace, prepare, splice
+from thinwire.wire.tls import check_proven
 
 _FULL = b"no there are too many connections at this door: try again later\n"
 
@@ -187,6 +189,8 @@ class Door:
             proof_of(token, nonce, asked.wish, asked.name).encode(), asked.proof.encode()
         ):
             raise WireError(f"the token shown for run {asked.run} is not the right one")
+        if asked.is_for_host:
+            _check_host(asked, nonce)
         if run is None:
             self._forget_idle_runs()
             run = self._run(asked.run)
@@ -312,6 +316,16 @@ class _Run:
     def traffic(self) -> Traffic:
         waiting = sum(map(len, self.waiting.values()))
         return Traffic(len(self.tasks), waiting, self._served_bytes, self._relayed_bytes)
+
+
+def _check_host(asked: Asked, nonce: str) -> None:
+    """Whoever knows the token could wait in the host's place, so that nobody reaches the host."""
+    if not asked.shown:
+        raise WireError(
+            f"only the host of run {asked.run} may wait for {asked.name}: the request lacks the "
+            "signature of the run's authority"
+        )
+    check_proven(asked.run, to_sign(nonce, asked.name, asked.proof), asked.shown)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,10 @@
 
 The proof is an HMAC of nonce and wish under the run's token at that door: the token itself never
 crosses the network, and a proof that was overheard does not work a second time.
+
+Many know the token, such as peers that were removed from the run. So who waits for a service of
+the host, which is any name but that of a link, shows after the proof also the public key of the
+run's authority and a signature: RUN is the beginning of that key's fingerprint.
 """
 
 import asyncio
@@ -22,12 +26,14 @@ from typing import Literal
 from thinwire.errors import WireError, printable
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.splice import keep_pace, prepare
+from thinwire.wire.tls import Prover
 
 VERSION = 1
-LONGEST_LINE = 256  # bytes, of what either side says before bytes are passed on
+LONGEST_LINE = 320  # bytes, of what either side says before bytes are passed on
 HERE = b"+"  # what one who waits answers to a call
 _MAGIC = "thinwire-door"
 _NAME = re.compile(r"[0-9a-f]{16}/[a-z0-9][a-z0-9@._-]{0,79}")
+_LINK = "cut-"  # how the service of a link between two stages begins
 
 Wish = Literal["reach", "wait", "ping"]
 
@@ -39,11 +45,17 @@ class Asked:
     wish: Wish
     name: str
     proof: str
+    shown: str = ""  # of the authority: its key, and its signature
 
     @property
     def run(self) -> str:
         """The run that the name belongs to."""
         return self.name.partition("/")[0]
+
+    @property
+    def is_for_host(self) -> bool:
+        """Whether only the host may do this: to be found under the name of one of its services."""
+        return self.wish == "wait" and not self.name.partition("/")[2].startswith(_LINK)
 
 
 def check_name(name: str) -> str:
@@ -62,20 +74,35 @@ def proof_of(token: str, nonce: str, wish: str, name: str) -> str:
     return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
 
 
+def to_sign(nonce: str, name: str, proof: str) -> str:
+    """What the authority signs for one who waits; with the proof, it counts at one door only."""
+    return f"{_MAGIC} {VERSION} {nonce} wait {name} {proof}"
+
+
 async def greet(caller: socket.socket) -> tuple[str, Asked]:
     """The door's side: say who we are, and hear what is wanted; the nonce, and the wish."""
     nonce = secrets.token_hex(16)
     await say(caller, f"{_MAGIC} {VERSION} {nonce}")
     words = (await hear(caller)).split(" ")
-    if len(words) != 3 or words[0] not in ("reach", "wait", "ping"):
+    is_whole = len(words) == 3 or (len(words) == 5 and words[0] == "wait")
+    if not is_whole or words[0] not in ("reach", "wait", "ping"):
         raise WireError("the request is not one of reach, wait or ping with a name and a proof")
-    return nonce, Asked(words[0], check_name(words[1]), words[2])  # type: ignore[arg-type]
+    wish, name, proof, *shown = words
+    return nonce, Asked(wish, check_name(name), proof, " ".join(shown))  # type: ignore[arg-type]
 
 
 async def call(
-    address: str, token: str, wish: Wish, name: str, timeout: float
+    address: str,
+    token: str,
+    wish: Wish,
+    name: str,
+    timeout: float,
+    prover: Prover | None = None,
 ) -> tuple[socket.socket, str]:
-    """The caller's side: the connection once the door agreed, and what it said beside its ok."""
+    """The caller's side: the connection once the door agreed, and what it said beside its ok.
+
+    A host that waits for those who want its services needs the prover of its authority.
+    """
     check_name(name)
     connection = None
     try:
@@ -93,7 +120,9 @@ async def call(
                     f"the door has version {version} and this process {VERSION}: install the same "
                     "version of thinwire at both ends"
                 )
-            await say(connection, f"{wish} {name} {proof_of(token, nonce, wish, name)}")
+            proof = proof_of(token, nonce, wish, name)
+            shown = f" {prover(to_sign(nonce, name, proof))}" if prover else ""
+            await say(connection, f"{wish} {name} {proof}{shown}")
             word, _, more = (await hear(connection)).partition(" ")
             if word != "ok":
                 raise WireError(f"the door refused: {more or word}")

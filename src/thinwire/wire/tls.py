@@ -7,10 +7,12 @@ the run (remote/authority.py). An end trusts exactly those certificates that the
 signed, and a dialer also checks the listener's name.
 """
 
+import base64
 import dataclasses
 import datetime
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,11 @@ from thinwire.typed import from_plain
 _VALID_FOR = datetime.timedelta(days=30)
 _CLOCK_SKEW = datetime.timedelta(days=1)
 RUN_DIGITS = 16  # of an authority's fingerprint: enough to address a run by
+_ALGORITHM = ec.ECDSA(hashes.SHA256())
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+Prover = Callable[[str], str]  # of a text: the authority's public key and its signature
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,17 @@ class Authority:
         """
         return self._certify(_requested_key(request_pem), name, valid_for)
 
+    def prover(self) -> Prover:
+        """Proves that this process holds the key of the run (`check_proven`)."""
+        point = self._key.public_key().public_bytes(
+            serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
+        )
+
+        def prove(text: str) -> str:
+            return f"{_base64(point)} {_base64(self._key.sign(text.encode(), _ALGORITHM))}"
+
+        return prove
+
     def _certify(
         self, key: ec.EllipticCurvePublicKey, name: str, valid_for: datetime.timedelta
     ) -> str:
@@ -145,6 +162,21 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .sign(self._key, hashes.SHA256())
         )
+
+
+def check_proven(run: str, text: str, shown: str) -> None:
+    """Refuse unless a prover of this run's authority showed this for the text."""
+    try:
+        point, signature = (base64.b64decode(part, validate=True) for part in shown.split(" "))
+        key = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
+    except ValueError:
+        raise WireError("the key or the signature of the authority cannot be read") from None
+    if _fingerprint(key)[:RUN_DIGITS] != run:
+        raise WireError(f"the key shown is not the one of the authority of run {run}")
+    try:
+        key.verify(signature, text.encode(), _ALGORITHM)
+    except InvalidSignature:
+        raise WireError(f"the authority of run {run} has not signed this request") from None
 
 
 def is_name(text: str) -> bool:
@@ -207,6 +239,10 @@ def _fingerprint(key: Any) -> str:
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
     return hashlib.sha256(encoded).hexdigest()
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
 def _own_key(key_pem: str) -> ec.EllipticCurvePrivateKey:

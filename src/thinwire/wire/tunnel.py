@@ -17,6 +17,7 @@ from thinwire.wire.kernel import address_text
 from thinwire.wire.loop import LoopThread
 from thinwire.wire.preamble import HERE, call, check_name, connect, hear
 from thinwire.wire.splice import prepare, splice
+from thinwire.wire.tls import Prover
 
 ROUTE_S = 4.0  # for one route to answer: a firewall may swallow a dial, and another route is next
 _MOST_CONNECTIONS = 64  # of one tunnel
@@ -191,14 +192,21 @@ class Standby:
     """The acceptor's end at a door elsewhere: waits there, and joins who calls to `target`.
 
     `ready` connections wait at a time. While the door is away it comes back by itself, with
-    growing pauses.
+    growing pauses. A host that waits for those who want its services needs the prover of its
+    authority; the ends of links need none.
     """
 
     def __init__(
-        self, name: str, route: Route, target: str, ready: int = 2, timeout: float = ROUTE_S
+        self,
+        name: str,
+        route: Route,
+        target: str,
+        ready: int = 2,
+        timeout: float = ROUTE_S,
+        prover: Prover | None = None,
     ) -> None:
         self.name, self.route, self.target = check_name(name), route, target
-        self._timeout = timeout
+        self._timeout, self._prover = timeout, prover
         self._waiting = 0
         self._trouble = ""
         self._carried = 0
@@ -235,7 +243,12 @@ class Standby:
         while True:
             try:
                 far, _ = await call(
-                    self.route.address, self.route.token, "wait", self.name, self._timeout
+                    self.route.address,
+                    self.route.token,
+                    "wait",
+                    self.name,
+                    self._timeout,
+                    self._prover,
                 )
                 self._trouble, begin = "", time.monotonic()
                 is_called = await self._is_called(far)
