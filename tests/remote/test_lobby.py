@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,8 +49,9 @@ from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
 from thinwire.run.compact import as_text, deflate
 from thinwire.run.control import Channel
-from thinwire.run.events import Lost
+from thinwire.run.events import Lost, Suspect
 from thinwire.run.order import control_name
+from thinwire.run.peers import StageFailedError
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Identity, Listener, dial
@@ -339,3 +341,22 @@ def test_settings_of_another_version_are_refused_with_the_cause(
     plain["train"]["speed"] = "ludicrous"
     with pytest.raises(ConfigError, match=r"\"train.speed\".*install the version of thinwire"):
         own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
+
+
+@pytest.mark.parametrize(("deed", "rounds"), [("died", 3), ("failed", 3), ("was lost", None)])
+def test_stages_that_keep_dying_end_a_run_and_lost_peers_do_not(
+    deed: str, rounds: int | None
+) -> None:
+    hosting = SimpleNamespace(
+        _failed=0, _formation=Formation(seats=["ana", "ben"]), _prefer_others=lambda *_: None
+    )
+    epoch = SimpleNamespace(record=SimpleNamespace(), peers=None)
+    error = StageFailedError("stage 1 ended", Suspect(0, 1, deed, "no memory"))
+    ended_after = None
+    for number in range(1, 6):
+        try:
+            host_module._Hosting._judge(hosting, epoch, error, 0)  # type: ignore[arg-type]
+        except StageFailedError:
+            ended_after = number
+            break
+    assert ended_after == rounds

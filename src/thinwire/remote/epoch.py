@@ -201,9 +201,13 @@ class Epoch:
 
     def _doors(self) -> list[DoorOf]:
         """The doors of all seats, probed at once."""
-        arrived = {guest.name: guest.arrived for guest in self._guests()}
-        said = [arrived.get(name) for name in self._seats]
-        return probe_all(said, self._base.run_id, self._base.token)
+        guests = {guest.name: guest for guest in self._guests()}
+        said = [guests[name].arrived if name in guests else None for name in self._seats]
+        doors = probe_all(said, self._base.run_id, self._base.token)
+        for name, door in zip(self._seats, doors, strict=True):
+            if name in guests:
+                guests[name].is_reachable = bool(door.outside)
+        return doors
 
     def _offer_streams(self, collector: ShardCollector) -> None:
         """Accept what this epoch needs beside the control streams: shards, and token ids."""

@@ -213,10 +213,10 @@ class _Hosting:
         if ledger is not None and ledger.done > first:
             self._failed = 0
         culprit = error.culprit if isinstance(error, StageFailedError) else None
-        if culprit is not None and culprit.deed != "was lost":
+        if culprit is not None:
+            if culprit.deed == "was lost":
+                return  # it, or another, may come at any time
             self._prefer_others(self._formation.seats[culprit.stage], culprit.deed)
-        if culprit is not None and culprit.deed in ("died", "was lost"):
-            return
         failure = None
         if culprit is not None and epoch.peers is not None:
             failure = epoch.peers.failures.get(culprit.stage)

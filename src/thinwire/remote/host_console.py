@@ -89,7 +89,7 @@ class HostConsole:
             mbps_up=figures.mbps_up,
             mbps_down=figures.mbps_down,
             round_trip_s=2 * figures.latency_ms / 1e3,
-            is_reachable=bool(arrived.outside),
+            is_reachable=guest.is_reachable,
             last_word=heard,
         )
 

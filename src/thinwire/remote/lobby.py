@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import thinwire
-from thinwire.errors import AdmissionError, BreachError, ThinwireError, WireError, printable
+from thinwire.errors import BreachError, ThinwireError, WireError, printable
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.messages import (
     LOBBY,
@@ -55,6 +55,7 @@ class Guest:
     seat: TakeSeat | None = None
     is_prepared: bool = False
     has_corpus: bool = False
+    is_reachable: bool = False  # from outside, when that was last tried
     is_launched: bool = False
     has_ended: bool = False  # the process of its seat
     why_unfit: str = ""  # it declined, or failed; another arrival may change that
@@ -292,7 +293,7 @@ class Lobby:
         return None
 
     def _renew(self, guest: Guest, request: str) -> None:
-        with contextlib.suppress(AdmissionError, WireError):
+        with contextlib.suppress(ThinwireError):  # also of a full disk: it asks again
             self._send(guest, Renewed(self._book.renew(guest.name, request)))
 
     def _send(self, guest: Guest, message: FromHost) -> None:
