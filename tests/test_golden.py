@@ -19,6 +19,7 @@ def golden() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_a_run_recorded_twice_is_equal_and_a_changed_one_is_not(
     golden: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

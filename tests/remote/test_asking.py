@@ -4,6 +4,7 @@ import json
 import re
 import time
 
+import pytest
 from machines import Machines, machines  # noqa: F401
 
 
@@ -14,6 +15,7 @@ def status(machines: Machines, home: str, *where: object) -> dict[str, object]: 
     return dict(json.loads(asked.text()))
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(
     machines: Machines,  # noqa: F811
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from machines import Machines, assert_same_weights, machines  # noqa: F401
 
 from thinwire.engine import Checkpoint
@@ -43,6 +44,7 @@ SAVED = r"\[save\] +checkpoint of step \d+"
 LONG = {"train__steps": 100_000, "train__eval_every": 0, "link__outage": 3.0}
 
 
+@pytest.mark.slow
 def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happened(
     machines: Machines,  # noqa: F811
 ) -> None:

@@ -16,12 +16,13 @@ import pytest
 import thinwire
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.remote import host as host_module
+from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
 from thinwire.remote.identity import identity_of
-from thinwire.remote.lobby import MOST_UNTAKEN, Gone, Lobby
+from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
     LOBBY,
     Arrive,
@@ -273,15 +274,19 @@ def test_figures_that_no_machine_measures_are_refused(memory_gb: float) -> None:
         LOBBY.unpack(deflate(as_text(said)))
 
 
-def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(house: House) -> None:
+def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It answers the transport's pings, but never reads."""
+    bound = 50
+    monkeypatch.setattr(lobby_module, "MOST_UNTAKEN", bound)
     ana, ben = house.enrol("ana"), house.join("ben")
     deaf = dial(house.listener.address, lobby_name("ana"), ana, "coordinator", 10, MAX_MESSAGE)
     frame = Frame(FrameKind.CONTROL, payload=LOBBY.pack(arrival()))
     deaf.write(encode(frame))
     until(lambda: len(house.lobby.here()) == 2)
     news = News("".join(random.Random(0).choices(string.ascii_letters, k=20_000)))
-    for _ in range(20 * MOST_UNTAKEN):
+    for _ in range(100 * bound):
         house.lobby.tell_all(news)
         until(lambda: len(ben.heard) > 0)
         ben.heard.clear()

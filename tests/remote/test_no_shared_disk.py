@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from machines import Machines, machines, weights  # noqa: F401
 
@@ -22,6 +23,7 @@ def stage_files(home: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in found}
 
 
+@pytest.mark.slow
 def test_a_peer_that_takes_a_seat_fetches_its_stage_and_trains_on_bit_for_bit(
     machines: Machines,  # noqa: F811
     corpus: Corpus,
