@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from leading import failed
 
 from thinwire.run.blame import Evidence, blame
 from thinwire.run.events import (
@@ -10,22 +11,8 @@ from thinwire.run.events import (
     Lost,
     Said,
 )
-from thinwire.run.messages import (
-    Failed,
-)
 
 LOST = Lost(1, "link control of stage 1 is broken")
-
-
-def failed(
-    error: str,
-    kind: str = "WireError",
-    accuses: tuple[int, ...] = (),
-    convicts: tuple[int, ...] = (),
-) -> Failed:
-    """What a peer sends before it leaves."""
-    known = kind.endswith("Error") and kind != "ValueError"
-    return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
 
 
 def said(stage: int, *words: Any, **blames: tuple[int, ...]) -> Said:

@@ -1,26 +1,17 @@
 """The coordinator, driven by plain events: each phase, each failure, each request to stop."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
+from leading import ASSIGN, METERS, Lead, failed, part, step
 
-from thinwire.engine.checkpoint import Shard
 from thinwire.engine.reports import (
     Evaluation,
-    Meters,
-    ShardFailed,
-    ShardWritten,
-    StageCosts,
-    Step,
-    Versions,
 )
 from thinwire.errors import StageError
 from thinwire.run.coordinator import (
     MOST_AHEAD,
-    SETTLE_SECONDS,
-    Coordinator,
     Phase,
-    disagreement,
 )
 from thinwire.run.events import (
     Away,
@@ -28,13 +19,10 @@ from thinwire.run.events import (
     Begin,
     Command,
     Commit,
-    Discard,
     End,
     Event,
     Exited,
     Lost,
-    PartArrived,
-    PartLost,
     Record,
     Said,
     Say,
@@ -45,9 +33,7 @@ from thinwire.run.events import (
     Tick,
 )
 from thinwire.run.messages import (
-    Assign,
     Connect,
-    Failed,
     Finished,
     FromPeer,
     Hello,
@@ -61,94 +47,6 @@ from thinwire.run.messages import (
 )
 from thinwire.run.pace import TOLD_A_MINUTE
 from thinwire.run.signals import Interrupted
-
-ASSIGN = Assign({}, "/corpus", "/run", "")
-METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}
-
-
-def failed(
-    error: str,
-    kind: str = "WireError",
-    accuses: tuple[int, ...] = (),
-    convicts: tuple[int, ...] = (),
-) -> Failed:
-    """What a peer sends before it leaves."""
-    known = kind.endswith("Error") and kind != "ValueError"
-    return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
-
-
-def step(stage: int, number: int) -> Step:
-    return Step(
-        step=number,
-        loss=1.0 if stage else None,
-        lr=0.1,
-        grad_norm=1.0,
-        committed=True,
-        start=0.0,
-        end=1.0,
-        wait=0.0,
-        costs=StageCosts(0.1, 0.1, 0.1),
-        spans=[],
-        measures={},
-        meters=METERS,
-        dropped=0,
-    )
-
-
-def part(stage: int, number: int, memory: str = "") -> ShardWritten:
-    shard = Shard(f"stage-{stage}.safetensors", "ab", 10, ["w"])
-    return ShardWritten(number, Versions(number, 0), shard, {"0": {"forward": memory}})
-
-
-class Lead:
-    """A coordinator of two stages, with the time and all that it has asked for."""
-
-    def __init__(self, patience: float = 100.0, parts_travel: bool = False):
-        self.now = 1000.0
-        self.coordinator = Coordinator(2, patience, ASSIGN, parts_travel)
-
-    def on(self, event: Event, after: float = 0.0) -> list[Command]:
-        self.now += after
-        return self.coordinator.on(event, self.now)
-
-    def say(self, stage: int, *messages: FromPeer) -> list[Command]:
-        return [command for m in messages for command in self.on(Said(stage, m))]
-
-    def all_say(self, *messages: FromPeer) -> list[Command]:
-        return [command for stage in (0, 1) for command in self.say(stage, *messages)]
-
-    def until(self, phase: Phase) -> "Lead":
-        """Bring the run to a phase in the ordinary way."""
-        ways: dict[Phase, Callable[[], object]] = {
-            Phase.GATHERING: lambda: None,
-            Phase.BUILDING: lambda: [self.say(s, Hello(s, {"torch": "2"})) for s in (0, 1)],
-            Phase.LINKING: lambda: [self.say(s, Ready(f"at-{s}", "", "cpu")) for s in (0, 1)],
-            Phase.TRAINING: lambda: self.all_say(Linked()),
-            Phase.STOPPING: lambda: self.on(StopAsked()),
-            Phase.SETTLING: lambda: self.on(Exited(1, -9)),
-            Phase.FINISHED: lambda: self.on(Tick(), SETTLE_SECONDS),
-        }
-        for reached, way in ways.items():
-            way()
-            assert self.coordinator.phase is reached
-            if reached is phase:
-                return self
-        raise AssertionError(phase)
-
-    def ended(self, commands: list[Command]) -> End:
-        """The end that these commands are."""
-        assert self.coordinator.is_over
-        assert self.on(Tick(), 1000.0) == [], "what is over asks for nothing"
-        (end,) = (command for command in commands if isinstance(command, End))
-        assert commands[-1] is end
-        return end
-
-    def settled(self) -> End:
-        """How it ends once the moment after a failure has passed."""
-        assert self.coordinator.phase is Phase.SETTLING
-        assert self.on(Tick(), SETTLE_SECONDS / 2) == []
-        assert self.coordinator.rest(self.now) <= SETTLE_SECONDS / 2
-        return self.ended(self.on(Tick(), SETTLE_SECONDS / 2))
 
 
 def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
@@ -395,107 +293,6 @@ def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> 
     lead = Lead().until(Phase.SETTLING)
     lead.say(0, failed("x", accuses=(7,)))
     assert "stage 0 broke the contract" in str(lead.settled().error)
-
-
-def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
-    """Stage 1 writes later, also for the next step; nothing is mixed up."""
-    lead = Lead().until(Phase.TRAINING)
-    assert lead.say(0, part(0, 2), step(0, 2), part(0, 3)) == [Record(0, step(0, 2))]
-    assert lead.say(1, part(1, 2)) == [Commit(2, [part(0, 2), part(1, 2)])]
-    lead.say(1, step(1, 2))
-    assert lead.say(1, part(1, 3)) == [Commit(3, [part(0, 3), part(1, 3)])]
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_failed_part_waits_for_the_others(first: int) -> None:
-    lead = Lead().until(Phase.TRAINING)
-    parts: list[FromPeer] = [ShardFailed(2, "disk full"), part(1, 2)]
-    assert lead.say(first, parts[first]) == [], "the other stage may be writing still"
-    assert lead.say(1 - first, parts[1 - first]) == [Discard(2, "disk full")]
-    assert lead.coordinator.phase is Phase.TRAINING
-
-
-def test_a_part_on_another_machine_counts_when_it_has_arrived() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, step(stage, 0))
-    written = [part(0, 1), part(1, 1)]
-    assert [lead.say(s, written[s]) for s in (0, 1)] == [[], []]
-    assert lead.on(PartArrived(1, 1)) == []
-    assert [lead.say(s, step(s, 1)) for s in (0, 1)] != [[], []], "training goes on meanwhile"
-    assert lead.on(PartArrived(0, 1)) == [Commit(1, written)]
-    assert lead.on(PartArrived(0, 1)) == [], "of what was not awaited nothing follows"
-    assert lead.on(PartLost(1, 7, "never heard of")) == []
-
-
-def test_a_part_that_does_not_arrive_costs_the_checkpoint() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    lead.say(0, part(0, 1))
-    assert lead.on(PartLost(0, 1, "its disk is full")) == []
-    assert lead.say(1, part(1, 1)) == []
-    assert lead.on(PartArrived(1, 1)) == [Discard(1, "its disk is full")]
-
-
-def test_a_failed_part_does_not_travel() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    lead.say(0, part(0, 1))
-    assert lead.say(1, ShardFailed(1, "full")) == []
-    assert lead.on(PartLost(0, 1, "full")) == [Discard(1, "full")]
-
-
-def test_the_run_ends_when_the_last_part_has_arrived() -> None:
-    lead, goodbye = Lead(parts_travel=True).until(Phase.TRAINING), Finished(METERS)
-    written = [part(0, 1), part(1, 1)]
-    for stage in (0, 1):
-        lead.say(stage, written[stage])
-    lead.on(PartArrived(0, 1))
-    assert lead.say(0, goodbye) == [Record(0, goodbye)]
-    recorded, told = lead.say(1, goodbye)
-    assert recorded == Record(1, goodbye)
-    assert told == Say("training is done; the checkpoint of stage 1 is still on its way here")
-    assert lead.coordinator.phase is Phase.COLLECTING
-    for stage in (0, 1):
-        assert lead.on(Exited(stage, 0)) == [], "its process need not wait"
-    assert lead.on(Tick(), 1.0) == []
-    waits = "the run waits for the last checkpoint to arrive, for 1 s; still missing: stage 1"
-    assert lead.coordinator.reasons() == [waits]
-    assert lead.on(Tick(), 500.0) == []
-    assert lead.on(PartArrived(1, 1)) == [Commit(1, written), End()]
-
-
-def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, part(stage, 1), Finished(METERS))
-    lead.on(PartArrived(0, 1))
-    assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), End()]
-
-
-def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for stage in (0, 1):
-        lead.say(stage, part(stage, 1), Finished(METERS))
-    assert lead.on(StopAsked()) == []
-    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
-
-
-def test_a_part_is_checked_when_it_is_reported_and_not_when_it_arrives() -> None:
-    lead = Lead(parts_travel=True).until(Phase.TRAINING)
-    for number in range(3):
-        for stage in (0, 1):
-            lead.say(stage, step(stage, number))
-    lead.say(0, part(0, 2))
-    assert "of step 2 after step 3" in str(lead.settled().error)
-
-
-def test_ends_that_remember_different_things_end_the_run() -> None:
-    lead = Lead().until(Phase.TRAINING)
-    lead.say(0, part(0, 4, "ab"))
-    commands = lead.say(1, part(1, 4, "cd"))
-    assert commands[0] == Discard(4)
-    end = lead.ended(commands)
-    assert "after step 4 the two ends of cut 0" in str(end.error) and end.culprit is None
-    assert disagreement(4, [{"0": {"forward": "ab"}}, {"0": {}}]), "what is missing is not equal"
 
 
 def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Command]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from thinwire.errors import WireError
 from thinwire.wire.kernel import address_text
-from thinwire.wire.loop import LoopThread, ended
+from thinwire.wire.loop import LoopThread, callers, ended
 from thinwire.wire.preamble import (
     HERE,
     Asked,
@@ -139,13 +139,7 @@ class Door:
         return self._runs.setdefault(name, _Run())
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, place = await loop.sock_accept(self._socket)
-            except OSError:  # too many open files, or a caller that has gone already
-                await asyncio.sleep(0.1)
-                continue
+        async for connection, place in callers(self._socket):
             self._loop.start(self._receive(connection, address_text(*place[:2]), _home(place[0])))
 
     async def _receive(self, caller: socket.socket, address: str, home: str) -> None:

@@ -1,8 +1,9 @@
 """An event loop on a thread of its own: many connections, one thread, and an end to all of it."""
 
 import asyncio
+import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -81,3 +82,15 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # else it is reported as forgotten
+
+
+async def callers(listening: socket.socket) -> AsyncIterator[tuple[socket.socket, Any]]:
+    """Connections as they come, with the addresses that they come from."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            connection, place = await loop.sock_accept(listening)
+        except OSError:  # too many open files, or a caller that has gone already
+            await asyncio.sleep(0.1)
+            continue
+        yield connection, place

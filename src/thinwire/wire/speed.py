@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import WireError
 from thinwire.wire.kernel import address_text
-from thinwire.wire.loop import LoopThread
+from thinwire.wire.loop import LoopThread, callers
 from thinwire.wire.preamble import call, hear, say
 from thinwire.wire.splice import prepare
 from thinwire.wire.tunnel import ROUTE_S, Route
@@ -97,12 +97,7 @@ class SpeedService:
         self.close()
 
     async def _accept(self) -> None:
-        while True:
-            try:
-                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
-            except OSError:
-                await asyncio.sleep(0.1)
-                continue
+        async for caller, _ in callers(self._socket):
             if self._callers >= _CALLERS:
                 caller.close()
                 continue

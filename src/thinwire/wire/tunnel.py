@@ -14,7 +14,7 @@ from typing import Literal
 
 from thinwire.errors import WireError
 from thinwire.wire.kernel import address_text
-from thinwire.wire.loop import LoopThread
+from thinwire.wire.loop import LoopThread, callers
 from thinwire.wire.preamble import HERE, call, check_name, connect, hear
 from thinwire.wire.splice import prepare, splice
 from thinwire.wire.tls import Prover
@@ -141,12 +141,7 @@ class Tunnel:
         self.close()
 
     async def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(self._socket)
-            except OSError:
-                await asyncio.sleep(0.1)
-                continue
+        async for connection, _ in callers(self._socket):
             if len(self._connections) >= _MOST_CONNECTIONS:
                 connection.close()
                 continue

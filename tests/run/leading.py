@@ -1,0 +1,122 @@
+"""What tests of the coordinator need: reports of stages, and a coordinator to tell them to."""
+
+from collections.abc import Callable
+
+from thinwire.engine.checkpoint import Shard
+from thinwire.engine.reports import (
+    Meters,
+    ShardWritten,
+    StageCosts,
+    Step,
+    Versions,
+)
+from thinwire.run.coordinator import (
+    SETTLE_SECONDS,
+    Coordinator,
+    Phase,
+)
+from thinwire.run.events import (
+    Command,
+    End,
+    Event,
+    Exited,
+    Said,
+    StopAsked,
+    Tick,
+)
+from thinwire.run.messages import (
+    Assign,
+    Failed,
+    FromPeer,
+    Hello,
+    Linked,
+    Ready,
+)
+
+ASSIGN = Assign({}, "/corpus", "/run", "")
+METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}
+
+
+def failed(
+    error: str,
+    kind: str = "WireError",
+    accuses: tuple[int, ...] = (),
+    convicts: tuple[int, ...] = (),
+) -> Failed:
+    """What a peer sends before it leaves."""
+    known = kind.endswith("Error") and kind != "ValueError"
+    return Failed(kind, known, error, "" if known else "a trace", [*accuses], [*convicts])
+
+
+def step(stage: int, number: int) -> Step:
+    return Step(
+        step=number,
+        loss=1.0 if stage else None,
+        lr=0.1,
+        grad_norm=1.0,
+        committed=True,
+        start=0.0,
+        end=1.0,
+        wait=0.0,
+        costs=StageCosts(0.1, 0.1, 0.1),
+        spans=[],
+        measures={},
+        meters=METERS,
+        dropped=0,
+    )
+
+
+def part(stage: int, number: int, memory: str = "") -> ShardWritten:
+    shard = Shard(f"stage-{stage}.safetensors", "ab", 10, ["w"])
+    return ShardWritten(number, Versions(number, 0), shard, {"0": {"forward": memory}})
+
+
+class Lead:
+    """A coordinator of two stages, with the time and all that it has asked for."""
+
+    def __init__(self, patience: float = 100.0, parts_travel: bool = False):
+        self.now = 1000.0
+        self.coordinator = Coordinator(2, patience, ASSIGN, parts_travel)
+
+    def on(self, event: Event, after: float = 0.0) -> list[Command]:
+        self.now += after
+        return self.coordinator.on(event, self.now)
+
+    def say(self, stage: int, *messages: FromPeer) -> list[Command]:
+        return [command for m in messages for command in self.on(Said(stage, m))]
+
+    def all_say(self, *messages: FromPeer) -> list[Command]:
+        return [command for stage in (0, 1) for command in self.say(stage, *messages)]
+
+    def until(self, phase: Phase) -> "Lead":
+        """Bring the run to a phase in the ordinary way."""
+        ways: dict[Phase, Callable[[], object]] = {
+            Phase.GATHERING: lambda: None,
+            Phase.BUILDING: lambda: [self.say(s, Hello(s, {"torch": "2"})) for s in (0, 1)],
+            Phase.LINKING: lambda: [self.say(s, Ready(f"at-{s}", "", "cpu")) for s in (0, 1)],
+            Phase.TRAINING: lambda: self.all_say(Linked()),
+            Phase.STOPPING: lambda: self.on(StopAsked()),
+            Phase.SETTLING: lambda: self.on(Exited(1, -9)),
+            Phase.FINISHED: lambda: self.on(Tick(), SETTLE_SECONDS),
+        }
+        for reached, way in ways.items():
+            way()
+            assert self.coordinator.phase is reached
+            if reached is phase:
+                return self
+        raise AssertionError(phase)
+
+    def ended(self, commands: list[Command]) -> End:
+        """The end that these commands are."""
+        assert self.coordinator.is_over
+        assert self.on(Tick(), 1000.0) == [], "what is over asks for nothing"
+        (end,) = (command for command in commands if isinstance(command, End))
+        assert commands[-1] is end
+        return end
+
+    def settled(self) -> End:
+        """How it ends once the moment after a failure has passed."""
+        assert self.coordinator.phase is Phase.SETTLING
+        assert self.on(Tick(), SETTLE_SECONDS / 2) == []
+        assert self.coordinator.rest(self.now) <= SETTLE_SECONDS / 2
+        return self.ended(self.on(Tick(), SETTLE_SECONDS / 2))

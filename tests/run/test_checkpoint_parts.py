@@ -1,0 +1,130 @@
+"""The parts of a checkpoint, as the coordinator hears of them: written, travelled, lost."""
+
+import pytest
+from leading import METERS, Lead, part, step
+
+from thinwire.engine.reports import (
+    ShardFailed,
+)
+from thinwire.run.coordinator import (
+    Phase,
+    disagreement,
+)
+from thinwire.run.events import (
+    Commit,
+    Discard,
+    End,
+    Exited,
+    PartArrived,
+    PartLost,
+    Record,
+    Say,
+    StopAsked,
+    Tick,
+)
+from thinwire.run.messages import (
+    Finished,
+    FromPeer,
+)
+from thinwire.run.signals import Interrupted
+
+
+def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
+    """Stage 1 writes later, also for the next step; nothing is mixed up."""
+    lead = Lead().until(Phase.TRAINING)
+    assert lead.say(0, part(0, 2), step(0, 2), part(0, 3)) == [Record(0, step(0, 2))]
+    assert lead.say(1, part(1, 2)) == [Commit(2, [part(0, 2), part(1, 2)])]
+    lead.say(1, step(1, 2))
+    assert lead.say(1, part(1, 3)) == [Commit(3, [part(0, 3), part(1, 3)])]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_failed_part_waits_for_the_others(first: int) -> None:
+    lead = Lead().until(Phase.TRAINING)
+    parts: list[FromPeer] = [ShardFailed(2, "disk full"), part(1, 2)]
+    assert lead.say(first, parts[first]) == [], "the other stage may be writing still"
+    assert lead.say(1 - first, parts[1 - first]) == [Discard(2, "disk full")]
+    assert lead.coordinator.phase is Phase.TRAINING
+
+
+def test_a_part_on_another_machine_counts_when_it_has_arrived() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, step(stage, 0))
+    written = [part(0, 1), part(1, 1)]
+    assert [lead.say(s, written[s]) for s in (0, 1)] == [[], []]
+    assert lead.on(PartArrived(1, 1)) == []
+    assert [lead.say(s, step(s, 1)) for s in (0, 1)] != [[], []], "training goes on meanwhile"
+    assert lead.on(PartArrived(0, 1)) == [Commit(1, written)]
+    assert lead.on(PartArrived(0, 1)) == [], "of what was not awaited nothing follows"
+    assert lead.on(PartLost(1, 7, "never heard of")) == []
+
+
+def test_a_part_that_does_not_arrive_costs_the_checkpoint() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    lead.say(0, part(0, 1))
+    assert lead.on(PartLost(0, 1, "its disk is full")) == []
+    assert lead.say(1, part(1, 1)) == []
+    assert lead.on(PartArrived(1, 1)) == [Discard(1, "its disk is full")]
+
+
+def test_a_failed_part_does_not_travel() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    lead.say(0, part(0, 1))
+    assert lead.say(1, ShardFailed(1, "full")) == []
+    assert lead.on(PartLost(0, 1, "full")) == [Discard(1, "full")]
+
+
+def test_the_run_ends_when_the_last_part_has_arrived() -> None:
+    lead, goodbye = Lead(parts_travel=True).until(Phase.TRAINING), Finished(METERS)
+    written = [part(0, 1), part(1, 1)]
+    for stage in (0, 1):
+        lead.say(stage, written[stage])
+    lead.on(PartArrived(0, 1))
+    assert lead.say(0, goodbye) == [Record(0, goodbye)]
+    recorded, told = lead.say(1, goodbye)
+    assert recorded == Record(1, goodbye)
+    assert told == Say("training is done; the checkpoint of stage 1 is still on its way here")
+    assert lead.coordinator.phase is Phase.COLLECTING
+    for stage in (0, 1):
+        assert lead.on(Exited(stage, 0)) == [], "its process need not wait"
+    assert lead.on(Tick(), 1.0) == []
+    waits = "the run waits for the last checkpoint to arrive, for 1 s; still missing: stage 1"
+    assert lead.coordinator.reasons() == [waits]
+    assert lead.on(Tick(), 500.0) == []
+    assert lead.on(PartArrived(1, 1)) == [Commit(1, written), End()]
+
+
+def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, part(stage, 1), Finished(METERS))
+    lead.on(PartArrived(0, 1))
+    assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), End()]
+
+
+def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, part(stage, 1), Finished(METERS))
+    assert lead.on(StopAsked()) == []
+    assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
+
+
+def test_a_part_is_checked_when_it_is_reported_and_not_when_it_arrives() -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for number in range(3):
+        for stage in (0, 1):
+            lead.say(stage, step(stage, number))
+    lead.say(0, part(0, 2))
+    assert "of step 2 after step 3" in str(lead.settled().error)
+
+
+def test_ends_that_remember_different_things_end_the_run() -> None:
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, part(0, 4, "ab"))
+    commands = lead.say(1, part(1, 4, "cd"))
+    assert commands[0] == Discard(4)
+    end = lead.ended(commands)
+    assert "after step 4 the two ends of cut 0" in str(end.error) and end.culprit is None
+    assert disagreement(4, [{"0": {"forward": "ab"}}, {"0": {}}]), "what is missing is not equal"
