@@ -87,3 +87,21 @@ def test_a_wrong_address_is_refused_before_anything_is_prepared(
     said = capsys.readouterr()
     assert "--address no address: write a name or an address" in said.err
     assert "[data]" not in said.out and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--name", "Ben Bright", "--name Ben Bright: a name has lower-case letters"),
+        ("--listen", "nowhere", "'nowhere' is not an address: write HOST:PORT"),
+        ("--data", "gone", "--data gone: there is no such file or folder"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, said: str
+) -> None:
+    invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
+    with pytest.raises(SystemExit):
+        main(["join", str(invite), "--folder", str(tmp_path / "ben"), option, value])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "ben").exists()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.errors import AdmissionError, ConfigError, WireError
+from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.folders import lock, private_folder
 from thinwire.paths import peer_folder
 from thinwire.remote.control_socket import ControlSocket
@@ -21,6 +21,7 @@ from thinwire.wire import Door, Identity, Route, Tunnel, ping, raise_descriptor_
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import measure_link
+from thinwire.wire.tls import is_name
 
 LINK_SECONDS = 0.5  # of a burst each way
 
@@ -37,15 +38,16 @@ class JoinOptions:
 
 def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     """Take part in the run of an invite; returns in a sentence how that ended."""
+    _check(options)
     raise_descriptor_limit()
     folder = options.folder or peer_folder(invite.run_id)
-    routes = routes_to_host(invite)
-    with _claimed(folder), Tunnel(f"{invite.run_id}/enrol", routes) as way:
+    routes = invite.routes
+    with _claimed(folder), Tunnel(invite.service("enrol"), routes) as way:
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
         identity = _identity(folder, way, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
         with (
-            Tunnel(f"{invite.run_id}/control", routes) as host,
+            Tunnel(invite.service("control"), routes) as host,
             _door(options.listen, invite) as door,
         ):
             place = Place(folder, host.address, *_addresses(door, options.listen, invite, routes))
@@ -55,11 +57,17 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
                 return member.run()
 
 
-def routes_to_host(invite: Invite) -> list[Route]:
-    """The ways to the host's door: by its addresses, then by the relay where both can meet."""
-    own = [Route(address, "direct", invite.door_token) for address in invite.addresses]
-    relay = [Route(invite.relay, "relayed", invite.relay_pass)] if invite.relay else []
-    return own + relay
+def _check(options: JoinOptions) -> None:
+    """Refuse what cannot work before the host hears of this machine."""
+    if options.name and not is_name(options.name):
+        raise ConfigError(
+            f"--name {options.name}: a name has lower-case letters, digits and inner hyphens, at "
+            "most 63"
+        )
+    if options.listen:
+        split_address(options.listen)
+    if options.terms.data is not None and not options.terms.data.exists():
+        raise DataError(f"--data {options.terms.data}: there is no such file or folder")
 
 
 def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:
@@ -104,7 +112,7 @@ def _door(listen: str, invite: Invite) -> Iterator[Door | None]:
 
 
 def _addresses(
-    door: Door | None, listen: str, invite: Invite, routes: list[Route]
+    door: Door | None, listen: str, invite: Invite, routes: tuple[Route, ...]
 ) -> tuple[str, str]:
     """The door's address for this machine's own processes, and the one by which others may try."""
     if door is None:
@@ -114,13 +122,13 @@ def _addresses(
         return door.address, door.address
     for route in routes:
         with contextlib.suppress(WireError):
-            seen, _ = split_address(ping(route, f"{invite.run_id}/control").address)
+            seen, _ = split_address(ping(route, invite.service("control")).address)
             return address_text("127.0.0.1", door.port), address_text(seen, door.port)
     return address_text("127.0.0.1", door.port), ""
 
 
 def _measured(
-    device: str, folder: Path, routes: list[Route], run_id: str, display: Display
+    device: str, folder: Path, routes: tuple[Route, ...], run_id: str, display: Display
 ) -> MachineFigures:
     """What this machine can give; a way to the host that cannot be measured now is left open."""
     machine = measure_machine(device, folder)
