@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from knocking import Service
-from wiring import MAX_MESSAGE, PATIENCE
+from wiring import MAX_MESSAGE
 
 from thinwire.wire import Authority, Listener, Pipe, dial, memory_pair
+from waiting import PATIENCE
 
 
 @pytest.fixture(scope="session")

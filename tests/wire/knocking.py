@@ -4,10 +4,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from wiring import PATIENCE
-
 from thinwire.wire import Door
 from thinwire.wire.preamble import proof_of
+from waiting import PATIENCE
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
 

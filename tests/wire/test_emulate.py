@@ -4,11 +4,11 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wiring import PATIENCE
 
 from thinwire.errors import ConfigError
 from thinwire.wire import LinkConfig, Nic
 from thinwire.wire.emulate import DelayLine
+from waiting import PATIENCE
 
 MEGABIT = 125_000  # bytes
 

@@ -1,11 +1,11 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import PATIENCE
 
 from thinwire.errors import WireError
 from thinwire.wire import Frame, FrameKind, Meter, encode, handshake, memory_pair
 from thinwire.wire.handshake import MAX_HELLO
+from waiting import PATIENCE
 
 
 def both(pipes, mine, expect, theirs, they_expect):

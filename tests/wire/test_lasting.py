@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import PATIENCE, in_background, read_all, wait_until
+from wiring import in_background, read_all
 
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire import (
@@ -18,6 +18,7 @@ from thinwire.wire import (
     numbered,
 )
 from thinwire.wire.numbered import HEAD, LASTING_BYTES, Kind
+from waiting import PATIENCE, wait_until
 
 
 class Network:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import MAX_MESSAGE, PATIENCE, Recorder, in_background, read_all, wait_until
+from wiring import MAX_MESSAGE, Recorder, in_background, read_all
 
 from proxy import Proxy
 from thinwire.wire import (
@@ -19,6 +19,7 @@ from thinwire.wire import (
     Pipe,
     dial,
 )
+from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture

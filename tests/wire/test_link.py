@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from wiring import MAX_PAYLOAD, PATIENCE, Recorder
+from wiring import MAX_PAYLOAD, Recorder
 
 from thinwire.errors import BreachError, WireError
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, Pipe, encode, memory_pair
 from thinwire.wire import link as link_module
 from thinwire.wire.emulate import STAMP_BYTES, stamp
+from waiting import PATIENCE
 
 
 def free() -> Nic:

@@ -2,10 +2,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import PATIENCE
 
 from thinwire.errors import WireError
 from thinwire.wire import Pipe, memory_pair
+from waiting import PATIENCE
 
 
 def read_all(pipe: Pipe) -> list[bytes]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import MAX_MESSAGE, MAX_PAYLOAD, PATIENCE, Recorder
+from wiring import MAX_MESSAGE, MAX_PAYLOAD, Recorder
 
 from thinwire.errors import WireError
 from thinwire.wire import (
@@ -26,6 +26,7 @@ from thinwire.wire import (
     raise_descriptor_limit,
     rpc,
 )
+from waiting import PATIENCE
 
 HOURLY = Keepalive(every_s=3600, timeout_s=3600)
 HASTY = Keepalive(every_s=0.1, timeout_s=0.4)

@@ -5,12 +5,12 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from wiring import PATIENCE
 
 from thinwire.errors import WireError
 from thinwire.wire import Authority, Door, Route, Standby
 from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import MOST_BYTES, Burst, SpeedService, measure_link
+from waiting import PATIENCE
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
 

@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from wiring import MAX_MESSAGE, PATIENCE
+from wiring import MAX_MESSAGE
 
 from thinwire.errors import ConfigError, WireError
 from thinwire.wire import Authority, Identity, dial
@@ -22,6 +22,7 @@ from thinwire.wire.tls import (
     public_key_fingerprint,
     signing_request,
 )
+from waiting import PATIENCE
 
 
 def refusal(listener, identity, server_name="coordinator") -> str:

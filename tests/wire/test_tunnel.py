@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from wiring import MAX_MESSAGE, PATIENCE
+from wiring import MAX_MESSAGE
 
 from proxy import Proxy
 from thinwire.errors import WireError
@@ -27,6 +27,7 @@ from thinwire.wire import (
     dial,
 )
 from thinwire.wire.background import on_daemon_thread
+from waiting import PATIENCE
 
 RUN, TOKEN, NAME = "0123456789abcdef", "the run's token", "0123456789abcdef/cut-0@1"
 SECRET = b"a gradient that nobody else shall see"

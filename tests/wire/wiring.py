@@ -1,13 +1,12 @@
 """What several tests of the wire room need."""
 
 import threading
-import time
 from collections.abc import Callable
 
 from thinwire.errors import WireError
 from thinwire.wire import Frame, Pipe
+from waiting import PATIENCE
 
-PATIENCE = 30.0  # seconds; only ever reached by a test that fails
 MAX_PAYLOAD = 16 << 20
 MAX_MESSAGE = MAX_PAYLOAD + 64
 
@@ -45,13 +44,6 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def read_all(pipe: Pipe) -> list[bytes]:
