@@ -25,7 +25,7 @@ FLOORS = [
     {"engine"},
     {"run"},
     {"plan", "outlook", "train", "inference", "lab", "remote"},
-    {"completion", "demo", "cli_remote", "cli_host", "cli"},
+    {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -37,7 +37,7 @@ NEIGHBOURS = {
     "outlook": {"plan"},
     "lab": {"plan", "train", "inference"},
     "remote": {"plan", "train"},
-    "cli": {"completion", "demo", "cli_remote", "cli_host"},
+    "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

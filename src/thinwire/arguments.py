@@ -59,3 +59,10 @@ def numbers(
 def paths(text: str) -> list[Path]:
     """Reads comma-separated paths."""
     return [Path(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def add_value(
+    sub: argparse.ArgumentParser, flag: str, read: Callable[[str], Any], help: str, default: Any
+) -> None:
+    """Give a command an option with a default, which its help tells."""
+    sub.add_argument(flag, type=read, default=default, help=f"{help} (default: {default})")

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 import thinwire
-from thinwire.arguments import number
+from thinwire.arguments import add_value, number
 from thinwire.cli_host import add_host_commands
+from thinwire.cli_model import add_model_commands
 from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.lab.experiment import add_experiments
@@ -25,7 +26,6 @@ from thinwire.recipes import BEST, RECIPES
 from thinwire.report.stream import SafeStream
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
-    from thinwire.inference import Model
     from thinwire.settings import Settings
 
 Command = Callable[[argparse.Namespace], None]
@@ -162,18 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    sub = add("eval", eval_command, "compute a checkpoint's validation loss")
-    _add_checkpoint(sub)
-    _add_value(sub, "--batches", number(int, 0), "validation microbatches; 0 = as in training", 0)
-    sub.add_argument("--json", action="store_true", help="print JSON")
-
-    sub = add("generate", generate_command, "generate text from a checkpoint")
-    _add_checkpoint(sub)
-    _add_value(sub, "--prompt", str, "text to continue", "def ")
-    _add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
-    _add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
-    _add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
-    _add_value(sub, "--seed", number(int), "seed of the sampling", 0)
+    add_model_commands(add, _add_plugins)
 
     add_remote_commands(add)
 
@@ -182,9 +171,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
     sub = add("relay", relay_command, "let peers meet here that accept nothing from outside")
-    _add_value(sub, "--listen", str, "address to listen on", "0.0.0.0")
-    _add_value(sub, "--port", number(int, 0), "port to listen on; 0 = any free one", 4617)
-    _add_value(sub, "--mbps", number(float, 0), "most that passes for one run; 0 = no bound", 0)
+    add_value(sub, "--listen", str, "address to listen on", "0.0.0.0")
+    add_value(sub, "--port", number(int, 0), "port to listen on; 0 = any free one", 4617)
+    add_value(sub, "--mbps", number(float, 0), "most that passes for one run; 0 = no bound", 0)
     sub.add_argument(
         "--pass-file", type=Path, help="file with the pass (default: one drawn once and kept)"
     )
@@ -219,31 +208,6 @@ def _add_plugins(sub: argparse.ArgumentParser) -> None:
         action="store_true",
         help="import (that is, run) the codec plugins that a checkpoint or run folder names",
     )
-
-
-def _add_checkpoint(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
-    )
-    sub.add_argument(
-        "--compression",
-        default="on",
-        choices=("on", "off"),
-        help="apply the run's codecs at its cuts (default: on)",
-    )
-    _add_plugins(sub)
-    sub.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda", "mps"),
-        help="device to compute on (default: auto)",
-    )
-
-
-def _add_value(
-    sub: argparse.ArgumentParser, flag: str, read: Callable[[str], Any], help: str, default: Any
-) -> None:
-    sub.add_argument(flag, type=read, default=default, help=f"{help} (default: {default})")
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -332,39 +296,6 @@ def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
     print(plain or split_text(split, window))
 
 
-def eval_command(options: argparse.Namespace) -> None:
-    """Print a checkpoint's validation loss."""
-    from thinwire.report import open_display
-
-    with open_display(sys.stderr) as display:
-        model = _open_model(options)
-        result = model.evaluate(display, options.batches)
-    if options.json:
-        print(json.dumps(result, indent=1))
-        return
-    if "accuracy" in result:
-        extra, over = f"accuracy {100 * result['accuracy']:.2f} %", f"{result['images']:,} images"
-    else:
-        bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
-        extra, over = f"perplexity {result['perplexity']:.1f}{bits}", f"{result['tokens']:,} tokens"
-    print(
-        f"{result['checkpoint']}: validation loss {result['valid_loss']:.4f} ({extra}) over "
-        f"{over}, compression {result['compression']}"
-    )
-
-
-def generate_command(options: argparse.Namespace) -> None:
-    """Print a continuation of the prompt."""
-    model = _open_model(options)
-    for note in model.notes():
-        print(f"note: {note}", file=sys.stderr)
-    for piece in model.stream(
-        options.prompt, options.tokens, options.temperature, options.top_k, options.seed
-    ):
-        print(piece, end="", flush=True)
-    print()
-
-
 def lab_command(options: argparse.Namespace) -> None:
     """Run one experiment."""
     from thinwire.lab.run import run_lab
@@ -391,13 +322,6 @@ def bench_command(options: argparse.Namespace) -> None:
     from thinwire.lab.bench import run_bench
 
     run_bench(options.json)
-
-
-def _open_model(options: argparse.Namespace) -> "Model":
-    from thinwire.inference import Model
-
-    is_on = options.compression == "on"
-    return Model(options.checkpoint, options.device, is_on, allow_plugins=options.allow_plugins)
 
 
 def _show_summary(summary: dict[str, Any]) -> None:

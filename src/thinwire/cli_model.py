@@ -1,0 +1,91 @@
+"""The commands that open a checkpoint: its validation loss, and text from it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.arguments import add_value, number
+
+if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
+    from thinwire.inference import Model
+
+AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
+AddOptions = Callable[[argparse.ArgumentParser], None]
+
+
+def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
+    """Put `eval` and `generate` on the command line."""
+    sub = add("eval", eval_command, "compute a checkpoint's validation loss")
+    _add_checkpoint(sub, add_plugins)
+    add_value(sub, "--batches", number(int, 0), "validation microbatches; 0 = as in training", 0)
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = add("generate", generate_command, "generate text from a checkpoint")
+    _add_checkpoint(sub, add_plugins)
+    add_value(sub, "--prompt", str, "text to continue", "def ")
+    add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
+    add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
+    add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
+    add_value(sub, "--seed", number(int), "seed of the sampling", 0)
+
+
+def _add_checkpoint(sub: argparse.ArgumentParser, add_plugins: AddOptions) -> None:
+    sub.add_argument(
+        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
+    )
+    sub.add_argument(
+        "--compression",
+        default="on",
+        choices=("on", "off"),
+        help="apply the run's codecs at its cuts (default: on)",
+    )
+    add_plugins(sub)
+    sub.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda", "mps"),
+        help="device to compute on (default: auto)",
+    )
+
+
+def eval_command(options: argparse.Namespace) -> None:
+    """Print a checkpoint's validation loss."""
+    from thinwire.report import open_display
+
+    with open_display(sys.stderr) as display:
+        model = _open_model(options)
+        result = model.evaluate(display, options.batches)
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return
+    if "accuracy" in result:
+        extra, over = f"accuracy {100 * result['accuracy']:.2f} %", f"{result['images']:,} images"
+    else:
+        bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+        extra, over = f"perplexity {result['perplexity']:.1f}{bits}", f"{result['tokens']:,} tokens"
+    print(
+        f"{result['checkpoint']}: validation loss {result['valid_loss']:.4f} ({extra}) over "
+        f"{over}, compression {result['compression']}"
+    )
+
+
+def generate_command(options: argparse.Namespace) -> None:
+    """Print a continuation of the prompt."""
+    model = _open_model(options)
+    for note in model.notes():
+        print(f"note: {note}", file=sys.stderr)
+    for piece in model.stream(
+        options.prompt, options.tokens, options.temperature, options.top_k, options.seed
+    ):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _open_model(options: argparse.Namespace) -> "Model":
+    from thinwire.inference import Model
+
+    is_on = options.compression == "on"
+    return Model(options.checkpoint, options.device, is_on, allow_plugins=options.allow_plugins)
