@@ -1,0 +1,149 @@
+"""Folded weights compute what the trained model computes; what does not fold says so."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain, Joined
+from thinwire.engine.feed import Feed
+from thinwire.engine.fold import Folded, why_not_folded
+from thinwire.engine.keeper import BASIS
+from thinwire.engine.source import Snapshot, Versions
+from thinwire.engine.state import restore_weights
+from thinwire.errors import CheckpointError
+from thinwire.inference import Model
+from thinwire.run.commit import commit
+from thinwire.settings import Settings
+
+NARROW = {
+    "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
+    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
+}
+MOVES = {"boundary__basis_update_every": 2}
+HELD = {"boundary__free_layers": 0}
+FOLDING: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "projected-without-cuts": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__anchor": "trainable",
+        "pipeline__stages": 1,
+    },
+    **NARROW,
+    **{f"{mode}-moving": {**changes, **MOVES} for mode, changes in NARROW.items()},
+    **{f"{mode}-all-held": {**changes, **HELD} for mode, changes in NARROW.items()},
+}
+IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
+
+
+def trained(settings: Settings, corpus: Corpus) -> Chain:
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    for step in range(settings.train.steps):
+        chain.train_step(step)
+    return chain
+
+
+def state_of(chain: Chain) -> Snapshot:
+    tensors = {n: p for stage in chain.stages for n, p in stage.global_parameters().items()}
+    for keeper in chain.keepers:
+        tensors |= keeper.state_tensors()
+    return Snapshot(tensors, chain.settings, chain.done, Versions(chain.done, 0))
+
+
+def logits_of(model: Joined) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(IDS, compressed=False)
+
+
+def plain_model(folded: Folded) -> Joined:
+    plain = Joined(folded.settings, torch.device("cpu"))
+    for stage in plain.stages:
+        restore_weights(stage, None, folded)
+    return plain
+
+
+@pytest.mark.parametrize("changes", FOLDING.values(), ids=FOLDING)
+def test_folded_weights_compute_what_the_trained_model_computes(
+    changes: dict[str, Any], make_settings: Callable[..., Settings], corpus: Corpus
+) -> None:
+    settings = make_settings(**{"pipeline__stages": 4, "train__steps": 3, **changes})
+    chain = trained(settings, corpus)
+    folded = Folded(state_of(chain))
+    assert folded.settings.boundary.mode == "dense"
+    plain = plain_model(folded)
+    assert plain.builder.space is None
+    assert (logits_of(plain) - logits_of(chain)).abs().max() < 1e-10
+    for name, tensor in folded.tensors(folded.names()).items():
+        assert tuple(tensor.shape) == folded.shape(name)
+
+
+def test_weights_of_a_narrow_model_mean_something_else_before_they_are_folded(
+    make_settings: Callable[..., Settings], corpus: Corpus
+) -> None:
+    chain = trained(make_settings(**NARROW["subspace"]), corpus)
+    plain = Joined(Folded(state_of(chain)).settings, torch.device("cpu"))
+    for stage in plain.stages:
+        restore_weights(stage, None, state_of(chain))
+    assert (logits_of(plain) - logits_of(chain)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("mode", NARROW)
+def test_a_basis_that_has_moved_is_the_one_that_folds(
+    mode: str, make_settings: Callable[..., Settings], corpus: Corpus
+) -> None:
+    chain = trained(make_settings(**NARROW[mode], **MOVES), corpus)
+    state = state_of(chain)
+    without = {name: t for name, t in state.tensors(state.names()).items() if name != BASIS}
+    other = Folded(Snapshot(without, state.settings, state.step, state.versions))
+    difference = (logits_of(plain_model(other)) - logits_of(chain)).abs().max()
+    # Subspace weights are full matrices already; coordinates mean nothing in another basis.
+    assert difference < 1e-10 if mode == "subspace" else difference > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, "its cut drops what lies outside 6 of 32 dimensions, which"),
+        ({"boundary__anchor": "trainable"}, "adds a row of a learned token table"),
+        ({"pipeline__stages": 4}, "each of its 3 cuts drops"),
+    ],
+)
+def test_a_projected_model_does_not_fold_and_says_which_recipe_would(
+    changes: dict[str, Any], part: str, make_settings: Callable[..., Settings]
+) -> None:
+    settings = make_settings(boundary__mode="projected", boundary__rank=6, **changes)
+    assert part in why_not_folded(settings)
+    with pytest.raises(CheckpointError, match=r"does not fold.*exact32"):
+        Folded(Snapshot({}, settings, 0, Versions(0, 0)))
+
+
+def test_a_tensor_of_another_shape_is_named(make_settings: Callable[..., Settings]) -> None:
+    settings = make_settings()
+    wrong = Snapshot({"model.norm.weight": torch.ones(3)}, settings, 0, Versions(0, 0))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight .*\(3,\).*\(32,\)"):
+        Folded(wrong).tensors(["model.norm.weight"])
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        Folded(wrong).tensors(["lm_head.weight"])
+
+
+def test_a_checkpoint_folds_to_what_inference_computes(
+    make_settings: Callable[..., Settings],
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    settings = make_settings(**NARROW["reparam"], train__steps=2, pipeline__stages=4)
+    reports = run_in_threads(settings).shards()[2]
+    facts = {
+        "settings": settings.to_plain(),
+        "corpus": corpus.fingerprint,
+        **vars(reports[0].versions),
+    }
+    folder = commit(tmp_path / "run", 2, [r.shard for r in reports], facts, corpus.tokenizer())
+    model = Model(folder, "cpu", compression=False)
+    plain = plain_model(Folded(model.checkpoint))
+    assert (logits_of(plain) - logits_of(model)).abs().max() < 1e-10
