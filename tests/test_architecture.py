@@ -33,6 +33,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = {
     "typed": {"errors"},
     "paths": {"errors"},
+    "lazy": {"errors"},
     "boundary": {"optim"},
     "outlook": {"plan"},
     "lab": {"plan", "train", "inference"},

@@ -1,21 +1,74 @@
-"""Names that a package imports on first use are there, and are the names that it promises."""
+"""Imports that wait: optional packages, and the extras that bring them."""
 
-import importlib
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+import thinwire
+from thinwire.errors import MissingPackageError
+from thinwire.lazy import needs
 
-@pytest.mark.parametrize("room", ["boundary", "codec", "engine", "model", "optim"])
-def test_every_promised_name_can_be_had(room: str) -> None:
-    package = importlib.import_module(f"thinwire.{room}")
-    for name in package.__all__:
-        value = getattr(package, name)
-        assert not isinstance(value, type(importlib)), f"{name} is a module"
+SOURCE = Path(thinwire.__file__).parent
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 
 
-def test_other_names_are_missing_as_usual() -> None:
-    package = importlib.import_module("thinwire.codec")
-    with pytest.raises(AttributeError, match=r"module 'thinwire\.codec' has no attribute 'Zipper'"):
-        _ = package.Zipper
-    with pytest.raises(ImportError, match="Zipper"):
-        importlib.import_module("thinwire.codec.Zipper")
+def names(requirements: list[str]) -> set[str]:
+    """The packages of requirements as they are imported, without extras and versions."""
+    return {re.split(r"[\[<>=!~; ]", each)[0].replace("-", "_") for each in requirements}
+
+
+def calls() -> list[tuple[str, str, str]]:
+    """Every call of `needs` in the package: the file, the package and the extra."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "needs":
+                extra = next((k.value for k in node.keywords if k.arg == "extra"), node.args[-1])
+                module = ast.literal_eval(node.args[0])
+                found.append((path.name, module.partition(".")[0], ast.literal_eval(extra)))
+    return found
+
+
+def test_a_package_that_is_there_is_given() -> None:
+    assert needs("json.decoder", extra="data", what="x").JSONDecoder is not None
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingPackageError) as raised:
+        needs("no_such_package.part", extra="hf", what="thinwire export")
+    assert str(raised.value) == (
+        "thinwire export needs no_such_package, which is not installed: pip install 'thinwire[hf]'"
+    )
+    monkeypatch.setitem(sys.modules, "json", None)  # how Python itself marks what is absent
+    with pytest.raises(MissingPackageError, match=r"needs json, .* 'thinwire\[data\]'"):
+        needs("json", extra="data", what="x")
+
+
+@pytest.mark.parametrize("line", ["import no_such_part", "from json import no_such_name"])
+def test_a_broken_package_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    (tmp_path / "a_broken_package.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingPackageError, match=r"cannot be imported \(.*no_such") as raised:
+        needs("a_broken_package", extra="hf", what="x")
+    assert str(raised.value).endswith("pip install --force-reinstall a_broken_package")
+
+
+def test_every_extra_that_an_error_names_brings_the_package() -> None:
+    extras = PROJECT["optional-dependencies"]
+    found = calls()
+    assert ("sources.py", "pyarrow", "data") in found
+    wrong = [call for call in found if call[1] not in names(extras.get(call[2], []))]
+    assert wrong == []
+
+
+def test_optional_packages_stay_out_of_the_core() -> None:
+    extras = PROJECT["optional-dependencies"]
+    optional = set().union(*(names(extras[extra]) for extra in extras.keys() - {"dev"}))
+    assert {"transformers", "datasets", "matplotlib", "wandb", "lm_eval"} <= optional
+    assert not optional & names(PROJECT["dependencies"])

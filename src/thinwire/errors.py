@@ -77,3 +77,9 @@ class ScheduleError(ThinwireError):
     """A schedule cannot run: an action is missing, repeated, or waits forever."""
 
     exit_code = 7
+
+
+class MissingPackageError(ThinwireError):
+    """An optional package is not installed: the message names the extra that brings it."""
+
+    exit_code = 10

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used. Floor 0.
+"""Imports that wait until they are needed: our own names, and optional packages. Floor 0.
 
 Settings are read by commands that compute nothing, such as `thinwire init`; they must not wait for
 torch because a config dataclass lives beside the code that it configures.
@@ -8,6 +8,8 @@ import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from thinwire.errors import MissingPackageError
 
 
 def on_first_use(package: str, names: dict[str, tuple[str, ...]]) -> Callable[[str], Any]:
@@ -22,3 +24,22 @@ def on_first_use(package: str, names: dict[str, tuple[str, ...]]) -> Callable[[s
         return value
 
     return get
+
+
+def needs(module: str, extra: str, what: str) -> Any:
+    """Import an optional package where it is used; if it is missing, the error names the extra.
+
+    `what` begins the message: the command, the key or the file that needs the package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise MissingPackageError(
+                f"{what} needs {package}, which is not installed: pip install 'thinwire[{extra}]'"
+            ) from None
+        raise MissingPackageError(
+            f"{what} needs {package}, which is installed but cannot be imported ({error}): "
+            f"pip install --force-reinstall {package}"
+        ) from error

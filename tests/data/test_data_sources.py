@@ -15,7 +15,7 @@ import zstandard
 from thinwire.data import sources, unpack
 from thinwire.data.files import text_files
 from thinwire.data.sources import read_documents
-from thinwire.errors import DataError
+from thinwire.errors import DataError, MissingPackageError
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
@@ -260,7 +260,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet_bytes(tmp_path, {"text": ["a"]}))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pip install 'thinwire\[parquet\]'"):
+    with pytest.raises(MissingPackageError, match=r"a\.parquet needs .*'thinwire\[data\]'"):
         texts(path)
 
 

@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 from thinwire.data.files import SourceFile, kind_and_packing, reading
 from thinwire.data.unpack import BROKEN, refuse_bomb, unpacked
 from thinwire.errors import DataError
+from thinwire.lazy import needs
 
 SEPARATOR = "<|endoftext|>"
 WHOLE_CHARACTERS = 16_000_000
@@ -144,20 +145,15 @@ def _json_kind(value: Any) -> str:
 def _parquet_texts(
     file: SourceFile, stream: IO[bytes], packing: str, key: str
 ) -> Iterator[tuple[str, int]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"{file.path} needs pyarrow, which is not installed: pip install 'thinwire[parquet]'"
-        ) from error
+    pyarrow = needs("pyarrow", extra="data", what=str(file.path))
+    parquet = needs("pyarrow.parquet", extra="data", what=str(file.path))
     with tempfile.TemporaryFile() as on_disk:
         if packing:  # Parquet is read from its end, so it must be on disk unpacked
             shutil.copyfileobj(stream, on_disk)
             on_disk.seek(0)
             stream = on_disk
         try:
-            table = pyarrow.parquet.ParquetFile(stream)
+            table = parquet.ParquetFile(stream)
             columns = table.schema_arrow.names
             if key not in columns:
                 raise DataError(
