@@ -329,12 +329,41 @@ def test_both_ends_may_close_at_once() -> None:
         ends = join(Network())
         for end in ends:
             end.write(b"unread")
-        started = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(end.close, None) for end in ends]:
                 future.result(PATIENCE)
-        assert time.monotonic() - started < 4
         assert [end.read() for end in ends] == [None, None]
+        assert [end.outages for end in ends] == [0, 0], "neither waits for another connection"
+
+
+def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection() -> None:
+    """The writer of a connection may notice first that the other end closed it in good order."""
+    hung_up = threading.Event()
+
+    class NoticedLate(Losable):
+        def write(self, message: bytes) -> None:
+            if message[0] == Kind.END:
+                hung_up.set()
+                raise WireError("the pipe is closed")
+            super().write(message)
+
+        def read(self) -> bytes | None:
+            message = super().read()
+            if message is None:
+                hung_up.wait(PATIENCE)
+                time.sleep(0.05)  # long enough for the writer to have its say
+            return message
+
+    ours, theirs = memory_pair()
+    theirs.write(HEAD.pack(Kind.OPEN, 0) + bytes(8))
+    theirs.write(HEAD.pack(Kind.END, 0))
+    pipe = LastingPipe(NoticedLate(ours), Network().opener(0), PATIENCE)
+    reading = in_background(pipe.read)
+    assert [theirs.read()[0], theirs.read()[0]] == [Kind.OPEN, Kind.HAVE]
+    theirs.close()
+    pipe.close(None)
+    reading.join(PATIENCE)
+    assert pipe.outages == 0
 
 
 def test_a_connection_that_is_lost_with_the_last_word_is_opened_again() -> None:

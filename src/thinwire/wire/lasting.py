@@ -150,6 +150,7 @@ class LastingPipe(Pipe):
             except WireError as error:
                 if isinstance(error, BreachError | AdmissionError):
                     self._stop(error)
+                self._wait_for_the_reader(connection)
                 self._lose(connection, error)
             except Exception as error:  # it must not die with this thread
                 self._stop(WireError(f"a connection failed: {error!r}"))
@@ -212,6 +213,16 @@ class LastingPipe(Pipe):
     def _is_done(self) -> bool:
         """Whether the other end has all that we had to say, our last word included."""
         return self._closed and not self._sent.kept
+
+    def _wait_for_the_reader(self, connection: Pipe | None) -> None:
+        """Let whoever reads say first how a connection ended, if the other end has ended.
+
+        It may hang up while we still write. A writer sees that as a loss and would wait for another
+        connection; a reader knows the good order. There is one: it stays until the pipe stops.
+        """
+        with self._changed:
+            if connection is not None and self._over:
+                self._changed.wait_for(lambda: self._connection is not connection, CLOSE_GRACE_S)
 
     def _lose(self, connection: Pipe | None, error: WireError | None) -> None:
         """A connection is lost, or cannot be had; without an error, the other end closed it."""
