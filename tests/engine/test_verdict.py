@@ -27,7 +27,8 @@ def poison(stage: int, calls: set[int]) -> Callable:
             count["backwards"] += 1
             return gradient * math.nan if step in calls else gradient
 
-        next(worker.stage.parameters()).register_hook(hook)
+        trained = (p for p in worker.stage.parameters() if p.requires_grad)
+        next(trained).register_hook(hook)
 
     return prepare
 

@@ -10,6 +10,7 @@ from thinwire.boundary import Boundary, ProjectedBoundary, SubspaceBoundary
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
 from thinwire.model import Narrow, Stage, architecture
+from thinwire.model.adapter import attach_adapters
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -111,6 +112,8 @@ class StageBuilder:
                 recompute=settings.pipeline.recompute,
                 next_name="" if is_last else self.architecture.block_name(blocks.stop),
             )
+            if settings.lora.rank:
+                attach_adapters(stage.layers, settings.lora)
         if settings.run.compile:
             stage.compile_layers()
         return stage.to(device=self.device, dtype=self.dtype)
@@ -127,6 +130,13 @@ class StageBuilder:
         if self.space is None or self.settings.boundary.mode != "subspace":
             return None
         return Constraint(self.space.basis_DK, stage.held_parameters())
+
+    def constraint_in_training(self, stage: Stage) -> Constraint | None:
+        """The same for a training step: weights that are frozen stay where they are anyway."""
+        constraint = self.constraint(stage)
+        if constraint is not None:
+            constraint.held = [held for held in constraint.held if held.parameter.requires_grad]
+        return constraint
 
     def wire_spec(self, cut: int) -> TensorSpec:
         """The contract of a boundary: what a frame's tensor must be."""

@@ -94,7 +94,7 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
     """
     built, split = StageBuilder(settings, torch.device("meta")).build(stage), settings.split()
     exact = {*built.global_parameters(), *built.global_buffers()}
-    prefixes = [f"{OPTIMIZER}{name}/" for name in built.owned_parameters()]
+    prefixes = [f"{OPTIMIZER}{name}/" for name in built.trained_parameters()]
     for cut, is_lower in ((stage - 1, False), (stage, True)):
         if 0 <= cut < len(split) - 1:
             prefixes += [memory_prefix(split[cut].stop, leg, is_lower) for leg in Leg]

@@ -39,9 +39,9 @@ class StageUpdate:
     @classmethod
     def build(cls, builder: StageBuilder, stage: Stage) -> "StageUpdate":
         """With the optimizer that the settings name, and a keeper where stages share a space."""
-        settings, constraint = builder.settings, builder.constraint(stage)
+        settings, constraint = builder.settings, builder.constraint_in_training(stage)
         optimizer = StageOptimizer(
-            stage.owned_parameters(), stage.roles(), settings.optim, constraint
+            stage.trained_parameters(), stage.roles(), settings.optim, constraint
         )
         keeper = None
         if builder.space is not None:
@@ -124,7 +124,7 @@ class StageUpdate:
 
         An infinite second moment does no visible harm: its weight just never changes again.
         """
-        name = not_finite(self._stage.owned_parameters())
+        name = not_finite(self._stage.trained_parameters())
         if name is not None:
             raise StageError(
                 f"weights of {name} are not finite after step {step + 1}: the update overflowed. "

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy import on_first_use
 from thinwire.model.config import PRESETS, ModelConfig
+from thinwire.model.lora import LoraConfig
 
 if TYPE_CHECKING:
     from thinwire.model.base import Architecture, LayerPlan
@@ -16,6 +17,7 @@ __all__ = [
     "PRESETS",
     "Architecture",
     "LayerPlan",
+    "LoraConfig",
     "ModelConfig",
     "Narrow",
     "Past",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.model.adapter import initialise_adapter
 from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.config import MATRIX_STD, ModelConfig
 from thinwire.model.narrow import Narrow
@@ -167,6 +168,8 @@ class Llama(Architecture):
         """Gains are one, matrices normal. Writers to the stream start smaller, by the number of
         writes that add up.
         """
+        if initialise_adapter(name, parameter, seed):
+            return
         if parameter.ndim < 2:
             nn.init.ones_(parameter)
             return

@@ -148,9 +148,13 @@ class Stage(nn.Module):
         }
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this stage updates and saves: all but those it borrows."""
+        """The parameters that this stage saves: all but those it borrows."""
         borrowed = {id(parameter) for parameter in self.borrowed()}
         return {n: p for n, p in self.global_parameters().items() if id(p) not in borrowed}
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this stage updates: of those it owns, all that are not frozen."""
+        return {name: p for name, p in self.owned_parameters().items() if p.requires_grad}
 
     def borrowed(self) -> list[nn.Parameter]:
         """Copies of what the stage below has learned for the cut between them."""

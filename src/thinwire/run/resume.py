@@ -14,6 +14,7 @@ from thinwire.settings import Settings, threads_per_stage
 FIXED_ON_RESUME = {
     "model.*",
     "boundary.*",
+    "lora.*",
     "data.source",
     "data.tokenizer",
     "data.valid_fraction",

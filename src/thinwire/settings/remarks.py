@@ -32,6 +32,8 @@ _USES = [
         "boundary.basis_update_every",
         lambda s: s.boundary.basis_update_every > 0,
     ),
+    _Use("lora.alpha", "lora.rank", lambda s: s.lora.rank > 0),
+    _Use("lora.targets", "lora.rank", lambda s: s.lora.rank > 0),
     _Use("data.path", "another data.source", lambda s: s.data.source != "stdlib"),
     _Use("data.text_key", 'data.source = "text"', lambda s: s.data.source == "text"),
     _Use("data.valid_fraction", "an empty data.valid_path", lambda s: not s.data.valid_path),

@@ -17,7 +17,8 @@ from thinwire.boundary import BoundaryConfig
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
-from thinwire.model import ModelConfig
+from thinwire.model import LoraConfig, ModelConfig
+from thinwire.model.task import TEXT
 from thinwire.optim import OptimConfig
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
@@ -106,6 +107,7 @@ class Settings:
     link: LinkConfig = field(default_factory=LinkConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -268,3 +270,4 @@ def _check(settings: Settings) -> None:
         )
     settings.schedule()
     settings.codec.check(pipeline.stages - 1)
+    settings.lora.check(settings.model.task is TEXT, settings.boundary)

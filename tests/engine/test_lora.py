@@ -1,0 +1,207 @@
+"""LoRA: adapters are trained beside frozen weights, in the pipeline as in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_chain import CPU, EXACT, assert_same, trained
+from test_narrow import MODES
+from test_resume import commit_all, exact
+from test_verdict import poison
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.errors import ConfigError
+from thinwire.settings import Settings
+
+LORA = {"lora__rank": 3, "lora__alpha": 6.0}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": EXACT,
+    "muon": {**EXACT, "optim__name": "muon"},
+    "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
+    **{
+        mode: {**EXACT, **MODES[mode]}
+        for mode in ("subspace", "reparam", "projected-moving", "projected-learned")
+    },
+}
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def parameters(chain: Chain) -> dict[str, torch.Tensor]:
+    return {n: p for stage in chain.stages for n, p in stage.owned_parameters().items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_learn_and_all_else_stays(
+    case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    """The pipeline equals the chain bit for bit; of the model's own weights not a bit changes."""
+    settings = make_settings(pipeline__stages=3, train__steps=3, **CASES[case], **LORA)
+    feed = Feed(corpus, settings, CPU)
+    start = {n: p.detach().clone() for n, p in parameters(Chain(settings, feed)).items()}
+    outcome = run_in_threads(settings)
+    assert_same(outcome, trained(settings, feed))
+    weights = {n: p for w in outcome.workers for n, p in w.stage.owned_parameters().items()}
+    assert weights.keys() == start.keys()
+    changed = {name for name in start if not torch.equal(start[name], weights[name])}
+    due = {name for name in start if is_adapter(name) or name.startswith("boundary.")}
+    assert changed == due and len(due) >= 4 * 7 * 2
+    kept = {
+        name.rpartition("/")[0]
+        for w in outcome.workers
+        for name in w.update.optimizer.state_tensors()
+    }
+    assert kept == due, "moments are kept of what is trained, and of nothing else"
+
+
+def test_frozen_weights_get_no_gradient(make_settings: Callable, corpus: Corpus) -> None:
+    settings = make_settings(**LORA)
+    chain = Chain(settings, Feed(corpus, settings, CPU))
+    batch = chain.feed.training(0, 0)
+    chain.loss(chain.logits(batch.inputs), batch.targets).backward()
+    gradients = {name for name, p in parameters(chain).items() if p.grad is not None}
+    assert gradients == {name for name in parameters(chain) if is_adapter(name)}
+    tally = [square for update in chain.updates for square in update.squared_norms()]
+    assert len(tally) == len(gradients) == 4 * 7 * 2
+
+
+def test_a_fresh_adapter_changes_nothing_and_does_not_depend_on_the_split(
+    make_settings: Callable, corpus: Corpus
+) -> None:
+    plain = make_settings(**EXACT)
+    ids = Feed(corpus, plain, CPU).training(0, 0).inputs
+    starts = []
+    for stages in (1, 4):
+        settings = make_settings(**EXACT, **LORA, pipeline__stages=stages)
+        chain = Chain(settings)
+        assert torch.equal(chain.logits(ids), Chain(plain).logits(ids))
+        starts.append(parameters(chain))
+    assert starts[0].keys() == starts[1].keys()
+    assert all(torch.equal(tensor, starts[1][name]) for name, tensor in starts[0].items())
+    downs = [p for name, p in starts[0].items() if ".lora_A." in name]
+    assert len({p.sum().item() for p in downs}) == len(downs), "each is drawn by its own name"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_equals_uninterrupted(
+    optimizer: str,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    """Split anew, and with layers recomputed in the backward pass, which changes no bit either."""
+    settings = exact(make_settings, pipeline__stages=3, optim__name=optimizer, **LORA)
+    whole = run_in_threads(settings)
+    middle = commit_all(whole, settings, tmp_path / "run", corpus)[3]
+    resumed = run_in_threads(
+        exact(make_settings, pipeline__stages=2, optim__name=optimizer, pipeline__recompute=True,
+              **LORA),
+        resume=middle,
+        folder=tmp_path / "resumed",
+    )  # fmt: skip
+    assert resumed.losses() == whole.losses()[3:]
+    weights = resumed.weights()
+    assert all(torch.equal(weights[name], weight) for name, weight in whole.weights().items())
+
+
+def test_a_refused_step_changes_no_adapter(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = make_settings(pipeline__stages=3, train__steps=3, **EXACT, **LORA)
+    outcome = run_in_threads(settings, prepare_worker=poison(1, {1}))
+    assert [step.committed for step in outcome.steps(0)] == [True, False, True]
+    feed = Feed(corpus, settings, CPU)
+    assert_same(outcome, trained(settings, feed, {1}))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(
+    frozen: bool, make_settings: Callable, corpus: Corpus
+) -> None:
+    """With A = 1, B = 0 and SGD, W + B A moves as W would; the failing side has W move too."""
+    changes = {"pipeline__stages": 2, "optim__name": "sgd", "optim__clip": 0.0,
+               "optim__weight_decay": 0.0}  # fmt: skip
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    full = make_settings(**changes)
+    lora = make_settings(
+        **changes, lora__rank=full.model.dim, lora__alpha=full.model.dim, lora__targets=targets
+    )
+    weights = []
+    for settings in (full, lora):
+        chain = Chain(settings, Feed(corpus, settings, CPU))
+        found = parameters(chain)
+        with torch.no_grad():
+            for name, parameter in found.items():
+                if ".lora_A." in name:
+                    parameter.copy_(torch.eye(*parameter.shape))
+        if not frozen:
+            for stage, update in zip(chain.stages, chain.updates, strict=True):
+                stage.requires_grad_(True)
+                update.optimizer = type(update).build(chain.builder, stage).optimizer
+        chain.train_step(0)
+        weights.append(found)
+    plain, adapted = weights
+    differences = [
+        (plain[name] - adapted[name] - adapted[name.replace("weight", "lora_B.weight")])
+        .abs().max().item()
+        for name in plain
+        if name.split(".")[-2] in targets
+    ]  # fmt: skip
+    assert len(differences) == 4 * 6
+    if frozen:
+        assert max(differences) < 1e-12
+    else:
+        assert min(differences) > 1e-9
+
+
+@pytest.mark.parametrize("mode", ["subspace", "reparam"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_adapter_of_a_writer_stays_in_the_subspace(
+    mode: str, optimizer: str, make_settings: Callable, corpus: Corpus
+) -> None:
+    """So the cut stays exact: what a stage sends is all of what it has."""
+    settings = make_settings(**MODES[mode], optim__name=optimizer, **LORA)
+    feed = Feed(corpus, settings, CPU)
+    chain = Chain(settings, feed)
+    before = chain.evaluate()
+    for step in range(3):
+        chain.train_step(step)
+    ids = feed.training(0, 0).inputs
+    x = ids
+    for layer in chain.stages[0].layers:
+        x = layer(x)
+    boundary = chain.stages[0].outgoing
+    assert boundary is not None
+    crossed = boundary.decode(boundary.encode(x, ids), ids)
+    torch.testing.assert_close(crossed, x, rtol=0, atol=1e-12)
+    assert chain.evaluate() < before
+    if mode == "subspace":
+        writers = [p for n, p in parameters(chain).items() if n.endswith("down_proj.lora_B.weight")]
+        assert writers[0].shape == (settings.model.dim, 3) and bool(writers[0].any())
+        assert chain.builder.constraint(chain.stages[0]).drift() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora__targets": ["q_prj"]}, 'lora.targets\\[0\\] = "q_prj" is not allowed; did you'),
+        ({"lora__targets": ["q_proj", "q_proj"]}, "twice"),
+        ({"lora__targets": []}, "lora.targets is empty"),
+        (MODES["subspace-moving"], "basis_update_every = 2 cannot work with lora.rank = 3"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict, words: str, make_settings: Callable) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_settings(**{**LORA, **changes})
+
+
+def test_images_have_no_adapters(image_settings: Callable[..., Settings]) -> None:
+    with pytest.raises(ConfigError, match="cannot work with images"):
+        image_settings(**LORA)
