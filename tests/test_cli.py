@@ -51,6 +51,8 @@ def exit_code(*arguments: object) -> int:
         (["generate", "x", "--temperature", "-1"], "'-1' must be a number of at least 0"),
         (["generate", "x", "--top-k", "-1"], "--top-k: '-1' must be an integer of at least 0"),
         (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
+        (["generate", "x", "--top-p", "0"], "'0' must be a number above 0 and at most 1"),
+        (["generate", "x", "--top-p", "1.5"], "'1.5' must be a number above 0 and at most 1"),
         (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be an integer"),
         (["eval", "x", "--compression", "maybe"], "--compression: invalid choice: 'maybe'"),
         (["generate", "x", "--compression", "no"], "--compression: invalid choice: 'no'"),

@@ -27,19 +27,23 @@ class StrictParser(argparse.ArgumentParser):
 
 
 def number(
-    kind: type[int] | type[float], least: float = -math.inf, above: float = -math.inf
+    kind: type[int] | type[float],
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
 ) -> Callable[[str], Any]:
     """Reads an option's number; refuses others, and what is out of range, with what is wanted."""
     wanted = "an integer" if kind is int else "a number"
     wanted += f" of at least {least}" if least > -math.inf else ""
     wanted += f" above {above}" if above > -math.inf else ""
+    wanted += f" and at most {most}" if most < math.inf else ""
 
     def read(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (value >= least and value > above):  # NaN is in no range
+        if not (least <= value <= most and value > above):  # NaN is in no range
             raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
         if abs(value) >= 2**63:
             raise argparse.ArgumentTypeError(f"{text!r} is too large: it must fit into 64 bits")

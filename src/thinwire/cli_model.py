@@ -29,6 +29,13 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
     add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
     add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
     add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
+    add_value(
+        sub,
+        "--top-p",
+        number(float, above=0, most=1),
+        "sample from the likeliest tokens that make up this probability; 1 = all",
+        1.0,
+    )
     add_value(sub, "--seed", number(int), "seed of the sampling", 0)
 
 
@@ -74,14 +81,23 @@ def eval_command(options: argparse.Namespace) -> None:
 
 def generate_command(options: argparse.Namespace) -> None:
     """Print a continuation of the prompt."""
+    from thinwire.inference import Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model = _open_model(options)
-    for note in model.notes():
-        print(f"note: {note}", file=sys.stderr)
-    for piece in model.stream(
-        options.prompt, options.tokens, options.temperature, options.top_k, options.seed
-    ):
+    _show_notes(model.notes())
+    ids = model.encode(options.prompt)
+    if len(ids) > (most := model.settings.model.context):
+        _show_notes([f"the prompt has {len(ids)} tokens: the model sees the last {most} of them"])
+    print(options.prompt, end="", flush=True)
+    for piece in model.write(ids, options.tokens, sampling):
         print(piece, end="", flush=True)
     print()
+
+
+def _show_notes(notes: list[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _open_model(options: argparse.Namespace) -> "Model":

@@ -179,7 +179,9 @@ def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.Mo
     said = tokenizer.encode("né €\U0001f600!")
     assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
     left = iter([*said, tokenizer.encode("€")[0]])  # and one that is never completed
-    monkeypatch.setattr("thinwire.inference._Choice.__call__", lambda self, logits: next(left))
+    monkeypatch.setattr(
+        "thinwire.inference.choice.Choice.__call__", lambda self, logits: next(left)
+    )
     pieces = list(model.stream("ab", len(said) + 1, 0.0, 0, 0))
     assert pieces[0] == "ab" and pieces[-1] == "\ufffd"
     assert "".join(pieces[1:-1]) == "né €\U0001f600!"

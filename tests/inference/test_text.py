@@ -1,0 +1,142 @@
+"""How tokens are chosen, and where a text ends, without a model: against plain references."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from thinwire.data import Corpus, Tokenizer
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.inference.choice import Choice, Sampling, shares
+from thinwire.inference.text import Writing, extensions
+
+
+def plain_nucleus(probabilities: list[float], top_p: float) -> list[float]:
+    """The definition: the likeliest tokens, until they make up top-p, as shares of their sum."""
+    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
+    kept: list[int] = []
+    for token in order:
+        kept.append(token)
+        if math.fsum(probabilities[i] for i in kept) >= top_p:
+            break
+    total = math.fsum(probabilities[i] for i in kept)
+    return [probabilities[i] / total if i in kept else 0.0 for i in range(len(probabilities))]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_top_p_keeps_what_the_definition_keeps(top_p: float, temperature: float) -> None:
+    for seed in range(5):
+        logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() * 3
+        found = shares(logits, Sampling(temperature, 0, top_p))
+        wanted = plain_nucleus(torch.softmax(logits / temperature, -1).tolist(), top_p)
+        assert found.tolist() == pytest.approx(wanted, abs=1e-12)
+        assert (found > 0).sum() >= 1 and float(found.sum()) == pytest.approx(1)
+
+
+def test_top_p_counts_among_the_top_k() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    found = shares(logits, Sampling(1.0, 2, 0.5))  # of two: 4/7 and 3/7, so the first is enough
+    assert found.tolist() == pytest.approx([1, 0, 0, 0])
+
+
+def test_a_small_top_p_is_greedy_and_all_of_it_is_plain_sampling() -> None:
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(1))
+    assert Choice(Sampling(1.0, 0, 1e-6))(logits) == Choice(Sampling(0.0))(logits)
+    assert torch.equal(shares(logits, Sampling(0.7, 0)), torch.softmax(logits / 0.7, -1))
+
+
+def test_the_same_seed_draws_the_same_tokens() -> None:
+    logits = torch.zeros(100)
+    draws = [[choose(logits) for _ in range(20)]
+             for choose in (Choice(Sampling(seed=s)) for s in (5, 5, 6))]  # fmt: skip
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0},
+     {"top_p": 1.1}, {"top_p": math.nan}],
+)  # fmt: skip
+def test_sampling_that_means_nothing_is_refused(changes: dict) -> None:
+    with pytest.raises(ConfigError, match=r"top-p .* must be above 0 and at most 1"):
+        Sampling(**changes)
+
+
+def test_a_model_that_says_nan_is_named_as_the_cause() -> None:
+    for temperature in (0.0, 1.0):
+        with pytest.raises(CheckpointError, match="diverged; use an earlier checkpoint"):
+            Choice(Sampling(temperature))(torch.tensor([0.0, math.nan]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Corpus) -> Tokenizer:
+    found = corpus.tokenizer()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def written(tokenizer: Tokenizer) -> Callable[..., tuple[list[str], Writing]]:
+    """The pieces of a text whose characters are a token each, and how it ended."""
+
+    def write(text: str, *stop: str, ends: tuple[int, ...] = ()) -> tuple[list[str], Writing]:
+        ids = [id for character in text for id in tokenizer.encode(character)]
+        writing = Writing(tokenizer, tokenizer.encode("a"), ids, ends, stop)
+        return list(writing), writing
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", ("three", "two"), "one "),
+        ("one two", ("two",), "one "),  # found with the very last token
+        ("one twitch", ("two",), "one twitch"),  # a beginning that comes to nothing
+        ("one tw", ("two",), "one tw"),  # ... because the text ends
+        ("aaab", ("aab",), "a"),
+        ("one", (), "one"),
+        ("one", ("",), "one"),
+        ("né€!", ("€",), "né"),
+        ("xy", ("xy", "y"), ""),
+    ],
+)
+def test_text_stops_before_a_string(
+    written: Callable, text: str, stop: tuple[str, ...], shown: str
+) -> None:
+    pieces, writing = written(text, *stop)
+    assert "".join(pieces) == shown
+    assert writing.ended_by == ("length" if shown == text else "stop")
+
+
+def test_no_piece_shows_the_beginning_of_what_stops(written: Callable) -> None:
+    pieces, _ = written("say stop now", "stop")
+    seen = ["".join(pieces[: count + 1]) for count in range(len(pieces))]
+    assert seen[-1] == "say " and not any(text.endswith("s") and len(text) > 4 for text in seen)
+
+
+def test_an_end_token_ends_the_text_and_is_not_shown(
+    written: Callable, tokenizer: Tokenizer
+) -> None:
+    (end,) = tokenizer.encode("!")
+    pieces, writing = written("hi! more", ends=(end,))
+    assert "".join(pieces) == "hi" and writing.ended_by == "stop" and writing.count == 3
+
+
+def test_a_window_begins_anew_when_it_is_full() -> None:
+    ids = [0, 1, 2]
+    cached, plain = extensions(ids, 4, True), extensions(ids, 4, False)
+    seen = []
+    for new in range(3, 8):
+        seen.append((next(cached), next(plain)))
+        ids.append(new)
+    assert [first for first, _ in seen] == [
+        ([0, 1, 2], True), ([3], False), ([3, 4], True), ([5], False), ([6], False),
+    ]  # fmt: skip
+    assert [whole for _, (whole, _) in seen] == [
+        [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5], [3, 4, 5, 6],
+    ]  # fmt: skip
+    assert all(is_new for _, (_, is_new) in seen), "without a cache there is no past"
