@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ class Tokenizer:
         self.end_of_text: int | None = next(
             (vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None
         )
+        added = backend.get_added_tokens_decoder()
+        special = {number: token.content for number, token in added.items() if token.special}
+        self.special_tokens: tuple[str, ...] = tuple(special.values())
+        self.special_ids = np.array(list(special), dtype=np.uint32)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -61,15 +66,18 @@ class Tokenizer:
         return loaded
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
-        """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one."""
-        check_trainable(vocab)
+    def train(cls, texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> "Tokenizer":
+        """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one.
+
+        `special` are tokens beside the end of text.
+        """
+        check_trainable(vocab, special)
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab,
-            special_tokens=[END_OF_TEXT],
+            special_tokens=[END_OF_TEXT, *special],
             # All 256, so that text with bytes never seen in training still has an encoding.
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
@@ -94,6 +102,38 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of one text, without any begin or end token."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name."""
+        return self._backend.token_to_id(token)
+
+    def with_special(self, tokens: Sequence[str]) -> "Tokenizer":
+        """The same with more special tokens, whose ids follow the largest."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens(list(tokens))
+        return Tokenizer(backend)
+
+    def encode_rendered(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The ids of texts in which special tokens are meant, such as those of a chat template.
+
+        With them where each id ends in its text, and how many UTF-8 bytes it stands for.
+        """
+        encodings = self._encodings(self._recognising.encode_batch, texts)
+        return [
+            (
+                np.array(encoding.ids, dtype=np.uint32),
+                _ends(text, encoding.offsets),
+                _byte_sizes(text, encoding.offsets),
+            )
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    @cached_property
+    def _recognising(self) -> tokenizers.Tokenizer:
+        """Another one that takes a special token that is spelled out for one."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids; special tokens are spelled out."""
@@ -130,12 +170,13 @@ class Tokenizer:
         return self._backend.decode_batch(ids, skip_special_tokens=False)
 
 
-def check_trainable(vocab: int) -> None:
+def check_trainable(vocab: int, special: Sequence[str] = ()) -> None:
     """Refuse a vocabulary that has no room for every byte."""
-    if vocab < SMALLEST_VOCAB:
+    smallest = SMALLEST_VOCAB + len(special)
+    if vocab < smallest:
         raise DataError(
             f"model.vocab = {vocab} is too small for a byte-level tokenizer: "
-            f"set it to at least {SMALLEST_VOCAB} (256 bytes and {END_OF_TEXT})"
+            f"set it to at least {smallest} (256 bytes and {', '.join((END_OF_TEXT, *special))})"
         )
 
 
@@ -143,12 +184,20 @@ def _byte_sizes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     """The UTF-8 bytes from the end of one token to that of the next; together those of the text."""
     if not offsets:
         return np.empty(0, dtype=np.uint32)
+    ends = _ends(text, offsets)
     codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
     bytes_before = np.concatenate([[0], np.cumsum(widths)])
-    ends = np.maximum.accumulate([end for _, end in offsets])
-    ends[-1] = len(text)  # what follows the last token, such as dropped white space
     return np.diff(bytes_before[ends], prepend=0).astype(np.uint32)
+
+
+def _ends(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Where each token ends; the last one with the text, such as dropped white space."""
+    if not offsets:
+        return np.empty(0, dtype=np.int64)
+    ends = np.maximum.accumulate([end for _, end in offsets])
+    ends[-1] = len(text)
+    return ends
 
 
 def pieces_of(text: str) -> Iterator[tuple[str, bool]]:
