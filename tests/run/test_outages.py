@@ -24,6 +24,7 @@ from thinwire.run.peer import Peer
 from thinwire.settings import Settings
 from thinwire.train import train
 from thinwire.wire import LastingPipe, Pipe, memory_pair
+from waiting import wait_until
 
 Make = Callable[[int, str], Proxy]
 
@@ -137,9 +138,9 @@ def test_a_stage_says_that_its_link_is_down() -> None:
     assert pipes[0].read() == b"both ends have spoken"
     threading.Thread(target=pipes[0].read, daemon=True).start()
     theirs.close()
-    while not pipes[0].down_for():
-        time.sleep(0.01)
-    assert peer._doing() == "waits for B0 of step 3 (link to stage 1 is down for 0 s)"
+    wait_until(pipes[0].down_for)
+    said = re.escape("waits for B0 of step 3 (link to stage 1 is down for N s)")
+    assert re.fullmatch(said.replace("N", r"\d+"), peer._doing())
     for pipe in pipes:
         pipe.close(0.0)
 

@@ -1,11 +1,10 @@
 """A pipe that lasts over real connections under mutual TLS, which a proxy cuts."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import MAX_MESSAGE, Recorder, in_background, read_all
+from wiring import HOURLY, MAX_MESSAGE, Recorder, in_background, read_all
 
 from proxy import Proxy
 from thinwire.wire import (
@@ -20,6 +19,14 @@ from thinwire.wire import (
     dial,
 )
 from waiting import PATIENCE, wait_until
+
+
+@pytest.fixture
+def listener(authority: Authority) -> Iterator[Listener]:
+    """Neither end pings: what is noticed, and told, is up to the pipes."""
+    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
+    yield listener
+    listener.close()
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def over_tls(
         return listener.accept("peer", timeout, "peer", is_replaceable=True)
 
     def call(timeout: float) -> Pipe:
-        return dial(path.address, "peer", identity, "coordinator", timeout, MAX_MESSAGE)
+        return dial(path.address, "peer", identity, "coordinator", timeout, MAX_MESSAGE, HOURLY)
 
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))
@@ -70,14 +77,12 @@ def test_it_outlives_lost_connections_over_tls(
 def test_an_end_that_has_not_noticed_a_loss_is_told_by_the_next_dial(
     over_tls: tuple[LastingPipe, LastingPipe], path: Proxy
 ) -> None:
-    """Keepalive would notice after ten seconds; until then the dialer would be refused."""
+    """Until keepalive notices, which it does not here, the dialer would be refused."""
     accepted, dialed = over_tls
     in_background(lambda: read_all(dialed))
-    started = time.monotonic()
     path.cut(leave_listener=True)
     dialed.write(b"again")
     assert accepted.read() == b"again"
-    assert time.monotonic() - started < 5
     in_background(lambda: read_all(accepted))
     dialed.close()
     accepted.close()

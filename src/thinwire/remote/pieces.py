@@ -106,8 +106,10 @@ class Talk:
 
     def send(self, frame: Frame) -> None:
         """Send a frame; waits while the transport is full."""
-        self._pipe.write(encode(frame))
+        message = encode(frame)
+        # Before it goes, as on a link: what the other end has got is counted here.
         self.meter.count_sent(frame.kind, memoryview(frame.payload).nbytes)
+        self._pipe.write(message)
 
     def hear(self, timeout: float | None = None) -> Word | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
