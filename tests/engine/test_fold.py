@@ -24,6 +24,7 @@ NARROW = {
     "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
 }
 MOVES = {"boundary__basis_update_every": 2}
+LORA = {"lora__rank": 3, "lora__alpha": 6.0}
 HELD = {"boundary__free_layers": 0}
 FOLDING: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -35,6 +36,7 @@ FOLDING: dict[str, dict[str, Any]] = {
     },
     **NARROW,
     **{f"{mode}-moving": {**changes, **MOVES} for mode, changes in NARROW.items()},
+    **{f"{mode}-lora": {**changes, **LORA} for mode, changes in {"dense": {}, **NARROW}.items()},
     **{f"{mode}-all-held": {**changes, **HELD} for mode, changes in NARROW.items()},
 }
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])

@@ -12,9 +12,13 @@ from test_resume import commit_all, exact
 from test_verdict import poison
 
 from thinwire.data import Corpus
-from thinwire.engine.chain import Chain
+from thinwire.engine.chain import Chain, Joined
 from thinwire.engine.feed import Feed
+from thinwire.engine.merge import merged
+from thinwire.engine.source import Snapshot, Versions
+from thinwire.engine.state import restore_weights
 from thinwire.errors import ConfigError
+from thinwire.model.adapter import is_adapter
 from thinwire.settings import Settings
 
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
@@ -27,10 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
         for mode in ("subspace", "reparam", "projected-moving", "projected-learned")
     },
 }
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def parameters(chain: Chain) -> dict[str, torch.Tensor]:
@@ -186,6 +186,26 @@ def test_an_adapter_of_a_writer_stays_in_the_subspace(
         writers = [p for n, p in parameters(chain).items() if n.endswith("down_proj.lora_B.weight")]
         assert writers[0].shape == (settings.model.dim, 3) and bool(writers[0].any())
         assert chain.builder.constraint(chain.stages[0]).drift() < 1e-12
+
+
+@pytest.mark.parametrize("merging", [True, False])
+def test_merged_weights_compute_what_weights_and_adapters_do(
+    merging: bool, make_settings: Callable, corpus: Corpus
+) -> None:
+    """Of a projected model too, which does not fold; the failing side forgets the adapters."""
+    settings = make_settings(**MODES["projected-learned"], **LORA)
+    chain = Chain(settings, Feed(corpus, settings, CPU))
+    for step in range(3):
+        chain.train_step(step)
+    state = Snapshot(parameters(chain), settings, 3, Versions(3, 0))
+    source = merged(state)
+    assert not any(map(is_adapter, source.names())) and source.settings.lora.rank == 0
+    plain = Joined(source.settings, CPU)
+    for stage in plain.stages:
+        restore_weights(stage, None, source if merging else state)
+    ids = chain.feed.training(0, 0).inputs
+    difference = (plain.logits(ids) - chain.logits(ids)).abs().max().item()
+    assert difference < 1e-10 if merging else difference > 1e-4
 
 
 @pytest.mark.parametrize(

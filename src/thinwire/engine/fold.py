@@ -2,7 +2,8 @@
 
 A model whose blocks write into a subspace is an ordinary Llama in another form: its embedding is
 T_fixed + T_S, and a reparametrised matrix is U A. Cuts then lose nothing, so the folded weights
-compute what the trained model computes, up to rounding (codecs are not part of a model).
+compute what the trained model computes, up to rounding (codecs are not part of a model). Adapters
+(LoRA) are merged first.
 
 Between free weights a narrow cut drops what lies outside its basis, and a token table adds
 something in the middle of the model. No plain weights do that: such models do not fold.
@@ -17,6 +18,7 @@ from torch import Tensor
 from thinwire.boundary import BoundaryConfig
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.keeper import BASIS
+from thinwire.engine.merge import merged
 from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError
 from thinwire.model import Stage, architecture
@@ -52,6 +54,7 @@ class Folded(Source):
     """
 
     def __init__(self, source: Source):
+        source = merged(source)
         super().__init__(source.step, source.versions)
         trained = source.settings
         if why := why_not_folded(trained):

@@ -20,6 +20,11 @@ from thinwire.model.narrow import HeldLinear, ReparamLinear
 DOWN, UP = "lora_A", "lora_B"
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a tensor belongs to an adapter, by its global name; also the moments of one."""
+    return not {DOWN, UP}.isdisjoint(name.split("."))
+
+
 def attach_adapters(layers: nn.Module, config: LoraConfig) -> None:
     """Freeze all parameters of these layers, and give their target matrices adapters."""
     for parameter in layers.parameters():
