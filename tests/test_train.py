@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
@@ -179,7 +180,22 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
         assert run.finish()["steps"] == 4
     assert "the plots were skipped" in stream.getvalue()
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
-    assert not list((run.folder / "plots").glob("*"))
+    assert not list((run.folder / "plots").glob("*.png"))
+
+
+def test_without_matplotlib_a_run_says_once_that_plots_are_skipped(
+    replay: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, stream = replay()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run.follow()
+    assert run.finish()["steps"] == 4
+    assert stream.getvalue().count("plots") == 2, "in the note, and in the extra that it names"
+    assert (
+        "the plots were skipped: drawing needs matplotlib, which is not installed: pip install"
+        in (" ".join(stream.getvalue().split()))
+    )
+    assert [path.name for path in (run.folder / "plots").iterdir()] == ["step.json"]
 
 
 def test_a_summary_holds_no_nan_and_no_infinity(replay: Callable) -> None:

@@ -22,6 +22,7 @@ from thinwire.cli_model import add_model_commands
 from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.lab.experiment import add_experiments
+from thinwire.lazy import needs
 from thinwire.recipes import BEST, RECIPES
 from thinwire.report.stream import SafeStream
 
@@ -298,6 +299,7 @@ def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
 
 def lab_command(options: argparse.Namespace) -> None:
     """Run one experiment."""
+    needs("matplotlib", extra="plots", what="thinwire lab")  # told before hours of training
     from thinwire.lab.run import run_lab
 
     run_lab(options)

@@ -11,8 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
+from thinwire.errors import MissingPackageError
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
+from thinwire.lazy import needs
 from thinwire.outlook import compare_cuts
 from thinwire.report import comparison_table, read_timeline
 from thinwire.report.human import elapsed, human_bytes
@@ -57,7 +59,9 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         print(line)
     picture = _draw(summaries)
     print(f"\n{compare_cuts('8b', tflops=50, rank=128, stages=16).text()}")
-    print(f"\nOne step of each, on one scale of time: {picture}")
+    print()
+    if picture is not None:
+        print(f"One step of each, on one scale of time: {picture}")
     print(f"More text:       thinwire generate {summaries['thin']['paths']['folder']}")
     print("Your own run:    thinwire init run.toml")
 
@@ -96,7 +100,12 @@ def _show_sample(summary: Summary) -> None:
     print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
 
 
-def _draw(summaries: Mapping[str, Summary]) -> Path:
+def _draw(summaries: Mapping[str, Summary]) -> Path | None:
+    """The picture of one step of each; None without matplotlib, as the runs have said."""
+    try:
+        needs("matplotlib", extra="plots", what="drawing")
+    except MissingPackageError:
+        return None
     from thinwire.report.plots import plot_steps_side_by_side  # slow to import
 
     folders = [Path(summary["paths"]["folder"]) for summary in summaries.values()]

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import thinwire
 from thinwire.cli import main
+from thinwire.errors import MissingPackageError
 from thinwire.lab.experiment import EXPERIMENTS, sheet
 from thinwire.lab.outcome import Outcome, markdown_table, write_outcome
 
@@ -147,3 +148,15 @@ def test_what_is_too_small_holds_neither_way() -> None:
     found = Outcome("x", "?", "Seen: 3.", True, [], Figure(), too_small="16 steps")
     assert found.holds is None and found.to_plain()["too_small"] == "16 steps"
     assert found.conclusion == "Too small to decide: 16 steps. Seen: 3."
+
+
+def test_without_matplotlib_no_experiment_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", "lossless"])
+    assert ended.value.code == MissingPackageError.exit_code
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "thinwire lab needs matplotlib, which is not installed" in shown
+    assert "'thinwire[plots]'" in shown

@@ -13,7 +13,14 @@ import torch
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Data, Feed
 from thinwire.engine.reports import Evaluation, Step
-from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireError
+from thinwire.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    StageError,
+    ThinwireError,
+)
+from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
 from thinwire.run.commit import Checkpoints, divergence, way_back
@@ -126,6 +133,8 @@ class RunRecord:
             self._draw()
         except Interrupted:
             self.display.note("the plots were skipped, as you asked to end")
+        except MissingPackageError as error:
+            self.display.note(f"the plots were skipped: {error}")
         except Exception as error:  # whatever a plot stumbles over, the run itself is done
             self.display.note(f"the plots could not be drawn: {error}")
         if trouble is not None:
@@ -206,15 +215,17 @@ class RunRecord:
             self._is_drawing = True
             if self._in_haste:
                 raise Interrupted
+            plots, name = self.folder / "plots", self.settings.run.name
+            plots.mkdir(exist_ok=True)
+            timeline = self.ledger.typical_step() if self.ledger.records else None
+            if timeline is not None:
+                write_timeline(timeline, plots / "step.json")
+            needs("matplotlib", extra="plots", what="drawing")
             from thinwire.report.losses import Losses
             from thinwire.report.plots import plot_loss, plot_step  # slow to import
 
-            plots, name = self.folder / "plots", self.settings.run.name
-            plots.mkdir(exist_ok=True)
             plot_loss(Losses.read(self.folder), plots / "loss.png", f"{name}: loss")
-            if self.ledger.records:
-                timeline = self.ledger.typical_step()
-                write_timeline(timeline, plots / "step.json")
+            if timeline is not None:
                 plot_step(timeline, plots / "step.png")
         finally:
             self._is_drawing = False
