@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+import torch
 
 from thinwire.errors import ConfigError
-from thinwire.model import PRESETS, ModelConfig, architecture
+from thinwire.model import PRESETS, ModelConfig, Stage, architecture
 from thinwire.model.task import IMAGES, TEXT
 from thinwire.typed import from_plain
 
@@ -47,7 +48,9 @@ def test_a_key_overrides_its_preset_and_nothing_else(change: str) -> None:
     base = ModelConfig(preset="mini").resolved()
     doubled = 2 * getattr(base, change)
     config = ModelConfig(preset="mini", **{change: doubled}).resolved()
-    assert config == dataclasses.replace(base, **{change: doubled})
+    expected = dataclasses.replace(base, **{change: doubled}, head_dim=0)
+    assert config == expected.resolved(), "the width of a head follows"
+    assert config.head_dim == config.dim // config.heads
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,90 @@ def test_heads_that_do_not_divide_are_refused(changes: dict[str, int], message: 
     ModelConfig().resolved()
 
 
+# --- shapes of other makers ---
+
+SIZES = {"layers": 2, "dim": 20, "heads": 2, "kv_heads": 1, "ffn": 8, "vocab": 50, "context": 16}
+
+
+def test_heads_may_be_wider_than_their_share_of_the_stream() -> None:
+    config = ModelConfig(preset="custom", **SIZES, head_dim=16).resolved()
+    assert (config.head_dim, config.attention_dim) == (16, 32)
+    assert config.relaxed().head_dim == 16 and config.relaxed().resolved() == config
+    with pytest.raises(ConfigError, match=r"model.head_dim = 15 must be even"):
+        ModelConfig(preset="custom", **SIZES, head_dim=15).resolved()
+
+
+def test_a_custom_model_says_all_its_sizes_and_differs_from_nothing() -> None:
+    config = ModelConfig(preset="custom", **SIZES).resolved()
+    assert config.unlike_preset() == {}
+    assert config.relaxed().resolved() == config
+    with pytest.raises(ConfigError, match=r'"custom" has no sizes of its own: set .*model.context'):
+        ModelConfig(preset="custom", layers=2).resolved()
+
+
+def test_biases_and_norms_are_counted_and_start_without_effect() -> None:
+    plain = ModelConfig(preset="custom", **SIZES)
+    full = dataclasses.replace(plain, qkv_bias=True, qk_norm=True).resolved()
+    extra = SIZES["layers"] * (20 + 10 + 10 + 2 * 10)
+    family = architecture(full)
+    count = architecture(plain.resolved()).parameter_count()
+    assert family.parameter_count() == count + extra
+    stage = Stage(family.layers())
+    stage.initialise(full, 3)
+    values = stage.global_parameters()
+    assert {name for name in values if name.endswith("bias")} == {
+        f"model.layers.{block}.self_attn.{each}_proj.bias" for block in (0, 1) for each in "qkv"
+    }
+    assert all((p == 0).all() for name, p in values.items() if name.endswith("bias"))
+    assert all((p == 1).all() for name, p in values.items() if "norm" in name)
+    assert not stage.roles().keys() & {name for name, p in values.items() if p.ndim < 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kv_heads": 1}, {"head_dim": 32}, {"kv_heads": 1, "head_dim": 32, "qk_norm": True}],
+    ids=str,
+)
+def test_what_a_block_keeps_for_its_backward_is_told_before(changes: dict) -> None:
+    sizes = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab": 9, "context": 8}
+    config = ModelConfig(preset="custom", **{**sizes, **changes}).resolved()
+    family = architecture(config)
+    block = family.layers()[1].make()
+    own = {t.data_ptr() for t in (*block.parameters(), *block.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        block(torch.randn(2, 8, 64, requires_grad=True))
+    assert family.kept_bytes(range(1), 2, 4, 4) == pytest.approx(sum(kept.values()), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("linear(2)", r'must be empty or look like "llama3\(factor=8, low=1, high=4, context=8192'),
+        ("llama3(factor=8, low=4, high=4, context=8192)", "low below high"),
+        ("llama3(factor=1e999, low=1, high=4, context=8192)", "factor of at least 1"),
+        ("llama3(factor=8, low=1, high=4, context=0)", "a context"),
+    ],
+)
+def test_rope_scaling_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(rope_scaling=text).resolved()
+
+
+def test_rope_scaling_reads_back_what_it_writes() -> None:
+    text = "llama3( factor = 8.5,low=1.0, high=4, context=8_192 )"
+    config = ModelConfig(rope_scaling=text).resolved()
+    assert config.rope_scaling == "llama3(factor=8.5, low=1, high=4, context=8192)"
+    assert config.resolved() == config
+
+
 # --- images ---
 
 
@@ -95,6 +182,7 @@ def test_an_image_model_has_its_own_keys(change: str) -> None:
         ({"vocab": 300}, "model.vocab = 300 has no effect"),
         ({"context": 8}, "model.context = 8 has no effect"),
         ({"norm_eps": 1e-3}, "model.norm_eps = 0.001 has no effect .* leave it at 1e-05"),
+        ({"qk_norm": True}, "model.qk_norm = True has no effect"),
         ({"layers": 4}, "model.layers = 4, but resnet18 has 8 blocks"),
         ({"channels": 2}, "model.channels = 2 must be 3, or 1 for grey images"),
         ({"preset": "tiny", "classes": 10}, 'model.classes = 10 has no effect .*preset = "tiny"'),

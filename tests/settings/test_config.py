@@ -211,7 +211,7 @@ def test_relaxed_settings_keep_what_was_chosen(make_settings: Callable[..., Sett
         boundary__mode="subspace", boundary__rank=4, boundary__free_layers=1, optim__warmup=1
     )
     relaxed = settings.relaxed()
-    open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "embed_std": 0.0}
+    open_model = {"layers": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "embed_std": 0.0}
     assert relaxed.model == dataclasses.replace(settings.model, **open_model)
     assert (relaxed.boundary.free_layers, relaxed.boundary.anchor) == (1, "auto")
     assert relaxed.optim.warmup == 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.model.rope import RopeScaling
 from thinwire.model.task import IMAGES, TEXT, Task
 from thinwire.typed import option
 
@@ -12,7 +13,12 @@ _LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 _RESNET = ("layers", "dim", "classes", "channels", "side")
 SIZES = tuple(dict.fromkeys((*_LLAMA, *_RESNET)))
 MATRIX_STD = 0.02  # of starting weights
-_LLAMA_REALS = ("embed_std", "rope_theta", "norm_eps")
+_LLAMA_OTHERS = (
+    *("embed_std", "rope_theta", "rope_scaling", "norm_eps"),
+    *("head_dim", "qkv_bias", "qk_norm"),
+)
+CUSTOM = "custom"
+"""The preset without sizes of its own: all of them stand in the file, as for imported models."""
 
 
 def _llama(*sizes: int) -> dict[str, int]:
@@ -41,7 +47,11 @@ class ModelConfig:
     A key left at 0 takes the preset's value; one that is of no use to the preset stays at 0.
     """
 
-    preset: str = option("tiny", "model size to start from", tuple(PRESETS))
+    preset: str = option(
+        "tiny",
+        "model size to start from; custom = every size stands in the file",
+        (*PRESETS, CUSTOM),
+    )
     layers: int = option(
         0,
         "number of blocks, which are split over the stages; 0 = the preset's",
@@ -79,11 +89,19 @@ class ModelConfig:
     )
     rope_theta: float = option(500000.0, "base of the rotary position encoding", above=0)
     norm_eps: float = option(1e-5, "epsilon of the RMS norms", above=0)
+    head_dim: int = option(0, "width of one attention head; 0 = dim / heads", least=0, most=2**16)
+    qkv_bias: bool = option(False, "biases on queries, keys and values, as in Qwen2")
+    qk_norm: bool = option(False, "RMS norms on the heads of queries and keys, as in Qwen3")
+    rope_scaling: str = option(
+        "",
+        'rotary positions stretched as in Llama 3.1: "llama3(factor=8, low=1, high=4, '
+        'context=8192)"; empty = not',
+    )
 
     @property
     def shape(self) -> dict[str, int]:
         """The preset's own sizes: those that mean something to its family of models."""
-        return PRESETS[self.preset]
+        return PRESETS[self.preset] if self.preset != CUSTOM else _llama(*(0 for _ in _LLAMA))
 
     @property
     def task(self) -> Task:
@@ -91,9 +109,9 @@ class ModelConfig:
         return IMAGES if "side" in self.shape else TEXT
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.heads
+    def attention_dim(self) -> int:
+        """Width of all attention heads together: the stream's own, unless head_dim says not so."""
+        return self.heads * self.head_dim
 
     def resolved(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
         """The same config with every 0 filled from the preset, checked for consistency.
@@ -102,8 +120,15 @@ class ModelConfig:
         """
         self._check_use()
         filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
+        missing = [f"model.{key}" for key, size in filled.items() if not size]
+        if missing:
+            raise ConfigError(
+                f'model.preset = "{self.preset}" has no sizes of its own: set {", ".join(missing)}'
+            )
         if "vocab" in self.shape:
             filled["embed_std"] = self.embed_std or embed_std
+            filled["head_dim"] = self.head_dim or _even_share(filled["dim"], filled["heads"])
+            filled["rope_scaling"] = str(RopeScaling.parse(self.rope_scaling) or "")
         full = dataclasses.replace(self, **filled)
         full.task.check_model(full)
         return full
@@ -113,10 +138,14 @@ class ModelConfig:
         own: dict[str, Any] = {k: 0 for k, size in self.shape.items() if getattr(self, k) == size}
         if self.embed_std == embed_std:
             own["embed_std"] = 0.0
+        if self.attention_dim == self.dim:
+            own["head_dim"] = 0
         return dataclasses.replace(self, **own)
 
     def unlike_preset(self) -> dict[str, tuple[int, int]]:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
+        if self.preset == CUSTOM:
+            return {}
         preset = {key: self.shape.get(key, 0) for key in SIZES}
         return {
             key: (getattr(self, key), size)
@@ -126,7 +155,7 @@ class ModelConfig:
 
     def _check_use(self) -> None:
         """Refuse keys that mean nothing to this family of models."""
-        used = {*self.shape, *(_LLAMA_REALS if "vocab" in self.shape else ())}
+        used = {*self.shape, *(_LLAMA_OTHERS if "vocab" in self.shape else ())}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in ("preset", *used) and value != field.default:
@@ -134,3 +163,8 @@ class ModelConfig:
                     f"model.{field.name} = {value} has no effect with model.preset = "
                     f'"{self.preset}": leave it at {field.default}'
                 )
+
+
+def _even_share(dim: int, heads: int) -> int:
+    """The width of a head where the stream's width is split evenly, else 0."""
+    return 0 if dim % heads else dim // heads

@@ -1,11 +1,14 @@
 """A Llama-style decoder as a plain list of named layers.
 
-Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, no biases.
-Layer and parameter names are those of a Hugging Face Llama checkpoint, so a checkpoint's tensors
-mean the same thing everywhere.
+Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, no biases; where
+the config says so also Qwen2's biases, Qwen3's norms of heads, heads wider than the stream, and
+Llama 3.1's stretched positions. Layer and parameter names are those of a Hugging Face checkpoint,
+so a checkpoint's tensors mean the same thing everywhere.
 
 Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E head width.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
 from thinwire.model.config import MATRIX_STD, ModelConfig
 from thinwire.model.narrow import Narrow
 from thinwire.model.past import KeyValues
+from thinwire.model.rope import RopeScaling
 from thinwire.optim.roles import Role
 
 EMBEDDING = "model.embed_tokens"
@@ -37,7 +41,9 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x_BTD.dtype)
 
 
-def rotary_tables(context: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    context: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, E) of the rotary positions, computed in float32 on the CPU.
 
     On the meta device only their shape: torch imports its compiler to compute there, for seconds.
@@ -45,8 +51,17 @@ def rotary_tables(context: int, head_dim: int, theta: float) -> tuple[Tensor, Te
     if torch.get_default_device().type == "meta":
         return torch.empty(context, head_dim), torch.empty(context, head_dim)
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is not None:
+        frequency = _stretched(frequency, scaling)
     angle_TE = torch.outer(torch.arange(context, dtype=torch.float32), frequency).repeat(1, 2)
     return angle_TE.cos(), angle_TE.sin()
+
+
+def _stretched(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Frequencies for a longer context than the original one."""
+    periods = scaling.context * frequency / (2 * math.pi)  # in the original context
+    kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -67,10 +82,14 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         kv_dim = self.kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = writer(config.dim, config.dim, narrow)
+        self.q_proj = nn.Linear(config.dim, config.attention_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
+        self.o_proj = writer(config.attention_dim, config.dim, narrow)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+        self.qk_norm = config.qk_norm
 
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, past: KeyValues | None = None
@@ -80,6 +99,8 @@ class Attention(nn.Module):
         q_BHTE = self.q_proj(x_BTD).view(batch, context, self.heads, -1).transpose(1, 2)
         k_BKTE = self.k_proj(x_BTD).view(batch, context, self.kv_heads, -1).transpose(1, 2)
         v_BKTE = self.v_proj(x_BTD).view(batch, context, self.kv_heads, -1).transpose(1, 2)
+        if self.qk_norm:
+            q_BHTE, k_BKTE = self.q_norm(q_BHTE), self.k_norm(k_BKTE)
         q_BHTE, k_BKTE = rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BKTE, cos_TE, sin_TE)
         is_causal = True
         if past is not None:
@@ -118,7 +139,10 @@ class Block(nn.Module):
         self.self_attn = Attention(config, narrow)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = FeedForward(config, narrow)
-        cos_TE, sin_TE = rotary_tables(config.context, config.head_dim, config.rope_theta)
+        scaling = RopeScaling.parse(config.rope_scaling)
+        cos_TE, sin_TE = rotary_tables(
+            config.context, config.head_dim, config.rope_theta, scaling
+        )
         self.register_buffer("cos_TE", cos_TE, persistent=False)
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
@@ -165,10 +189,13 @@ class Llama(Architecture):
         ]
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Gains are one, matrices normal. Writers to the stream start smaller, by the number of
-        writes that add up.
+        """Gains are one, biases zero, matrices normal. Writers to the stream start smaller, by the
+        number of writes that add up.
         """
         if initialise_adapter(name, parameter, seed):
+            return
+        if name.endswith(".bias"):
+            nn.init.zeros_(parameter)
             return
         if parameter.ndim < 2:
             nn.init.ones_(parameter)
@@ -196,12 +223,15 @@ class Llama(Architecture):
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
-        """Of the stream two norms in and out; of matrices q k v and their rotations, attention
-        out, three of the feed-forward.
+        """Of the stream two norms in and out, and of heads where they have norms; of matrices what
+        both norms gave, q k v as attention reads them and its result, four of the feed-forward.
         """
         config = self._config
-        kv_dim = config.kv_heads * config.head_dim
-        kept = 4 * config.dim * width + computed * (4 * config.dim + 4 * kv_dim + 4 * config.ffn)
+        normed = 4 * config.dim
+        if config.qk_norm:
+            normed += 2 * (config.attention_dim + config.kv_heads * config.head_dim)
+        computed_numbers = 2 * config.dim + 4 * config.attention_dim + 4 * config.ffn
+        kept = normed * width + computed_numbers * computed
         return batch * config.context * len(blocks) * kept
 
     def probe(self, batch: int, most_flops: float) -> Probe:
@@ -221,6 +251,7 @@ class Llama(Architecture):
     def _block_flops(self, tokens: int) -> float:
         config = self._config
         kv_dim = config.kv_heads * config.head_dim
-        matrices = 2 * config.dim**2 + 2 * config.dim * kv_dim + 3 * config.dim * config.ffn
-        attention = config.context * config.dim  # scores and their use, each over half the context
+        projections = 2 * config.dim * (config.attention_dim + kv_dim)
+        matrices = projections + 3 * config.dim * config.ffn
+        attention = config.context * config.attention_dim  # scores and their use, each over half the context
         return 2.0 * tokens * (matrices + attention)

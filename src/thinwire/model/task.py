@@ -77,10 +77,15 @@ class Text(Task):
     rows = "sequences"
 
     def check_model(self, model: "ModelConfig") -> None:
-        if model.dim % model.heads or model.head_dim % 2:
+        if not model.head_dim or (model.head_dim % 2 and model.attention_dim == model.dim):
             raise ConfigError(
                 f"model.dim = {model.dim} must split into model.heads = {model.heads} heads of "
-                "even width (rotary positions turn pairs of channels)"
+                "even width (rotary positions turn pairs of channels), or model.head_dim be set"
+            )
+        if model.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim = {model.head_dim} must be even: rotary positions turn pairs of "
+                "channels"
             )
         if model.heads % model.kv_heads:
             raise ConfigError(

@@ -1,0 +1,214 @@
+"""The shape of a model as Hugging Face writes it in config.json, and as thinwire does.
+
+Pure functions of plain data: neither torch nor transformers is needed. What a config.json says
+that our model does not do is refused by name; keys about other things are left alone.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.model import ModelConfig
+from thinwire.model.config import CUSTOM
+from thinwire.model.rope import KIND, RopeScaling
+from thinwire.typed import from_plain
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` that can be imported; SmolLM and SmolLM2 are of the type llama."""
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SIZES = {
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+}
+_REASONS = {
+    "smollm3": "some of its layers have no positions (NoPE)",
+    "mixtral": "it is a mixture of experts",
+    "qwen2_moe": "it is a mixture of experts",
+    "qwen3_moe": "it is a mixture of experts",
+    "gemma2": "it caps logits, and some of its layers see a sliding window",
+    "gemma3": "some of its layers see a sliding window",
+    "phi3": "it keeps queries, keys and values in one matrix",
+}
+_PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "its activation must be silu"),
+    "attention_bias": ((False,), "biases on all four matrices of attention are not supported"),
+    "mlp_bias": ((False,), "biases in the feed-forward are not supported"),
+    "rope_interleaved": ((False,), "interleaved rotary positions are not supported"),
+    "partial_rotary_factor": ((1, 1.0), "every channel of a head must have rotary positions"),
+    "num_experts": ((0, 1), "mixtures of experts are not supported"),
+    "num_local_experts": ((0, 1), "mixtures of experts are not supported"),
+    "no_rope_layers": (([],), "layers without positions (NoPE) are not supported"),
+    "quantization_config": (
+        ({},),
+        "its weights are quantised in a way of their own: take the folder of the full weights",
+    ),
+}
+"""Keys with the values under which the model is ours; absent or null is one of them too."""
+
+
+def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
+    """The model of a config.json; ConfigError names what our model does not do.
+
+    `context` is the number of tokens in a training sequence, 0 = all positions of the model.
+    """
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        reason = f": {_REASONS[kind]}" if kind in _REASONS else ""
+        raise ConfigError(
+            f'config.json: model_type = "{kind}" is not supported{reason}. Supported are '
+            f"{', '.join(KINDS)}"
+        )
+    for key, (allowed, reason) in _PLAIN.items():
+        if config.get(key) is not None and config[key] not in allowed:
+            raise ConfigError(f"config.json: {key} = {config[key]!r}: {reason}")
+    _check_windows(config)
+    sizes = {ours: _size(config, theirs) for ours, theirs in _SIZES.items()}
+    sizes["kv_heads"] = _size(
+        config, "num_key_value_heads", sizes["heads"] if kind == "llama" else None
+    )
+    sizes["head_dim"] = _size(config, "head_dim", 128 if kind == "qwen3" else 0)
+    theta, scaling = _positions(config)
+    values = {
+        "preset": CUSTOM,
+        **sizes,
+        "context": context or _size(config, "max_position_embeddings"),
+        "qkv_bias": kind == "qwen2",
+        "qk_norm": kind == "qwen3",
+        "rope_theta": theta,
+        "rope_scaling": str(scaling or ""),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+    }
+    return from_plain(ModelConfig, values, "model").resolved()
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether embedding and head are one matrix."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def kind_of(model: ModelConfig) -> str:
+    """The `model_type` whose class computes what this model does.
+
+    ConfigError where there is none: no class has both biases and norms of heads.
+    """
+    if model.qkv_bias and model.qk_norm:
+        raise ConfigError(
+            "no architecture of transformers has both model.qkv_bias and model.qk_norm"
+        )
+    return "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add.
+
+    Positions stand in it twice: `rope_parameters` for transformers from version 5 on, and the keys
+    that earlier versions and other programs read.
+    """
+    kind = kind_of(model)
+    scaling = RopeScaling.parse(model.rope_scaling)
+    stretch = {} if scaling is None else _as_json(scaling)
+    config = {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.context,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": stretch or None,
+        "rope_parameters": {
+            "rope_theta": model.rope_theta,
+            **(stretch or {"rope_type": "default"}),
+        },
+        "tie_word_embeddings": False,
+    }
+    if kind == "llama":
+        config |= {"attention_bias": False, "mlp_bias": False}
+    elif kind == "qwen3":
+        config |= {"attention_bias": False}
+    if kind != "llama":
+        config |= {"use_sliding_window": False, "sliding_window": None}
+    return config
+
+
+def _check_windows(config: Mapping[str, Any]) -> None:
+    """Refuse attention that does not see all earlier positions."""
+    types = config.get("layer_types")
+    if isinstance(types, list) and any(each != "full_attention" for each in types):
+        other = next(each for each in types if each != "full_attention")
+        raise ConfigError(
+            f'config.json: layer_types names "{other}": every layer must be full_attention'
+        )
+    window = config.get("sliding_window")
+    # Qwen says whether the window is used; Mistral uses it wherever it is given.
+    is_used = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    if window is not None and is_used:
+        raise ConfigError(
+            f"config.json: sliding_window = {window}: sliding windows are not supported; every "
+            "position must see all earlier ones"
+        )
+
+
+def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and stretching of the rotary positions, in the form of transformers 5 or before it."""
+    now, before = config.get("rope_parameters"), config.get("rope_scaling")
+    found = now or before or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"config.json: rope_parameters = {found!r} must be a table of keys")
+    theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = found.get("rope_type", found.get("type", "default"))
+    theta = _number({"rope_theta": theta}, "rope_theta")
+    if found.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor = {found['partial_rotary_factor']!r}: every "
+            "channel of a head must have rotary positions"
+        )
+    if kind == "default":
+        return theta, None
+    if kind != KIND:
+        raise ConfigError(
+            f'config.json: rope_type = "{kind}" is not supported, only default and {KIND}'
+        )
+    return theta, RopeScaling(
+        _number(found, "factor"),
+        _number(found, "low_freq_factor"),
+        _number(found, "high_freq_factor"),
+        _size(found, "original_max_position_embeddings", config.get("max_position_embeddings")),
+    )
+
+
+def _as_json(scaling: RopeScaling) -> dict[str, Any]:
+    return {
+        "rope_type": KIND,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.context,
+    }
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"config.json has no {key}")
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"config.json: {key} = {value!r} must be a whole number")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"config.json has no {key}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"config.json: {key} = {value!r} must be a number")
+    return float(value)
