@@ -24,7 +24,7 @@ FLOORS = [
     {"settings"},
     {"engine"},
     {"run"},
-    {"plan", "outlook", "train", "inference", "lab", "remote"},
+    {"plan", "outlook", "train", "inference", "hf", "lab", "remote"},
     {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli"},
     {"__main__"},
 ]
