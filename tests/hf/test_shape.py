@@ -180,5 +180,5 @@ def test_what_our_model_does_not_do_is_refused_by_name(
 
 def test_a_model_without_a_class_of_theirs_is_refused() -> None:
     config = ModelConfig(preset="custom", **SIZES, qkv_bias=True, qk_norm=True).resolved()
-    with pytest.raises(ConfigError, match="both model.qkv_bias and model.qk_norm"):
+    with pytest.raises(ConfigError, match=r"both model.qkv_bias and model.qk_norm"):
         config_of(config)

@@ -140,9 +140,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = FeedForward(config, narrow)
         scaling = RopeScaling.parse(config.rope_scaling)
-        cos_TE, sin_TE = rotary_tables(
-            config.context, config.head_dim, config.rope_theta, scaling
-        )
+        cos_TE, sin_TE = rotary_tables(config.context, config.head_dim, config.rope_theta, scaling)
         self.register_buffer("cos_TE", cos_TE, persistent=False)
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
@@ -253,5 +251,7 @@ class Llama(Architecture):
         kv_dim = config.kv_heads * config.head_dim
         projections = 2 * config.dim * (config.attention_dim + kv_dim)
         matrices = projections + 3 * config.dim * config.ffn
-        attention = config.context * config.attention_dim  # scores and their use, each over half the context
+        attention = (
+            config.context * config.attention_dim
+        )  # scores and their use, each over half the context
         return 2.0 * tokens * (matrices + attention)
