@@ -25,7 +25,7 @@ FLOORS = [
     {"engine"},
     {"run"},
     {"plan", "outlook", "train", "inference", "hf", "lab", "remote"},
-    {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli"},
+    {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -38,7 +38,7 @@ NEIGHBOURS = {
     "outlook": {"plan"},
     "lab": {"plan", "train", "inference"},
     "remote": {"plan", "train"},
-    "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model"},
+    "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

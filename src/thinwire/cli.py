@@ -17,6 +17,7 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import add_value, number
+from thinwire.cli_hf import add_hf_commands
 from thinwire.cli_host import add_host_commands
 from thinwire.cli_model import add_model_commands
 from thinwire.cli_remote import add_remote_commands
@@ -164,6 +165,8 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     add_model_commands(add, _add_plugins)
+
+    add_hf_commands(add, _add_plugins)
 
     add_remote_commands(add)
 

@@ -5,6 +5,7 @@ first, then one rename gives it its own. That holds after a loss of power too, s
 the disk in the order in which they are given.
 """
 
+import glob
 import os
 import shutil
 import tempfile
@@ -91,13 +92,14 @@ def next_free_name(parent: Path, name: str) -> str:
 
 
 @contextmanager
-def partial_folder(parent: Path, name: str) -> Iterator[Path]:
+def partial_folder(parent: Path, name: str, only: str = "") -> Iterator[Path]:
     """A folder beside the one to be made; what is not put in its place is gone afterwards.
 
-    What other processes left there when they were killed is removed as well.
+    What other processes left there when they were killed is removed as well: all of it in a folder
+    of our own, and what was made for the name `only` in one of the user's.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    _sweep(parent)
+    _sweep(parent, only)
     with ExitStack() as held:
         partial = _new_folder(parent, name, held)
         try:
@@ -116,9 +118,9 @@ def _new_folder(parent: Path, name: str, held: ExitStack) -> Path:
             return partial
 
 
-def _sweep(parent: Path) -> None:
+def _sweep(parent: Path, only: str) -> None:
     """Remove unfinished folders whose process has ended; the system let go of their locks."""
-    for partial in parent.glob(f"*{_PARTIAL}*"):
+    for partial in parent.glob(f"{glob.escape(only) or '*'}{_PARTIAL}*"):
         with _locked(partial, wait=False) as is_ours:
             if is_ours:
                 shutil.rmtree(partial, ignore_errors=True)

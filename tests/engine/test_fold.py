@@ -80,7 +80,7 @@ def test_folded_weights_compute_what_the_trained_model_computes(
     assert plain.builder.space is None
     assert (logits_of(plain) - logits_of(chain)).abs().max() < 1e-10
     for name, tensor in folded.tensors(folded.names()).items():
-        assert tuple(tensor.shape) == folded.shape(name)
+        assert tuple(tensor.shape) == folded.shapes[name]
 
 
 def test_weights_of_a_narrow_model_mean_something_else_before_they_are_folded(

@@ -107,8 +107,8 @@ class StageBuilder:
         with torch.device("meta" if self.device.type == "meta" else "cpu"):
             stage = Stage(
                 self.architecture.stage_layers(blocks, narrow),
-                incoming=self._boundary(index - 1, receives=True) if index > 0 else None,
-                outgoing=self._boundary(index, receives=False) if not is_last else None,
+                incoming=self.boundary(index - 1, receives=True) if index > 0 else None,
+                outgoing=self.boundary(index, receives=False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
                 next_name="" if is_last else self.architecture.block_name(blocks.stop),
             )
@@ -160,7 +160,7 @@ class StageBuilder:
             return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
         return random_basis(dim, rank, seed).to(self.device, self.dtype)
 
-    def _boundary(self, cut: int, receives: bool) -> Boundary:
+    def boundary(self, cut: int, receives: bool) -> Boundary:
         """One end of a cut. One of a lower rank takes the first columns of a shared basis."""
         config, space = self.settings.boundary, self.space
         if space is None:

@@ -28,8 +28,8 @@ from thinwire.subspace import fixed_table, random_basis
 
 ROWS = 8192  # of a table that are computed at a time
 FOLDS = (
-    'recipe exact32 (boundary.mode = "subspace") trains a narrow cut whose weights fold, as does '
-    "reparam; so does recipe dense"
+    'recipe exact32 (boundary.mode = "subspace") trains narrow cuts whose weights fold; so do '
+    '"reparam" and recipe dense'
 )
 
 
@@ -63,7 +63,8 @@ class Folded(Source):
         self._settings = dataclasses.replace(
             trained, boundary=BoundaryConfig().resolved(trained.model.dim, trained.split())
         )
-        self._shapes = {name: tuple(t.shape) for name, t in _state(_whole(self._settings)).items()}
+        self.shapes = {name: tuple(t.shape) for name, t in _state(_whole(self._settings)).items()}
+        """Of every folded tensor, in the model's order: known without reading any."""
         self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
         self._basis_DK: Tensor | None = None
 
@@ -72,11 +73,7 @@ class Folded(Source):
         return self._settings
 
     def names(self) -> set[str]:
-        return set(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a folded tensor, without reading it."""
-        return self._shapes[name]
+        return set(self.shapes)
 
     def _read(self, names: set[str]) -> dict[str, Tensor]:
         return {name: self._fold(name) for name in sorted(names)}
@@ -86,10 +83,10 @@ class Folded(Source):
         axis = self._axes.get(name)
         if axis is not None:
             tensor = self._in_full(tensor, axis)
-        if tuple(tensor.shape) != self._shapes[name]:
+        if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
                 f"{name} folds to shape {tuple(tensor.shape)} in {self._source}, the model needs "
-                f"{self._shapes[name]}"
+                f"{self.shapes[name]}"
             )
         if name == self._anchored:
             tensor = tensor + self._table()

@@ -1,1 +1,12 @@
-"""Models of Hugging Face: folders in and out (floor of train, inference and lab)."""
+"""Hugging Face folders, in and out; importing this registers our model class with transformers.
+
+Most models need none of it: dense, subspace and reparam checkpoints export as an ordinary Llama.
+Those whose cuts do not fold need `import thinwire.hf` before `AutoModelForCausalLM` opens them.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("transformers") is not None:
+    from thinwire.hf.register import register
+
+    register()

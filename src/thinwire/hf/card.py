@@ -1,0 +1,112 @@
+"""README.md of an exported model: what it is, how it was trained, how to open it.
+
+People publish such folders: no path of the machine that trained the model goes into it.
+"""
+
+import contextlib
+from pathlib import Path
+
+import thinwire
+from thinwire.engine import Checkpoint
+from thinwire.engine.build import parameter_count
+from thinwire.engine.checkpoint import checkpoints_folder
+from thinwire.errors import ThinwireError
+from thinwire.report.human import human_count
+from thinwire.report.metrics import losses_of
+from thinwire.report.records import EvaluationRecord
+from thinwire.settings import Settings
+
+_PLAIN = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+_WITH_CUTS = """\
+Its cuts are part of the model and do not fold into the weights of an ordinary Llama, so it needs
+`pip install 'thinwire[hf]'`:
+
+```python
+import thinwire.hf  # registers the model class
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+
+
+def model_card(
+    checkpoint: Checkpoint, name: str, dtype: str, is_plain: bool, verdict: str | None
+) -> str:
+    """The whole text; `verdict` says how it was verified, if it was."""
+    settings = checkpoint.settings
+    facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
+    tags = "tags:\n- thinwire\n" + ("- llama\n" if is_plain else "")
+    trained = f"A language model of {human_count(parameter_count(settings))} parameters"
+    checked = f"\nVerified when it was exported: {verdict}.\n" if verdict else ""
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{tags}---\n\n"
+        f"# {name}\n\n"
+        f"{trained}, trained with thinwire in {settings.pipeline.stages} pipeline stages and "
+        f"exported in {dtype}.\n\n"
+        f"{(_PLAIN if is_plain else _WITH_CUTS).format(name=name)}{checked}\n"
+        f"## How it was trained\n\n| | |\n|---|---|\n{facts}\n"
+    )
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, str]:
+    settings, step = checkpoint.settings, checkpoint.step
+    model, optim, data = settings.model, settings.optim, settings.data
+    corpus = checkpoint.manifest["corpus"]
+    facts = {
+        "model": f"{model.layers} blocks of width {model.dim}, {model.heads} heads "
+        f"({model.kv_heads} for keys and values), feed-forward {model.ffn}, vocabulary "
+        f"{model.vocab}, context {model.context}",
+        "steps": f"{step:,} of {settings.train.steps:,}",
+        "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
+        "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
+        **_losses(checkpoint),
+        "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
+        f"{optim.weight_decay:g}, warmup {optim.warmup} steps, clip {optim.clip:g}",
+        "precision": settings.run.precision,
+        "seed": str(settings.run.seed),
+        "cuts": _cuts(settings),
+        "codecs": f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
+        "(in training only: not part of this model)",
+        "settings hash": f"`{settings.hash}`",
+        "thinwire": thinwire.__version__,
+    }
+    if settings.pipeline.stages == 1:
+        facts.pop("codecs")
+    return facts
+
+
+def _cuts(settings: Settings) -> str:
+    boundary, count = settings.boundary, settings.pipeline.stages - 1
+    if not count:
+        return "none"
+    if boundary.mode == "dense":
+        return f"{count}, dense"
+    anchor = f", token table `{boundary.anchor}`" if boundary.anchor != "none" else ""
+    return f"{count}, `{boundary.mode}` of rank {boundary.rank}{anchor}"
+
+
+def _losses(checkpoint: Checkpoint) -> dict[str, str]:
+    """The last losses before the checkpoint, if its run has kept them beside it."""
+    run = checkpoint.folder.parent.parent
+    found: dict[str, str] = {}
+    if not _is_of_run(checkpoint.folder, run):
+        return found
+    with contextlib.suppress(OSError, ThinwireError):  # a card is not worth failing for
+        for record in losses_of(run):
+            if record.step <= checkpoint.step and record.loss is not None:
+                kind = "validation" if isinstance(record, EvaluationRecord) else "training"
+                found[f"{kind} loss"] = f"{record.loss:.4f} (step {record.step:,})"
+    return found
+
+
+def _is_of_run(folder: Path, run: Path) -> bool:
+    return folder.parent == checkpoints_folder(run)

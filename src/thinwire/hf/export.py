@@ -1,0 +1,167 @@
+"""`thinwire export --to hf`: a checkpoint as a folder that transformers and others open.
+
+The folder is written under a hidden name beside its own, verified, and renamed at the end.
+"""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+import thinwire
+from thinwire.engine import Checkpoint
+from thinwire.engine.fold import Folded, why_not_folded
+from thinwire.engine.source import Source
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.folders import flush, next_free_name, partial_folder, put_in_place
+from thinwire.hf.card import model_card
+from thinwire.hf.cuts import WithCuts, kept_settings
+from thinwire.hf.shape import config_of
+from thinwire.hf.tensors import TYPES, write_model
+from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, tokenizer_files, write_json
+from thinwire.hf.verify import Exported, verify
+from thinwire.lazy import needs
+from thinwire.report import Display
+from thinwire.report.human import human_bytes
+
+CONFIG = "config.json"
+CARD = "README.md"
+MODEL_TYPE = "thinwire"
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a checkpoint is to be exported."""
+
+    folder: Path
+    dtype: str = "fp32"
+    replace: bool = False
+    verify: bool = True
+    tokenizer: Path | None = None
+    shard_bytes: int = SHARD_BYTES
+
+
+def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
+    """Write the folder, whole and verified, or leave things as they were."""
+    _check_target(wanted)
+    if wanted.verify:
+        needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
+    settings = checkpoint.settings
+    if no_text := settings.model.task.no_text:
+        raise ConfigError(
+            f"{checkpoint.folder} holds a model that {no_text.partition(':')[0]}: only language "
+            "models can be exported"
+        )
+    checkpoint.verify()
+    for weakness in checkpoint.weaknesses():
+        display.note(weakness)
+    tokenizer = tokenizer_files(checkpoint, wanted.tokenizer)
+    why_not = why_not_folded(settings)
+    weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
+    if why_not:
+        display.note(
+            f"this model does not fold into an ordinary Llama. It has {why_not}.\n"
+            "It is exported with its cuts: after `import thinwire.hf`, which registers its class, "
+            "AutoModelForCausalLM opens it"
+        )
+    with _new_folder(wanted) as folder:
+        _write(folder, weights, tokenizer, wanted, display)
+        verdict = None
+        if wanted.verify:
+            display.phase("verify", "opening it with transformers")
+            exported = Exported(folder, weights.shapes, _reader(weights), TYPES[wanted.dtype])
+            verdict = str(verify(exported, checkpoint, tokenizer))
+            display.phase("verify", verdict)
+        card = model_card(checkpoint, wanted.folder.name, wanted.dtype, not why_not, verdict)
+        (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _write(
+    folder: Path,
+    weights: Folded | WithCuts,
+    tokenizer: TokenizerFiles,
+    wanted: Wanted,
+    display: Display,
+) -> None:
+    settings, dtype = weights.settings, TYPES[wanted.dtype]
+    config = config_of(settings.model)
+    if isinstance(weights, WithCuts):
+        config = {key: value for key, value in config.items() if not key.startswith("rope_")}
+        config |= {"model_type": MODEL_TYPE, "architectures": ["ThinwireForCausalLM"]}
+        config["settings"] = kept_settings(settings)
+    ends = tokenizer.generation()
+    write_json(
+        folder / CONFIG,
+        {
+            **config,
+            # Not the one for padding: transformers would take it out of training.
+            **{key: value for key, value in ends.items() if key != "pad_token_id"},
+            "use_cache": True,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "thinwire_version": thinwire.__version__,
+        },
+    )
+    tokenizer.write(folder)
+    if not (folder / GENERATION).exists():
+        write_json(folder / GENERATION, ends)
+    size = sum(math.prod(shape) for shape in weights.shapes.values()) * dtype.itemsize
+    display.phase("write", f"{len(weights.shapes)} tensors, {human_bytes(size)} in {wanted.dtype}")
+    write_model(folder, weights.shapes, dtype, _reader(weights), wanted.shard_bytes)
+
+
+def _reader(weights: Source) -> Callable[[str], Tensor]:
+    return lambda name: weights.tensors([name])[name]
+
+
+def _check_target(wanted: Wanted) -> None:
+    """Refuse a place where something stands that nobody asked to replace."""
+    folder = wanted.folder
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} exists and is not a folder: choose another name")
+    if not wanted.replace:
+        raise ConfigError(f"{folder} exists already: choose another name, or use --force")
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"{folder} holds no {CONFIG}, so it is no exported model and is not replaced: choose "
+            "another name"
+        )
+
+
+@contextlib.contextmanager
+def _new_folder(wanted: Wanted) -> Iterator[Path]:
+    """A hidden folder that takes the wanted place at the end; what fails leaves nothing."""
+    target = wanted.folder.absolute()
+    hidden = f".{target.name}"
+    try:
+        with partial_folder(target.parent, hidden, only=hidden) as folder:
+            yield folder
+            for path in folder.iterdir():
+                flush(path)
+            _replace(target, folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {wanted.folder}: {error}. Nothing was left there; free some space or "
+            "choose another place"
+        ) from error
+
+
+def _replace(target: Path, folder: Path) -> None:
+    """Give the new folder its name; an old one goes only when the new one is there."""
+    if not target.exists():
+        put_in_place(folder, target)
+        return
+    old = target.with_name(next_free_name(target.parent, f".{target.name}.old"))
+    target.rename(old)
+    try:
+        put_in_place(folder, target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

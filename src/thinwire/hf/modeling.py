@@ -1,0 +1,151 @@
+"""Our model as transformers knows models: for checkpoints whose cuts do not fold.
+
+The layers and boundaries are those of training (hf/cuts.py). transformers gives them its loading,
+its key-value cache and its `generate`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from thinwire.hf.cuts import Whole, settings_of
+from thinwire.model.llama import Block
+
+
+class ThinwireConfig(PretrainedConfig):
+    """The shape of a model and of its cuts: `settings` is what thinwire needs to build it."""
+
+    model_type = "thinwire"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(self, settings: dict[str, Any] | None = None, **others: Any):
+        self.settings = settings or {}
+        model = self.settings.get("model", {})
+        self.vocab_size = model.get("vocab")
+        self.hidden_size = model.get("dim")
+        self.num_hidden_layers = model.get("layers")
+        self.num_attention_heads = model.get("heads")
+        self.num_key_value_heads = model.get("kv_heads")
+        self.max_position_embeddings = model.get("context")
+        others.setdefault("tie_word_embeddings", False)
+        super().__init__(**others)
+
+
+class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
+    """A trained model with its narrow cuts; codecs are left out."""
+
+    config_class = ThinwireConfig
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+
+    def __init__(self, config: ThinwireConfig):
+        super().__init__(config)
+        settings = settings_of(config.settings)
+        # Not on a device without memory, even if asked to: rotary tables are computed, not loaded.
+        self._whole = Whole(settings, torch.device("cpu"), self)
+        self.to(torch.get_default_dtype())  # type: ignore[arg-type]
+        block = next(module for module in self.modules() if isinstance(module, Block))
+        self._positions = block.cos_TE.clone(), block.sin_TE.clone()
+        self._context = settings.model.context
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Also called after loading, for what no file has: the rotary tables."""
+        if isinstance(module, Block):
+            for table, filled in zip((module.cos_TE, module.sin_TE), self._positions, strict=True):
+                table.copy_(filled)
+        else:
+            super()._init_weights(module)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token table of the first stage."""
+        return self.get_submodule("model.embed_tokens")
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head of the last stage."""
+        return self.get_submodule("lm_head")
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of every position, the loss if there are labels, and the cache if it is used."""
+        _check_padding(attention_mask, past_key_values)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        seen = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
+        if seen + input_ids.shape[1] > self._context:
+            raise ValueError(
+                f"{seen + input_ids.shape[1]} positions, but this model has a context of "
+                f"{self._context}: give fewer tokens, or lower max_new_tokens"
+            )
+        logits = self._logits(input_ids, past_key_values, seen)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+            kept = logits_to_keep
+            logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,  # type: ignore[arg-type]
+            past_key_values=past_key_values,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _logits(self, ids_BT: Tensor, cache: Any, seen: int) -> Tensor:
+        if cache is None:
+            return self._whole.logits(ids_BT)
+        pasts = self._pasts(cache)
+        # Behind a past our attention takes one position at a time.
+        parts = ids_BT.split(1, dim=1) if seen else (ids_BT,)
+        return torch.cat([self._whole.logits(part, pasts) for part in parts], dim=1)
+
+    def _pasts(self, cache: Any) -> list[list[Any]]:
+        """The cache as our layers see it, stage by stage."""
+        number = 0
+        pasts: list[list[Any]] = []
+        for stage in self._whole.stages:
+            pasts.append([])
+            for layer in stage.layers:
+                is_block = isinstance(layer, Block)
+                pasts[-1].append(_CachedKeyValues(cache, number) if is_block else None)
+                number += is_block
+        return pasts
+
+
+class _CachedKeyValues:
+    """The keys and values of one block, kept in a cache of transformers."""
+
+    def __init__(self, cache: Any, block: int):
+        self._cache = cache
+        self._block = block
+
+    @property
+    def length(self) -> int:
+        return int(self._cache.get_seq_length(self._block))
+
+    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.update(k_BKTE, v_BKTE, self._block)
+        return keys, values
+
+
+def _check_padding(attention_mask: Tensor | None, cache: Any) -> None:
+    """Only padding behind the tokens is harmless: causal attention never sees it."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return
+    if attention_mask.ndim != 2 or bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+        raise ValueError(
+            "a thinwire model takes no padding before its tokens, and no masks of other kinds: "
+            "give one prompt at a time, or prompts of the same number of tokens"
+        )

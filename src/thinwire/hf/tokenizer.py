@@ -1,0 +1,95 @@
+"""The tokenizer of a run as the files that transformers reads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from thinwire.data import Tokenizer
+from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import TOKENIZER
+from thinwire.errors import CheckpointError, ConfigError
+
+CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION)
+"""What may stand beside a tokenizer.json, and goes where it goes."""
+
+
+class TokenizerFiles:
+    """A tokenizer.json, and what stands beside it, on their way into a folder."""
+
+    def __init__(self, path: Path, vocab: int, context: int):
+        self.path = path
+        self.tokenizer = Tokenizer.load(path)
+        self._context = context
+        if self.tokenizer.vocab_size > vocab:
+            raise ConfigError(
+                f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
+                f"{vocab}: it is not the tokenizer of this model"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Copy what is there, and make what is not."""
+        shutil.copyfile(self.path, folder / TOKENIZER)
+        for name in BESIDE:
+            if self._beside(name).is_file():
+                shutil.copyfile(self._beside(name), folder / name)
+        if not (folder / CONFIG).exists():
+            write_json(folder / CONFIG, self._config())
+
+    def generation(self) -> dict[str, Any]:
+        """Where a text begins and ends, in ids, for the configs of the model."""
+        if self._beside(GENERATION).is_file():
+            kept = _read_json(self._beside(GENERATION))
+            keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+            return {key: kept[key] for key in keys if key in kept}
+        end = self.tokenizer.end_of_text
+        if end is None:
+            return {}
+        # Training puts one token between texts: it ends one and begins the next.
+        return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+    def _config(self) -> dict[str, Any]:
+        end = self.tokenizer.end_of_text
+        named = {}
+        if end is not None:
+            text = self.tokenizer.decode([end])
+            named = {"bos_token": text, "eos_token": text}
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._context,
+            "clean_up_tokenization_spaces": False,
+            **named,
+        }
+
+    def _beside(self, name: str) -> Path:
+        return self.path.with_name(name)
+
+
+def tokenizer_files(checkpoint: Checkpoint, given: Path | None) -> TokenizerFiles:
+    """The tokenizer to export with a checkpoint: its own, or the one that is given."""
+    path = given / TOKENIZER if given is not None and given.is_dir() else given
+    path = path or checkpoint.tokenizer
+    if path is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without one): "
+            "name the one that made them with --tokenizer tokenizer.json"
+        )
+    model = checkpoint.settings.model
+    return TokenizerFiles(path, model.vocab, model.context)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A JSON file as people read it."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not an object")
+    return content

@@ -1,0 +1,257 @@
+"""Holds an exported folder against the model that was trained: logits, and text."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.data import Corpus, Tokenizer
+from thinwire.engine import Checkpoint
+from thinwire.engine.chain import Joined
+from thinwire.engine.state import restore_weights
+from thinwire.errors import CheckpointError, DataError
+from thinwire.hf.tokenizer import TokenizerFiles
+from thinwire.lazy import needs
+from thinwire.paths import cache_folder
+
+TOLERANCE = 1e-4
+"""Of the largest logit: two programs add up in another order, and no more."""
+TOKENS = 256
+PROMPT, CONTINUED = 16, 24
+SAMPLE = """\
+The lighthouse keeper wrote down the weather every evening: wind from the north-west, four feet of
+swell, a fishing boat that passed at half past six. On the last page of the book he had drawn a map.
+
+def mean(values):
+    \"\"\"The arithmetic mean of some numbers.\"\"\"
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+In 1843 she published notes on a machine that was never built; they contain what many call the
+first program. "It might act upon other things besides number," she wrote, and few believed her.
+"""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model says: logits of a text, and how it continues its beginning."""
+
+    logits_TV: Tensor
+    continued: list[int]
+    ahead: list[Tensor]
+    """The logits from which each token of the continuation was chosen."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How near the two are."""
+
+    difference: float
+    largest: float
+    tokens: int
+    text: str
+    rounding: float | None
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that rounding explains."""
+        return TOLERANCE * max(1.0, self.largest)
+
+    def __str__(self) -> str:
+        rounded = ""
+        if self.rounding is not None:
+            rounded = f" (before rounding; rounding changes them by at most {self.rounding:.1e})"
+        return (
+            f"logits of {self.tokens} tokens of {self.text} differ by at most "
+            f"{self.difference:.1e}{rounded}, and the greedy continuation is the same"
+        )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder, and the weights that were rounded to `dtype` and written into it."""
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+    dtype: torch.dtype
+
+
+def verify(exported: Exported, checkpoint: Checkpoint, tokenizer: TokenizerFiles) -> Verdict:
+    """Open the folder with transformers and compare; CheckpointError says by how much it is off.
+
+    One model is in memory at a time, in float32. What was written must be the weights, rounded;
+    before they are rounded, they must give the trained model's logits.
+    """
+    text, ids = _text_for(checkpoint, tokenizer.tokenizer)
+    _check_tokenizer(exported.folder, tokenizer.tokenizer)
+    ours = _answers_of_ours(checkpoint, ids, tokenizer.generation().get("eos_token_id"))
+    theirs = _open(exported.folder)
+    _check_weights(theirs, exported)
+    rounding = None
+    if exported.dtype != torch.float32:
+        rounding = float((_logits_of_theirs(theirs, ids) - ours.logits_TV).abs().max())
+        _lay_over(theirs, exported)
+    difference = float((_logits_of_theirs(theirs, ids) - ours.logits_TV).abs().max())
+    largest = float(ours.logits_TV.abs().max())
+    verdict = Verdict(difference, largest, ids.shape[1], text, rounding)
+    if not difference <= verdict.limit:  # NaN is not
+        raise CheckpointError(
+            f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
+            f"and rounding explains {verdict.limit:.1e} at most"
+        )
+    _check_text(theirs, ids, ours, verdict)
+    return verdict
+
+
+def _text_for(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[str, Tensor]:
+    """Ids of the run's own validation text if it is on this machine, else of a sample."""
+    most = min(TOKENS, checkpoint.settings.model.context)
+    corpus = _corpus_of(checkpoint.manifest["corpus"])
+    if corpus is not None:
+        ids = corpus.valid[:most].astype("int64")
+        return "validation text", torch.from_numpy(ids)[None]
+    return "a sample text", torch.tensor([tokenizer.encode(SAMPLE)[:most]])
+
+
+def _corpus_of(fingerprint: str) -> Corpus | None:
+    """A prepared corpus with this fingerprint, if one is on this machine."""
+    for manifest in cache_folder().glob("*/manifest.json"):
+        with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # another's, or damaged
+            if fingerprint and fingerprint in manifest.read_text(encoding="utf-8"):
+                corpus = Corpus.open(manifest.parent)
+                if corpus.fingerprint == fingerprint:
+                    return corpus
+    return None
+
+
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    auto = needs("transformers", "hf", "verifying the export").AutoTokenizer
+    with _quiet():
+        theirs = auto.from_pretrained(folder).encode(SAMPLE, add_special_tokens=False)
+    ours = tokenizer.encode(SAMPLE)
+    if theirs != ours:
+        raise CheckpointError(
+            "the exported tokenizer is not the one of training: transformers gives "
+            f"{len(theirs)} ids for a sample text, such as {theirs[:8]}, where training has "
+            f"{len(ours)}, such as {ours[:8]}"
+        )
+
+
+def _answers_of_ours(checkpoint: Checkpoint, ids: Tensor, end: int | list[int] | None) -> Answers:
+    model = trained_model(checkpoint)
+    ends = {end} if isinstance(end, int) else set(end or ())
+    with torch.no_grad():
+        logits_TV = model.logits(ids, compressed=False)[0].float()
+        pasts = [stage.new_past() for stage in model.stages]
+        prompt = _prompt(ids)
+        new, chosen, ahead = prompt, [], []
+        for _ in range(_room(prompt, checkpoint)):
+            logits_V = model.logits(new, False, pasts)[0, -1].float()
+            chosen.append(int(logits_V.argmax()))
+            ahead.append(logits_V)
+            if chosen[-1] in ends:
+                break
+            new = torch.tensor([[chosen[-1]]])
+    return Answers(logits_TV, chosen, ahead)
+
+
+def trained_model(checkpoint: Checkpoint) -> Joined:
+    """The model of a checkpoint as it was trained, without codecs, in float32 on the CPU."""
+    run = dataclasses.replace(checkpoint.settings.run, precision="fp32", compile=False)
+    settings = dataclasses.replace(checkpoint.settings, run=run)
+    model = Joined(settings, torch.device("cpu"))
+    for stage in model.stages:
+        restore_weights(stage, model.builder.space, checkpoint)
+        stage.eval()
+    return model
+
+
+def _prompt(ids: Tensor) -> Tensor:
+    return ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
+
+
+def _room(prompt: Tensor, checkpoint: Checkpoint) -> int:
+    return min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])
+
+
+def _open(folder: Path) -> Any:
+    auto = needs("transformers", "hf", "verifying the export").AutoModelForCausalLM
+    with _quiet():
+        return auto.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _check_weights(model: Any, exported: Exported) -> None:
+    """What transformers has loaded is what was written, bit for bit, and nothing is missing."""
+    state, shapes = model.state_dict(), exported.shapes
+    if state.keys() != shapes.keys():
+        odd = sorted(state.keys() ^ shapes.keys())
+        raise CheckpointError(
+            f"transformers has other tensors in this model than were exported, such as {odd[0]}"
+        )
+    for name in shapes:
+        if not torch.equal(state[name], exported.read(name).to(exported.dtype).float()):
+            raise CheckpointError(f"transformers has loaded other values of {name} than exported")
+
+
+def _lay_over(model: Any, exported: Exported) -> None:
+    """The weights as they were before they were rounded."""
+    state = model.state_dict()
+    with torch.no_grad():
+        for name in exported.shapes:
+            state[name].copy_(exported.read(name))
+
+
+def _logits_of_theirs(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(ids).logits[0].float()
+    return logits
+
+
+def _check_text(model: Any, ids: Tensor, ours: Answers, verdict: Verdict) -> None:
+    prompt = _prompt(ids)
+    with torch.no_grad(), _quiet():
+        generated = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=len(ours.continued),
+        )
+    theirs = generated[0, prompt.shape[1] :].tolist()
+    for place, (own, other) in enumerate(zip(ours.continued, theirs, strict=False)):
+        if own == other:
+            continue
+        gap = float(ours.ahead[place][own] - ours.ahead[place][other])
+        if gap <= 2 * verdict.limit:
+            return  # a tie: either choice is right, and what follows it differs
+        raise CheckpointError(
+            f"the exported model continues a text differently: token {place + 1} is {other}, "
+            f"where the trained model has {own}, by {gap:.3g}"
+        )
+    if len(theirs) != len(ours.continued):
+        raise CheckpointError(
+            f"the exported model ends a text after {len(theirs)} tokens, the trained one after "
+            f"{len(ours.continued)}"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress bars of transformers are none of our command's output."""
+    logging = needs("transformers.utils.logging", "hf", "verifying the export")
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,201 @@
+"""Exported models are the trained ones: opened by transformers, to 1e-5, and by greedy text."""
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from thinwire.cli import main
+from thinwire.engine import Checkpoint
+from thinwire.engine.fold import Folded
+from thinwire.errors import CheckpointError, ConfigError, ThinwireError
+from thinwire.hf.export import Wanted, export
+from thinwire.hf.modeling import ThinwireForCausalLM
+from thinwire.hf.tensors import INDEX, write_model
+from thinwire.hf.tokenizer import tokenizer_files
+from thinwire.hf.verify import Exported, verify
+from thinwire.inference import Model
+from thinwire.report import PlainDisplay
+
+IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
+SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
+PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
+LEARNED = {"boundary__basis": "per-cut", "boundary__learn": True}
+FOLDING = {
+    "dense": {},
+    "subspace": SUBSPACE,
+    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
+    "one-key-head": {"model__kv_heads": 1},
+    "all-key-heads": {"model__kv_heads": 4},
+    "moving": {**SUBSPACE, "boundary__mode": "reparam", "boundary__basis_update_every": 2},
+}
+WITH_CUTS = {
+    "tables": {**PROJECTED, "boundary__anchor": "trainable"},
+    "narrow-tables": {**PROJECTED, "boundary__anchor": "trainable", "boundary__table": 3},
+    "learned": {**PROJECTED, **LEARNED, "boundary__anchor": "trainable"},
+    "fixed-anchor": {**PROJECTED, "boundary__anchor": "fixed", "boundary__basis_update_every": 2},
+    "per-cut": {**PROJECTED, "boundary__basis": "per-cut", "boundary__anchor": "fixed"},
+    "ranks": {**PROJECTED, "boundary__ranks": ["1: 9", "2: 3"]},
+}
+
+
+def exported(place: Path, **wanted: Any) -> tuple[Path, str]:
+    folder, said = place.parents[2] / "exported", StringIO()
+    export(Checkpoint.open(place), Wanted(folder, **wanted), PlainDisplay(said))
+    return folder, said.getvalue()
+
+
+def difference(folder: Path, place: Path, dtype: torch.dtype = torch.float32) -> float:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        ours = Model(place, "cpu", compression=False)(IDS)
+        return float((theirs(IDS).logits.float() - ours).abs().max())
+
+
+@pytest.mark.parametrize("changes", FOLDING.values(), ids=FOLDING)
+def test_a_model_that_folds_opens_as_an_ordinary_llama(
+    changes: dict[str, Any], trained: Callable[..., Path]
+) -> None:
+    place = trained(**changes)
+    folder, said = exported(place)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert difference(folder, place) < 1e-5
+    assert "the greedy continuation is the same" in said
+
+
+@pytest.mark.parametrize("changes", WITH_CUTS.values(), ids=WITH_CUTS)
+def test_a_model_with_cuts_opens_with_the_registered_class(
+    changes: dict[str, Any], trained: Callable[..., Path]
+) -> None:
+    place = trained(**changes)
+    folder, said = exported(place)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is ThinwireForCausalLM
+    assert difference(folder, place) < 1e-5
+    assert "exact32" in said and "import thinwire.hf" in said
+    prompt = IDS[:, :5]
+    texts = [
+        model.generate(prompt, do_sample=False, max_new_tokens=8, use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*texts)
+
+
+def test_weights_copied_without_folding_are_refused(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint.open(trained(**SUBSPACE))
+    folder, _ = exported(checkpoint.folder)
+    shapes = Folded(checkpoint).shapes
+
+    def raw(name: str) -> torch.Tensor:
+        return checkpoint.tensors([name])[name]
+
+    write_model(folder, shapes, torch.float32, raw, 10**9)
+    assert difference(folder, checkpoint.folder) > 0.05
+    with pytest.raises(CheckpointError, match=r"logits differ by up to [01].*rounding explains"):
+        verify(
+            Exported(folder, shapes, raw, torch.float32),
+            checkpoint,
+            tokenizer_files(checkpoint, None),
+        )
+
+
+def test_what_fails_its_verification_leaves_nothing(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    place = trained()
+    text = json.loads((place / "tokenizer.json").read_text())
+    text["pre_tokenizer"]["add_prefix_space"] = True
+    other = tmp_path / "other" / "tokenizer.json"
+    other.parent.mkdir()
+    other.write_text(json.dumps(text))
+    wrong = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    other.with_name("tokenizer_config.json").write_text(json.dumps(wrong))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="tokenizer is not the one"):
+        exported(place, tokenizer=other)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Path]) -> None:
+    place = trained(**WITH_CUTS["tables"])
+    folder, said = exported(place, dtype="bf16")
+    assert "rounding changes them by at most" in said
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert 1e-5 < difference(folder, place) < 0.1
+    assert difference(folder, place, torch.bfloat16) < 0.1
+
+
+def test_files_above_a_size_are_split(trained: Callable[..., Path]) -> None:
+    place = trained(**SUBSPACE)
+    folder, _ = exported(place, shard_bytes=30_000)
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert set(index["weight_map"].values()) == set(files)
+    assert len(files) > 2 and files[0].startswith("model-00001-of-")
+    assert difference(folder, place) < 1e-5
+
+
+def test_what_is_exported_can_be_used_without_looking_at_it(trained: Callable[..., Path]) -> None:
+    """The command, the card, the tokenizer with fewer entries than the model, a text."""
+    place = trained(**SUBSPACE, model__vocab=320)
+    folder = place.parents[2] / "my-model"
+    main(["export", str(place.parents[1]), "--to", "hf", str(folder)])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert len(tokenizer) < model.config.vocab_size
+    assert model.get_input_embeddings().padding_idx is None
+    ids = tokenizer("stage link", return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=5)[0])
+    ours = Model(place, "cpu", compression=False)
+    assert text == ours.generate("stage link", 5, temperature=0, top_k=0, seed=0)
+    card = (folder / "README.md").read_text()
+    for part in ("# my-model", "`subspace` of rank 6", "3 of 3", ours.settings.hash, "differ by"):
+        assert part in card
+    assert str(place.parents[2]) not in card
+
+
+def refused(error: type[ThinwireError], match: str, place: Path, **wanted: Any) -> None:
+    parent = place.parents[2]
+    before = sorted(parent.rglob("*"))
+    with pytest.raises(error, match=match):
+        exported(place, **wanted)
+    assert sorted(parent.rglob("*")) == before
+
+
+def test_a_folder_that_exists_is_replaced_only_if_asked(trained: Callable[..., Path]) -> None:
+    place = trained()
+    folder = place.parents[2] / "exported"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    refused(ConfigError, "exists already", place)
+    refused(ConfigError, "no exported model", place, replace=True)
+    (folder / "thesis.txt").unlink()
+    exported(place, verify=False)
+    refused(ConfigError, "exists already", place)
+    (folder / "left.txt").write_text("over")
+    exported(place, verify=False, replace=True)
+    assert not (folder / "left.txt").exists() and (folder / "config.json").is_file()
+    assert not list(folder.parent.glob(".exported*"))
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    place = trained(with_tokenizer=False)
+    refused(CheckpointError, "--tokenizer", place)
+    too_large = tmp_path / "tokenizer.json"
+    tokens = {f"t{number}": number for number in range(301)}
+    model = {"type": "WordLevel", "vocab": tokens, "unk_token": "t0"}
+    too_large.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    refused(ConfigError, "301 entries.*300", place, tokenizer=too_large)
+    shard = place / "stage-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    refused(CheckpointError, "truncated", place)

@@ -1,0 +1,66 @@
+"""The registered class as a user of transformers meets it."""
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, pipeline
+
+from thinwire.engine import Checkpoint
+from thinwire.hf.export import Wanted, export
+from thinwire.report import PlainDisplay
+
+
+@pytest.fixture
+def folder(trained: Callable[..., Path], tmp_path: Path) -> Path:
+    place = trained(boundary__mode="projected", boundary__rank=6, boundary__anchor="trainable")
+    wanted = Wanted(tmp_path / "exported", verify=False)
+    export(Checkpoint.open(place), wanted, PlainDisplay(StringIO()))
+    return wanted.folder
+
+
+def test_it_says_losses_batches_and_what_it_cannot_do(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[7, 3, 11, 250, 9], [31, 8, 77, 5, 2]])
+    output = model(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    assert output.loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    output.loss.backward()
+    assert model.get_input_embeddings().weight.grad is not None
+    both = model.generate(ids, do_sample=False, max_new_tokens=4)
+    for row in range(2):
+        alone = model.generate(ids[row : row + 1], do_sample=False, max_new_tokens=4)
+        assert torch.equal(alone[0], both[row])
+    behind = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    padded = model(ids, attention_mask=behind).logits
+    assert torch.equal(padded[1, :3], model(ids).logits[1, :3])
+    with pytest.raises(ValueError, match="no padding before"):
+        model(ids, attention_mask=behind.flip(1))
+    with pytest.raises(ValueError, match="context of 16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_a_past_may_grow_by_several_tokens(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77]])
+    with torch.no_grad():
+        whole = model(ids).logits
+        first = model(ids[:, :4], use_cache=True)
+        rest = model(ids[:, 4:], past_key_values=first.past_key_values)
+    assert (torch.cat([first.logits, rest.logits], 1) - whole).abs().max() < 1e-5
+
+
+def test_a_pipeline_writes_text_and_a_saved_copy_is_the_same(folder: Path, tmp_path: Path) -> None:
+    write = pipeline("text-generation", model=str(folder))
+    (first,) = write("stage link", max_new_tokens=4, do_sample=False)
+    assert first["generated_text"].startswith("stage link")
+    write.model.save_pretrained(tmp_path / "copy")
+    copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
+    for name, tensor in write.model.state_dict().items():
+        assert torch.equal(tensor, copy.state_dict()[name])
+    ids = torch.tensor([[7, 3, 11]])
+    assert torch.equal(copy(ids).logits, write.model(ids).logits)
