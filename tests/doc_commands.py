@@ -116,7 +116,7 @@ def _end(lines: list[str], start: int, is_fenced: bool) -> int:
 
 def _put_in(word: str, defined: dict[str, str]) -> list[str]:
     """A `$NAME` as the words that it stands for, as a shell would."""
-    return shlex.split(defined[word[1:]]) if word.startswith("$") else [word]
+    return shlex.split(defined[word[1:]]) if word[1:] in defined and word[0] == "$" else [word]
 
 
 def _is_command(lines: list[str]) -> bool:

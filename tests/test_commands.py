@@ -1,10 +1,12 @@
 """The commands of our pages run, or at least exist, on the files that our own commands write."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from thinwire.settings import apply_override, load_settings
 
 ROOT = Path(__file__).parent.parent
 SHORT = ["train.steps=2", "optim.warmup=-1", "train.eval_every=0", "train.eval_batches=1"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = re.compile(r"(?:thinwire|\.)\[([\w,]+)\]")
 BLOCKS = [block for page in pages(ROOT) for block in find_blocks(page.name, page.read_text())]
 
 Words = list[str]
@@ -80,7 +84,8 @@ def test_commands(
             check(words, perform)
 
 
-SYSTEM_TOOLS = ("modprobe", "sysctl")  # they set up a machine: nothing of this project to check
+# They set up a machine: nothing of this project to check.
+SYSTEM_TOOLS = ("modprobe", "sysctl", "git", "source", "cd")
 
 
 def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
@@ -88,17 +93,36 @@ def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None
     words = words[1:] if words[0] == "sudo" else words
     if words[0] in SYSTEM_TOOLS:
         return
-    if words[0] == "thinwire":
+    if words == ["thinwire", "--version"]:
+        perform(words, {})
+    elif words[0] == "thinwire":
         options = make_parser().parse_args(words[1:])
         if words[1] in ("train", "plan"):
             load_settings(options.config, options.set)
         for override in getattr(options, "set", []):
             apply_override({}, override)
+    elif words[0] == "pip":
+        for extra in [
+            name for found in EXTRAS.findall(" ".join(words)) for name in found.split(",")
+        ]:
+            assert extra in PROJECT["optional-dependencies"], f"no extra {extra}"
+    elif words[0] == "docker":
+        check_docker(words[1:], perform)
     elif words[0] == "make":
         subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
     else:
         assert words[0] == "python", f"no way to check {words[0]}"
         check_python(words[1:], perform)
+
+
+def check_docker(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
+    """The arguments of a build are those of our Dockerfile; what runs is a command of ours."""
+    defined = re.findall(r"^ARG (\w+)=", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    for option, value in itertools.pairwise(words):
+        if option == "--build-arg":
+            assert value.partition("=")[0] in defined, f"the Dockerfile has no ARG {value}"
+    if words[0] == "run":
+        check(words[words.index("thinwire") :], perform)
 
 
 def check_python(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:
