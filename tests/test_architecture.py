@@ -31,6 +31,7 @@ FLOORS = [
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms of one floor know nothing of each other, but for these.
 NEIGHBOURS = {
+    "arguments": {"errors"},
     "typed": {"errors"},
     "paths": {"errors"},
     "lazy": {"errors"},

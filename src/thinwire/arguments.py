@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.errors import ConfigError
+
 
 class StrictParser(argparse.ArgumentParser):
     """A subcommand's parser that refuses unknown options itself, beside its own usage.
@@ -63,6 +65,28 @@ def numbers(
 def paths(text: str) -> list[Path]:
     """Reads comma-separated paths."""
     return [Path(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def add_init_from(sub: argparse.ArgumentParser) -> None:
+    """Give a command that starts runs the option by which one starts from earlier weights."""
+    sub.add_argument(
+        "--init-from",
+        metavar="PLACE",
+        help="start a new run from the weights of this checkpoint, run folder or imported model; "
+        "short for --set train.init_from=PLACE",
+    )
+
+
+def overrides(options: argparse.Namespace) -> list[str]:
+    """The settings that the command line of such a command overrides."""
+    if options.init_from is None:
+        return list(options.set)
+    if options.resume is not None and options.resume is not False:
+        raise ConfigError(
+            "--init-from and --resume contradict each other: --init-from starts a new run from the "
+            "weights of another, --resume continues a run"
+        )
+    return [*options.set, f"train.init_from={options.init_from}"]
 
 
 def add_value(

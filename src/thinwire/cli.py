@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 import thinwire
-from thinwire.arguments import add_value, number
+from thinwire.arguments import add_init_from, add_value, number, overrides
 from thinwire.cli_hf import add_hf_commands
 from thinwire.cli_host import add_host_commands
 from thinwire.cli_model import add_model_commands
@@ -148,6 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="CHECKPOINT",
         help="continue from this checkpoint or run folder (default: this run's newest good one)",
     )
+    add_init_from(sub)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
     _add_config(sub)
@@ -246,7 +247,7 @@ def train_command(options: argparse.Namespace) -> None:
     from thinwire.settings import load_settings
 
     config, resume = _config_and_resume(options)
-    settings = load_settings(config, options.set, options.allow_plugins)
+    settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else Path(settings.run.out) / settings.run.name
     _trained(settings, resume, options.allow_plugins, show=_show_summary)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.arguments import number
+from thinwire.arguments import add_init_from, number, overrides
 from thinwire.errors import StageError, WireError
 
 WAY_ON = "to continue: start the same command again; peers that are still there come back"
@@ -52,6 +52,7 @@ def add_host_commands(
         action="store_true",
         help="continue a run that `train` began; one that was hosted goes on without this",
     )
+    add_init_from(sub)
     sub.add_argument(
         "--invite-hours",
         type=number(float, above=0),
@@ -111,7 +112,7 @@ def host_command(
     from thinwire.report import open_display
     from thinwire.settings import load_settings
 
-    settings = load_settings(options.config, options.set, options.allow_plugins)
+    settings = load_settings(options.config, overrides(options), options.allow_plugins)
     relay = Relay.parse(options.relay) if options.relay else None
     chosen = HostOptions(
         options.listen,

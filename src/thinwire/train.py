@@ -24,6 +24,7 @@ from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
+from thinwire.run.start import adopted, make_start, open_origin
 from thinwire.settings import Settings
 
 
@@ -43,10 +44,15 @@ def train(
     check_devices(settings)
     folder = Path(settings.run.out) / settings.run.name
     checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
+    weights = checkpoint or open_origin(settings, display, allow_plugins)
+    if weights is not None:
+        settings = adopted(settings, weights.settings)
     with heeding(leave_at_once), claim_folder(folder, checkpoint):
-        data = prepare_data(settings, display)
+        data = prepare_data(settings, display, weights)
         if checkpoint is not None:
             refuse_other_data(checkpoint, data.fingerprint)
+        elif weights is not None:
+            checkpoint = make_start(weights, settings, folder, data, display)
         stages, origin = settings.pipeline.stages, checkpoint.folder if checkpoint else None
         source = f", from {origin}" if origin else ""
         display.phase("start", f"{stages} stages as processes, links under mutual TLS{source}")

@@ -22,7 +22,7 @@ KEEPING = {
 }  # fmt: skip
 MACHINE = {
     ("run", "device"), ("run", "threads"), ("codec", "memory_mb"),
-    ("data", "path"), ("data", "valid_path"), ("data", "text_key"),
+    ("data", "path"), ("data", "valid_path"), ("data", "text_key"), ("train", "init_from"),
     *(("link", key.name) for key in dataclasses.fields(LinkConfig)),
 }  # fmt: skip
 KEYS = [

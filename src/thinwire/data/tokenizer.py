@@ -91,6 +91,11 @@ class Tokenizer:
         """A hash of everything that decides how text is encoded."""
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
+    def has_vocabulary_of(self, other: "Tokenizer") -> bool:
+        """Whether each id stands for the same token in both."""
+        mine, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))
+        return mine == theirs
+
     def json(self) -> str:
         """The text of a tokenizer.json."""
         return self._backend.to_str(pretty=True)

@@ -95,7 +95,7 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with the hash of its content, which `Checkpoint.open` checks."""
-    return {**manifest, SEAL: _content_hash(manifest)}
+    return {**manifest, SEAL: content_hash(manifest)}
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -273,7 +273,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         for shard in shards:
             if Path(shard.file).name != shard.file:
                 raise ValueError(f"{shard.file!r} is not the name of a file beside it")
-        if format >= FORMAT and manifest.get(SEAL) != _content_hash(manifest):
+        if format >= FORMAT and manifest.get(SEAL) != content_hash(manifest):
             raise ValueError("its content does not match its hash")
         named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)
         if named and int(named[1]) != manifest["step"]:
@@ -283,7 +283,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
     return manifest, shards
 
 
-def _content_hash(manifest: dict[str, Any]) -> str:
+def content_hash(manifest: dict[str, Any]) -> str:
     """The hash of all that a manifest says, however it is laid out as text."""
     content = {key: value for key, value in manifest.items() if key != SEAL}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

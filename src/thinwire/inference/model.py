@@ -70,7 +70,7 @@ class Model(Joined, TextModel):
         settings = self.settings
         for weakness in self.checkpoint.weaknesses():
             display.note(weakness)
-        data = prepare_data(settings, display)
+        data = prepare_data(settings, display, self.checkpoint)
         if data.fingerprint != self.checkpoint.manifest["corpus"]:
             raise DataError(
                 "the data is no longer what this checkpoint was trained on, so its validation "

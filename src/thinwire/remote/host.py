@@ -40,6 +40,7 @@ from thinwire.run.peers import StageFailedError
 from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
+from thinwire.run.start import adopted, make_start, open_origin
 from thinwire.settings import Settings
 from thinwire.wire import raise_descriptor_limit
 
@@ -58,13 +59,17 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     folder = Path(settings.run.out) / settings.run.name
     goes_on = is_hosted(folder) or options.resume
     checkpoint = _newest(folder, settings, display) if goes_on else None
+    weights = checkpoint or open_origin(settings, display)
+    if weights is not None:
+        settings = adopted(settings, weights.settings)
     with heeding(leave_at_once), claim_folder(folder, checkpoint, goes_on):
-        data = prepare_data(settings, display)
+        data = prepare_data(settings, display, weights)
         if checkpoint is not None:
             refuse_other_data(checkpoint, data.fingerprint)
         book = AuthorityBook(folder / "authority", settings.run.name)
         with contextlib.ExitStack() as opened:
-            return _Hosting(settings, options, folder, data, book, display, opened).run()
+            origin = weights if checkpoint is None else None
+            return _Hosting(settings, options, folder, data, book, display, opened, origin).run()
 
 
 def over_real_links(settings: Settings) -> Settings:
@@ -84,9 +89,11 @@ class _Hosting:
         book: AuthorityBook,
         display: Display,
         opened: contextlib.ExitStack,
+        origin: Checkpoint | None = None,
     ):
+        """`origin`: the weights that the run starts from, as long as it has no checkpoint."""
         self._started = time.monotonic()
-        self._folder = folder
+        self._folder, self._data, self._origin = folder, data, origin
         self._formation = _fitting(read_formation(folder), settings)
         split = tuple(self._formation.split)
         self._settings = with_split(settings, split) if split else settings
@@ -149,7 +156,7 @@ class _Hosting:
     def _form_and_run(self) -> dict[str, Any] | None:
         """One epoch; None if the run goes on with another."""
         seats = self._wait_for_peers()
-        checkpoint = _newest(self._folder, self._settings, self._display)
+        checkpoint = self._newest()
         self._formation = dataclasses.replace(
             self._formation, epoch=self._formation.epoch + 1, seats=seats
         )
@@ -206,6 +213,13 @@ class _Hosting:
         else:
             self._lobby.say_farewell(f"the run is complete: {done} steps")
         return summary
+
+    def _newest(self) -> Checkpoint | None:
+        """Where the run goes on; where it starts from weights, these: now its cuts are known."""
+        if self._origin is not None:
+            make_start(self._origin, self._settings, self._folder, self._data, self._display)
+            self._origin = None
+        return _newest(self._folder, self._settings, self._display)
 
     def _judge(self, epoch: Epoch, error: StageError, first: int) -> None:
         """Raise an error that another peer would not mend, or that came too often."""

@@ -34,6 +34,15 @@ from thinwire.report import Display
 from thinwire.run.proof import Proof, begin_proof, is_proven
 from thinwire.settings import Settings
 
+ORIGIN = "origin"
+"""What a manifest says of the weights that its run started from, if it did."""
+
+
+def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What a checkpoint says of the weights that its run started from, under its name."""
+    origin = checkpoint.manifest.get(ORIGIN) if checkpoint is not None else None
+    return {ORIGIN: origin} if isinstance(origin, dict) else {}
+
 
 class Checkpoints:
     """Completes the checkpoints of one run; a full disk costs a checkpoint, not the training."""
@@ -74,6 +83,7 @@ class Checkpoints:
             "corpus": self._data.fingerprint,
             "codec_memory": {cut: legs for p in parts for cut, legs in p.agreements.items()},
             **vars(parts[0].versions),
+            **origin_in(self._resumed),
         }
         shards = [part.shard for part in parts]
         try:

@@ -1,5 +1,6 @@
 """What comes before the first process: the run in a few lines, and its data."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -7,6 +8,7 @@ import torch
 
 from thinwire.data import Corpus, prepare
 from thinwire.engine.build import parameter_count
+from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Data, Feed
 from thinwire.paths import cache_folder
 from thinwire.report import Display
@@ -39,10 +41,16 @@ def describe(settings: Settings) -> list[str]:
     return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
 
 
-def prepare_data(settings: Settings, display: Display) -> Data:
-    """The data of these settings, from the cache if it was prepared before."""
-    task, vocab = settings.model.task, settings.model.vocab
-    data = task.prepare(settings.data, vocab, cache_folder(), _progress(display))
+def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Data:
+    """The data of these settings, from the cache if it was prepared before.
+
+    A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
+    settings name one.
+    """
+    task, vocab, config = settings.model.task, settings.model.vocab, settings.data
+    if settings.train.init_from and not config.tokenizer and weights and weights.tokenizer:
+        config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
+    data = task.prepare(config, vocab, cache_folder(), _progress(display))
     return _announced(data, settings, display)
 
 

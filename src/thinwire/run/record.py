@@ -23,7 +23,7 @@ from thinwire.errors import (
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
-from thinwire.run.commit import Checkpoints, divergence, way_back
+from thinwire.run.commit import Checkpoints, divergence, origin_in, way_back
 from thinwire.run.events import Begin, Command, Commit, Discard, Record, Say, Starting
 from thinwire.run.ledger import Ledger, bits_per_byte
 from thinwire.run.messages import Finished, LinkUp
@@ -54,6 +54,7 @@ class RunRecord:
         self.is_over = False  # its stages are done; results are left to write
         self._feed = Feed(data, settings, torch.device("cpu"))
         self._resume_step = resumed.step if resumed else 0 if goes_on else None
+        self._origin = origin_in(resumed)
         self._began = time.monotonic()
         self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
@@ -113,6 +114,7 @@ class RunRecord:
             **ledger.summary(self._versions, seconds, self._began - started),
             "control_bytes": control_bytes,
             **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
+            **self._origin,
             "first_step": ledger.first_step,
             "steps_planned": steps,
             "interrupted": stop_asked and ledger.done < steps,
@@ -156,9 +158,12 @@ class RunRecord:
         self._began, self._versions = time.monotonic(), begun.versions
         self.ledger = Ledger(settings, begun.stages, self._resume_step or 0)
         self.checkpoints.begin()
-        header = f"# settings of run {settings.run.name}, hash {settings.hash}\n\n"
+        header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
+        for origin in self._origin.values():
+            facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
+            header += f"# its weights started from: {facts}\n"
         try:
-            text = header + to_toml(settings.relaxed(), settings)
+            text = header + "\n" + to_toml(settings.relaxed(), settings)
             (self.folder / "config.toml").write_text(text)
             self._metrics = MetricsWriter(self.folder, self._resume_step)
         except OSError as error:

@@ -9,6 +9,7 @@ from thinwire.errors import CheckpointError, ConfigError
 from thinwire.optim import rate_change
 from thinwire.report import Display
 from thinwire.run.proof import choose_checkpoint
+from thinwire.run.start import adopted
 from thinwire.settings import Settings, threads_per_stage
 
 FIXED_ON_RESUME = {
@@ -24,6 +25,7 @@ FIXED_ON_RESUME = {
     "run.precision",
     "optim.name",
     "train.batch",
+    "train.init_from",
 }
 """Settings that say what the weights mean and what comes next; all others may change."""
 
@@ -38,7 +40,7 @@ def open_resume(
     checkpoint = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
     checkpoint.verify()
     saved = checkpoint.settings
-    _refuse_changes(checkpoint, settings)
+    _refuse_changes(checkpoint, adopted(settings, saved))
     steps = saved.train.steps, settings.train.steps
     notes = [
         *checkpoint.weaknesses(),

@@ -74,6 +74,12 @@ class TrainConfig:
         least=1,
         most=2**24,
     )
+    init_from: str = option(
+        "",
+        "start from the weights of this checkpoint, run folder or imported model; empty = from "
+        "the seed",
+        scope="machine",
+    )
     eval_every: int = option(
         50, "steps between validations; 0 = only first and last", least=0, most=10**9
     )

@@ -1,0 +1,213 @@
+"""Where a new run begins: `train.init_from`, the weights of a checkpoint of this or another run.
+
+The weights become the checkpoint of step 0 of the new run, made stage by stage. From there it is
+an ordinary resume: nobody else needs to know where weights came from, and a peer on another machine
+fetches its own stage only. Step count, data order, moments and codecs begin anew.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.data import Tokenizer
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
+from thinwire.engine.feed import Data
+from thinwire.engine.fold import why_not_folded
+from thinwire.engine.state import StageState
+from thinwire.engine.transfer import MOST_LOST, Transfer
+from thinwire.engine.update import StageUpdate
+from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.paths import expanded
+from thinwire.report import Display
+from thinwire.run.commit import ORIGIN, commit, discard_partial
+from thinwire.run.proof import choose_checkpoint
+from thinwire.settings import Settings
+
+FREE = {"preset", "context", "embed_std"}
+"""Keys of the model that do not change what its weights mean."""
+
+
+def open_origin(
+    settings: Settings, display: Display, allow_plugins: bool = False
+) -> Checkpoint | None:
+    """The checkpoint that a new run takes its weights from, verified and of the same shape.
+
+    None where `train.init_from` is empty.
+    """
+    if not settings.train.init_from:
+        return None
+    place = expanded(settings.train.init_from, "train.init_from")
+    origin = _verified(place, settings, display, allow_plugins)
+    _refuse_other_model(origin, settings)
+    _refuse_other_vocabulary(origin, settings)
+    if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
+        raise ConfigError(
+            f"{origin.folder} cannot become a model with boundary.mode = "
+            f'"{settings.boundary.mode}": {why}. Use dense or projected'
+        )
+    for note in [*origin.weaknesses(), *_notes(origin, settings)]:
+        display.note(note)
+    if origin.tokenizer is not None and not settings.data.tokenizer:
+        display.phase("data", f"tokenizer of {origin.folder}, which its weights were trained with")
+    return origin
+
+
+def adopted(settings: Settings, saved: Settings) -> Settings:
+    """The settings of a run that starts from weights, with what comes along with these weights.
+
+    The seed of a basis and the size of a fixed token table are as much a part of the weights as
+    those that are saved. `saved` are those of the origin, or of the run's own checkpoint later.
+    """
+    if not settings.train.init_from:
+        return settings
+    model = dataclasses.replace(settings.model, embed_std=saved.model.embed_std)
+    boundary = settings.boundary
+    if boundary.mode == saved.boundary.mode or (
+        boundary.is_constrained and saved.boundary.is_constrained
+    ):
+        boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
+    return dataclasses.replace(settings, model=model, boundary=boundary)
+
+
+def make_start(
+    origin: Checkpoint, settings: Settings, folder: Path, data: Data, display: Display
+) -> Checkpoint:
+    """The checkpoint of step 0 of a new run, with the weights of its origin.
+
+    One stage is in memory at a time.
+    """
+    eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
+    builder = StageBuilder(eager, torch.device("cpu"))
+    transfer = Transfer(origin, settings)
+    transfer.take_space(builder.space)
+    shards, stages = [], settings.pipeline.stages
+    try:
+        for index in range(stages):
+            stage = builder.build(index)
+            builder.initialise(stage)
+            transfer.fill(builder, stage)
+            state = StageState(eager, stage, StageUpdate.build(builder, stage), [])
+            shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
+            display.progress("start", index + 1, stages, "stages from earlier weights")
+        facts = {
+            "settings": settings.to_plain(),
+            "config_hash": settings.hash,
+            "corpus": data.fingerprint,
+            "codec_memory": {},
+            "weight_version": 0,
+            "basis_version": 0,
+            ORIGIN: origin_of(origin),
+        }
+        made = commit(folder, 0, shards, facts, data.tokenizer())
+    except BaseException:
+        discard_partial(folder, 0)
+        raise
+    for note in _found(transfer, origin):
+        display.note(note)
+    display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
+    return Checkpoint.open(made, allow_plugins=True)
+
+
+def origin_of(origin: Checkpoint) -> dict[str, Any]:
+    """What the record of a run says of the weights it started from."""
+    return {
+        "path": str(origin.folder),
+        "step": origin.step,
+        SEAL: content_hash(origin.manifest),
+    }
+
+
+def _verified(place: Path, settings: Settings, display: Display, allow_plugins: bool) -> Checkpoint:
+    if (place / "config.json").is_file():
+        raise CheckpointError(
+            f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
+            f"`thinwire import {place} --to models/NAME`"
+        )
+    try:
+        chosen, why = choose_checkpoint(place)
+        origin = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
+        origin.verify()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
+            "folder of another run"
+        ) from error
+    if why:
+        display.note(why)
+    return origin
+
+
+def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
+    saved, now = (vars(s.model) for s in (origin.settings, settings))
+    differing = [
+        f"model.{key} = {value} (not {now[key]})"
+        for key, value in saved.items()
+        if key not in FREE and value != now[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"the model of {origin.folder} has another shape: {', '.join(differing)}. Set these "
+            "keys as it has them"
+        )
+
+
+def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
+    """Ids must stand for the same text, else trained weights mean nothing."""
+    asked = settings.data.tokenizer
+    if settings.data.source == "images":
+        return
+    if origin.tokenizer is None:
+        if not asked and settings.data.source != "tokens":
+            raise DataError(
+                f"{origin.folder} holds no tokenizer, so text cannot be given the ids that its "
+                "weights know: set data.tokenizer to the one that its token ids were made with"
+            )
+        return
+    if asked and not Tokenizer.load(asked).has_vocabulary_of(Tokenizer.load(origin.tokenizer)):
+        raise DataError(
+            f"data.tokenizer = {asked} has another vocabulary than {origin.tokenizer}, which the "
+            "weights were trained with: leave data.tokenizer empty to use that one"
+        )
+
+
+def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
+    """What is to be known of weights that fit."""
+    saved, notes = origin.settings, []
+    if settings.model.context > saved.model.context:
+        notes.append(
+            f"model.context = {settings.model.context} is longer than the {saved.model.context} "
+            f"tokens that {origin.folder} was trained with: later positions are new to it"
+        )
+    gone = set(_cuts(saved)) - set(_cuts(settings))
+    if saved.boundary.mode == "projected" and gone:
+        blocks = ", ".join(str(block) for block, _ in sorted(gone))
+        notes.append(
+            f"{origin.folder} was trained with projected cuts, which this run has no more before "
+            f"block {blocks}: its loss starts higher than it ended"
+        )
+    return notes
+
+
+def _cuts(settings: Settings) -> list[tuple[int, int]]:
+    """The block above each projected cut, and the cut's rank."""
+    if settings.boundary.mode != "projected":
+        return []
+    blocks = [blocks.stop for blocks in settings.split()][:-1]
+    return [(block, settings.boundary.rank_at(cut)) for cut, block in enumerate(blocks)]
+
+
+def _found(transfer: Transfer, origin: Checkpoint) -> list[str]:
+    """What became of the weights."""
+    notes = []
+    if transfer.fresh:
+        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(transfer.fresh)}")
+    if transfer.lost > MOST_LOST:
+        notes.append(
+            f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "
+            "it and are lost (relative size): that ruins a trained model. Use boundary.mode = "
+            '"dense" or "projected", or train from the start'
+        )
+    return notes

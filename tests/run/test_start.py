@@ -1,0 +1,200 @@
+"""A new run starts from the weights of another: other split, precision, boundary, data."""
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from test_train import silent
+from thinwire.data import Corpus, Tokenizer
+from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import partial_folder, write_shard
+from thinwire.engine.feed import Feed
+from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.inference import Model
+from thinwire.report import PlainDisplay
+from thinwire.run.commit import commit
+from thinwire.run.prepare import prepare_data
+from thinwire.run.resume import open_resume
+from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.settings import Settings
+from thinwire.train import train
+from trained import trained
+
+CPU = torch.device("cpu")
+Changes = dict[str, Any]
+SUBSPACE: Changes = {"boundary__mode": "subspace", "boundary__rank": 6}
+REPARAM: Changes = {"boundary__mode": "reparam", "boundary__rank": 6}
+MOVED: Changes = {"boundary__basis_update_every": 2}
+PROJECTED: Changes = {"boundary__mode": "projected", "boundary__rank": 20}
+LEARNED: Changes = {
+    **PROJECTED,
+    "boundary__basis": "per-cut",
+    "boundary__learn": True,
+    "boundary__anchor": "trainable",
+}
+MUON: Changes = {"optim__name": "muon"}
+
+
+def started(
+    settings: Settings, corpus: Corpus, folder: Path, stream: StringIO | None = None
+) -> Checkpoint:
+    """The first checkpoint of a run that starts from weights."""
+    display = PlainDisplay(stream or StringIO())
+    origin = open_origin(settings, display)
+    assert origin is not None
+    return make_start(origin, adopted(settings, origin.settings), folder, corpus, display)
+
+
+def loss_of(place: Path, corpus: Corpus) -> float:
+    model = Model(place, "cpu")
+    feed = Feed(corpus, model.settings, CPU)
+    return model.validate(feed, 0, compressed=True).loss
+
+
+EXACT: dict[str, tuple[Changes, Changes]] = {
+    "dense, other split": ({}, {"pipeline__stages": 4}),
+    "subspace, other optimizer": ({**SUBSPACE, **MUON}, SUBSPACE),
+    "reparam that moved": ({**REPARAM, **MOVED}, REPARAM),
+    "projected, learned basis and table": (LEARNED, LEARNED),
+}
+CLOSE: dict[str, tuple[Changes, Changes]] = {
+    "subspace to dense": ({**SUBSPACE, **MUON}, {}),
+    "reparam to dense, other split": ({**REPARAM, **MOVED}, {"pipeline__stages": 4}),
+    "reparam to subspace": ({**REPARAM, **MOVED}, SUBSPACE),
+    "subspace, fewer stages": ({**SUBSPACE, "pipeline__stages": 4}, SUBSPACE),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [*EXACT.values(), *CLOSE.values()],
+                         ids=[*EXACT, *CLOSE])  # fmt: skip
+def test_a_new_run_begins_where_the_other_ended(
+    before: Changes, after: Changes, make_settings: Callable[..., Settings], corpus: Corpus,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
+    settings = make_settings(**after, train__init_from=str(source), run__seed=9)
+    made = started(settings, corpus, tmp_path / "new")
+    assert (made.step, made.versions.weight_version) == (0, 0)
+    assert not [name for name in made.names() if name.startswith("optimizer/")]
+    was, now = loss_of(source, corpus), loss_of(made.folder, corpus)
+    assert now == (was if (before, after) in EXACT.values() else pytest.approx(was, abs=1e-6))
+
+
+def test_another_precision_rounds_the_weights(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
+    settings = make_settings(
+        train__init_from=str(source), run__precision="fp32",
+        codec__forward="fp32", codec__backward="fp32",
+    )  # fmt: skip
+    made = started(settings, corpus, tmp_path / "new")
+    name = "model.layers.1.mlp.up_proj.weight"
+    wide, narrow = (c.tensors([name])[name] for c in (Checkpoint.open(source), made))
+    assert narrow.dtype == torch.float32 and torch.equal(narrow, wide.float())
+
+
+def test_what_a_change_costs_is_said(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    """Free weights do not fit into a subspace; a cut that the weights do not know starts anew."""
+    source = trained(make_settings(train__steps=4), corpus, tmp_path / "source")
+    said = StringIO()
+    ruined = make_settings(**SUBSPACE, train__init_from=str(source))
+    made = started(ruined, corpus, tmp_path / "ruined", said)
+    assert "% of the weights" in said.getvalue() and "ruins" in said.getvalue()
+    assert loss_of(made.folder, corpus) > loss_of(source, corpus)
+    said = StringIO()
+    narrow = make_settings(**LEARNED, train__init_from=str(source))
+    started(narrow, corpus, tmp_path / "narrow", said)
+    assert "start anew: boundary.model.layers.2.basis" in said.getvalue()
+
+
+def test_a_projected_model_that_loses_its_cuts_is_told_and_never_folded(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    source = trained(make_settings(**LEARNED, train__steps=2), corpus, tmp_path / "source")
+    said = StringIO()
+    started(make_settings(train__init_from=str(source)), corpus, tmp_path / "dense", said)
+    assert "was trained with projected cuts" in said.getvalue()
+    held = make_settings(**SUBSPACE, train__init_from=str(source))
+    with pytest.raises(ConfigError, match="cannot become a model"):
+        open_origin(held, silent())
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
+
+    def refused(error: type[Exception], match: str, **changes: Any) -> None:
+        settings = make_settings(**{"train__init_from": str(source), **changes})
+        with pytest.raises(error, match=match):
+            train(settings, silent())
+        assert not (tmp_path / "test").exists()
+
+    refused(
+        ConfigError, r"model.layers = 4 \(not 6\), model.ffn = 48 \(not 64\)",
+        model__layers=6, model__ffn=64,
+    )  # fmt: skip
+    refused(CheckpointError, "no such folder", train__init_from=str(tmp_path / "nothing"))
+    other = tmp_path / "other.json"
+    Tokenizer.train(["other words entirely"], 290).save(other)
+    refused(DataError, "has another vocabulary", data__tokenizer=str(other))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    refused(CheckpointError, "thinwire import", train__init_from=str(tmp_path / "hf"))
+    with (source / "stage-1.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    refused(CheckpointError, "altered: its hash differs", train__init_from=str(source.parent))
+    (source / "tokenizer.json").unlink()
+    refused(CheckpointError, "altered")
+
+
+def test_weights_without_a_tokenizer_need_one_for_text(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = make_settings(train__steps=2)
+    shard = write_shard(partial_folder(tmp_path / "bare", 0), 0, {"w": torch.zeros(2)})
+    facts = {"settings": settings.to_plain(), "corpus": "", "weight_version": 0,
+             "basis_version": 0}  # fmt: skip
+    bare = commit(tmp_path / "bare", 0, [shard], facts, None)
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        open_origin(make_settings(train__init_from=str(bare)), silent())
+
+
+def test_a_run_on_other_text_in_processes(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The tokenizer comes along; the record says where; a resume needs the origin no more."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(30):
+        (other / f"{number}.txt").write_text(f"another text {number} of numbers and links\n" * 9)
+    changes = {"train__init_from": str(source.parent.parent), "data__path": str(other)}
+    summary = train(make_settings(**changes, train__steps=2), silent())
+    assert (summary["first_step"], summary["steps"]) == (0, 2)
+    run, seal = tmp_path / "test", json.loads((source / "manifest.json").read_text())
+    origin = {"path": str(source), "step": 2, "manifest_sha256": seal["manifest_sha256"]}
+    assert summary["origin"] == origin
+    assert seal["manifest_sha256"] in (run / "config.toml").read_text()
+    tokenizers = [c.tokenizer for c in (Checkpoint.open(run), Checkpoint.open(source))]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+
+    source.rename(source.with_name("gone"))
+    again = make_settings(**changes, train__steps=3)
+    resumed = open_resume(run, again, silent())
+    assert resumed.step == 2 and resumed.manifest["origin"] == origin
+    data = prepare_data(again, silent(), resumed)
+    assert data.fingerprint == resumed.manifest["corpus"], "with the tokenizer that came along"
+    with pytest.raises(ConfigError, match=r"train\.init_from"):
+        open_resume(run, make_settings(data__path=str(other), train__steps=4), silent())

@@ -1,0 +1,27 @@
+"""Checkpoints of runs that were trained in this process, for tests that start from weights."""
+
+from pathlib import Path
+
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.checkpoint import partial_folder, write_shard
+from thinwire.engine.feed import Feed
+from thinwire.engine.state import StageState
+from thinwire.run.commit import commit
+from thinwire.settings import Settings
+
+
+def trained(settings: Settings, corpus: Corpus, folder: Path) -> Path:
+    """A checkpoint of a run in this process."""
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    for step in range(settings.train.steps):
+        chain.train_step(step)
+    shards = []
+    for index, (stage, update) in enumerate(zip(chain.stages, chain.updates, strict=True)):
+        state = StageState(settings, stage, update, [])
+        shards.append(write_shard(partial_folder(folder, chain.done), index, state.shard()))
+    facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
+             "weight_version": chain.done, "basis_version": 0}  # fmt: skip
+    return commit(folder, chain.done, shards, facts, corpus.tokenizer())
