@@ -1,0 +1,15 @@
+"""The cluster engine: a run under torchrun, on torch.distributed.pipelining; and its parts, for
+pipelining scripts of one's own.
+"""
+
+from typing import TYPE_CHECKING
+
+from thinwire.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from thinwire.cluster.carry import Crossing
+    from thinwire.cluster.chunk import ThinStage
+
+__all__ = ["Crossing", "ThinStage"]
+
+__getattr__ = on_first_use(__name__, {"carry": ("Crossing",), "chunk": ("ThinStage",)})

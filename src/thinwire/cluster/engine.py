@@ -1,0 +1,246 @@
+"""A run under torchrun, from start to end, as one of its ranks lives it.
+
+The first rank prepares what all read, keeps the record and completes the checkpoints: the same
+files as those of `thinwire train`, so either engine continues the other's runs.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from thinwire.cluster.grid import Grid
+from thinwire.cluster.trainer import Trainer
+from thinwire.cluster.world import World
+from thinwire.engine.checkpoint import list_checkpoints
+from thinwire.engine.feed import Data
+from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
+from thinwire.engine.worker import scratch_folder
+from thinwire.errors import ConfigError, StageError
+from thinwire.report import Display
+from thinwire.run.claim import claim_folder
+from thinwire.run.coordinator import disagreement
+from thinwire.run.events import Begin, Commit, Discard, Record
+from thinwire.run.messages import Finished, Ready, pack, unpack
+from thinwire.run.peer import versions
+from thinwire.run.prepare import describe, prepare_data
+from thinwire.run.record import RunRecord
+from thinwire.run.resume import open_resume, refuse_other_data
+from thinwire.run.signals import heeding
+from thinwire.settings import Settings
+
+Said = list[tuple[int, Any]]
+"""Messages of stages, each with the number of its stage."""
+
+
+class Silent(Display):
+    """What ranks that do not lead show: nothing."""
+
+    def phase(self, tag: str, text: str) -> None: ...
+
+    def progress(self, tag: str, done: int, total: int, unit: str) -> None: ...
+
+    def step(self, record: Any) -> None: ...
+
+    def evaluation(self, record: Any) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def without_links(settings: Settings) -> Settings:
+    """The same run without emulated links: PyTorch sends over the network as it is."""
+    return dataclasses.replace(settings, link=dataclasses.replace(settings.link, emulate=False))
+
+
+def run(
+    settings: Settings,
+    world: World,
+    display: Display,
+    resume: Path | None = None,
+    allow_plugins: bool = False,
+) -> dict[str, Any] | None:
+    """Be one rank of a run to its end; the first rank returns the summary.
+
+    A process that torchrun has started again goes on from the run's newest good checkpoint.
+    """
+    started, restarted = time.monotonic(), world.seat.restarts > 0
+    settings = without_links(settings)
+    folder = (Path(settings.run.out) / settings.run.name).resolve()
+    with contextlib.ExitStack() as stack:
+        checkpoint = None
+        if world.leads:
+            if restarted:
+                resume = folder if list_checkpoints(folder) else None
+            for line in [*describe(settings), *_notes(world.grid, settings)]:
+                display.phase("config", line)
+            checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
+            stack.enter_context(claim_folder(folder, checkpoint, goes_on=restarted))
+            stack.enter_context(_scratch(folder))
+        origin = world.share(str(checkpoint.folder.resolve()).encode() if checkpoint else b"")
+        data = _data(settings, world, display)
+        if checkpoint is not None:
+            refuse_other_data(checkpoint, data.fingerprint)
+        _check_shared(folder, world)
+        place = Path(origin.decode()) if origin else None
+        trainer = Trainer(settings, world, data, folder, place)
+        display.phase("start", _described(world, place))
+        record = None
+        if world.leads:
+            record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
+        return Rank(trainer, record, started).live()
+
+
+class Rank:
+    """The life of a rank once all is prepared: steps, validations, checkpoints."""
+
+    def __init__(self, trainer: Trainer, record: RunRecord | None, started: float):
+        self._trainer = trainer
+        self._world = trainer.world
+        self._record = record
+        self._started = started
+
+    def live(self) -> dict[str, Any] | None:
+        """Train to the end; the summary where the record is kept."""
+        ready = [
+            (held.index, Ready("", held.stage.describe(), str(self._world.device)))
+            for held in self._trainer.held
+        ]
+        stages = [message for _, message in self._gather(ready)]
+        if self._record is not None:
+            self._record.carry_out(Begin(stages, versions()))
+        with heeding(self._on_signal):
+            try:
+                self._train()
+            finally:
+                if self._record is not None:
+                    self._record.close()
+        finished = [(held.index, Finished(held.meters())) for held in self._trainer.held]
+        for stage, message in self._gather(finished):
+            self._keep(stage, message)
+        if self._record is None:
+            return None
+        return self._record.finish(0, self._trainer.stop_requested, self._started)
+
+    def _train(self) -> None:
+        trainer, settings = self._trainer, self._trainer.settings
+        stop = False
+        while trainer.done < settings.train.steps and not stop:
+            if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
+                self._keep(-1, trainer.evaluate())
+            verdict, _, reports = trainer.train_step()
+            said = [
+                (held.index, report) for held, report in zip(trainer.held, reports, strict=True)
+            ]
+            for stage, message in self._gather(said):
+                self._keep(stage, message)
+            stop = verdict.stop
+            if verdict.checkpoint:
+                self._save()
+        if not stop:
+            self._keep(-1, trainer.evaluate())
+        trainer.stop_requested = stop
+
+    def _save(self) -> None:
+        trainer = self._trainer
+        said = [
+            (held.index, part) for held, part in zip(trainer.held, trainer.save(), strict=False)
+        ]
+        parts = [message for _, message in self._gather(said)]
+        if self._record is None:
+            return
+        step = trainer.done
+        failed = [part.error for part in parts if isinstance(part, ShardFailed)]
+        written = [part for part in parts if isinstance(part, ShardWritten)]
+        if failed:
+            self._record.carry_out(Discard(step, failed[0]))
+        elif difference := disagreement(step, [part.agreements for part in written]):
+            self._record.carry_out(Discard(step))
+            raise StageError(difference)
+        else:
+            self._record.carry_out(Commit(step, written))
+
+    def _keep(self, stage: int, report: Step | Evaluation | Finished) -> None:
+        if self._record is not None:
+            self._record.carry_out(Record(stage, report))
+
+    def _gather(self, said: Said) -> Said:
+        """What all stages say, in their order, where the record is kept."""
+        is_twin = self._world.replica > 0  # its stages are told of by the first replica
+        lines = [] if is_twin else [f"{stage} ".encode() + pack(m) for stage, m in said]
+        heard = self._world.gather(
+            b"".join(len(line).to_bytes(4, "little") + line for line in lines)
+        )
+        found = [line for text in heard for line in _cut_up(text)]
+        messages = [line.partition(b" ")[::2] for line in found]
+        return sorted(((int(stage), unpack(m)) for stage, m in messages), key=lambda pair: pair[0])
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The step under way is finished and saved; torchrun ends whoever takes too long."""
+        self._trainer.stop_requested = True
+
+
+def _cut_up(text: bytes) -> Iterator[bytes]:
+    while text:
+        size = int.from_bytes(text[:4], "little")
+        yield text[4 : 4 + size]
+        text = text[4 + size :]
+
+
+def _data(settings: Settings, world: World, display: Display) -> Data:
+    """The run's data: prepared by one rank of each machine, then opened by the others."""
+    shown = display if world.leads else Silent()
+    data = prepare_data(settings, shown) if world.seat.local_rank == 0 else None
+    world.wait_for_all()
+    data = data or prepare_data(settings, Silent())
+    wanted = world.share(data.fingerprint.encode()).decode()
+    if data.fingerprint != wanted:
+        raise ConfigError(
+            f"the data of rank {world.seat.rank} is not that of rank 0 (fingerprint "
+            f"{data.fingerprint} instead of {wanted}): give every machine the same files"
+        )
+    return data
+
+
+def _check_shared(folder: Path, world: World) -> None:
+    """Checkpoints have a part of each stage: every rank must see the same folder."""
+    if not (folder / ".lock").exists():
+        raise ConfigError(
+            f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
+            "made: put run.out on a file system that all machines share"
+        )
+
+
+def _notes(grid: Grid, settings: Settings) -> list[str]:
+    """What of the settings this engine does not do, or does in its own way."""
+    notes = []
+    if settings.pipeline.window and grid.schedule != "gpipe":
+        notes.append(
+            "note: pipeline.window is not used: PyTorch's schedule has a window of its own"
+        )
+    return notes
+
+
+def _described(world: World, origin: Path | None) -> str:
+    grid = world.grid
+    source = f", from {origin}" if origin else ""
+    copies = f", {grid.replicas} replicas" if grid.replicas > 1 else ""
+    return (
+        f"{grid.stages} stages on {grid.ranks} ranks{copies}, schedule {grid.schedule} of "
+        f"PyTorch, {world.backend}; links are not emulated{source}"
+    )
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[None]:
+    """The scratch of the run's codecs: empty when it starts, gone when it ends."""
+    shutil.rmtree(scratch_folder(folder), ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(scratch_folder(folder), ignore_errors=True)

@@ -1,0 +1,133 @@
+"""Ranks on PyTorch's pipelining train what our own engine trains, bit for bit."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conftest import TINY_MODEL
+from settings_values import with_changes
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.checkpoint import partial_folder
+from thinwire.engine.feed import Feed
+from thinwire.settings import Settings
+
+RANKS = 4
+STEPS = 3
+LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
+TABLES = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"}
+EIGHT = {"pipeline__stages": 8, "model__layers": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on four ranks."""
+
+    changes: dict[str, Any]
+    schedule: str = ""
+    replicas: int = 1
+
+
+CASES = {
+    "dense": Case({"pipeline__schedule": "gpipe"}),
+    "lossy": Case({**LOSSY, "optim__name": "muon"}),
+    "subspace": Case(
+        {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2}
+    ),
+    "tables": Case({**TABLES, **LOSSY, "pipeline__schedule": "gpipe"}),
+    "learned": Case({**TABLES, "boundary__basis": "per-cut", "boundary__learn": True}),
+    "remembering": Case({"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(shared)"}),
+    "bf16": Case({"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}),
+    "interleaved": Case({**EIGHT, **TABLES, **LOSSY}, "interleaved"),
+    "zero-bubble": Case({**EIGHT, **TABLES, **LOSSY}, "zero-bubble"),
+    "zbv": Case({**EIGHT, **TABLES, **LOSSY}, "zbv"),
+    "replicas": Case({"pipeline__stages": 2}, replicas=2),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster_settings(
+    tmp_path_factory: pytest.TempPathFactory, text_folder: Path
+) -> Callable[..., Settings]:
+    out = tmp_path_factory.mktemp("runs")
+
+    def make(name: str, changes: dict[str, Any]) -> Settings:
+        values: dict[str, dict[str, Any]] = {
+            "run": {"name": name, "out": str(out), "device": "cpu", "threads": 1},
+            "model": dict(TINY_MODEL),
+            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
+            "pipeline": {"stages": RANKS, "microbatches": 8},
+            "codec": {"forward": "fp32", "backward": "fp32"},
+            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
+            "train": {"steps": STEPS, "batch": 8, "eval_every": 0, "eval_batches": 3,
+                      "checkpoint_every": 0},
+        }  # fmt: skip
+        return with_changes(values, dict(changes))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(
+    cluster_settings: Callable, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Settings]:
+    """All cases, trained by four processes that are started once."""
+    settings = {name: cluster_settings(name, case.changes) for name, case in CASES.items()}
+    cases = [
+        {"settings": settings[name].to_plain(), "schedule": case.schedule,
+         "replicas": case.replicas, "data": str(corpus.folder)}
+        for name, case in CASES.items()
+    ]  # fmt: skip
+    path = tmp_path_factory.mktemp("cases") / "cases.json"
+    path.write_text(json.dumps(cases))
+    command = [sys.executable, str(Path(__file__).parent / "ranks.py"), str(path), str(RANKS)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return settings
+
+
+def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a case left: its losses, and its weights by their global names."""
+    folder = Path(settings.run.out) / settings.run.name
+    weights: dict[str, Tensor] = {}
+    for shard in partial_folder(folder, settings.train.steps).glob("*.safetensors"):
+        weights |= load_file(shard)
+    return json.loads((folder / "results.json").read_text()), weights
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicas == 1])
+def test_ranks_train_what_our_own_engine_trains(
+    name: str, trained: dict[str, Settings], corpus: Corpus
+) -> None:
+    settings = trained[name]
+    said, weights = results(settings)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    first = chain.evaluate()
+    losses = [chain.train_step(step) for step in range(settings.train.steps)]
+    assert said["losses"] == losses
+    assert said["valid"] == [first, chain.evaluate()]
+    for stage in chain.stages:
+        for parameter, tensor in stage.owned_parameters().items():
+            assert torch.equal(weights[parameter], tensor), parameter
+
+
+def test_replicas_share_a_batch(trained: dict[str, Settings], corpus: Corpus) -> None:
+    """The first loss is the same bit for bit; then gradients are added up in another order."""
+    settings = trained["replicas"]
+    said, weights = results(settings)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    losses = [chain.train_step(step) for step in range(settings.train.steps)]
+    assert said["losses"][0] == losses[0]
+    assert said["losses"] == pytest.approx(losses, abs=1e-6)
+    for stage in chain.stages:
+        for parameter, tensor in stage.owned_parameters().items():
+            torch.testing.assert_close(weights[parameter], tensor, atol=1e-5, rtol=0)
