@@ -24,7 +24,7 @@ FLOORS = [
     {"settings"},
     {"engine"},
     {"run"},
-    {"plan", "outlook", "train", "inference", "hf", "lab", "remote"},
+    {"plan", "outlook", "train", "inference", "hf", "lab", "remote", "cluster"},
     {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf", "cli"},
     {"__main__"},
 ]

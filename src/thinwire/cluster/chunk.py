@@ -123,6 +123,7 @@ class ThinStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The gradients of weights, where a schedule computes those of inputs first."""
         with self.trace.span("compute", f"B{bwd_chunk_id}"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 

@@ -228,8 +228,7 @@ class Trainer:
         """As the chain ends a step (engine/chain.py), over all ranks."""
         updates, world = {held.index: held.update for held in self.held}, self.world
         for held in self.held:
-            own = held.stage.owned_parameters().values()
-            world.add_twins([p.grad for p in own if p.grad is not None])
+            world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
             held.update.project()
         self._lend_gradients(updates)
         keepers = [u.keeper for u in updates.values() if u.keeper is not None]
@@ -357,8 +356,7 @@ class Trainer:
         counts = [0.0] * stages
         if self.world.replica == 0:
             for held in self.held:
-                trained = held.stage.owned_parameters().values()
-                counts[held.index] = float(sum(p.requires_grad for p in trained))
+                counts[held.index] = float(len(held.stage.trained_parameters()))
         ends = [int(end) for end in itertools.accumulate(self.world.sum(counts), initial=0.0)]
         return [range(start, end) for start, end in itertools.pairwise(ends)]
 
