@@ -1,4 +1,4 @@
-"""The commands that exchange models with other programs: a checkpoint as a Hugging Face folder."""
+"""The commands that exchange models with other programs: Hugging Face folders, in and out."""
 
 import argparse
 import sys
@@ -12,7 +12,21 @@ AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 def add_hf_commands(add: AddCommand, add_plugins: AddOptions) -> None:
-    """Put `export` on the command line."""
+    """Put `import` and `export` on the command line."""
+    sub = add("import", import_command, "make a checkpoint of a Hugging Face or GGUF model")
+    sub.add_argument(
+        "model",
+        metavar="DIR_OR_NAME",
+        help="a folder with config.json and safetensors, a .gguf file, or a name on the hub",
+    )
+    sub.add_argument(
+        "--to", type=Path, required=True, metavar="FOLDER", help="folder to write, as models/NAME"
+    )
+    add_value(sub, "--stages", number(int, 1), "number of pipeline stages", 4)
+    about_context = "tokens per sequence; 0 = as many as the model can see, at most 2048"
+    add_value(sub, "--context", number(int, 0), about_context, 0)
+    sub.add_argument("--force", action="store_true", help="replace an earlier import")
+
     sub = add("export", export_command, "write a checkpoint as a Hugging Face model folder")
     sub.add_argument(
         "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
@@ -38,6 +52,34 @@ def add_hf_commands(add: AddCommand, add_plugins: AddOptions) -> None:
         help="do not open the result with transformers to compare it with the trained model",
     )
     add_plugins(sub)
+
+
+def import_command(options: argparse.Namespace) -> None:
+    """Import a model, and say what became of it and what comes next."""
+    from thinwire.hf.importer import check_target, plan_import, write_import
+    from thinwire.hf.origin import opened
+    from thinwire.paths import expanded
+    from thinwire.report import open_display
+
+    target = expanded(options.to, "--to")
+    check_target(target, options.force)
+    with open_display(sys.stderr) as display, opened(options.model) as origin:
+        plan = plan_import(origin, options.stages, options.context)
+        write_import(
+            plan,
+            target,
+            options.force,
+            lambda done, total: display.progress("import", done, total, "B"),
+        )
+    model, stages = plan.settings.model, plan.settings.pipeline.stages
+    kind = origin.config["model_type"]
+    print(
+        f"imported {origin.name} ({kind}, {plan.parameters:,} parameters, {plan.formats}) as "
+        f"{target}: {model.layers} blocks in {stages} stages, context {model.context:,}"
+    )
+    for note in plan.notes:
+        print(f"note: {note}")
+    print(f"next: thinwire generate {target} --prompt ..., thinwire train {target}/run.toml")
 
 
 def export_command(options: argparse.Namespace) -> None:

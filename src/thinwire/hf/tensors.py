@@ -18,18 +18,26 @@ from thinwire.folders import flush
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], Tensor]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+Types = torch.dtype | Mapping[str, torch.dtype]
+"""The number format of all tensors, or of each."""
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 
-def write_file(path: Path, shapes: Shapes, dtype: torch.dtype, read: Read) -> None:
+def write_file(path: Path, shapes: Shapes, types: Types, read: Read) -> None:
     """Write one file of these tensors, in this order, and force it to the disk."""
+    of = {name: types if isinstance(types, torch.dtype) else types[name] for name in shapes}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start, end = end, end + math.prod(shape) * of[name].itemsize
+        header[name] = {"dtype": _NAMES[of[name]], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
     with path.open("wb") as file:
@@ -40,7 +48,7 @@ def write_file(path: Path, shapes: Shapes, dtype: torch.dtype, read: Read) -> No
                 raise CheckpointError(
                     f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
                 )
-            rounded = tensor.detach().cpu().to(dtype).contiguous()
+            rounded = tensor.detach().cpu().to(of[name]).contiguous()
             file.write(rounded.flatten().view(torch.uint8).numpy().data)
     flush(path)
 

@@ -1,0 +1,318 @@
+"""Models of transformers, imported: the same logits and the same text, in any number of stages."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from their_models import KINDS, make_folder, saved
+
+from thinwire.cli import main
+from thinwire.engine import Checkpoint
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.state import restore_weights
+from thinwire.errors import ThinwireError
+from thinwire.hf.importer import plan_import, write_import
+from thinwire.hf.origin import opened
+from thinwire.inference import Model
+from thinwire.settings import load_settings
+
+PROMPT = "def main"
+
+
+def imported(folder: Path, target: Path, stages: int = 2, **options: Any) -> Path:
+    with opened(str(folder)) as origin:
+        plan = plan_import(origin, stages, options.get("context", 0))
+        return write_import(plan, target, options.get("force", False), lambda done, total: None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_greedy_text_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    theirs = make_folder(tmp_path / "theirs", kind)
+    ids = torch.randint(290, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    for stages in (1, 2, 4):
+        ours = Model(imported(tmp_path / "theirs", tmp_path / f"in {stages}", stages), "cpu")
+        with torch.no_grad():
+            found = ours(ids)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        tokenizer = ours.tokenizer()
+        prompt = torch.tensor([tokenizer.encode(PROMPT)])
+        continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        text = ours.generate(PROMPT, 12, 0.0, 0, 0)
+        assert text == tokenizer.decode(continued[0].tolist())
+
+
+def test_weights_keep_their_bits_and_their_format(tmp_path: Path) -> None:
+    make_folder(tmp_path / "theirs", "qwen2", dtype=torch.bfloat16)
+    target = imported(tmp_path / "theirs", tmp_path / "ours", 2)
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    checkpoint = Checkpoint.open(target)
+    checkpoint.verify()
+    ours = checkpoint.tensors(checkpoint.names())
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == torch.bfloat16 and torch.equal(ours[name], tensor)
+    assert checkpoint.step == 0 and checkpoint.manifest["corpus"] == ""
+    stage = Model(target, "cpu").stages[0]
+    assert {p.dtype for p in stage.parameters()} == {torch.float32}, "the run's precision"
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_each_stage_reads_its_own_tensors_and_no_others(
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "theirs", "llama")
+    checkpoint = Checkpoint.open(imported(tmp_path / "theirs", tmp_path / "ours", stages))
+    read: list[str] = []
+    original = safetensors.safe_open
+
+    class Counting:
+        """A file that notes which tensors are taken from it."""
+
+        def __init__(self, file: Any):
+            self._file = file
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self._file.get_tensor(name)
+
+    @contextlib.contextmanager
+    def counting(path: Path, framework: str) -> Iterator[Counting]:
+        with original(path, framework=framework) as file:
+            yield Counting(file)
+
+    monkeypatch.setattr(safetensors, "safe_open", counting)
+    builder = StageBuilder(checkpoint.settings, torch.device("cpu"))
+    for index in range(stages):
+        stage = builder.build(index)
+        restore_weights(stage, None, checkpoint)
+        assert sorted(read) == sorted(stage.global_parameters())
+        read.clear()
+
+
+def test_a_model_in_several_files_is_imported_tensor_by_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "theirs", "llama", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    whole = tmp_path / "whole"
+    make_folder(whole, "llama")
+    several = imported(tmp_path / "theirs", tmp_path / "several")
+    one = imported(whole, tmp_path / "one")
+    for stage in (0, 1):
+        name = f"stage-{stage}.safetensors"
+        assert (several / name).read_bytes() == (one / name).read_bytes()
+
+
+def test_a_tied_head_becomes_a_copy_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path / "their model", "tied")
+    main(["import", str(tmp_path / "their model"), "--to", str(tmp_path / "our model")])
+    told = capsys.readouterr().out
+    assert "imported their model (llama, " in told and "4 blocks in 4 stages, context 64" in told
+    assert f"{300 * 32:,} more parameters" in told
+    checkpoint = Checkpoint.open(tmp_path / "our model")
+    both = checkpoint.tensors(["model.embed_tokens.weight", "lm_head.weight"])
+    assert torch.equal(*both.values())
+
+
+def test_what_comes_with_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    make_folder(tmp_path / "theirs", "llama")
+    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
+    target = imported(tmp_path / "theirs", tmp_path / "ours")
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (target / "generation_config.json").is_file()
+
+
+def test_the_run_toml_fine_tunes_this_model(tmp_path: Path) -> None:
+    make_folder(tmp_path / "theirs", "llama3")
+    target = imported(tmp_path / "theirs", tmp_path / 'my "model" #1', context=32)
+    settings = load_settings(target / "run.toml", [])
+    assert settings.model == Checkpoint.open(target).settings.model
+    assert settings.model.context == 32 and settings.model.rope_scaling.startswith("llama3(")
+    assert getattr(settings.train, "init_from", str(target)) == str(target)
+    assert settings.data.tokenizer == str(target / "tokenizer.json")
+    assert (settings.pipeline.stages, settings.boundary.mode) == (2, "dense")
+    assert (settings.codec.forward, settings.codec.backward) == ("int8", "int4")
+    assert settings.optim.name == "adamw" and 1e-5 <= settings.optim.lr <= 5e-5
+
+
+def test_an_import_replaces_only_an_import_and_only_by_force(tmp_path: Path) -> None:
+    make_folder(tmp_path / "theirs", "llama")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(ThinwireError, match="exists and is no imported model"):
+        imported(tmp_path / "theirs", other, force=True)
+    target = imported(tmp_path / "theirs", tmp_path / "ours", 1)
+    with pytest.raises(ThinwireError, match=r"exists already: .* --force"):
+        imported(tmp_path / "theirs", target)
+    imported(tmp_path / "theirs", target, 2, force=True)
+    assert (target / "stage-1.safetensors").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "ours", "theirs"]
+
+
+def test_a_relative_place_and_a_longer_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path / "theirs", "llama")
+    monkeypatch.chdir(tmp_path)
+    main(["import", "./theirs", "--to", "models/ours", "--stages", "2", "--context", "80"])
+    assert "knows 64 positions, a context of 80 goes beyond" in capsys.readouterr().out
+    toml = load_settings(Path("models/ours/run.toml"), [])
+    assert toml.data.tokenizer == str(tmp_path / "models/ours/tokenizer.json")
+
+
+# --- what is refused, with nothing written ---
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Exchange, add or (None) drop tensors; __ stands for a dot."""
+    path = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(path)
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({n: t for n, t in tensors.items() if t is not None}, path)
+
+
+def truncate(path: Path, share: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def as_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def as_shards(folder: Path, **index: str) -> None:
+    (folder / "model.safetensors").rename(folder / "part-1.safetensors")
+    names = load_file(folder / "part-1.safetensors")
+    places = dict.fromkeys(names, "part-1.safetensors") | index
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "architecture": (lambda f: change_config(f, model_type="gpt_neox"), '"gpt_neox" is not supp'),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    "pickle": (as_pickle, r"as pickle \(.bin\) only. Reading pickle runs code"),
+    "one of two": (
+        lambda f: as_shards(f, other="part-2.safetensors"),
+        "lacks 1 of the 2 files .* such as part-2.safetensors",
+    ),
+    "not in its file": (
+        lambda f: as_shards(f, other="part-1.safetensors"),
+        "part-1.safetensors lacks other, unlike",
+    ),
+    "file elsewhere": (lambda f: as_shards(f, a="../b"), "is not a file beside it"),
+    "no index": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
+        "neither model.safetensors nor",
+    ),
+    "bad index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "no weight_map",
+    ),
+    "truncated": (lambda f: truncate(f / "model.safetensors", 0.9), "it may be truncated"),
+    "cut header": (lambda f: truncate(f / "model.safetensors", 0.001), "it may be truncated"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "bad tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "not a valid tokenizer"),
+    "missing tensor": (
+        lambda f: change_weights(f, model__norm__weight=None),
+        "lacks 1 of the tensors .* such as model.norm.weight",
+    ),
+    "extra tensor": (
+        lambda f: change_weights(f, model__layers__0__self_attn__o_proj__bias=torch.ones(32)),
+        r"has tensors that .* \(1\), such as .*o_proj.bias",
+    ),
+    "wrong shape": (
+        lambda f: change_weights(f, model__norm__weight=torch.ones(31)),
+        r"model.norm.weight has shape \(31,\), its config.json asks for \(32,\)",
+    ),
+    "wrong format": (
+        lambda f: change_weights(f, model__norm__weight=torch.ones(32).to(torch.float8_e4m3fn)),
+        "model.norm.weight is stored as F8_E4M3",
+    ),
+    "not finite": (
+        lambda f: change_weights(f, model__norm__weight=torch.full((32,), torch.nan)),
+        "model.norm.weight holds values that are not finite",
+    ),
+    "wrongly tied": (
+        lambda f: change_config(f, tie_word_embeddings=True),
+        "tie_word_embeddings = true, but lm_head.weight differs",
+    ),
+    "fewer rows than tokens": (
+        lambda f: (
+            change_config(f, vocab_size=290),
+            change_weights(
+                f,
+                model__embed_tokens__weight=torch.ones(290, 32),
+                lm_head__weight=torch.ones(290, 32),
+            ),
+        ),
+        "the tokenizer .* has 300 entries, but its embedding has 290 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_and_nothing_is_written(case: str, tmp_path: Path) -> None:
+    damage, message = BAD[case]
+    folder = tmp_path / "theirs"
+    shutil.copytree(saved("llama"), folder)
+    damage(folder)
+    with pytest.raises(ThinwireError, match=message):
+        imported(folder, tmp_path / "models" / "ours")
+    assert list((tmp_path / "models").iterdir() if (tmp_path / "models").exists() else []) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("./nowhere", "does not exist: give a folder, a .gguf file or a hub name"),
+        ("model.gguf", "does not exist"),
+        ("someone/some-model", "someone/some-model is no folder here, and it cannot be fetched"),
+        ("file.txt", "is a file: give the folder of the model"),
+        ("broken.gguf", "is not a GGUF file, or truncated"),
+        ("empty.gguf", "transformers cannot read empty.gguf"),
+        ("ours", "is a checkpoint of thinwire already"),
+    ],
+)
+def test_a_place_without_a_model_is_told(
+    place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "broken.gguf").write_text("<html>404</html>")
+    (tmp_path / "empty.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(40))
+    imported(saved("llama"), tmp_path / "ours")
+    with pytest.raises(ThinwireError, match=message), opened(place):
+        pass
+
+
+def test_too_many_stages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ThinwireError, match=r"stages"), opened(str(saved("llama"))) as origin:
+        plan_import(origin, 5)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 100))
+    with pytest.raises(ThinwireError, match="100 B free, the model needs"):
+        imported(saved("llama"), tmp_path / "ours")
+    assert list(tmp_path.iterdir()) == []
