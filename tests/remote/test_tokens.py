@@ -171,7 +171,7 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
     settings = make_settings()
     here, there = memory_pair()
     facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2}  # fmt: skip
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False}  # fmt: skip
     greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
     far = FetchedCorpus(there, settings, 0)
     greeting.result()
@@ -184,6 +184,7 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
     ("change", "words"),
     [
         ({"id_bytes": 3}, "ids of 3 bytes"),
+        ({"masked": 0}, "neither true nor false"),
         ({"examples": 0}, "a count"),
         ({"examples": True}, "a count"),
         ({"corpus": 7}, "no fingerprint"),
@@ -197,7 +198,8 @@ def test_what_the_host_says_is_checked(
     settings = make_settings()
     here, there = memory_pair()
     facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, **change}  # fmt: skip
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
+             **change}  # fmt: skip
     on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
     with pytest.raises(WireError, match=words):
         FetchedCorpus(there, settings, 0)
@@ -219,7 +221,7 @@ def test_ids_that_do_not_fit_are_refused(
     settings = make_settings()
     here, there = memory_pair()
     facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2}  # fmt: skip
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False}  # fmt: skip
     greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
     far = FetchedCorpus(there, settings, 0)
     greeting.result()

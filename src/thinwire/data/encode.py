@@ -88,9 +88,9 @@ def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[
 def _ended(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
     if tokenizer.end_of_text is None:
         return chunk
-    side, ids, sizes = chunk
-    ids = np.append(ids, np.uint32(tokenizer.end_of_text))
-    return Chunk(side, ids, None if sizes is None else np.append(sizes, np.uint32(0)))
+    ids = np.append(chunk.ids, np.uint32(tokenizer.end_of_text))
+    sizes = None if chunk.sizes is None else np.append(chunk.sizes, np.uint32(0))
+    return chunk._replace(ids=ids, sizes=sizes)
 
 
 def _batches(passages: Iterable[tuple[str, str]]) -> Iterator[list[_Piece]]:

@@ -91,6 +91,10 @@ class ImageSet:
         """What a corpus of text may have, and images never do."""
         return None  # noqa: RET501 -- it is an answer
 
+    def template(self) -> None:
+        """What a tokenizer may have."""
+        return None  # noqa: RET501 -- it is an answer
+
     @property
     def notes(self) -> list[str]:
         """What a user of this set should know: nothing that its summary does not say."""

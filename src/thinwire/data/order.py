@@ -10,6 +10,8 @@ import numpy as np
 
 from thinwire.errors import ConfigError, DataError
 
+MASKED = -100
+"""The target of a position from whose next token nothing is learned, as torch has it."""
 _ROUNDS = 8
 _SUMMED = 1 << 18  # values added up at a time
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
@@ -17,11 +19,66 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that s
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Token ids of a few windows; the target of each position is the token after it."""
+    """Token ids of a few windows; the target of each position is the token after it, or -100."""
 
     inputs_BT: np.ndarray
     targets_BT: np.ndarray
-    examples_B: np.ndarray  # the window's number in the corpus, the same in every epoch
+    examples_B: np.ndarray  # the window's number, the same in every epoch
+
+
+class Windows:
+    """A side of a corpus in windows of `context` tokens that do not overlap.
+
+    `learned` says of each token whether it is learned; without it all are. A window without a
+    token to learn is none: it would cost as much as any other and teach nothing.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):
+        self.tokens = tokens
+        self.context = context
+        self.all = _count_windows(tokens, context)
+        self.count = self.all
+        self._learned = learned
+        if learned is not None:
+            targets = learned[1 : self.all * context + 1].reshape(self.all, context)
+            counts = np.count_nonzero(targets, axis=1)
+            self._numbers = np.flatnonzero(counts)
+            self._counts = counts[self._numbers]
+            self.count = len(self._numbers)
+
+    def gather(self, examples_B: np.ndarray) -> Batch:
+        """A few windows by their numbers below `count`."""
+        inputs_BT, targets_BT = self._sides(self.tokens, examples_B)
+        if self._learned is not None:
+            targets_BT[self._sides(self._learned, examples_B)[1] == 0] = MASKED
+        return Batch(inputs_BT, targets_BT, examples_B)
+
+    def learned_count(self, examples_N: np.ndarray) -> int:
+        """Tokens that these windows teach."""
+        if self._learned is None:
+            return len(examples_N) * self.context
+        return int(self._counts[examples_N].sum())
+
+    def total_of_targets(self, values: np.ndarray, examples_N: np.ndarray) -> int:
+        """The sum over all learned targets of a value that each token of the side has."""
+        at_once = max(1, _SUMMED // self.context)
+        total = 0
+        for first in range(0, len(examples_N), at_once):
+            examples_B = examples_N[first : first + at_once]
+            values_BT = self._sides(values, examples_B)[1]
+            total += int(values_BT[self.gather(examples_B).targets_BT != MASKED].sum())
+        return total
+
+    def _sides(self, values: np.ndarray, examples_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A value of each token of some windows, and of the token after each."""
+        numbers_B = examples_B if self._learned is None else self._numbers[examples_B]
+        positions = numbers_B[:, None] * self.context + np.arange(self.context + 1)
+        ids = values[positions].astype(np.int64)
+        return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+
+    def __str__(self) -> str:
+        text = f"{len(self.tokens)} tokens make {self.all} windows of {self.context} tokens"
+        return text if self._learned is None else f"{text}, {self.count} with a token to learn"
 
 
 class Shuffled:
@@ -65,21 +122,31 @@ class Order(Shuffled):
     """
 
     def __init__(
-        self, tokens: np.ndarray, context: int, batch: int, microbatches: int, seed: int
+        self,
+        tokens: np.ndarray,
+        context: int,
+        batch: int,
+        microbatches: int,
+        seed: int,
+        learned: np.ndarray | None = None,
     ) -> None:
-        super().__init__(_count_windows(tokens, context), batch, microbatches, seed)
-        self.tokens = tokens
-        self.context = context
+        self._windows = Windows(tokens, context, learned)
+        super().__init__(self._windows.count, batch, microbatches, seed)
+        self.is_masked = learned is not None
         if self.count < batch:
             raise DataError(
-                f"the training corpus is shorter than one batch: {len(tokens)} tokens make "
-                f"{self.count} windows of {context} tokens, {batch} are needed; lower the "
-                "batch size or the context, or use a larger corpus"
+                f"the training corpus is shorter than one batch: {self._windows}, {batch} are "
+                "needed; lower the batch size or the context, or use a larger corpus"
             )
 
     def microbatch(self, step: int, microbatch: int) -> Batch:
         """The windows that belong to one microbatch of one step, both counted from 0."""
-        return _gather(self.tokens, self.context, self.examples(step, microbatch))
+        return self._windows.gather(self.examples(step, microbatch))
+
+    def learned_count(self, step: int) -> int:
+        """Tokens that all microbatches of a step teach together: one per window at least."""
+        examples_N = shuffled(self.place(step, 0), self.batch, self.count, self.seed)
+        return self._windows.learned_count(examples_N)
 
 
 class Validation:
@@ -90,10 +157,23 @@ class Validation:
     smaller microbatch. Nothing is read before it is asked for.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, batch: int, limit: int) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        context: int,
+        batch: int,
+        limit: int,
+        learned: np.ndarray | None = None,
+    ) -> None:
         if batch < 1:
             raise ConfigError(f"a batch needs at least one sequence, not {batch}")
-        windows = _count_windows(tokens, context)
+        self._windows = Windows(tokens, context, learned)
+        windows = self._windows.count
+        if self._windows.all and not windows:
+            raise DataError(
+                f"nothing to validate on: {self._windows}; raise data.valid_fraction, or use a "
+                "larger corpus"
+            )
         if windows < 1:
             raise DataError(
                 f"the validation part is shorter than one window: it has {len(tokens)} tokens, "
@@ -103,8 +183,6 @@ class Validation:
         self.size = min(batch, windows)
         count = windows // self.size
         self._count = min(count, limit) if limit > 0 else count
-        self._tokens = tokens
-        self._context = context
         chosen = self._count * self.size
         self._examples_N = (2 * np.arange(chosen, dtype=np.int64) + 1) * windows // (2 * chosen)
 
@@ -116,21 +194,16 @@ class Validation:
         if not 0 <= index < self._count:
             raise ValueError(f"no microbatch {index} of {self._count} in a validation")
         examples_B = self._examples_N[index * self.size : (index + 1) * self.size]
-        return _gather(self._tokens, self._context, examples_B)
+        return self._windows.gather(examples_B)
 
     @property
     def target_count(self) -> int:
         """Tokens that all microbatches together predict."""
-        return len(self._examples_N) * self._context
+        return self._windows.learned_count(self._examples_N)
 
     def total_of_targets(self, values: np.ndarray) -> int:
-        """The sum over all targets of a value that each token of the side has."""
-        at_once = max(1, _SUMMED // self._context)
-        total = 0
-        for first in range(0, len(self._examples_N), at_once):
-            examples_B = self._examples_N[first : first + at_once]
-            total += int(_gather(values, self._context, examples_B).targets_BT.sum())
-        return total
+        """The sum over all learned targets of a value that each token of the side has."""
+        return self._windows.total_of_targets(values, self._examples_N)
 
 
 def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
@@ -187,13 +260,3 @@ def _count_windows(tokens: np.ndarray, context: int) -> int:
     if context < 1:
         raise ConfigError(f"the context is {context} tokens: it must be at least 1")
     return max(0, len(tokens) - 1) // context
-
-
-def _gather(tokens: np.ndarray, context: int, examples_B: np.ndarray) -> Batch:
-    positions = examples_B[:, None] * context + np.arange(context + 1)
-    ids = tokens[positions].astype(np.int64)
-    return Batch(
-        inputs_BT=np.ascontiguousarray(ids[:, :-1]),
-        targets_BT=np.ascontiguousarray(ids[:, 1:]),
-        examples_B=examples_B,
-    )

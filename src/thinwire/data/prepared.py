@@ -94,6 +94,10 @@ class FolderWriter:
         """Bytes of a file so far."""
         return self._streams[name].tell()
 
+    def has(self, name: str) -> bool:
+        """Whether a file was begun."""
+        return name in self._streams
+
     def hash(self, name: str) -> str:
         """A hash of all that was written to a file."""
         return self._hashes[name].hexdigest()

@@ -135,7 +135,9 @@ class Chain(Joined):
             for microbatch in range(count):
                 batch = self.feed.training(step, microbatch)
                 self.go_to(step, microbatch, training=True)
-                loss = self.loss(self.logits(batch.inputs), batch.targets) / count
+                logits = self.logits(batch.inputs)
+                with self._autocast():
+                    loss = batch.loss(self.stages[-1], logits, count)
                 loss.backward()
                 losses.append(loss.detach())
         self.update(step)

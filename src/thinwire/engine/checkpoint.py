@@ -7,6 +7,7 @@
                                  remember: all under global names
         stage-1.safetensors
         tokenizer.json           when the corpus has one, so that a checkpoint stands on its own
+        tokenizer_config.json    its chat template, when it has one (data/chat.py opens both)
 
 Stages write into a hidden `.partial-` folder; the coordinator adds the manifest and renames the
 folder once all stages have written. A crash or a full disk on the way leaves the previous
@@ -30,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
+from thinwire.data.template import CONFIG
 from thinwire.engine.source import Source, Versions
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush
@@ -216,9 +218,10 @@ class Checkpoint(Source):
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
-        expected = self.manifest.get("tokenizer_sha256")
-        if expected and sha256_of(self.folder / TOKENIZER) != expected:
-            raise CheckpointError(f"{self.folder / TOKENIZER} is altered or missing")
+        for name, key in ((TOKENIZER, "tokenizer_sha256"), (CONFIG, "template_sha256")):
+            expected = self.manifest.get(key)
+            if expected and sha256_of(self.folder / name) != expected:
+                raise CheckpointError(f"{self.folder / name} is altered or missing")
 
     @property
     def tokenizer(self) -> Path | None:
@@ -266,8 +269,9 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         for key, kind in FACTS.items():
             if type(manifest.get(key)) is not kind or (kind is int and manifest[key] < 0):
                 raise ValueError(f"{key} is {manifest.get(key)!r}")
-        if not isinstance(manifest.get("tokenizer_sha256", ""), str):
-            raise ValueError(f"tokenizer_sha256 is {manifest['tokenizer_sha256']!r}")
+        for key in ("tokenizer_sha256", "template_sha256"):
+            if not isinstance(manifest.get(key, ""), str):
+                raise ValueError(f"{key} is {manifest[key]!r}")
         entries = enumerate(manifest["shards"])
         shards = [from_plain(Shard, entry, f"shards[{number}]") for number, entry in entries]
         for shard in shards:

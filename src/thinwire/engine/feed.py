@@ -22,6 +22,7 @@ from thinwire.data.image_batches import (
 )
 from thinwire.data.order import Shuffled
 from thinwire.errors import ConfigError, DataError
+from thinwire.model import Stage
 from thinwire.model.task import Data
 from thinwire.settings import Settings
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -52,14 +53,19 @@ class FarCorpus(ABC):
 
     @abstractmethod
     def targets(self, at: tuple[int, int] | int) -> Tensor:
-        """The token after each of these (B, T)."""
+        """The token after each of these (B, T), or -100 where it is not learned."""
+
+    @abstractmethod
+    def learned_count(self, at: tuple[int, int]) -> int | None:
+        """Tokens that are learned in the step of a microbatch; None where all are."""
 
 
 class DeviceBatch:
     """A microbatch on the stage's device: what a model reads, and what it should say.
 
     Each is computed when it is asked for: images by the first stage alone, labels by the last.
-    `wait` is there if something has to come from another machine first.
+    `wait` is there if something has to come from another machine first. `learned` gives the number
+    of tokens that are learned in the whole step, where that is not all of them.
     """
 
     def __init__(
@@ -67,9 +73,11 @@ class DeviceBatch:
         inputs: Callable[[], Tensor],
         targets: Callable[[], Tensor],
         wait: Callable[[], None] | None = None,
+        learned: Callable[[], int | None] = lambda: None,
     ):
         self._read_inputs, self._read_targets = inputs, targets
         self.wait = wait
+        self._count_learned = learned
 
     @cached_property
     def inputs(self) -> Tensor:
@@ -78,8 +86,23 @@ class DeviceBatch:
 
     @cached_property
     def targets(self) -> Tensor:
-        """The next token of each position (B, T), or the class of each image (B)."""
+        """The next token of each position (B, T), or the class of each image (B).
+
+        A target of -100 is not learned.
+        """
         return self._read_targets()
+
+    def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
+        """What this microbatch adds to the loss of its step, which is the mean over all tokens
+        or images that are learned in it.
+
+        Each microbatch has as many, unless some are masked: then the mean over the step is not
+        the mean of the means of its microbatches.
+        """
+        count = self._count_learned()
+        if count is None:
+            return stage.loss(output, self.targets) / microbatches
+        return stage.summed_loss(output, self.targets) / count
 
 
 class Feed:
@@ -176,8 +199,10 @@ class _Tokens(_Source):
     def __init__(self, corpus: Corpus, settings: Settings, device: torch.device, limit: int):
         context, size, train = settings.model.context, settings.microbatch_size, settings.train
         microbatches, seed = settings.pipeline.microbatches, settings.run.seed
-        self.order = Order(corpus.train, context, train.batch, microbatches, seed)
-        self._validation = Validation(corpus.valid, context, size, limit)
+        self.order = Order(
+            corpus.train, context, train.batch, microbatches, seed, corpus.train_learned
+        )
+        self._validation = Validation(corpus.valid, context, size, limit, corpus.valid_learned)
         self._valid_sizes = corpus.valid_sizes
         self._device = device
         self.validation_count = len(self._validation)
@@ -189,7 +214,10 @@ class _Tokens(_Source):
             )
 
     def training(self, step: int, microbatch: int) -> DeviceBatch:
-        return self._on_device(self.order.microbatch(step, microbatch))
+        batch = self.order.microbatch(step, microbatch)
+        if not self.order.is_masked:
+            return self._on_device(batch)
+        return self._on_device(batch, lambda: self.order.learned_count(step))
 
     def validation(self, microbatch: int) -> DeviceBatch:
         return self._on_device(self._validation.microbatch(microbatch))
@@ -200,10 +228,13 @@ class _Tokens(_Source):
         validation = self._validation
         return validation.target_count, validation.total_of_targets(self._valid_sizes)
 
-    def _on_device(self, batch: Batch) -> DeviceBatch:
+    def _on_device(
+        self, batch: Batch, learned: Callable[[], int | None] = lambda: None
+    ) -> DeviceBatch:
         return DeviceBatch(
             lambda: torch.from_numpy(batch.inputs_BT).to(self._device),
             lambda: torch.from_numpy(batch.targets_BT).to(self._device),
+            learned=learned,
         )
 
 
@@ -231,6 +262,7 @@ class _FarTokens(_Source):
             lambda: self._far.inputs(at).to(self._device),
             lambda: self._far.targets(at).to(self._device),
             (lambda: self._far.wait(at)) if self._far.is_due(at) else None,
+            lambda: None if isinstance(at, int) else self._far.learned_count(at),
         )
 
 

@@ -1,7 +1,8 @@
 """Token ids for a stage whose machine does not have the corpus.
 
     FetchedCorpus  --TOKENS: a microbatch, which columns-->   TokenServer (remote/tokens.py)
-                   <--TOKENS: its ids, 2 or 4 bytes each--
+                   <--TOKENS: its ids, 2 or 4 bytes each; with the targets of a corpus that is
+                      not learned whole one bit each, and how many are learned in the step--
 
 A stage asks only for what it reads, some steps before it reads it: the first for inputs, the last
 for targets, those with a token table for inputs, others for nothing. Which examples a microbatch
@@ -13,14 +14,16 @@ corpus were there. The same validation comes again and again, so its ids are kep
 """
 
 import enum
+import struct
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.feed import FarCorpus
 from thinwire.errors import DataError, WireError
@@ -32,6 +35,7 @@ STEPS_AHEAD = 4
 AHEAD_BYTES = 16 << 20  # of ids that were asked for ahead of their use, but for one microbatch
 KEPT_BYTES = 64 << 20  # of a validation's ids
 _ANSWER_S = 60.0  # for the first word of the other end
+_COUNT = struct.Struct("<I")
 
 
 class Side(enum.IntEnum):
@@ -67,6 +71,7 @@ class Facts:
     text_tokens: int  # that a validation predicts, and the bytes that they stand for
     text_bytes: int
     id_bytes: int
+    masked: bool  # whether only some tokens are learned
 
     def check(self) -> None:
         """ValueError for what cannot be of a corpus."""
@@ -77,6 +82,8 @@ class Facts:
             raise ValueError("a count that is none")
         if self.id_bytes not in (2, 4):
             raise ValueError(f"ids of {self.id_bytes} bytes")
+        if type(self.masked) is not bool:
+            raise ValueError("masked is neither true nor false")
 
 
 def refuse_images(settings: Settings) -> None:
@@ -95,6 +102,44 @@ def columns_read(settings: Settings, stage: int) -> Columns:
     return inputs | (Columns.TARGETS if built.outgoing is None else Columns(0))
 
 
+class Answer(NamedTuple):
+    """What is sent of a microbatch: its ids, which targets are learned, and how many in its step.
+
+    The last two are None where all targets are learned, or where none are read.
+    """
+
+    ids_BW: np.ndarray
+    learned_BT: np.ndarray | None = None
+    learned_count: int | None = None
+
+    def pack(self, dtype: np.dtype) -> bytes:
+        """As bytes: ids, a bit for each target, the count."""
+        packed = np.ascontiguousarray(self.ids_BW.astype(dtype.newbyteorder("<"))).tobytes()
+        if self.learned_BT is None or self.learned_count is None:
+            return packed
+        return packed + np.packbits(self.learned_BT).tobytes() + _COUNT.pack(self.learned_count)
+
+    @staticmethod
+    def size(shape: tuple[int, int], dtype: np.dtype, targets: int) -> int:
+        """Bytes of one with this shape, and `targets` that may or may not be learned."""
+        return shape[0] * shape[1] * dtype.itemsize + (
+            (targets + 7) // 8 + _COUNT.size if targets else 0
+        )
+
+    @classmethod
+    def unpack(
+        cls, payload: memoryview, shape: tuple[int, int], dtype: np.dtype, targets: int
+    ) -> "Answer":
+        """The inverse of `pack`; the size has been checked."""
+        end = shape[0] * shape[1] * dtype.itemsize
+        ids_BW = np.frombuffer(payload[:end], dtype=dtype).reshape(shape)
+        if not targets:
+            return cls(ids_BW)
+        bits = np.unpackbits(np.frombuffer(payload[end : -_COUNT.size], np.uint8), count=targets)
+        (count,) = _COUNT.unpack(payload[-_COUNT.size :])
+        return cls(ids_BW, bits.reshape(shape[0], -1).astype(bool), count)
+
+
 class FetchedCorpus(FarCorpus):
     """Token ids that another machine sends as they are needed; reads wait for what is due."""
 
@@ -107,18 +152,21 @@ class FetchedCorpus(FarCorpus):
         self._microbatches = settings.pipeline.microbatches
         self._columns, self._context = columns_read(settings, stage), settings.model.context
         self._shape = (settings.microbatch_size, len(self._columns.span(self._context)))
+        is_masked = self._is_masked and Columns.TARGETS in self._columns
+        self._targets = settings.microbatch_size * self._context if is_masked else 0
+        self._most_learned = settings.train.batch * self._context
         self._changed = threading.Condition()  # guards all that follows
         self._asked: set[Key] = set()  # here, or on their way
-        self._ids: dict[Key, np.ndarray] = {}
+        self._answers: dict[Key, Answer] = {}
         self._failure: WireError | None = None
-        most = self._shape[0] * self._shape[1] * self._type.itemsize
+        most = Answer.size(self._shape, self._type, self._targets)
         self._ahead = max(1, min(STEPS_AHEAD * self._microbatches, AHEAD_BYTES // max(1, most)))
         self._link = Link(pipe, self.meter, None, "token ids", most)
         self._link.start(self._on_ids, self._on_broken, self._on_end)
 
     def is_due(self, at: tuple[int, int] | int) -> bool:
         with self._changed:
-            return bool(self._columns) and _key(at) not in self._ids
+            return bool(self._columns) and _key(at) not in self._answers
 
     def wait(self, at: tuple[int, int] | int) -> None:
         self._obtain(_key(at))
@@ -127,7 +175,14 @@ class FetchedCorpus(FarCorpus):
         return self._read(at, Columns.INPUTS)
 
     def targets(self, at: tuple[int, int] | int) -> Tensor:
-        return self._read(at, Columns.TARGETS)
+        targets_BT = self._read(at, Columns.TARGETS)
+        learned_BT = self._obtain(_key(at)).learned_BT
+        if learned_BT is not None:
+            targets_BT[torch.from_numpy(~learned_BT)] = MASKED
+        return targets_BT
+
+    def learned_count(self, at: tuple[int, int]) -> int | None:
+        return self._obtain(_key(at)).learned_count
 
     def close(self) -> None:
         """Say goodbye; whoever still reads gets an error."""
@@ -143,23 +198,25 @@ class FetchedCorpus(FarCorpus):
         self.example_count, self.validation_count = checked.examples, checked.validations
         self.validation_text = checked.text_tokens, checked.text_bytes
         self._type = np.dtype(f"<u{checked.id_bytes}")
+        self._is_masked = checked.masked
 
     def _read(self, at: tuple[int, int] | int, columns: Columns) -> Tensor:
         assert columns in self._columns, f"this stage was not to read {columns!r}"
         first, wanted = self._columns.span(self._context).start, columns.span(self._context)
-        ids_BT = self._obtain(_key(at))[:, wanted.start - first : wanted.stop - first]
+        ids_BW = self._obtain(_key(at)).ids_BW
+        ids_BT = ids_BW[:, wanted.start - first : wanted.stop - first]
         return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
 
-    def _obtain(self, key: Key) -> np.ndarray:
+    def _obtain(self, key: Key) -> Answer:
         """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
         with self._changed:
             self._forget_before(key)
             for ahead in self._coming(key):
                 self._ask(ahead)
-            self._changed.wait_for(lambda: self._failure or key in self._ids)
-            if key not in self._ids:
+            self._changed.wait_for(lambda: self._failure or key in self._answers)
+            if key not in self._answers:
                 raise WireError(f"token ids of {_named(key)} cannot be had: {self._failure}")
-            return self._ids[key]
+            return self._answers[key]
 
     def _coming(self, key: Key) -> list[Key]:
         """A microbatch and those that are read after it."""
@@ -195,27 +252,31 @@ class FetchedCorpus(FarCorpus):
         if side is Side.TRAINING:
             gone = {k for k in self._asked if k[0] is side and k[1] < step}
         else:
-            kept = sum(ids.nbytes for k, ids in self._ids.items() if k[0] is side)
+            kept = sum(a.ids_BW.nbytes for k, a in self._answers.items() if k[0] is side)
             gone = {k for k in self._asked if k[0] is side and k[2] < number}
             gone = gone if kept > KEPT_BYTES else set()
         self._asked -= gone
         for old in gone:
-            self._ids.pop(old, None)
+            self._answers.pop(old, None)
 
     def _on_ids(self, frame: Frame) -> None:
         if frame.kind is not FrameKind.TOKENS or frame.weight_version not in list(Side):
             raise WireError(f"a {frame.kind.name} frame came among token ids")
         key: Key = (Side(frame.weight_version), frame.step, frame.microbatch)
         payload = memoryview(frame.payload)
-        size = self._shape[0] * self._shape[1] * self._type.itemsize
+        size = Answer.size(self._shape, self._type, self._targets)
         if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
             raise WireError(f"{payload.nbytes} bytes of token ids came, {frame.shape}, not {size}")
-        ids = np.frombuffer(payload, dtype=self._type).reshape(self._shape)
-        if int(ids.max()) >= self._vocab:
-            raise WireError(f"token id {ids.max()} came, but model.vocab = {self._vocab}")
+        answer = Answer.unpack(payload, self._shape, self._type, self._targets)
+        if (largest := int(answer.ids_BW.max())) >= self._vocab:
+            raise WireError(f"token id {largest} came, but model.vocab = {self._vocab}")
+        if answer.learned_BT is not None:
+            here, said = int(answer.learned_BT.sum()), answer.learned_count or 0
+            if not 0 < here <= said <= self._most_learned:
+                raise WireError(f"a microbatch with {here} learned tokens came, of {said} in all")
         with self._changed:
             if key in self._asked:  # else it came too late for the step that it was for
-                self._ids[key] = ids
+                self._answers[key] = answer
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:

@@ -175,9 +175,7 @@ class Runner:
             with self._autocast():
                 output = self._run_layers(received, batch)
                 if self._above is None:
-                    # Each microbatch has as many tokens or images: the step's loss is their mean.
-                    loss = self.stage.loss(output, batch.targets)
-                    output = loss / self._schedule.microbatches
+                    output = batch.loss(self.stage, output, self._schedule.microbatches)
                     self._losses.append(output.detach())
             self._sync()
         self._in_flight[microbatch] = received, output

@@ -12,7 +12,7 @@ from thinwire.model.base import LayerPlan
 from thinwire.model.config import ModelConfig
 from thinwire.model.family import architecture
 from thinwire.model.llama import Block
-from thinwire.model.loss import token_loss
+from thinwire.model.loss import summed_loss, token_loss
 from thinwire.model.narrow import InSpace, Reparametrised
 from thinwire.model.past import KeyValues
 from thinwire.optim.roles import Role
@@ -51,6 +51,7 @@ class Stage(nn.Module):
         self.outgoing = outgoing
         self.recompute = recompute
         self.loss = token_loss
+        self.summed_loss = summed_loss
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
     @property
@@ -101,6 +102,7 @@ class Stage(nn.Module):
             if end is not None:
                 end.compile_ends(backend)
         self.loss = torch.compile(self.loss, dynamic=False, backend=backend)
+        self.summed_loss = torch.compile(self.summed_loss, dynamic=False, backend=backend)
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by the name they have in the whole model, whatever the split.

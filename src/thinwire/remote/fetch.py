@@ -94,7 +94,8 @@ class SeatServer:
             offers = self._offers(stage)
         except (CheckpointError, OSError, safetensors.SafetensorError) as error:
             return Refusal(f"the host cannot read its checkpoint: {error}")
-        kept = {k: v for k, v in self._checkpoint.manifest.items() if k != "tokenizer_sha256"}
+        left_out = ("tokenizer_sha256", "template_sha256")
+        kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
         kept["shards"] = [vars(offer.shard) for offer in offers]
         kept.pop(SEAL, None)
         return Seat(sealed(kept))

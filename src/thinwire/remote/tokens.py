@@ -13,8 +13,9 @@ from dataclasses import asdict
 
 import numpy as np
 
-from thinwire.data import Corpus, Order, Validation
-from thinwire.engine.fetched import Columns, Facts, Side, refuse_images
+from thinwire.data import Batch, Corpus, Order, Validation
+from thinwire.data.order import MASKED
+from thinwire.engine.fetched import Answer, Columns, Facts, Side, refuse_images
 from thinwire.errors import WireError
 from thinwire.model.task import Data
 from thinwire.settings import Settings
@@ -42,9 +43,14 @@ class TokenServer:
         self.failure: WireError | None = None  # why the stream broke, if it did
         context, train = settings.model.context, settings.train
         microbatches, size = settings.pipeline.microbatches, settings.microbatch_size
-        self._context, self._steps = context, train.steps
-        self._order = Order(data.train, context, train.batch, microbatches, settings.run.seed)
-        self._validation = Validation(data.valid, context, size, train.eval_batches)
+        self._steps = train.steps
+        seed = settings.run.seed
+        self._order = Order(
+            data.train, context, train.batch, microbatches, seed, data.train_learned
+        )
+        self._validation = Validation(
+            data.valid, context, size, train.eval_batches, data.valid_learned
+        )
         self._type = data.train.dtype
         said = {"config_hash": settings.hash}
         handshake(pipe, {**said, **asdict(self._facts(data))}, said, timeout, self.meter)
@@ -61,14 +67,14 @@ class TokenServer:
             total = validation.total_of_targets(corpus.valid_sizes)
             text = (validation.target_count, total)
         width = self._type.itemsize
-        return Facts(corpus.fingerprint, self._order.count, len(validation), *text, width)
+        masked = self._order.is_masked
+        return Facts(corpus.fingerprint, self._order.count, len(validation), *text, width, masked)
 
     def _on_request(self, asked: Frame) -> None:
         columns = Columns(asked.codec & 3)
         if asked.kind is not FrameKind.TOKENS or columns != asked.codec or not columns:
             raise WireError(f"a {asked.kind.name} frame does not ask for token ids")
-        ids_BW = self._windows(asked)[:, columns.span(self._context)]
-        payload = np.ascontiguousarray(ids_BW.astype(self._type.newbyteorder("<"))).tobytes()
+        answer = self._answer(*self._asked_for(asked), columns)
         self._link.wait_for_room(_MOST_UNSENT)
         self._link.send(
             Frame(
@@ -77,21 +83,31 @@ class TokenServer:
                 microbatch=asked.microbatch,
                 weight_version=asked.weight_version,
                 codec=columns,
-                shape=ids_BW.shape,
-                payload=payload,
+                shape=answer.ids_BW.shape,
+                payload=answer.pack(self._type),
             )
         )
 
-    def _windows(self, asked: Frame) -> np.ndarray:
-        """The windows of a microbatch with the token after each, (B, T + 1)."""
-        if asked.weight_version == Side.TRAINING and asked.step < self._steps:
-            if asked.microbatch < self._order.microbatches:
-                batch = self._order.microbatch(asked.step, asked.microbatch)
-                return np.concatenate((batch.inputs_BT, batch.targets_BT[:, -1:]), axis=1)
-        elif asked.weight_version == Side.VALIDATION and asked.microbatch < len(self._validation):
-            batch = self._validation.microbatch(asked.microbatch)
-            return np.concatenate((batch.inputs_BT, batch.targets_BT[:, -1:]), axis=1)
-        raise WireError(f"microbatch {asked.microbatch} of step {asked.step} is not in this run")
+    def _asked_for(self, asked: Frame) -> tuple[Batch, int]:
+        """A microbatch, and how many tokens are learned in its step, or in it by itself."""
+        step, number = asked.step, asked.microbatch
+        if asked.weight_version == Side.TRAINING and step < self._steps:
+            if number < self._order.microbatches:
+                return self._order.microbatch(step, number), self._order.learned_count(step)
+        elif asked.weight_version == Side.VALIDATION and number < len(self._validation):
+            batch = self._validation.microbatch(number)
+            return batch, int((batch.targets_BT != MASKED).sum())
+        raise WireError(f"microbatch {number} of step {step} is not in this run")
+
+    def _answer(self, batch: Batch, learned: int, columns: Columns) -> Answer:
+        # A stage that reads no inputs gets no token either that it does not learn from.
+        targets_BT = np.maximum(batch.targets_BT, 0)
+        parts = [batch.inputs_BT] if Columns.INPUTS in columns else [targets_BT[:, :-1]]
+        parts += [targets_BT[:, -1:]] if Columns.TARGETS in columns else []
+        ids_BW = np.concatenate(parts, axis=1)
+        if Columns.TARGETS not in columns or not self._order.is_masked:
+            return Answer(ids_BW)
+        return Answer(ids_BW, batch.targets_BT != MASKED, learned)
 
     def _on_end(self) -> None:
         on_daemon_thread("thinwire tokens", self._link.close)  # the link's own thread asks for it

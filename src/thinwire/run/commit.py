@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.data import Tokenizer
+from thinwire.data.template import CONFIG, ChatTemplate
 from thinwire.engine.checkpoint import (
     FORMAT,
     MANIFEST,
@@ -87,7 +88,10 @@ class Checkpoints:
         }
         shards = [part.shard for part in parts]
         try:
-            self.latest = commit(self._folder, step, shards, facts, self._data.tokenizer())
+            data = self._data
+            self.latest = commit(
+                self._folder, step, shards, facts, data.tokenizer(), data.template()
+            )
         except CheckpointError as error:
             self.drop(step, str(error))
             return
@@ -143,6 +147,7 @@ def commit(
     shards: list[Shard],
     facts: dict[str, Any],
     tokenizer: Tokenizer | None,
+    template: ChatTemplate | None = None,
 ) -> Path:
     """Make the partial checkpoint of `step` the real one, in one rename; returns its folder."""
     partial = partial_folder(run_folder, step)
@@ -152,6 +157,9 @@ def commit(
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
             manifest["tokenizer_sha256"] = sha256_of(partial / TOKENIZER)
+        if template is not None:
+            write_file(partial / CONFIG, template.json().encode())
+            manifest["template_sha256"] = sha256_of(partial / CONFIG)
         write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
         replaced = _hidden(final, "replaced")
         if final.exists():  # the same step again, after a resume from an earlier one

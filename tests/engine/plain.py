@@ -1,0 +1,51 @@
+"""What a pipeline is compared with: a training loop as anybody would write it."""
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from thinwire.data import Corpus, Order
+from thinwire.model import Stage, architecture
+from thinwire.settings import Settings
+
+TOLERANCE = 1e-10
+
+
+def plain_loop(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """An ordinary training loop: whole model, whole batches, torch's own optimizer and clipping."""
+    torch.set_num_threads(1)
+    model = Stage(architecture(settings.model).layers())
+    model.initialise(settings.model, settings.run.seed)
+    model.double()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    gains = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    train = settings.train
+    microbatches, seed = settings.pipeline.microbatches, settings.run.seed
+    order = Order(
+        corpus.train, settings.model.context, train.batch, microbatches, seed, corpus.train_learned
+    )
+    losses = []
+    for step in range(train.steps):
+        parts = [order.microbatch(step, m) for m in range(settings.pipeline.microbatches)]
+        inputs = torch.from_numpy(np.concatenate([b.inputs_BT for b in parts]))
+        targets = torch.from_numpy(np.concatenate([b.targets_BT for b in parts]))
+        logits, flat = model(inputs).flatten(0, 1), targets.flatten()
+        total = F.cross_entropy(logits, flat, ignore_index=-100, reduction="sum")
+        loss = total / int((flat != -100).sum())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip)
+        warmup, lr = settings.optim.warmup, settings.optim.lr
+        progress = (step - warmup) / (train.steps - warmup)
+        scale = (
+            (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + np.cos(np.pi * progress))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.global_parameters()

@@ -1,0 +1,216 @@
+"""With tokens that are not learned the loss of a step is its mean over all that are."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plain import TOLERANCE, plain_loop
+from torch.nn import functional as F
+
+from thinwire.data import Corpus, Order, Validation
+from thinwire.data.corpus import Chunk, write_corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.engine.fetched import FetchedCorpus
+from thinwire.errors import DataError, WireError
+from thinwire.remote.tokens import TokenServer
+from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
+from thinwire.wire.background import on_daemon_thread
+
+CPU = torch.device("cpu")
+
+
+def with_masks(corpus: Corpus, folder: Path, learned: Callable[[int], np.ndarray]) -> Corpus:
+    sides = (("train", corpus.train, None), ("valid", corpus.valid, corpus.valid_sizes))
+    chunks = [Chunk(side, ids, sizes, learned(len(ids))) for side, ids, sizes in sides]
+    write_corpus(folder, "chat", corpus.vocab, chunks, corpus.tokenizer())
+    return Corpus.open(folder)
+
+
+@pytest.fixture(scope="module")
+def masked(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Answers of uneven length; many windows hold none of them."""
+
+    def learned(count: int) -> np.ndarray:
+        rng = np.random.default_rng(count)
+        return np.repeat(rng.random(count // 5 + 1) < 0.15, 5)[:count]
+
+    return with_masks(corpus, tmp_path_factory.mktemp("masked") / "corpus", learned)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    return {}
+
+
+def joined(corpus: Corpus, settings: object, stage: int) -> tuple[TokenServer, FetchedCorpus]:
+    here, there = memory_pair()
+    serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
+    far = FetchedCorpus(there, settings, stage)
+    return serving.result(), far
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (3, "gpipe"), (4, "1f1b")]
+)
+def test_a_masked_run_equals_a_plain_loop(
+    stages: int,
+    schedule: str,
+    make_settings: Callable,
+    run_in_threads: Callable,
+    masked: Corpus,
+    reference: dict,
+) -> None:
+    settings = make_settings(pipeline__stages=stages, pipeline__schedule=schedule)
+    if not reference:
+        reference["losses"], reference["weights"] = plain_loop(settings, masked)
+    outcome = run_in_threads(settings, data=masked.folder)
+    assert outcome.losses() == pytest.approx(reference["losses"], abs=TOLERANCE)
+    for name, weight in outcome.weights().items():
+        assert (weight - reference["weights"][name]).abs().max() < TOLERANCE, name
+    if stages == 2:
+        chain = Chain(settings, Feed(masked, settings, CPU))
+        assert [chain.train_step(step) for step in range(4)] == outcome.losses()
+        assert chain.evaluate() == outcome.valid_losses()[-1]
+
+
+def test_the_mean_of_microbatch_means_is_another_number(
+    make_settings: Callable, masked: Corpus
+) -> None:
+    """The failing side: what a step's loss would be if every microbatch weighed the same."""
+    settings = make_settings()
+    chain = Chain(settings, Feed(masked, settings, CPU))
+    batches = [chain.feed.training(0, number) for number in range(4)]
+    means = [chain.loss(chain.logits(b.inputs), b.targets).item() for b in batches]
+    counts = [int((batch.targets != -100).sum()) for batch in batches]
+    assert len(set(counts)) > 1
+    loss = chain.train_step(0)
+    assert loss == pytest.approx(np.average(means, weights=counts), abs=TOLERANCE)
+    assert abs(loss - np.mean(means)) > 1e-4
+
+
+def test_a_mask_of_ones_trains_as_no_mask(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = make_settings()
+    whole = with_masks(corpus, tmp_path / "whole", np.ones)
+    assert whole.fingerprint != corpus.fingerprint
+    ours, plain = run_in_threads(settings, data=whole.folder), run_in_threads(settings)
+    assert ours.losses() == pytest.approx(plain.losses(), abs=TOLERANCE)
+    assert ours.valid_losses() == pytest.approx(plain.valid_losses(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("anchor", ["none", "trainable"])
+def test_stages_without_the_corpus_train_to_the_same_bits(
+    anchor: str, make_settings: Callable, run_in_threads: Callable, masked: Corpus, tmp_path: Path
+) -> None:
+    settings = make_settings(
+        pipeline__stages=3, boundary__mode="projected", boundary__rank=6, boundary__anchor=anchor
+    )
+    near = run_in_threads(settings, data=masked.folder)
+    pairs = [joined(masked, settings, stage) for stage in range(3)]
+    far = run_in_threads(settings, data=tmp_path, far=lambda stage: pairs[stage][1])
+    assert far.losses() == near.losses() and far.valid_losses() == near.valid_losses()
+    for ours, theirs in zip(far.workers, near.workers, strict=True):
+        assert ours.state.fingerprint() == theirs.state.fingerprint()
+    feed = Feed(pairs[2][1], settings, CPU)
+    assert feed.validation_text == Feed(masked, settings, CPU).validation_text
+    sent = pairs[2][0].meter.snapshot()["sent"]["TOKENS"]
+    context, size = settings.model.context, settings.microbatch_size
+    ids = 2 * size * (context + (anchor == "trainable"))
+    assert sent["payload_bytes"] == sent["frames"] * (ids + size * context // 8 + 4)
+    for server, _ in pairs:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("bits", "count", "words"),
+    [
+        (bytes(4), 8, "0 learned tokens came, of 8"),
+        (b"\xff" * 4, 31, "32 learned tokens came, of 31"),
+        (b"\xff" * 4, 129, "of 129"),
+    ],
+)
+def test_masks_that_cannot_be_are_refused(
+    bits: bytes, count: int, words: str, make_settings: Callable
+) -> None:
+    settings = make_settings(pipeline__stages=2)
+    here, there = memory_pair()
+    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": True}  # fmt: skip
+    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    far = FetchedCorpus(there, settings, 1)
+    greeting.result()
+    payload = bytes(64) + bits + count.to_bytes(4, "little")
+    here.write(encode(Frame(FrameKind.TOKENS, codec=2, shape=(2, 16), payload=payload)))
+    with pytest.raises(WireError, match=words):
+        far.targets((0, 0))
+
+
+def test_a_validation_scores_learned_tokens_alone(make_settings: Callable, masked: Corpus) -> None:
+    settings = make_settings(train__eval_batches=0)
+    feed = Feed(masked, settings, CPU)
+    chain = Chain(settings, feed)
+    total = count = 0.0
+    for number in range(feed.validation_count):
+        batch = feed.validation(number)
+        logits = chain.logits(batch.inputs).flatten(0, 1).detach()
+        total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
+        count += int((batch.targets != -100).sum())
+    score = chain.score()
+    assert score.loss == pytest.approx(total / count, abs=TOLERANCE)
+    tokens, size = feed.validation_text
+    assert score.count == tokens == count
+    assert 0 < size < int(masked.valid_sizes.sum())
+
+
+def test_every_step_has_something_to_learn(masked: Corpus) -> None:
+    """Windows without a learned token are left out, so that no step or microbatch is empty."""
+    plain = Order(masked.train, 16, 8, 4, seed=3)
+    order = Order(masked.train, 16, 8, 4, seed=3, learned=masked.train_learned)
+    assert order.count < plain.count
+    for step in range(2 * order.count // 8):
+        batches = [order.microbatch(step, number) for number in range(4)]
+        assert all((batch.targets_BT != -100).any(axis=1).all() for batch in batches)
+        counted = sum(int((batch.targets_BT != -100).sum()) for batch in batches)
+        assert order.learned_count(step) == counted > 0
+    seen = {int(i) for step in range(order.count // 8) for m in range(4)
+            for i in order.examples(step, m)}  # fmt: skip
+    assert len(seen) == order.count // 8 * 8, "each of them once in an epoch"
+
+
+def test_targets_are_those_of_the_mask(masked: Corpus) -> None:
+    order = Order(masked.train, 16, 8, 4, seed=3, learned=masked.train_learned)
+    learned = np.flatnonzero([
+        masked.train_learned[w * 16 + 1 : w * 16 + 17].any()
+        for w in range((len(masked.train) - 1) // 16)
+    ])  # fmt: skip
+    batch = order.microbatch(5, 2)
+    for row, example in enumerate(batch.examples_B):
+        first = learned[example] * 16
+        assert np.array_equal(batch.inputs_BT[row], masked.train[first : first + 16])
+        mask = masked.train_learned[first + 1 : first + 17]
+        expected = np.where(mask, masked.train[first + 1 : first + 17].astype(int), -100)
+        assert np.array_equal(batch.targets_BT[row], expected)
+
+
+def test_a_corpus_that_teaches_nothing_is_refused(masked: Corpus) -> None:
+    nothing = np.zeros(len(masked.train), np.uint8)
+    with pytest.raises(DataError, match=r"0 with a token to learn, 8 are needed"):
+        Order(masked.train, 16, 8, 4, seed=3, learned=nothing)
+    with pytest.raises(DataError, match=r"nothing to validate on: .*0 with a token to learn"):
+        Validation(masked.valid, 16, 2, 0, nothing[: len(masked.valid)])
+
+
+def test_masks_are_part_of_the_fingerprint_and_checked(
+    corpus: Corpus, masked: Corpus, tmp_path: Path
+) -> None:
+    other = with_masks(corpus, tmp_path / "other", lambda n: np.arange(n) % 2)
+    assert len({corpus.fingerprint, masked.fingerprint, other.fingerprint}) == 3
+    assert "50.00% of the training tokens learned" in other.summary()
+    path = other.folder / "train.loss"
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=r"train.loss was altered"):
+        Corpus.open(other.folder)
