@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from thinwire.data import sources, unpack
+from thinwire.data import records, sources, unpack
 from thinwire.data.files import text_files
 from thinwire.data.sources import read_documents
 from thinwire.errors import DataError, MissingPackageError
@@ -226,7 +226,7 @@ def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_pat
 
 
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONGEST_BYTES", 1000)
+    monkeypatch.setattr(records, "LONGEST_BYTES", 1000)
     path = tmp_path / "a.jsonl.gz"
     lines = [json.dumps({"text": "x" * 900})] * 20
     path.write_bytes(gzip.compress("\n".join(lines).encode()))

@@ -28,8 +28,14 @@ ROLES = {
     "ipython": "ipython",
 }
 ASSISTANT = "assistant"
-FORMS = ("messages", "conversations", "prompt", "instruction")
-"""The key by which each form is recognised; the first that a record has decides."""
+ANSWER_KEYS = {
+    "messages": (),
+    "conversations": (),
+    "prompt": ("completion", "response"),
+    "instruction": ("output", "response"),
+}
+"""The key by which each form is recognised, and those of which it has one for the answer; the first
+form that a record has decides."""
 
 
 class NotAConversation(ValueError):
@@ -74,7 +80,10 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 def form_of(record: Mapping[str, Any]) -> str | None:
     """The key that a record is recognised by, or None."""
-    return next((key for key in FORMS if record.get(key) is not None), None)
+    for key, answers in ANSWER_KEYS.items():
+        if record.get(key) is not None and (not answers or _answer(record, key) is not None):
+            return key
+    return None
 
 
 def conversation_of(record: Mapping[str, Any]) -> Conversation:
@@ -140,8 +149,7 @@ def _from_list(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_prompt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    answer = _first(record, "completion", "response")
-    asked, said = record["prompt"], answer
+    asked, said = record["prompt"], _answer(record, "prompt")
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
     if isinstance(said, str):
@@ -155,7 +163,7 @@ def _from_prompt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_instruction(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    answer = _first(record, "output", "response")
+    answer = _answer(record, "instruction")
     asked, given = record["instruction"], record.get("input") or record.get("context") or ""
     if not all(isinstance(text, str) for text in (asked, given, answer)):
         raise NotAConversation('"instruction", "input" and "output" must be text')
@@ -163,11 +171,8 @@ def _from_instruction(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return checked([{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}])
 
 
-def _first(record: Mapping[str, Any], *keys: str) -> Any:
-    for key in keys:
-        if record.get(key) is not None:
-            return record[key]
-    raise NotAConversation(f'it has "{form_of(record)}", but no "{keys[0]}"')
+def _answer(record: Mapping[str, Any], key: str) -> Any:
+    return next((record[k] for k in ANSWER_KEYS[key] if record.get(k) is not None), None)
 
 
 def _tools(tools: Any) -> list[Any] | None:

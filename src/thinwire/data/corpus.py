@@ -131,11 +131,12 @@ def write_corpus(
     documents: int = 0,
     lost: Callable[[], str] = str,
     template: ChatTemplate | None = None,
-    remarks: Iterable[str] = (),
+    remarks: Callable[[], list[str]] = list,
 ) -> None:
     """Write a corpus beside `folder` and rename it there at the end, or leave nothing.
 
-    `lost` is asked once all chunks are there. All of them say which ids are learned, or none does.
+    `lost` and `remarks` are asked once all chunks are there. All chunks say which ids are learned,
+    or none does.
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     valid_bytes = 0
@@ -172,7 +173,7 @@ def write_corpus(
             "dtype": dtype.name,
             "ids": {side: writer.hash(f"{side}.bin") for side in SIDES},
             "learned": {side: writer.hash(f"{side}.loss") for side in masked},
-            "remarks": list(remarks),
+            "remarks": remarks(),
         }
         writer.finish({**facts, "fingerprint": _fingerprint(facts)})
         writer.settle(folder)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from thinwire.data.chat import Chat
+from thinwire.data.conversations import Conversation
 from thinwire.data.corpus import Chunk
 from thinwire.data.interrupt import interruptible
 from thinwire.data.tokenizer import Tokenizer, pieces_of
@@ -85,12 +87,52 @@ def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[
     return [_ended(c, tokenizer) if p.last else c for p, c in zip(batch, chunks, strict=True)]
 
 
+def encode_conversations(
+    chat: Chat, passages: Iterable[tuple[str, str]], learn_all: bool, losses: Losses
+) -> Iterator[Chunk]:
+    """The ids of every (side, conversation as JSON) in turn, and which of them are learned.
+
+    The end of text follows each, unless it ends with that already. It is not learned: an answer
+    has an end of its own.
+    """
+
+    def encoded(batch: list[tuple[str, str]]) -> list[Chunk]:
+        conversations = [Conversation.from_json(text) for _, text in batch]
+        found = chat.encode_all(conversations, learn_all)
+        losses.add([f.text for f in found], chat.tokenizer.decode_all([f.ids for f in found]))
+        return [
+            _ended_once(
+                Chunk(side, each.ids, None if side == "train" else each.sizes,
+                      None if learn_all else each.learned),
+                chat.tokenizer,
+            )
+            for (side, _), each in zip(batch, found, strict=True)
+        ]  # fmt: skip
+
+    batch: list[tuple[str, str]] = []
+    size = 0
+    for side, text in passages:
+        batch.append((side, text))
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield from interruptible(lambda items: encoded(list(items)), batch)
+            batch, size = [], 0
+    if batch:
+        yield from encoded(batch)
+    losses.check()
+
+
+def _ended_once(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
+    return chunk if chunk.ids[-1:].tolist() == [tokenizer.end_of_text] else _ended(chunk, tokenizer)
+
+
 def _ended(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
     if tokenizer.end_of_text is None:
         return chunk
     ids = np.append(chunk.ids, np.uint32(tokenizer.end_of_text))
     sizes = None if chunk.sizes is None else np.append(chunk.sizes, np.uint32(0))
-    return chunk._replace(ids=ids, sizes=sizes)
+    learned = None if chunk.learned is None else np.append(chunk.learned, np.uint8(0))
+    return chunk._replace(ids=ids, sizes=sizes, learned=learned)
 
 
 def _batches(passages: Iterable[tuple[str, str]]) -> Iterator[list[_Piece]]:

@@ -12,6 +12,7 @@ from thinwire.errors import DataError
 from thinwire.paths import expanded
 
 TEXT_KINDS = (".txt", ".md", ".py", ".tokens", ".jsonl", ".parquet")
+CHAT_KINDS = (".jsonl", ".json", ".parquet")
 PACKINGS = (".xz", ".gz", ".zst")
 
 # Third-party packages, test suites and generated folders are not the library's own prose.
@@ -55,26 +56,27 @@ def stdlib_files() -> list[SourceFile]:
     return [source_file(root, name) for name in names]
 
 
-def text_files(path: str, setting: str = "data.path") -> list[SourceFile]:
+def text_files(path: str, setting: str = "data.path", source: str = "text") -> list[SourceFile]:
     """The supported files at `path`, a file or a folder read recursively.
 
     In a folder, other kinds of files and hidden names (".git") are left out.
     """
-    root = existing(path, "text", setting)
-    supported = ", ".join(TEXT_KINDS)
+    root = existing(path, source, setting)
+    kinds = CHAT_KINDS if source == "chat" else TEXT_KINDS
+    supported = ", ".join(kinds)
     if not root.is_dir():
-        if kind_and_packing(root.name)[0] not in TEXT_KINDS:
+        if kind_and_packing(root.name)[0] not in kinds:
             raise DataError(
-                f"{root} is not a kind of file that can be read as text; "
+                f"{root} is not a kind of file that can be read as {source}; "
                 f"supported: {supported}, also compressed as {', '.join(PACKINGS)}"
             )
         return [source_file(root)]
     found = walk(root)
-    names = [name for name in found if kind_and_packing(name)[0] in TEXT_KINDS]
+    names = [name for name in found if kind_and_packing(name)[0] in kinds]
     if not names:
-        kinds = sorted({os.path.splitext(name)[1] or name for name in found})
-        holds = f"it holds only {', '.join(kinds[:8])}" if kinds else "it is empty"
-        raise DataError(f"no text to read under {root}: {holds}; supported: {supported}")
+        others = sorted({os.path.splitext(name)[1] or name for name in found})
+        holds = f"it holds only {', '.join(others[:8])}" if others else "it is empty"
+        raise DataError(f"no {source} to read under {root}: {holds}; supported: {supported}")
     return [source_file(root, name) for name in names]
 
 

@@ -7,17 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.data.corpus import Chunk, Corpus, write_corpus
-from thinwire.data.encode import Losses, encode_passages
-from thinwire.data.files import stdlib_files, text_files
+from thinwire.data.documents import (
+    Conversations,
+    Documents,
+    Texts,
+    conversations_of_files,
+    documents_of_hub,
+)
+from thinwire.data.encode import Losses
+from thinwire.data.files import SourceFile, stdlib_files, text_files
+from thinwire.data.hub import HubDataset
 from thinwire.data.prepared import Progress, found_or_made
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
-from thinwire.data.sources import read_documents
 from thinwire.data.split import Passage, Scan, Split, scan_documents
+from thinwire.data.template import ChatTemplate
 from thinwire.data.tokenizer import Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
+from thinwire.paths import expanded
 from thinwire.typed import option
 
-TEXT_SOURCES = ("stdlib", "text", "tokens")
+TEXT_SOURCES = ("stdlib", "text", "tokens", "chat", "hf")
+LEARN = ("answers", "all")
 SOURCES = (*TEXT_SOURCES, "images")
 # More text hardly changes the merges of a BPE, but its training time grows with it.
 TOKENIZER_SAMPLE_BYTES = 128_000_000
@@ -28,7 +38,11 @@ class DataConfig:
     """Where tokens or images come from."""
 
     source: str = option("stdlib", "what to train on", SOURCES)
-    path: str = option("", 'file or folder to read; not used by "stdlib"', scope="machine")
+    path: str = option(
+        "",
+        'file or folder to read; "hf": also NAME[:CONFIG] on the hub; not used by "stdlib"',
+        scope="machine",
+    )
     tokenizer: str = option("", "path of a tokenizer.json; empty = train one on the corpus")
     valid_fraction: float = option(
         0.02,
@@ -42,6 +56,13 @@ class DataConfig:
     text_key: str = option(
         "text", "key (.jsonl) or column (.parquet) that holds the text", scope="machine"
     )
+    split: str = option("train", "hf: the split to train on")
+    valid_split: str = option("", "hf: the split to validate on; replaces valid_fraction")
+    template: str = option(
+        "",
+        "chat: empty = the tokenizer's own, or chatml; tokenizer, chatml, or a Jinja file",
+    )
+    learn: str = option("answers", "chat: which tokens are learned", LEARN)
     augment: bool = option(
         True, "images: random shifts of up to 4 pixels and horizontal flips in training"
     )
@@ -68,54 +89,130 @@ def prepare(
             "smaller tokenizer"
         )
     report = progress or (lambda phase, done, total: None)
-    build = _token_shards if config.source == "tokens" else _text
+    build = _token_shards if config.source == "tokens" else _documents
     return build(config, vocab, Path(cache), tokenizer, report)
 
 
-def _text(
+@dataclass(frozen=True)
+class _Source:
+    """Where documents come from: the files that are read, how, and what is in them."""
+
+    documents: Documents
+    files: list[list[SourceFile]]
+    how: Any
+    given: str  # the name of what is given for validation, if anything is
+    template: ChatTemplate | None
+
+
+def _source_of(config: DataConfig) -> _Source:
+    path = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
+    own = ChatTemplate.beside(path) if path else None
+    if config.source in ("stdlib", "text"):
+        from_stdlib = config.source == "stdlib"
+        files = stdlib_files() if from_stdlib else text_files(config.path)
+        given = text_files(config.valid_path, "data.valid_path") if config.valid_path else []
+        documents = Texts.of_files(files, given, config.text_key, from_stdlib)
+        return _Source(documents, [files, given], config.text_key, config.valid_path, own)
+    learn_all = config.learn == "all"
+    template = ChatTemplate.chosen(config.template, path)
+    how = [config.source, config.learn, config.text_key]
+    if config.source == "chat":
+        files = text_files(config.path, source="chat")
+        given = (
+            text_files(config.valid_path, "data.valid_path", "chat") if config.valid_path else []
+        )
+        chats = conversations_of_files(files, given, template, learn_all)
+        return _Source(chats, [files, given], how, config.valid_path, template)
+    if config.valid_path:
+        raise ConfigError('data.valid_path has no effect with data.source = "hf": use valid_split')
+    splits = [config.split, *([config.valid_split] if config.valid_split else [])]
+    datasets = [HubDataset(config.path, split) for split in splits]
+    found = documents_of_hub(datasets, config.text_key, template, learn_all)
+    identities = [dataset.identity for dataset in datasets]
+    seen = None if None in identities else [how, identities]
+    used = template if isinstance(found, Conversations) else own
+    return _Source(found, [dataset.files for dataset in datasets], seen, config.valid_split, used)
+
+
+def _documents(
     config: DataConfig, vocab: int, cache: Path, tokenizer: Tokenizer | None, report: Progress
 ) -> Corpus:
     if tokenizer is None:
         check_trainable(vocab)  # before the corpus is read, which may take long
-    from_stdlib = config.source == "stdlib"
-    files = stdlib_files() if from_stdlib else text_files(config.path)
-    given = text_files(config.valid_path, "data.valid_path") if config.valid_path else []
-    total = sum(file.size for file in (*files, *given))
+    source = _source_of(config)
+    of, template = source.documents, source.template
+    special = _missing(of, template, tokenizer)
+    if tokenizer is None:
+        check_trainable(vocab, special)
+    elif special:
+        tokenizer = _extended(tokenizer, special, vocab)
 
     def documents(phase: str) -> Iterator[tuple[str, bool]]:
         """All documents, and whether each was given for validation; reported in about 200 steps."""
-        before = due = 0
-        for group, skip_undecodable in ((files, from_stdlib), (given, False)):
-            for text, consumed in read_documents(group, config.text_key, skip_undecodable):
-                yield text, group is given
-                if before + consumed >= due:
-                    report(phase, before + consumed, total)
-                    due = before + consumed + max(1, total // 200)
-            before += sum(file.size for file in group)
-        report(phase, total, total)
+        due = 0
+        for text, is_given, consumed in of.read():
+            yield text, is_given
+            if of.size and consumed >= due:
+                report(phase, consumed, of.size)
+                due = consumed + max(1, of.size // 200)
+        if of.size:
+            report(phase, of.size, of.size)
 
     def read() -> tuple[str, Callable[[Path], None]]:
         scan = scan_documents(documents("reading"))
-        if given and not scan.given:
-            raise DataError(f"there is no text to validate on in {config.valid_path}")
+        if source.given and not scan.given:
+            raise DataError(f"there is no text to validate on in {source.given}")
         return scan.content, functools.partial(make, scan)
 
     def make(scan: Scan, folder: Path) -> None:
-        split, used = Split(scan, config.valid_fraction), tokenizer
+        split, used = Split(scan, config.valid_fraction, of.whole), tokenizer
         if used is None:
             share = TOKENIZER_SAMPLE_BYTES / scan.size
             passages = split.passages(documents("training the tokenizer"))
-            used = Tokenizer.train(_tokenizer_sample(passages, share), vocab)
+            sample = (t for d in _tokenizer_sample(passages, share) for t in of.texts(d))
+            used = Tokenizer.train(sample, vocab, special)
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
         losses = Losses()
-        chunks = encode_passages(used, texts, losses)
+        chunks = of.encode(used, texts, losses)
         write_corpus(
-            folder, config.source, used.vocab_size, chunks, used, scan.documents, losses.summary
+            folder,
+            config.source,
+            used.vocab_size,
+            chunks,
+            used,
+            scan.documents,
+            losses.summary,
+            template,
+            of.remarks,
         )
 
     encoding = tokenizer.digest if tokenizer else f"train {vocab}"
     key = _key(config, encoding)
-    return found_or_made(cache, [files, given], key, read, Corpus.open, config.text_key)
+    if template is not None:
+        key += [template.digest, config.learn]
+    return found_or_made(cache, source.files, key, read, Corpus.open, source.how)
+
+
+def _missing(
+    documents: Documents, template: ChatTemplate | None, tokenizer: Tokenizer | None
+) -> list[str]:
+    """Special tokens of a template that is not the tokenizer's own, where they must be added."""
+    if template is None or template.is_own or not isinstance(documents, Conversations):
+        return []
+    names = template.special_names
+    return [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
+
+
+def _extended(tokenizer: Tokenizer, special: list[str], vocab: int) -> Tokenizer:
+    wider = tokenizer.with_special(special)
+    if wider.vocab_size <= vocab:
+        return wider
+    raise DataError(
+        f"the chat template needs the special tokens {', '.join(special)}, which the tokenizer "
+        f"lacks, and model.vocab = {vocab} has no room for them: set it to at least "
+        f"{wider.vocab_size}, or put the tokenizer's own chat template beside it "
+        "(tokenizer_config.json)"
+    )
 
 
 def _token_shards(
@@ -152,7 +249,8 @@ def _token_shards(
 
 def _key(config: DataConfig, encoding: str) -> list[Any]:
     """What else than the content of the source decides which ids the corpus has."""
-    split = "valid_path" if config.valid_path else config.valid_fraction
+    is_given = config.valid_path or config.valid_split
+    split = "valid_path" if is_given else config.valid_fraction
     return [config.source, encoding, split]
 
 

@@ -34,29 +34,32 @@ def found_or_made(
     key: list[Any],
     read: Callable[[], tuple[str, Callable[[Path], None]]],
     open: Callable[[Path], OpenedT],
-    text_key: str = "",
+    how: Any = "",
 ) -> OpenedT:
     """Open the folder for the content of these files and the settings in `key`.
 
     The content decides, so moved or touched files are the same data: `read` gives a hash of it and
     a function that makes the folder. `files` are listed by what they are read for; those that have
-    not changed since they were last read with this `text_key`, by size and times, are not read
-    again to know their content.
+    not changed since they were last read in the same way, `how`, by size and times, are not read
+    again to know their content. None: the content is not known before it is read.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
         for group in files
     ]
-    noted = cache / "seen" / digest([FORMAT, [listing, text_key]])
+    noted = cache / "seen" / digest([FORMAT, [listing, how]])
     try:
+        if how is None:
+            raise ValueError("always to be read")
         content = noted.read_text(encoding="ascii")
         folder = cache / digest([FORMAT, content, *key])
     except (OSError, ValueError):
         folder = None
     if folder is None or not os.path.isdir(folder):
         content, make = read()
-        newest_ns = max(max(file.mtime_ns, file.ctime_ns) for group in files for file in group)
-        if time.time_ns() - newest_ns >= _CLOCK_TICK_NS:  # or a clock tick may hide a change
+        times = [max(file.mtime_ns, file.ctime_ns) for group in files for file in group]
+        is_settled = time.time_ns() - max(times, default=0) >= _CLOCK_TICK_NS
+        if how is not None and is_settled:  # or a clock tick may hide a change
             with suppress(OSError):  # a convenience only: without it the files are read again
                 replace_file(noted, content.encode())
         folder = cache / digest([FORMAT, content, *key])

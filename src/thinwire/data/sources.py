@@ -5,22 +5,17 @@ is held at a time, so a corpus may be far larger than memory.
 """
 
 import io
-import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from thinwire.data.files import SourceFile, kind_and_packing, reading
-from thinwire.data.unpack import BROKEN, refuse_bomb, unpacked
+from thinwire.data.records import Record, json_lines, parquet_rows
+from thinwire.data.unpack import BROKEN, unpacked
 from thinwire.errors import DataError
-from thinwire.lazy import needs
 
 SEPARATOR = "<|endoftext|>"
 WHOLE_CHARACTERS = 16_000_000
 PIECE_CHARACTERS = 1_000_000
-LONGEST_BYTES = 64 << 20  # of a line of JSON, or of a text in a row of Parquet
-_ROWS = 64  # of Parquet, read at a time
 
 
 class Document(NamedTuple):
@@ -59,8 +54,10 @@ def _documents_of(file: SourceFile, raw: IO[bytes], key: str) -> Iterator[tuple[
     if kind == ".parquet":
         yield from _parquet_texts(file, stream, packing, key)
         return
-    texts = _jsonl_texts(file, stream, key) if kind == ".jsonl" else _plain_texts(stream, kind)
-    for text in texts:
+    if kind == ".jsonl":
+        yield from ((text_of(line, key), line.position) for line in json_lines(file, raw, stream))
+        return
+    for text in _plain_texts(stream, kind):
         yield text, raw.tell()
 
 
@@ -103,28 +100,19 @@ def _pieces(lines: Iterable[str], separated: bool) -> Iterator[tuple[str, bool]]
     yield "".join(held), True
 
 
-def _jsonl_texts(file: SourceFile, stream: IO[bytes], key: str) -> Iterator[str]:
-    lines = iter(lambda: stream.readline(LONGEST_BYTES + 1), b"")
-    for number, line in enumerate(lines, 1):
-        where = f"{file.path}, line {number}"
-        _refuse_longer(len(line), where)
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON ({error}); repair or remove it") from error
-        text = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise DataError(
-                f'{where}: needs an object with the key "{key}" that holds a string, but it '
-                f"{_description(record, key)}; set data.text_key to the key of the text"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
-            raise DataError(f'{where}: "{key}" is not valid Unicode ({error.reason})') from error
-        yield text
+def text_of(record: Record, key: str) -> str:
+    """The text that a record holds under a key."""
+    text = record.values.get(key) if isinstance(record.values, dict) else None
+    if not isinstance(text, str):
+        raise DataError(
+            f'{record.where}: needs an object with the key "{key}" that holds a string, but it '
+            f"{_description(record.values, key)}; set data.text_key to the key of the text"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
+        raise DataError(f'{record.where}: "{key}" is not valid Unicode ({error.reason})') from error
+    return text
 
 
 def _description(record: Any, key: str) -> str:
@@ -145,40 +133,16 @@ def _json_kind(value: Any) -> str:
 def _parquet_texts(
     file: SourceFile, stream: IO[bytes], packing: str, key: str
 ) -> Iterator[tuple[str, int]]:
-    pyarrow = needs("pyarrow", extra="data", what=str(file.path))
-    parquet = needs("pyarrow.parquet", extra="data", what=str(file.path))
-    with tempfile.TemporaryFile() as on_disk:
-        if packing:  # Parquet is read from its end, so it must be on disk unpacked
-            shutil.copyfileobj(stream, on_disk)
-            on_disk.seek(0)
-            stream = on_disk
-        try:
-            table = parquet.ParquetFile(stream)
-            columns = table.schema_arrow.names
-            if key not in columns:
-                raise DataError(
-                    f'{file.path} has no column "{key}"; its columns: {", ".join(columns)}; set '
-                    "data.text_key to the column of the text"
-                )
-            rows = size = 0
-            for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
-                for value in batch.column(0):  # one at a time: a short file can hold long texts
-                    text = value.as_py()
-                    if text is not None and not isinstance(text, str):
-                        raise DataError(f'{file.path}: column "{key}" holds {type(text).__name__}')
-                    rows += 1
-                    size += len(text or "")
-                    _refuse_longer(len(text or ""), f"{file.path}, row {rows}")
-                    refuse_bomb(file, size)  # a text that is repeated is stored once
-                    yield text or "", file.size * rows // table.metadata.num_rows
-        except pyarrow.ArrowException as error:
-            raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
-
-
-def _refuse_longer(size: int, where: str) -> None:
-    """One document is held in memory whole, so its size has a limit."""
-    if size > LONGEST_BYTES:
+    def columns(names: list[str]) -> list[str]:
+        if key in names:
+            return [key]
         raise DataError(
-            f"{where}: one document of more than {LONGEST_BYTES >> 20} MiB, which is the limit: "
-            "the file is damaged, or the document must be split into several"
+            f'{file.path} has no column "{key}"; its columns: {", ".join(names)}; set '
+            "data.text_key to the column of the text"
         )
+
+    for row in parquet_rows(file, stream, packing, columns):
+        text = row.values[key]
+        if text is not None and not isinstance(text, str):
+            raise DataError(f'{file.path}: column "{key}" holds {type(text).__name__}')
+        yield text or "", row.position

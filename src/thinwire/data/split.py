@@ -104,8 +104,15 @@ class Split:
     validation, or the highest to training.
     """
 
-    def __init__(self, scan: Scan, fraction: float) -> None:
+    def __init__(self, scan: Scan, fraction: float, whole: bool = False) -> None:
+        """`whole` keeps every document in one piece, however long it is."""
+        if whole and scan.lowest == scan.highest and not scan.given:
+            raise DataError(
+                "the corpus is a single conversation: there must be another one to validate on; "
+                "add some, or set data.valid_path"
+            )
         self._scan = scan
+        self._whole = whole
         self._fraction = fraction
         self._threshold = int(fraction * _RANGE)
         if scan.lowest >= self._threshold:
@@ -141,7 +148,7 @@ class Split:
             return _split_near_end(text, self._fraction)
         if document.place >= self._threshold:
             return [("train", text)]
-        if document.size <= 2 * self._longest:
+        if self._whole or document.size <= 2 * self._longest:
             return [("valid", text)]
         return _split_near_end(text, self._longest / document.size)
 

@@ -43,6 +43,7 @@ class ChatTemplate:
     source: str
     name: str  # for the user: where it is from
     config: Mapping[str, Any] = field(default_factory=dict)
+    is_own: bool = False  # whether it was published with the tokenizer
 
     @classmethod
     def beside(cls, tokenizer: Path) -> "ChatTemplate | None":
@@ -50,7 +51,7 @@ class ChatTemplate:
         config = _read_config(tokenizer.with_name(CONFIG))
         own = tokenizer.with_name(JINJA)
         if own.is_file():
-            return cls(_read(own), str(own), config)
+            return cls(_read(own), str(own), config, is_own=True)
         source = config.get("chat_template")
         if isinstance(source, list):  # several, by name
             named = {entry.get("name"): entry for entry in source if isinstance(entry, dict)}
@@ -62,7 +63,7 @@ class ChatTemplate:
                 f"{tokenizer.with_name(CONFIG)} has a chat_template that is not text: correct it, "
                 "or set data.template"
             )
-        return cls(source, str(tokenizer.with_name(CONFIG)), config)
+        return cls(source, str(tokenizer.with_name(CONFIG)), config, is_own=True)
 
     @classmethod
     def chosen(cls, name: str, tokenizer: Path | None) -> "ChatTemplate":
@@ -92,6 +93,11 @@ class ChatTemplate:
     def json(self) -> str:
         """The text of a tokenizer_config.json with this template."""
         return json.dumps({**self.config, "chat_template": self.source}, indent=2, sort_keys=True)
+
+    @property
+    def special_names(self) -> list[str]:
+        """Special tokens that are spelled out in the template, such as <|im_end|>."""
+        return list(dict.fromkeys(re.findall(r"<\|[\w.-]+\|>", self.source)))
 
     @property
     def marks_answers(self) -> bool:

@@ -15,6 +15,7 @@ class _Use(NamedTuple):
     holds: Callable[[Settings], bool]
 
 
+_CHAT = 'data.source = "chat" or "hf"'
 _USES = [
     _Use("optim.momentum", 'optim.name = "sgd"', lambda s: s.optim.name == "sgd"),
     _Use("optim.matrix_lr", 'optim.name = "muon"', lambda s: s.optim.name == "muon"),
@@ -35,8 +36,20 @@ _USES = [
     _Use("lora.alpha", "lora.rank", lambda s: s.lora.rank > 0),
     _Use("lora.targets", "lora.rank", lambda s: s.lora.rank > 0),
     _Use("data.path", "another data.source", lambda s: s.data.source != "stdlib"),
-    _Use("data.text_key", 'data.source = "text"', lambda s: s.data.source == "text"),
-    _Use("data.valid_fraction", "an empty data.valid_path", lambda s: not s.data.valid_path),
+    _Use(
+        "data.text_key",
+        'data.source = "text" or "hf"',
+        lambda s: s.data.source in ("text", "hf"),
+    ),
+    _Use(
+        "data.valid_fraction",
+        "an empty data.valid_path and data.valid_split",
+        lambda s: not (s.data.valid_path or s.data.valid_split),
+    ),
+    _Use("data.split", 'data.source = "hf"', lambda s: s.data.source == "hf"),
+    _Use("data.valid_split", 'data.source = "hf"', lambda s: s.data.source == "hf"),
+    _Use("data.template", _CHAT, lambda s: s.data.source in ("chat", "hf")),
+    _Use("data.learn", _CHAT, lambda s: s.data.source in ("chat", "hf")),
     _Use("data.augment", 'data.source = "images"', lambda s: s.data.source == "images"),
 ]
 

@@ -1,0 +1,311 @@
+"""From files of conversations to a corpus of which only the answers are learned."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thinwire.data import Corpus, DataConfig, Tokenizer, prepare
+from thinwire.data import prepared as prepared_module
+from thinwire.data.chat import Chat
+from thinwire.data.template import CHATML_TOKENS
+from thinwire.errors import DataError
+
+VOCAB = 400
+
+
+def talk(number: int) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"What is {number} and {number}?"},
+            {"role": "assistant", "content": f"It is {2 * number}."},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    }
+
+
+def written(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def config_of(path: Path, **changes: Any) -> DataConfig:
+    return DataConfig(source="chat", path=str(path), valid_fraction=0.2, **changes)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    written(folder / "a.jsonl", [talk(i) for i in range(30)])
+    return folder
+
+
+def learned(corpus: Corpus, side: str) -> str:
+    ids, mask = getattr(corpus, side), getattr(corpus, f"{side}_learned")
+    return corpus.tokenizer().decode(ids[mask == 1])
+
+
+def test_answers_are_learned_and_the_rest_is_read(chats: Path, cache: Path) -> None:
+    corpus = prepare(config_of(chats), VOCAB, cache)
+    tokenizer = corpus.tokenizer()
+    said = learned(corpus, "train") + learned(corpus, "valid")
+    expected = [text for i in range(30) for text in (f"It is {2 * i}.", "Yes.")]
+    assert sorted(filter(None, said.split("<|im_end|>"))) == sorted(expected)
+    whole = tokenizer.decode(np.concatenate([corpus.train, corpus.valid]))
+    assert whole.count("<|im_start|>user\n") == 60 and whole.count("<|endoftext|>") == 30
+    assert corpus.documents == 30 and "30 conversations" in corpus.summary()
+    assert "learned" in corpus.summary()
+    assert corpus.notes[0] == "conversations by their form: 30 messages; chat template: chatml"
+    ends = corpus.train == tokenizer.end_of_text
+    assert ends.any() and not corpus.train_learned[ends].any()
+    assert np.isin(tokenizer.id_of("<|im_end|>"), corpus.train[corpus.train_learned == 1])
+
+
+def test_no_conversation_is_on_both_sides_or_cut_in_two(chats: Path, cache: Path) -> None:
+    corpus = prepare(config_of(chats, valid_path=""), VOCAB, cache)
+    tokenizer = corpus.tokenizer()
+    sides = [
+        set(tokenizer.decode(getattr(corpus, side)).split("<|endoftext|>")[:-1])
+        for side in ("train", "valid")
+    ]
+    assert all(sides) and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 30
+    assert all(text.startswith("<|im_start|>system") for side in sides for text in side)
+
+
+def test_the_same_conversations_in_any_form_are_the_same_corpus(
+    chats: Path, cache: Path, tmp_path: Path
+) -> None:
+    first = prepare(config_of(chats), VOCAB, cache)
+    lines = (chats / "a.jsonl").read_bytes()
+    packed, listed, table, shared = (tmp_path / name for name in ("p", "l", "t", "s"))
+    for folder in (packed, listed, table, shared):
+        folder.mkdir()
+    (packed / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (listed / "a.json").write_text(json.dumps([talk(i) for i in range(30)], indent=1))
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = pyarrow.Table.from_pylist([{"id": i, **talk(i)} for i in range(30)])
+    parquet.write_table(rows, table / "a.parquet")
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    written(shared / "a.jsonl", [
+        {"conversations": [{"from": names[m["role"]], "value": m["content"]}
+                           for m in talk(i)["messages"]]}
+        for i in range(30)
+    ])  # fmt: skip
+    for folder in (packed, listed, table, shared):
+        assert prepare(config_of(folder), VOCAB, cache).fingerprint == first.fingerprint, folder
+
+
+def test_forms_may_be_mixed_and_are_said(tmp_path: Path, cache: Path) -> None:
+    records = [talk(i) for i in range(5)]
+    records += [{"instruction": f"Say {i}.", "input": "", "output": f"{i}"} for i in range(4)]
+    records += [{"prompt": f"Count {i}", "completion": f"{i} {i}"} for i in range(3)]
+    written(tmp_path / "mixed.jsonl", records)
+    corpus = prepare(config_of(tmp_path / "mixed.jsonl"), VOCAB, cache)
+    assert "5 messages, 4 Alpaca, 3 prompt and completion" in corpus.notes[0]
+
+
+def test_all_tokens_may_be_learned(chats: Path, cache: Path) -> None:
+    answers = prepare(config_of(chats), VOCAB, cache)
+    whole = prepare(config_of(chats, learn="all"), VOCAB, cache)
+    assert whole.train_learned is None and whole.valid_learned is None
+    assert np.array_equal(whole.train, answers.train)
+    assert whole.fingerprint != answers.fingerprint
+
+
+def test_conversations_without_an_answer_are_left_out(
+    chats: Path, cache: Path, tmp_path: Path
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "Anybody there?"}]}
+    empty = {"prompt": "Say nothing.", "completion": " "}
+    written(chats / "b.jsonl", [asked, empty])
+    corpus = prepare(config_of(chats), VOCAB, cache)
+    assert corpus.documents == 30
+    assert corpus.notes[1].startswith("2 conversations without an answer")
+    only = written(tmp_path / "only.jsonl", [asked, empty])
+    with pytest.raises(DataError, match=r"no conversation to learn from: 2 without an answer"):
+        prepare(config_of(Path(only)), VOCAB, cache)
+
+
+def test_the_template_of_a_tokenizer_is_used_and_kept(
+    chats: Path, cache: Path, tmp_path: Path
+) -> None:
+    given = Tokenizer.train(["What is 1 and 2? It is 3. Sure? Yes."], 290, ["<|eot|>"])
+    given.save(tmp_path / "tokenizer.json")
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>{% endfor %}" \
+             "{% if add_generation_prompt %}assistant: {% endif %}"  # fmt: skip
+    own = {"chat_template": source, "eos_token": "<|eot|>", "model_max_length": 512}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    config = config_of(chats, tokenizer=str(tmp_path / "tokenizer.json"))
+    corpus = prepare(config, VOCAB, cache)
+    assert set(learned(corpus, "valid").split("<|eot|>")) >= {" Yes."}
+    kept = json.loads((corpus.folder / "tokenizer_config.json").read_text())
+    assert kept == own
+    chat = Chat.open(corpus.folder)
+    ids = chat.prompt_ids([{"role": "user", "content": "Sure?"}])
+    assert chat.tokenizer.decode(ids) == "user: Sure?<|eot|>assistant: "
+    assert given.id_of("<|eot|>") in chat.end_ids
+    other = {**own, "chat_template": source.replace(": ", " - ")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
+    assert prepare(config, VOCAB, cache).fingerprint != corpus.fingerprint
+    chatml = prepare(replace(config, template="chatml"), VOCAB, cache)
+    assert chatml.vocab == given.vocab_size + 2
+    assert chatml.tokenizer().id_of(CHATML_TOKENS[0]) == given.vocab_size
+
+
+def test_a_tokenizer_without_room_for_the_template_is_refused(
+    chats: Path, cache: Path, tmp_path: Path
+) -> None:
+    Tokenizer.train(["some text"], 300).save(tmp_path / "t.json")
+    size = Tokenizer.load(tmp_path / "t.json").vocab_size
+    config = config_of(chats, tokenizer=str(tmp_path / "t.json"))
+    with pytest.raises(DataError, match=rf"<\|im_start\|>, <\|im_end\|>.* at least {size + 2}"):
+        prepare(config, size, cache)
+    with pytest.raises(DataError, match=r"no chat template is beside the tokenizer"):
+        prepare(replace(config, template="tokenizer"), VOCAB, cache)
+    with pytest.raises(DataError, match=r"cannot read .*gone.jinja"):
+        prepare(replace(config, template=str(tmp_path / "gone.jinja")), VOCAB, cache)
+    with pytest.raises(DataError, match=r"at least 259 \(256 bytes and .*<\|im_end\|>\)"):
+        prepare(config_of(chats), 258, cache)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "x"}', r'b.jsonl, line 1 is not a conversation: it has the keys "text"'),
+        ("[1]", r"b.jsonl, entry 1 is not a conversation: it is not an object"),
+        ('{"messages": [{"role": "user"', r"b.jsonl, line 1: not valid JSON"),
+        ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
+    ],
+)
+def test_records_that_cannot_be_used_are_named(
+    line: str, words: str, chats: Path, cache: Path
+) -> None:
+    (chats / "b.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match=words):
+        prepare(config_of(chats), VOCAB, cache)
+    assert not list(cache.glob("*/manifest.json"))
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"no chat to read under .*only \.txt; supported: \.jsonl"):
+        prepare(config_of(tmp_path), VOCAB, cache)
+    with pytest.raises(DataError, match=r"not a kind of file that can be read as chat"):
+        prepare(config_of(tmp_path / "a.txt"), VOCAB, cache)
+    written(tmp_path / "one.jsonl", [talk(1)])
+    with pytest.raises(DataError, match="a single conversation"):
+        prepare(config_of(tmp_path / "one.jsonl"), VOCAB, cache)
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(DataError, match="there are no records"):
+        prepare(config_of(tmp_path / "none.jsonl"), VOCAB, cache)
+
+
+def test_separate_conversations_to_validate_on(chats: Path, cache: Path, tmp_path: Path) -> None:
+    written(tmp_path / "valid.jsonl", [talk(5), talk(100)])
+    corpus = prepare(config_of(chats, valid_path=str(tmp_path / "valid.jsonl")), VOCAB, cache)
+    assert learned(corpus, "valid").count("Yes.") == 2
+    assert learned(corpus, "train").count("Yes.") == 29, "a copy is not trained on"
+
+
+def test_unchanged_files_are_not_read_again(
+    chats: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
+    phases: list[str] = []
+    first = prepare(config_of(chats), VOCAB, cache, lambda phase, *_: phases.append(phase))
+    assert phases[-1] == "tokenising"
+    phases.clear()
+    again = prepare(config_of(chats), VOCAB, cache, lambda phase, *_: phases.append(phase))
+    assert not phases and again.notes == first.notes
+    text = DataConfig(source="text", path=str(chats), valid_fraction=0.2, text_key="messages")
+    with pytest.raises(DataError, match="holds a list"):
+        prepare(text, VOCAB, cache)
+
+
+def test_a_text_corpus_keeps_the_template_of_its_tokenizer(
+    text_folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    Tokenizer.train(["some text"], 300).save(tmp_path / "tokenizer.json")
+    config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.2,
+                        tokenizer=str(tmp_path / "tokenizer.json"))  # fmt: skip
+    before = prepare(config, VOCAB, cache)
+    assert before.template() is None
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    after = prepare(config, VOCAB, cache)
+    assert after.template().source == "{{ messages }}"
+    assert after.fingerprint == before.fingerprint
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    return datasets
+
+
+def test_datasets_of_hugging_face(chats: Path, cache: Path, tmp_path: Path, offline: Any) -> None:
+    ours = prepare(config_of(chats), VOCAB, cache)
+    offline.disable_progress_bars()
+    made = offline.Dataset.from_list([talk(i) for i in range(30)])
+    held = offline.Dataset.from_list([talk(i) for i in range(100, 104)])
+    made.save_to_disk(tmp_path / "saved")
+    offline.DatasetDict({"train": made, "test": held}).save_to_disk(tmp_path / "both")
+    for name in ("parquet", "json"):
+        (tmp_path / name).mkdir()
+    made.to_parquet(tmp_path / "parquet" / "train-0.parquet")
+    made.to_json(tmp_path / "json" / "train.jsonl")
+    for name in ("saved", "both", "parquet", "json"):
+        config = DataConfig(source="hf", path=str(tmp_path / name), valid_fraction=0.2)
+        corpus = prepare(config, VOCAB, cache)
+        assert corpus.fingerprint == ours.fingerprint, name
+        assert "30 messages" in corpus.notes[0]
+    config = replace(config, path=str(tmp_path / "both"), valid_split="test")
+    assert learned(prepare(config, VOCAB, cache), "valid").count("It is 20") == 4
+    with pytest.raises(DataError, match=r'no split "dev"; it has train, test: set data\.split'):
+        prepare(replace(config, split="dev"), VOCAB, cache)
+    with pytest.raises(DataError, match=r"cannot be read: .*dev.*check data\.path and data\.split"):
+        prepare(replace(config, path=str(tmp_path / "json"), split="dev"), VOCAB, cache)
+
+
+def test_texts_of_hugging_face_and_what_changes_them(
+    cache: Path, tmp_path: Path, offline: Any, text_of: Any
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+
+    def corpus_of(first: int) -> Corpus:
+        rows = [{"prompt": "unused", "body": text_of(i)} for i in range(first, first + 20)]
+        written(folder / "train.jsonl", rows)
+        config = DataConfig(source="hf", path=str(folder), text_key="body", valid_fraction=0.2)
+        return prepare(config, VOCAB, cache)
+
+    one, other = corpus_of(0), corpus_of(20)
+    assert one.train_learned is None and one.fingerprint != other.fingerprint
+    assert corpus_of(0).fingerprint == one.fingerprint
+    with pytest.raises(DataError, match=r'needs an object with the key "text".*data\.text_key'):
+        prepare(DataConfig(source="hf", path=str(folder)), VOCAB, cache)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", r'data\.source = "hf" needs data\.path'),
+        ("./nowhere", r"is not a folder that holds a dataset"),
+        ("nobody/nothing", r"nobody/nothing cannot be read: .*reach"),
+        ("nobody/nothing@main:part", r"cannot be read: .*reach"),
+    ],
+)
+def test_datasets_that_cannot_be_had(path: str, words: str, cache: Path, offline: Any) -> None:
+    with pytest.raises(DataError, match=words):
+        prepare(DataConfig(source="hf", path=path), VOCAB, cache)
