@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.weights import Weights, stage_weights
 from thinwire.model import architecture
 from thinwire.model.config import PRESETS
 from thinwire.outlook import compare_cuts
@@ -24,7 +25,6 @@ from thinwire.plan import (
     plan_to_plain,
     short_grid,
     stage_memory,
-    stage_parameters,
 )
 from thinwire.schedule import build
 from thinwire.settings import Settings, machine_cores
@@ -67,7 +67,7 @@ def test_what_crosses_is_known_from_the_settings_alone(
     monkeypatch.setattr("thinwire.engine.build.random_basis", derived)
     monkeypatch.setattr("thinwire.engine.build.fixed_table", derived)
     plan = make_plan(settings, RATE)
-    assert plan.parameters == [stage_parameters(settings, stage) for stage in range(4)]
+    assert plan.weights == [stage_weights(settings, stage) for stage in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_stages_hold_all_parameters_once(preset: str, split: list[int]) -> N
     settings = Settings.from_plain(
         {"model": {"preset": preset}, "pipeline": {"stages": len(split), "split": split}}
     )
-    counts = [stage_parameters(settings, stage) for stage in range(len(split))]
+    counts = [stage_weights(settings, stage).count for stage in range(len(split))]
     assert sum(counts) == architecture(settings.model).parameter_count()
     assert make_plan(settings, 1e15).parameters == counts
 
@@ -267,11 +267,12 @@ def test_links_that_are_not_emulated_cost_nothing(make_settings: MakeSettings) -
 
 def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSettings) -> None:
     settings = make_settings()
-    parameters = stage_parameters(settings, 0)
+    parameters = stage_weights(settings, 0).count
     weight_bytes = parameters * 8  # float64
 
     def memory(in_flight: int, **changes: object) -> int:
-        return stage_memory(make_settings(**changes), 0, parameters, in_flight)
+        changed = make_settings(**changes)
+        return stage_memory(changed, 0, stage_weights(changed, 0), in_flight)
 
     assert memory(0) == 4 * weight_bytes, "weight, gradient and AdamW's two moments"
     assert memory(0, optim__name="muon") == 3 * weight_bytes
@@ -418,11 +419,10 @@ def test_a_narrow_run_holds_the_fixed_token_table_on_every_stage(
         narrow = make_settings(boundary__mode=mode, boundary__rank=4, boundary__anchor=anchor)
         table = narrow.model.vocab * narrow.model.dim * 2  # bf16
         for stage in range(2):
-            parameters = stage_parameters(narrow, stage)
-            weights = 4 * 8 * parameters
-            head = stage_memory(make_settings(), stage, 0, 0)  # what no parameter has a part in
-            expected = weights + head + (table if held else 0)
-            assert stage_memory(narrow, stage, parameters, 0) == expected
+            weights = stage_weights(narrow, stage)
+            head = stage_memory(make_settings(), stage, Weights(), 0)  # not of any parameter
+            expected = 4 * 8 * weights.count + head + (table if held else 0)
+            assert stage_memory(narrow, stage, weights, 0) == expected
 
 
 def test_a_long_grid_shows_its_two_ends() -> None:
@@ -455,3 +455,47 @@ def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Ca
     assert "of the first cut; codec.cuts" in differ
     (differ,) = size_notes(make_settings(**NARROW, boundary__ranks=["0: 7"]))
     assert "of the first cut; boundary.ranks" in differ
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_frozen_weights_have_neither_gradient_nor_state(
+    precision: str, make_settings: MakeSettings
+) -> None:
+    lora = {"lora__rank": 2, "run__precision": precision}
+    settings = make_settings(**lora)
+    stages = [StageBuilder(settings, torch.device("cpu")).build(stage) for stage in range(2)]
+    plan = make_plan(settings, RATE)
+    for stage, found, built in zip(range(2), plan.weights, stages, strict=True):
+        parameters = list(built.parameters())
+        assert found.bytes == sum(p.element_size() * p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        assert 0 < found.trained == trained < found.count
+        before = stage_memory(settings, stage, Weights(), 0)
+        states = 3 * 8 if precision == "fp64" else 3 * 4 + 2  # gradient, moments; a rounded copy
+        expected = before + found.bytes + trained * states
+        assert stage_memory(settings, stage, found, 0) == expected
+    text, plain = plan_text(plan), plan_to_plain(plan)
+    assert "adapters of rank 2" in text and "with all weights trained it would take" in text
+    assert plain["trained_parameters"] == [found.trained for found in plan.weights]
+    full = make_plan(make_settings(run__precision=precision), RATE)
+    assert max(full.memory_bytes) > max(plan.memory_bytes)
+    assert "trained:" not in plan_text(full)
+
+
+def test_frozen_matrices_have_no_gradient_to_compute(make_settings: MakeSettings) -> None:
+    """By torch's own counter; attention apart, whose kernels torch counts unevenly."""
+    settings = make_settings(lora__rank=2)
+    model, blocks = settings.model, range(2, 4)
+    stage = StageBuilder(settings, torch.device("cpu")).build(1)
+    x_BTD = torch.zeros(2, model.context, model.dim, dtype=torch.float64, requires_grad=True)
+    output = stage(x_BTD)
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    matrices = sum(n for op, n in counted.items() if "attention" not in str(op))
+    tokens = x_BTD.shape[:2].numel()
+    adapters = 2 * 2 * tokens * sum(p.numel() for p in stage.parameters() if p.requires_grad)
+    family = architecture(model)
+    attention = 2 * len(blocks) * 2 * tokens * model.context * model.dim
+    assert family.backward_flops(blocks, 2, frozen=True) == matrices - adapters + attention
+    assert family.backward_flops(blocks, 2) == 2 * family.forward_flops(blocks, 2)

@@ -4,6 +4,7 @@ Compute times are measured on this machine with one block of the model (or given
 bytes and links come from the settings, and the schedule's own simulator puts them together.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.build import StageBuilder, autocast_for, choose_device
-from thinwire.model import architecture
+from thinwire.engine.build import autocast_for, choose_device
+from thinwire.engine.weights import Weights, stage_weights
+from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.run.ledger import BF16_BYTES
@@ -29,7 +31,7 @@ from thinwire.settings.crossing import (
 )
 from thinwire.settings.precision import WEIGHT_TYPES
 
-BACKWARD_PER_FORWARD = 2.0  # a backward multiplies each matrix twice
+BACKWARD_PER_FORWARD = 2.0  # operations of a block whose matrices are trained
 TABLE_BYTES = 2  # the fixed token table is kept in bf16
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
 _GRID_COLUMNS = 40  # a grid with more slots than these is shown by its two ends
@@ -44,11 +46,16 @@ class Plan:
     costs: Costs
     simulation: Simulation
     windows: list[tuple[int, float, list[int]]]
-    parameters: list[int]
+    weights: list[Weights]
     memory_bytes: list[int]
     flops_per_s: float
     cores: int | None
     is_measured: bool  # whether the FLOP rate was measured here, or given
+
+    @property
+    def parameters(self) -> list[int]:
+        """Parameters that each stage holds."""
+        return [weights.count for weights in self.weights]
 
 
 def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
@@ -67,13 +74,13 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     this = (simulation.schedule.window, simulation.step_seconds, simulation.in_flight)
     if windows and this[0] not in [window for window, *_ in windows]:
         windows = sorted([*windows, this])
-    parameters = [stage_parameters(settings, stage) for stage in range(p.stages)]
+    weights = [stage_weights(settings, stage) for stage in range(p.stages)]
     memory = [
-        stage_memory(settings, stage, parameters[stage], simulation.in_flight[stage])
+        stage_memory(settings, stage, weights[stage], simulation.in_flight[stage])
         for stage in range(p.stages)
     ]
     is_measured = flops_per_s is None
-    return Plan(settings, costs, simulation, windows, parameters, memory, rate, cores, is_measured)
+    return Plan(settings, costs, simulation, windows, weights, memory, rate, cores, is_measured)
 
 
 def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> Costs:
@@ -97,31 +104,27 @@ def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> 
 
 def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
     """Seconds of one forward and one backward of the stage that holds these blocks."""
-    flops = architecture(settings.model).forward_flops(blocks, settings.microbatch_size)
-    recompute = 1.0 if settings.pipeline.recompute else 0.0
-    forward = flops / flops_per_s
-    return forward, forward * (BACKWARD_PER_FORWARD + recompute)
+    family, batch = architecture(settings.model), settings.microbatch_size
+    forward = family.forward_flops(blocks, batch)
+    backward = family.backward_flops(blocks, batch, frozen=settings.lora.rank > 0)
+    if settings.pipeline.recompute:
+        backward += forward
+    return forward / flops_per_s, backward / flops_per_s
 
 
-def stage_parameters(settings: Settings, stage: int) -> int:
-    """Parameters that a stage holds, counted on layers without memory."""
-    built = StageBuilder(settings, torch.device("meta")).build(stage)
-    return sum(p.numel() for p in built.parameters())
-
-
-def stage_memory(settings: Settings, stage: int, parameters: int, in_flight: int) -> int:
+def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: int) -> int:
     """Bytes that a stage of these settings needs at most."""
-    return block_memory(settings, settings.split()[stage], parameters, in_flight)
+    return block_memory(settings, settings.split()[stage], weights, in_flight)
 
 
-def block_memory(settings: Settings, blocks: range, parameters: int, in_flight: int) -> int:
+def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
     """Bytes of weights, gradients, optimizer state, token table and activations in flight.
 
     Under autocast there is at most one rounded copy of the weights beside them: an embedding and
-    norms, which are counted here, have none.
+    norms, which are counted here, have none. Frozen weights have neither copy, gradient nor state.
     """
     width = WEIGHT_TYPES[settings.run.precision].itemsize
-    states = 4 if settings.optim.name == "adamw" else 3  # weight, gradient, moments
+    states = 3 if settings.optim.name == "adamw" else 2  # gradient, moments
     model, family = settings.model, architecture(settings.model)
     batch = settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
@@ -134,8 +137,8 @@ def block_memory(settings: Settings, blocks: range, parameters: int, in_flight: 
         activations += family.logits(batch) * (compute_width + 2 * 4)
     fixed = settings.boundary.anchor == "fixed"
     table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
-    rounded = parameters * compute_width if compute_width < width else 0
-    return parameters * width * states + rounded + table + activations
+    rounded = weights.trained * compute_width if compute_width < width else 0
+    return weights.bytes + weights.trained * width * states + rounded + table + activations
 
 
 def measure_flops(settings: Settings, repeats: int = 3) -> float:
@@ -179,6 +182,7 @@ def plan_text(plan: Plan) -> str:
         "the sizes of frames, and the links of the settings.",
         "",
         f"model: {sum(plan.parameters):,} parameters, {architecture(settings.model).describe()}",
+        *_lora_lines(plan),
         f"step: {settings.train.batch:,} {rows} in {settings.pipeline.microbatches} microbatches",
         _compute_line(plan),
         _link_line(settings),
@@ -214,6 +218,26 @@ def plan_text(plan: Plan) -> str:
     if not link.emulate:
         lines.append("link.emulate is off: the estimate assumes links that cost no time")
     return "\n".join(lines)
+
+
+def _lora_lines(plan: Plan) -> list[str]:
+    """What is trained, and what that saves, where adapters are trained beside frozen weights."""
+    settings = plan.settings
+    if not settings.lora.rank:
+        return []
+    whole = dataclasses.replace(settings, lora=LoraConfig())
+    needed = max(
+        stage_memory(whole, stage, stage_weights(whole, stage), in_flight)
+        for stage, in_flight in enumerate(plan.simulation.in_flight)
+    )
+    trained = sum(weights.trained for weights in plan.weights)
+    share = 100 * trained / sum(plan.parameters)
+    return [
+        f"trained: {trained:,} of them ({share:.2g} %), adapters of rank {settings.lora.rank} and "
+        "what the cuts learn; the others are frozen",
+        f"the largest stage takes {human_bytes(max(plan.memory_bytes))}; with all weights trained "
+        f"it would take {human_bytes(needed)}",
+    ]
 
 
 def _compute_line(plan: Plan) -> str:
@@ -277,6 +301,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "flops_per_s": plan.flops_per_s,
         "flops_are_measured": plan.is_measured,
         "parameters": plan.parameters,
+        "trained_parameters": [weights.trained for weights in plan.weights],
         "memory_bytes": plan.memory_bytes,
         "forward_bytes": out,
         "backward_bytes": back,

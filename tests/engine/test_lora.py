@@ -71,19 +71,24 @@ def test_frozen_weights_get_no_gradient(make_settings: Callable, corpus: Corpus)
     assert len(tally) == len(gradients) == 4 * 7 * 2
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_fresh_adapter_changes_nothing_and_does_not_depend_on_the_split(
-    make_settings: Callable, corpus: Corpus
+    precision: str, make_settings: Callable, corpus: Corpus
 ) -> None:
-    plain = make_settings(**EXACT)
+    """With bf16 frozen matrices are held as autocast would round them: not a bit differs."""
+    same = {**EXACT, "run__precision": precision}
+    plain = make_settings(**same)
     ids = Feed(corpus, plain, CPU).training(0, 0).inputs
     starts = []
     for stages in (1, 4):
-        settings = make_settings(**EXACT, **LORA, pipeline__stages=stages)
+        settings = make_settings(**same, **LORA, pipeline__stages=stages)
         chain = Chain(settings)
         assert torch.equal(chain.logits(ids), Chain(plain).logits(ids))
         starts.append(parameters(chain))
     assert starts[0].keys() == starts[1].keys()
     assert all(torch.equal(tensor, starts[1][name]) for name, tensor in starts[0].items())
+    frozen = {p.dtype for name, p in starts[0].items() if name.endswith("proj.weight")}
+    assert frozen == {torch.bfloat16 if precision == "bf16" else torch.float32}
     downs = [p for name, p in starts[0].items() if ".lora_A." in name]
     assert len({p.sum().item() for p in downs}) == len(downs), "each is drawn by its own name"
 

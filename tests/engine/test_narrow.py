@@ -11,7 +11,8 @@ from test_resume import commit_all
 from test_verdict import poison
 
 from thinwire.data import Corpus, Order
-from thinwire.engine.build import StageBuilder, parameter_count
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.weights import parameter_count
 from thinwire.errors import ConfigError, WireError
 from thinwire.model import token_loss
 from thinwire.settings import Settings

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
+from thinwire.engine.weights import stage_weights
 from thinwire.errors import ConfigError
-from thinwire.plan import estimate_costs, make_plan, stage_memory, stage_parameters
+from thinwire.plan import estimate_costs, make_plan, stage_memory
 from thinwire.remote.figures import StageFigures, links_of, with_split
 from thinwire.remote.peerfile import PeerFigures, load_peers
 from thinwire.remote.search import MEMORY_SHARE, Search, deal, ranges
@@ -43,7 +44,7 @@ def brute_force(settings: Settings, peers: list[PeerFigures]) -> float:
         split = with_split(settings, counts)
         held = make_plan(split, 1e9).simulation.in_flight
         needs = [
-            stage_memory(split, stage, stage_parameters(split, stage), held[stage])
+            stage_memory(split, stage, stage_weights(split, stage), held[stage])
             for stage in range(stages)
         ]
         for order in itertools.permutations(peers, stages):
@@ -158,8 +159,9 @@ def test_too_few_peers_and_two_of_one_name(make_settings: MakeSettings) -> None:
         {**NARROW, "boundary__basis": "per-cut", "boundary__learn": True,
          "boundary__ranks": ["1: 9"]},
         {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
+        {"lora__rank": 2, "run__precision": "bf16"},
     ],
-    ids=["dense", "table", "learned", "reparam"],
+    ids=["dense", "table", "learned", "reparam", "lora"],
 )  # fmt: skip
 def test_looked_up_figures_are_the_planners(
     changes: dict[str, object], make_settings: MakeSettings

@@ -10,7 +10,7 @@ from thinwire.boundary import Boundary, ProjectedBoundary, SubspaceBoundary
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
 from thinwire.model import Narrow, Stage, architecture
-from thinwire.model.adapter import attach_adapters
+from thinwire.model.adapter import attach_adapters, round_frozen
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -28,13 +28,6 @@ def choose_device(wanted: str, stage: int) -> torch.device:
     if wanted == "cuda":
         return torch.device("cuda", stage % torch.cuda.device_count())
     return torch.device(wanted)
-
-
-def parameter_count(settings: Settings) -> int:
-    """Parameters of the whole model as it is trained, those of its cuts included."""
-    builder = StageBuilder(settings, torch.device("meta"))
-    stages = (builder.build(index) for index in range(settings.pipeline.stages))
-    return sum(p.numel() for stage in stages for p in stage.owned_parameters().values())
 
 
 def check_devices(settings: Settings) -> None:
@@ -116,7 +109,10 @@ class StageBuilder:
                 attach_adapters(stage.layers, settings.lora)
         if settings.run.compile:
             stage.compile_layers()
-        return stage.to(device=self.device, dtype=self.dtype)
+        stage.to(device=self.device, dtype=self.dtype)
+        if settings.lora.rank and settings.run.precision == "bf16":
+            round_frozen(stage.layers)
+        return stage
 
     def initialise(self, stage: Stage) -> None:
         """Starting weights: a function of the seed and the parameters' names."""

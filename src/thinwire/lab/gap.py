@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from thinwire.engine.build import parameter_count
+from thinwire.engine.weights import parameter_count
 from thinwire.lab.experiment import Say, sheet, words
 from thinwire.lab.labels import Point, log_ticks, name_points
 from thinwire.lab.logs import Method, dense_among, gap_at, grounds_of, methods_of, read_logs

@@ -13,7 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from thinwire.engine.build import choose_device, parameter_count
+from thinwire.engine.build import choose_device
+from thinwire.engine.weights import parameter_count
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import Values, base_of, merged, split_patterns
 from thinwire.lab.decide import too_short

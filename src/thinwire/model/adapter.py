@@ -34,6 +34,17 @@ def attach_adapters(layers: nn.Module, config: LoraConfig) -> None:
         _attach(base, config)
 
 
+def round_frozen(layers: nn.Module) -> None:
+    """Hold frozen matrices in bfloat16: the same numbers that autocast would compute with.
+
+    It keeps no rounded copy of a weight without a gradient, so every microbatch in flight would
+    have a copy of its own.
+    """
+    for layer in layers.modules():
+        if isinstance(layer, nn.Linear | ReparamLinear) and not layer.weight.requires_grad:
+            layer.weight.data = layer.weight.data.to(torch.bfloat16)
+
+
 @torch.no_grad()
 def initialise_adapter(name: str, parameter: Tensor, seed: int) -> bool:
     """Fill a parameter of an adapter; False where it is something else.

@@ -67,6 +67,12 @@ class Architecture(ABC):
     def forward_flops(self, blocks: range, batch: int) -> float:
         """Floating-point operations of one forward of the stage with these blocks."""
 
+    def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
+        """Of one backward, which multiplies each matrix twice: for its own gradient, and for that
+        of what it read. A frozen matrix has no gradient.
+        """
+        return 2.0 * self.forward_flops(blocks, batch)
+
     @abstractmethod
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
         """Bytes that a forward of these blocks leaves behind for its backward.

@@ -220,6 +220,12 @@ class Llama(Architecture):
         head = 2.0 * self.logits(batch) * config.dim if is_last else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head
 
+    def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
+        """With frozen matrices attention alone has two products; adapters are small beside them."""
+        forward = self.forward_flops(blocks, batch)
+        attention = len(blocks) * self._attention_flops(batch * self._config.context)
+        return forward + (attention if frozen else forward)
+
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
         """Of the stream two norms in and out, and of heads where they have norms; of matrices what
         both norms gave, q k v as attention reads them and its result, four of the feed-forward.
@@ -251,7 +257,8 @@ class Llama(Architecture):
         kv_dim = config.kv_heads * config.head_dim
         projections = 2 * config.dim * (config.attention_dim + kv_dim)
         matrices = projections + 3 * config.dim * config.ffn
-        attention = (
-            config.context * config.attention_dim
-        )  # scores and their use, each over half the context
-        return 2.0 * tokens * (matrices + attention)
+        return 2.0 * tokens * matrices + self._attention_flops(tokens)
+
+    def _attention_flops(self, tokens: int) -> float:
+        """Scores and their use, each over half the context."""
+        return 2.0 * tokens * self._config.context * self._config.attention_dim

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.weights import Weights
 from thinwire.model import architecture
 from thinwire.plan import block_memory, block_seconds, estimate_costs
 from thinwire.remote.peerfile import PeerFigures
@@ -57,8 +58,11 @@ class StageFigures:
 
     def parameters(self, stage: int, blocks: range) -> int:
         """Parameters of the stage with these blocks, those of its ends of the cuts included."""
+        return self._weights(stage, blocks).count
+
+    def _weights(self, stage: int, blocks: range) -> Weights:
         plans = self._family.stage_layers(blocks)
-        return self._ends[stage] + sum(self._layers[plan.name] for plan in plans)
+        return sum((self._layers[plan.name] for plan in plans), self._ends[stage])
 
     def _work(self, blocks: range) -> float:
         """Floating-point operations of these blocks in a step."""
@@ -66,8 +70,8 @@ class StageFigures:
 
     def _memory(self, stage: int, blocks: range) -> int:
         """Bytes that the stage with these blocks needs."""
-        parameters = self.parameters(stage, blocks)
-        return block_memory(self.settings, blocks, parameters, self.held[stage])
+        weights = self._weights(stage, blocks)
+        return block_memory(self.settings, blocks, weights, self.held[stage])
 
     def costs(self, order: Order, counts: Counts) -> Costs:
         """Seconds and bytes of a step with these peers and blocks on the stages."""
@@ -84,19 +88,17 @@ class StageFigures:
         costs, links = self.costs(order, counts), links_of([self.peers[peer] for peer in order])
         return simulate(self.schedule, costs, links, steps=2)
 
-    def _count_parameters(self) -> tuple[dict[str, int], list[int]]:
+    def _count_parameters(self) -> tuple[dict[str, Weights], list[Weights]]:
         """Parameters of each layer by its name, and of each stage's ends of the cuts."""
         builder = StageBuilder(self.settings, torch.device("meta"))
-        layers: dict[str, int] = {}
+        layers: dict[str, Weights] = {}
         ends = []
         for index in range(self.stages):
             stage = builder.build(index)
-            own = {
-                name: sum(p.numel() for p in layer.parameters())
-                for name, layer in zip(stage.names, stage.layers, strict=True)
-            }
-            layers |= own
-            ends.append(sum(p.numel() for p in stage.parameters()) - sum(own.values()))
+            for name, layer in zip(stage.names, stage.layers, strict=True):
+                layers[name] = Weights.of(layer.parameters())
+            own = [end for end in (stage.incoming, stage.outgoing) if end is not None]
+            ends.append(Weights.of(p for end in own for p in end.parameters()))
         return layers, ends
 
 

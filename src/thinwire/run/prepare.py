@@ -7,9 +7,9 @@ from typing import TypeVar
 import torch
 
 from thinwire.data import Corpus, prepare
-from thinwire.engine.build import parameter_count
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Data, Feed
+from thinwire.engine.weights import model_weights
 from thinwire.paths import cache_folder
 from thinwire.report import Display
 from thinwire.settings import Settings
@@ -24,9 +24,10 @@ def describe(settings: Settings) -> list[str]:
 
     All settings, resolved, stand in the run's config.toml.
     """
-    count, stages = parameter_count(settings), settings.pipeline.stages
+    weights, stages = model_weights(settings), settings.pipeline.stages
+    frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
     first = (
-        f"{settings.run.name}: {count:,} parameters in {stages} stages, "
+        f"{settings.run.name}: {weights.count:,} parameters{frozen} in {stages} stages, "
         f"{settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s, "
         f"hash {settings.hash}"
     )
