@@ -38,6 +38,10 @@ class Boundary(nn.Module, ABC):
         """
         return []
 
+    def copied(self) -> list[nn.Parameter]:
+        """What both ends hold and the sender saves: all that is shared, and what never changes."""
+        return self.shared()
+
     def after_update(self) -> None:
         """What the sender does to its parameters after each update, before it sends them."""
 

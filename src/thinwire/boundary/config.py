@@ -44,7 +44,13 @@ class BoundaryConfig:
         0.5, "step size of such an update; 1 is about one power iteration", above=0
     )
     basis: str = option(
-        "shared", "projected: one basis for all cuts, or one per cut", ("shared", "per-cut")
+        "shared",
+        "projected: one random basis for all cuts, one per cut, or one per cut calibrated to what "
+        "crosses there in the model of train.init_from",
+        ("shared", "per-cut", "calibrated"),
+    )
+    calibrate: int = option(
+        32768, 'basis = "calibrated": tokens of training data to find it with', least=1, most=10**9
     )
     learn: bool = option(False, "projected: train the basis of each cut (kept orthonormal)")
     anchor: str = option(
@@ -69,6 +75,11 @@ class BoundaryConfig:
     def is_constrained(self) -> bool:
         """Whether weights are held in the subspace (by projection or by construction)."""
         return self.mode in CONSTRAINED
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether each cut has a basis of its own that a trained model's activations gave it."""
+        return self.mode == "projected" and self.basis == "calibrated"
 
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
@@ -104,16 +115,16 @@ class BoundaryConfig:
             raise ConfigError(
                 "boundary.free_layers has no meaning with projected: all its weights are free"
             )
-        if self.learn and self.basis != "per-cut":
+        if self.learn and self.basis == "shared":
             raise ConfigError(
-                'boundary.learn = true needs boundary.basis = "per-cut": a shared basis is moved '
-                "by boundary.basis_update_every instead"
+                'boundary.learn = true needs boundary.basis = "per-cut" or "calibrated": a shared '
+                "basis is moved by boundary.basis_update_every instead"
             )
-        if self.basis_update_every and self.basis == "per-cut":
+        if self.basis_update_every and self.basis != "shared":
             raise ConfigError(
-                'boundary.basis_update_every cannot move boundary.basis = "per-cut": the whole '
-                "gradient is known at the last cut only, so the other bases could not follow; "
-                "use boundary.learn = true, or the shared basis"
+                f'boundary.basis_update_every cannot move boundary.basis = "{self.basis}": the '
+                "whole gradient is known at the last cut only, so the other bases could not "
+                "follow; use boundary.learn = true, or the shared basis"
             )
         anchor = "none" if self.anchor == "auto" else self.anchor
         table = (self.table or dim) if anchor == "trainable" else 0

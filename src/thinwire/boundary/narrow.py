@@ -78,7 +78,8 @@ class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 
     With `learn`, each end holds the basis as a parameter; the sender's is the one that is
-    updated, with both ends' gradients, and sent to the receiver. `table` gives the receiver a
+    updated, with both ends' gradients, and sent to the receiver. With `calibrated` alone it is a
+    parameter that stays as it was saved. `table` gives the receiver a
     trainable token table of (vocab, width): taking it off at the sender too would only shift the
     coordinates by something the receiver knows. Where it is narrower than the stream, which saves
     memory with large vocabularies, a matrix widens its rows.
@@ -87,10 +88,17 @@ class ProjectedBoundary(SubspaceBoundary):
     roles: ClassVar = {"basis": Role.BASIS, "table": Role.TABLE, "widen": Role.MATRIX}
 
     def __init__(
-        self, space: Space, anchored: bool, learn: bool, table: tuple[int, int] | None = None
+        self,
+        space: Space,
+        anchored: bool,
+        learn: bool,
+        table: tuple[int, int] | None = None,
+        calibrated: bool = False,
     ):
         super().__init__(space, anchored)
-        self.basis = nn.Parameter(space.basis_DK.clone()) if learn else None
+        self.basis = None
+        if learn or calibrated:
+            self.basis = nn.Parameter(space.basis_DK.clone(), requires_grad=learn)
         self.table = self.widen = None
         if table is not None:
             (vocab, width), dim = table, space.basis_DK.shape[0]
@@ -121,12 +129,15 @@ class ProjectedBoundary(SubspaceBoundary):
         return x_BTD
 
     def shared(self) -> list[nn.Parameter]:
+        return [basis for basis in self.copied() if basis.requires_grad]
+
+    def copied(self) -> list[nn.Parameter]:
         return [] if self.basis is None else [self.basis]
 
     @torch.no_grad()
     def after_update(self) -> None:
         """A learned basis becomes orthonormal again."""
-        if self.basis is not None:
+        if self.basis is not None and self.basis.requires_grad:
             self.basis.copy_(retract(self.basis))
 
 

@@ -164,10 +164,12 @@ class StageBuilder:
         if config.is_constrained:
             return SubspaceBoundary(space)
         rank = config.rank_at(cut)
-        if config.basis == "per-cut":
+        if config.basis != "shared":
             seed = config.basis_seed * 1_000_003 + self.settings.split()[cut].stop
             space = Space(self._basis(seed, rank), space.table_VD)
         elif rank < config.widest:
             space = Space(space.basis_DK[:, :rank], space.table_VD)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(space, config.anchor == "fixed", config.learn, table)
+        return ProjectedBoundary(
+            space, config.anchor == "fixed", config.learn, table, config.is_calibrated
+        )

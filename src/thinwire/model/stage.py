@@ -65,6 +65,11 @@ class Stage(nn.Module):
 
         `ids` are the token ids of what was received, where `needs_ids`.
         """
+        x, ids = self.stream(x, ids)
+        return x if self.outgoing is None else self.outgoing.encode(x, ids)
+
+    def stream(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the last layer, and the token ids that the boundaries read."""
         x, ids = self._start(x, ids)
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index and x.requires_grad:
@@ -73,7 +78,7 @@ class Stage(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
                 x = layer(x)
-        return x if self.outgoing is None else self.outgoing.encode(x, ids)
+        return x, ids
 
     def _start(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the first layer reads, and the ids that boundaries read: a first stage's inputs."""
@@ -150,9 +155,9 @@ class Stage(nn.Module):
         }
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this stage saves: all but those it borrows."""
-        borrowed = {id(parameter) for parameter in self.borrowed()}
-        return {n: p for n, p in self.global_parameters().items() if id(p) not in borrowed}
+        """The parameters that this stage saves: all but copies of what the stage below saves."""
+        copies = {id(p) for p in (self.incoming.copied() if self.incoming is not None else [])}
+        return {n: p for n, p in self.global_parameters().items() if id(p) not in copies}
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage updates: of those it owns, all that are not frozen."""

@@ -6,13 +6,15 @@ fetches its own stage only. Step count, data order, moments and codecs begin ane
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from thinwire.data import Tokenizer
-from thinwire.engine.build import StageBuilder
+from thinwire.engine.build import StageBuilder, choose_device
+from thinwire.engine.calibrate import Calibration
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
 from thinwire.engine.feed import Data
 from thinwire.engine.fold import why_not_folded
@@ -20,6 +22,7 @@ from thinwire.engine.state import StageState
 from thinwire.engine.transfer import MOST_LOST, Transfer
 from thinwire.engine.update import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.model.adapter import is_adapter
 from thinwire.paths import expanded
 from thinwire.report import Display
 from thinwire.run.commit import ORIGIN, commit, discard_partial
@@ -77,10 +80,11 @@ def make_start(
 ) -> Checkpoint:
     """The checkpoint of step 0 of a new run, with the weights of its origin.
 
-    One stage is in memory at a time.
+    One stage is in memory at a time. Calibrated cuts are found on the way.
     """
     eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
-    builder = StageBuilder(eager, torch.device("cpu"))
+    calibration = _calibration(eager, data, display)
+    builder = StageBuilder(eager, calibration.device if calibration else torch.device("cpu"))
     transfer = Transfer(origin, settings)
     transfer.take_space(builder.space)
     shards, stages = [], settings.pipeline.stages
@@ -89,6 +93,8 @@ def make_start(
             stage = builder.build(index)
             builder.initialise(stage)
             transfer.fill(builder, stage)
+            if calibration is not None:
+                calibration.pass_through(index, stage, transfer.fresh)
             state = StageState(eager, stage, StageUpdate.build(builder, stage), [])
             shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
             display.progress("start", index + 1, stages, "stages from earlier weights")
@@ -105,7 +111,13 @@ def make_start(
     except BaseException:
         discard_partial(folder, 0)
         raise
-    for note in _found(transfer, origin):
+    for fit in calibration.fits if calibration else []:
+        display.phase(
+            "start",
+            f"the cut before block {fit.block} carries {fit.rank} coordinates, calibrated: "
+            f"{100 * fit.kept:.2f} % of the squares of what crosses",
+        )
+    for note in _found(transfer, origin, settings):
         display.note(note)
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
     return Checkpoint.open(made, allow_plugins=True)
@@ -188,6 +200,13 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
             f"{origin.folder} was trained with projected cuts, which this run has no more before "
             f"block {blocks}: its loss starts higher than it ended"
         )
+    new = set(_cuts(settings)) - set(_cuts(saved))
+    if new and not settings.boundary.is_calibrated:
+        notes.append(
+            f"the cuts of this run are new to {origin.folder}, and their random basis drops most "
+            'of what crosses, which ruins a trained model: boundary.basis = "calibrated" finds a '
+            "basis for it"
+        )
     return notes
 
 
@@ -199,11 +218,23 @@ def _cuts(settings: Settings) -> list[tuple[int, int]]:
     return [(block, settings.boundary.rank_at(cut)) for cut, block in enumerate(blocks)]
 
 
-def _found(transfer: Transfer, origin: Checkpoint) -> list[str]:
+def _calibration(settings: Settings, data: Data, display: Display) -> Calibration | None:
+    if not settings.boundary.is_calibrated or settings.pipeline.stages == 1:
+        return None
+    device = choose_device(settings.run.device, 0)
+    told = functools.partial(display.progress, "start", unit="batches of a stage's calibration")
+    return Calibration(settings, data, device, told)
+
+
+def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
     """What became of the weights."""
     notes = []
-    if transfer.fresh:
-        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(transfer.fresh)}")
+    cuts = [name for name in transfer.fresh if not is_adapter(name)]
+    if cuts and not settings.boundary.is_calibrated:
+        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(cuts)}")
+    if len(cuts) < len(transfer.fresh):
+        count = len(transfer.fresh) - len(cuts)
+        notes.append(f"{count} tensors of adapters start anew, without effect at first")
     if transfer.lost > MOST_LOST:
         notes.append(
             f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "

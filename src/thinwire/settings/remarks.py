@@ -29,6 +29,11 @@ _USES = [
     _Use("boundary.basis_seed", "a narrow boundary.mode", lambda s: s.boundary.mode != "dense"),
     _Use("boundary.basis", 'boundary.mode = "projected"', lambda s: s.boundary.mode == "projected"),
     _Use(
+        "boundary.calibrate",
+        'boundary.basis = "calibrated"',
+        lambda s: s.boundary.is_calibrated,
+    ),
+    _Use(
         "boundary.basis_rate",
         "boundary.basis_update_every",
         lambda s: s.boundary.basis_update_every > 0,

@@ -274,6 +274,11 @@ def _check(settings: Settings) -> None:
             f"train.batch = {train.batch} {settings.model.task.rows} do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
+    if settings.boundary.is_calibrated and not train.init_from:
+        raise ConfigError(
+            'boundary.basis = "calibrated" needs train.init_from: it is found from the activations '
+            'of a trained model. From the seed use "shared" or "per-cut"'
+        )
     settings.schedule()
     settings.codec.check(pipeline.stages - 1)
     settings.lora.check(settings.model.task is TEXT, settings.boundary)
