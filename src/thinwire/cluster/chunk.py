@@ -62,9 +62,9 @@ class Chunk(nn.Module):
         with self._autocast():
             output = self.stage(received, batch.inputs if self.stage.needs_ids else None)
             if self.above is None:
-                loss = self.stage.loss(output, batch.targets)
                 if self.training:
-                    return loss / self._microbatches
+                    return batch.loss(self.stage, output, self._microbatches)
+                loss = self.stage.loss(output, batch.targets)
                 self.score.add(loss, output, batch.targets)
                 return loss
         return self.above.send(output, at)
