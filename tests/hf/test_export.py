@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
@@ -17,7 +17,7 @@ from thinwire.errors import CheckpointError, ConfigError, ThinwireError
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.hf.tensors import INDEX, write_model
-from thinwire.hf.tokenizer import tokenizer_files
+from thinwire.hf.tokenizer import tokenizer_files, write_json
 from thinwire.hf.verify import Exported, verify
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
@@ -32,6 +32,7 @@ FOLDING = {
     "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
     "one-key-head": {"model__kv_heads": 1},
     "all-key-heads": {"model__kv_heads": 4},
+    "heads-of-qwen": {"model__qk_norm": True, "model__head_dim": 12},
     "moving": {**SUBSPACE, "boundary__mode": "reparam", "boundary__basis_update_every": 2},
 }
 WITH_CUTS = {
@@ -63,7 +64,8 @@ def test_a_model_that_folds_opens_as_an_ordinary_llama(
 ) -> None:
     place = trained(**changes)
     folder, said = exported(place)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    assert kind == ("qwen3" if "model__qk_norm" in changes else "llama")
     assert difference(folder, place) < 1e-5
     assert "the greedy continuation is the same" in said
 
@@ -106,21 +108,8 @@ def test_weights_copied_without_folding_are_refused(
         )
 
 
-def test_what_fails_its_verification_leaves_nothing(
-    trained: Callable[..., Path], tmp_path: Path
-) -> None:
-    place = trained()
-    text = json.loads((place / "tokenizer.json").read_text())
-    text["pre_tokenizer"]["add_prefix_space"] = True
-    other = tmp_path / "other" / "tokenizer.json"
-    other.parent.mkdir()
-    other.write_text(json.dumps(text))
-    wrong = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
-    other.with_name("tokenizer_config.json").write_text(json.dumps(wrong))
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="tokenizer is not the one"):
-        exported(place, tokenizer=other)
-    assert sorted(tmp_path.iterdir()) == before
+def test_what_fails_its_verification_leaves_nothing(trained: Callable[..., Path]) -> None:
+    refused(CheckpointError, "not finite.*earlier checkpoint", trained(is_ruined=True))
 
 
 def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Path]) -> None:
@@ -160,6 +149,42 @@ def test_what_is_exported_can_be_used_without_looking_at_it(trained: Callable[..
     for part in ("# my-model", "`subspace` of rank 6", "3 of 3", ours.settings.hash, "differ by"):
         assert part in card
     assert str(place.parents[2]) not in card
+
+
+def test_ways_of_a_tokenizer_go_along(trained: Callable[..., Path], tmp_path: Path) -> None:
+    """What stands beside a tokenizer.json: a chat template, its ends, ways of sampling."""
+    place = trained(model__qkv_bias=True)
+    given = tmp_path / "given"
+    given.mkdir()
+    text = json.loads((place / "tokenizer.json").read_text())
+    text["pre_tokenizer"]["add_prefix_space"] = True
+    write_json(given / "tokenizer.json", text)
+    asked = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    known = {"tokenizer_class": "GPT2Tokenizer", "chat_template": asked, "pad_token": "!"}
+    write_json(given / "tokenizer_config.json", known)
+    sampling = {"repetition_penalty": 9.0, "do_sample": True, "eos_token_id": [2, 3]}
+    write_json(given / "generation_config.json", sampling)
+    folder, said = exported(place, tokenizer=given)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["eos_token_id"] == [2, 3]
+    # The class that is named there has rules of its own, which AutoTokenizer would follow.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert "open the tokenizer with PreTrainedTokenizerFast" in said
+    assert "tokenizer = PreTrainedTokenizerFast." in (folder / "README.md").read_text()
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token == "!"
+    messages = [{"role": "user", "content": "stage"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "[stage]"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.repetition_penalty == 9.0
+    assert difference(folder, place) < 1e-5
+
+
+@pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["tables"]])
+def test_adapters_are_merged(boundary: dict[str, Any], trained: Callable[..., Path]) -> None:
+    place = trained(**boundary, lora__rank=3)
+    folder, _ = exported(place)
+    assert difference(folder, place) < 1e-5
+    assert "LoRA of rank 3" in (folder / "README.md").read_text()
 
 
 def refused(error: type[ThinwireError], match: str, place: Path, **wanted: Any) -> None:

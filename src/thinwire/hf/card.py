@@ -11,6 +11,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.weights import parameter_count
 from thinwire.errors import ThinwireError
+from thinwire.hf.verify import AUTO_TOKENIZER, Verdict
 from thinwire.report.human import human_count
 from thinwire.report.metrics import losses_of
 from thinwire.report.records import EvaluationRecord
@@ -18,10 +19,10 @@ from thinwire.settings import Settings
 
 _PLAIN = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, {tokenizer}
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = {tokenizer}.from_pretrained("{name}")
 ```
 """
 _WITH_CUTS = """\
@@ -30,29 +31,31 @@ Its cuts are part of the model and do not fold into the weights of an ordinary L
 
 ```python
 import thinwire.hf  # registers the model class
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, {tokenizer}
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = {tokenizer}.from_pretrained("{name}")
 ```
 """
 
 
 def model_card(
-    checkpoint: Checkpoint, name: str, dtype: str, is_plain: bool, verdict: str | None
+    checkpoint: Checkpoint, name: str, dtype: str, is_plain: bool, verdict: Verdict | None
 ) -> str:
     """The whole text; `verdict` says how it was verified, if it was."""
     settings = checkpoint.settings
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
     tags = "tags:\n- thinwire\n" + ("- llama\n" if is_plain else "")
     trained = f"A language model of {human_count(parameter_count(settings))} parameters"
+    tokenizer = verdict.tokenizer_class if verdict else AUTO_TOKENIZER
+    opening = (_PLAIN if is_plain else _WITH_CUTS).format(name=name, tokenizer=tokenizer)
     checked = f"\nVerified when it was exported: {verdict}.\n" if verdict else ""
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{tags}---\n\n"
         f"# {name}\n\n"
         f"{trained}, trained with thinwire in {settings.pipeline.stages} pipeline stages and "
         f"exported in {dtype}.\n\n"
-        f"{(_PLAIN if is_plain else _WITH_CUTS).format(name=name)}{checked}\n"
+        f"{opening}{checked}\n"
         f"## How it was trained\n\n| | |\n|---|---|\n{facts}\n"
     )
 
@@ -71,6 +74,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
         **_losses(checkpoint),
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
         f"{optim.weight_decay:g}, warmup {optim.warmup} steps, clip {optim.clip:g}",
+        **_adapters(settings),
         "precision": settings.run.precision,
         "seed": str(settings.run.seed),
         "cuts": _cuts(settings),
@@ -82,6 +86,14 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     if settings.pipeline.stages == 1:
         facts.pop("codecs")
     return facts
+
+
+def _adapters(settings: Settings) -> dict[str, str]:
+    lora = settings.lora
+    if not lora.rank:
+        return {}
+    about = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}"
+    return {"adapters": f"{about}; merged into the weights"}
 
 
 def _cuts(settings: Settings) -> str:

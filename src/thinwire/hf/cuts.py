@@ -19,6 +19,7 @@ from thinwire.model import Stage
 from thinwire.settings import Settings
 from thinwire.subspace import Space, fixed_table
 
+MODEL_TYPE, MODEL_CLASS = "thinwire", "ThinwireForCausalLM"
 ENDS = "boundary"
 ANCHOR = "anchor"
 
@@ -28,11 +29,19 @@ def settings_of(plain: dict[str, Any]) -> Settings:
     return Settings.from_plain(plain)
 
 
-def kept_settings(settings: Settings) -> dict[str, Any]:
-    """What must be known of the settings to build the model again: its shape and its cuts."""
+def config_with_cuts(settings: Settings) -> dict[str, Any]:
+    """The config.json of a model with its cuts: what must be known to build it again."""
     plain, split = settings.to_plain(), [len(blocks) for blocks in settings.split()]
     one_by_one = {"stages": len(split), "split": split, "microbatches": 1, "schedule": "gpipe"}
-    return {"model": plain["model"], "boundary": plain["boundary"], "pipeline": one_by_one}
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": [MODEL_CLASS],
+        "settings": {
+            "model": plain["model"],
+            "boundary": plain["boundary"],
+            "pipeline": one_by_one,
+        },
+    }
 
 
 class Whole:

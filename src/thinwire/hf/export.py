@@ -19,18 +19,17 @@ from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, next_free_name, partial_folder, put_in_place
 from thinwire.hf.card import model_card
-from thinwire.hf.cuts import WithCuts, kept_settings
+from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.shape import config_of
 from thinwire.hf.tensors import TYPES, write_model
 from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, tokenizer_files, write_json
-from thinwire.hf.verify import Exported, verify
+from thinwire.hf.verify import AUTO_TOKENIZER, Exported, verify
 from thinwire.lazy import needs
 from thinwire.report import Display
 from thinwire.report.human import human_bytes
 
 CONFIG = "config.json"
 CARD = "README.md"
-MODEL_TYPE = "thinwire"
 SHARD_BYTES = 5_000_000_000
 
 
@@ -75,8 +74,13 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
             exported = Exported(folder, weights.shapes, _reader(weights), TYPES[wanted.dtype])
-            verdict = str(verify(exported, checkpoint, tokenizer))
-            display.phase("verify", verdict)
+            verdict = verify(exported, checkpoint, tokenizer)
+            display.phase("verify", str(verdict))
+            if verdict.tokenizer_class != AUTO_TOKENIZER:
+                display.note(
+                    f"{AUTO_TOKENIZER} has rules of its own for models of this type, which give "
+                    f"other ids: open the tokenizer with {verdict.tokenizer_class}, as {CARD} says"
+                )
         card = model_card(checkpoint, wanted.folder.name, wanted.dtype, not why_not, verdict)
         (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -89,11 +93,9 @@ def _write(
     display: Display,
 ) -> None:
     settings, dtype = weights.settings, TYPES[wanted.dtype]
-    config = config_of(settings.model)
-    if isinstance(weights, WithCuts):
-        config = {key: value for key, value in config.items() if not key.startswith("rope_")}
-        config |= {"model_type": MODEL_TYPE, "architectures": ["ThinwireForCausalLM"]}
-        config["settings"] = kept_settings(settings)
+    config = (
+        config_with_cuts(settings) if isinstance(weights, WithCuts) else config_of(settings.model)
+    )
     ends = tokenizer.generation()
     write_json(
         folder / CONFIG,

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from thinwire.hf.cuts import Whole, settings_of
+from thinwire.hf.cuts import MODEL_TYPE, Whole, settings_of
 from thinwire.model.llama import Block
 
 
 class ThinwireConfig(PretrainedConfig):
     """The shape of a model and of its cuts: `settings` is what thinwire needs to build it."""
 
-    model_type = "thinwire"
+    model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ("past_key_values",)
 
     def __init__(self, settings: dict[str, Any] | None = None, **others: Any):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import TOKENIZER
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.hf.at_hand import tokenizer_folders
 
 CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
@@ -17,12 +19,13 @@ BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION)
 
 
 class TokenizerFiles:
-    """A tokenizer.json, and what stands beside it, on their way into a folder."""
+    """A tokenizer.json, and what is known beside it, on their way into a folder."""
 
-    def __init__(self, path: Path, vocab: int, context: int):
+    def __init__(self, path: Path, vocab: int, context: int, folders: Iterable[Path] = ()):
         self.path = path
         self.tokenizer = Tokenizer.load(path)
         self._context = context
+        self._folders = list(folders) or [path.parent]
         if self.tokenizer.vocab_size > vocab:
             raise ConfigError(
                 f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
@@ -33,15 +36,16 @@ class TokenizerFiles:
         """Copy what is there, and make what is not."""
         shutil.copyfile(self.path, folder / TOKENIZER)
         for name in BESIDE:
-            if self._beside(name).is_file():
-                shutil.copyfile(self._beside(name), folder / name)
-        if not (folder / CONFIG).exists():
-            write_json(folder / CONFIG, self._config())
+            if (found := self._beside(name)) is not None:
+                shutil.copyfile(found, folder / name)
+        known = self._beside(CONFIG)
+        write_json(folder / CONFIG, self._config() | (_read_json(known) if known else {}))
 
     def generation(self) -> dict[str, Any]:
         """Where a text begins and ends, in ids, for the configs of the model."""
-        if self._beside(GENERATION).is_file():
-            kept = _read_json(self._beside(GENERATION))
+        known = self._beside(GENERATION)
+        if known is not None:
+            kept = _read_json(known)
             keys = ("bos_token_id", "eos_token_id", "pad_token_id")
             return {key: kept[key] for key in keys if key in kept}
         end = self.tokenizer.end_of_text
@@ -63,8 +67,9 @@ class TokenizerFiles:
             **named,
         }
 
-    def _beside(self, name: str) -> Path:
-        return self.path.with_name(name)
+    def _beside(self, name: str) -> Path | None:
+        paths = (folder / name for folder in self._folders)
+        return next((path for path in paths if path.is_file()), None)
 
 
 def tokenizer_files(checkpoint: Checkpoint, given: Path | None) -> TokenizerFiles:
@@ -77,7 +82,7 @@ def tokenizer_files(checkpoint: Checkpoint, given: Path | None) -> TokenizerFile
             "name the one that made them with --tokenizer tokenizer.json"
         )
     model = checkpoint.settings.model
-    return TokenizerFiles(path, model.vocab, model.context)
+    return TokenizerFiles(path, model.vocab, model.context, tokenizer_folders(checkpoint, path))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

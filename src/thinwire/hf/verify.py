@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.data import Corpus, Tokenizer
+from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
 from thinwire.engine.chain import Joined
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, DataError
+from thinwire.errors import CheckpointError
+from thinwire.hf.at_hand import corpus_of
 from thinwire.hf.tokenizer import TokenizerFiles
 from thinwire.lazy import needs
-from thinwire.paths import cache_folder
 
 TOLERANCE = 1e-4
 """Of the largest logit: two programs add up in another order, and no more."""
 TOKENS = 256
+AUTO_TOKENIZER, PLAIN_TOKENIZER = "AutoTokenizer", "PreTrainedTokenizerFast"
+VERIFYING = "verifying the export"
 PROMPT, CONTINUED = 16, 24
 SAMPLE = """\
 The lighthouse keeper wrote down the weather every evening: wind from the north-west, four feet of
@@ -58,6 +61,7 @@ class Verdict:
     tokens: int
     text: str
     rounding: float | None
+    tokenizer_class: str
 
     @property
     def limit(self) -> float:
@@ -91,8 +95,14 @@ def verify(exported: Exported, checkpoint: Checkpoint, tokenizer: TokenizerFiles
     before they are rounded, they must give the trained model's logits.
     """
     text, ids = _text_for(checkpoint, tokenizer.tokenizer)
-    _check_tokenizer(exported.folder, tokenizer.tokenizer)
+    opener = tokenizer_class(exported.folder, tokenizer.tokenizer)
     ours = _answers_of_ours(checkpoint, ids, tokenizer.generation().get("eos_token_id"))
+    largest = float(ours.logits_TV.abs().max())
+    if not math.isfinite(largest):
+        raise CheckpointError(
+            f"the logits of {checkpoint.folder} are not finite: training has ruined its weights; "
+            "export an earlier checkpoint"
+        )
     theirs = _open(exported.folder)
     _check_weights(theirs, exported)
     rounding = None
@@ -100,9 +110,8 @@ def verify(exported: Exported, checkpoint: Checkpoint, tokenizer: TokenizerFiles
         rounding = float((_logits_of_theirs(theirs, ids) - ours.logits_TV).abs().max())
         _lay_over(theirs, exported)
     difference = float((_logits_of_theirs(theirs, ids) - ours.logits_TV).abs().max())
-    largest = float(ours.logits_TV.abs().max())
-    verdict = Verdict(difference, largest, ids.shape[1], text, rounding)
-    if not difference <= verdict.limit:  # NaN is not
+    verdict = Verdict(difference, largest, ids.shape[1], text, rounding, opener)
+    if not difference <= verdict.limit:  # NaN is none
         raise CheckpointError(
             f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
             f"and rounding explains {verdict.limit:.1e} at most"
@@ -114,35 +123,35 @@ def verify(exported: Exported, checkpoint: Checkpoint, tokenizer: TokenizerFiles
 def _text_for(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[str, Tensor]:
     """Ids of the run's own validation text if it is on this machine, else of a sample."""
     most = min(TOKENS, checkpoint.settings.model.context)
-    corpus = _corpus_of(checkpoint.manifest["corpus"])
+    corpus = corpus_of(checkpoint)
     if corpus is not None:
         ids = corpus.valid[:most].astype("int64")
         return "validation text", torch.from_numpy(ids)[None]
     return "a sample text", torch.tensor([tokenizer.encode(SAMPLE)[:most]])
 
 
-def _corpus_of(fingerprint: str) -> Corpus | None:
-    """A prepared corpus with this fingerprint, if one is on this machine."""
-    for manifest in cache_folder().glob("*/manifest.json"):
-        with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # another's, or damaged
-            if fingerprint and fingerprint in manifest.read_text(encoding="utf-8"):
-                corpus = Corpus.open(manifest.parent)
-                if corpus.fingerprint == fingerprint:
-                    return corpus
-    return None
+def tokenizer_class(folder: Path, tokenizer: Tokenizer) -> str:
+    """The class of transformers that opens the tokenizer as it was trained with.
 
-
-def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    auto = needs("transformers", "hf", "verifying the export").AutoTokenizer
-    with _quiet():
-        theirs = auto.from_pretrained(folder).encode(SAMPLE, add_special_tokens=False)
+    For some types of models AutoTokenizer puts rules of its own in place of a tokenizer.json.
+    """
     ours = tokenizer.encode(SAMPLE)
-    if theirs != ours:
-        raise CheckpointError(
-            "the exported tokenizer is not the one of training: transformers gives "
-            f"{len(theirs)} ids for a sample text, such as {theirs[:8]}, where training has "
-            f"{len(ours)}, such as {ours[:8]}"
-        )
+    theirs: dict[str, list[int]] = {}
+    for name in (AUTO_TOKENIZER, PLAIN_TOKENIZER):
+        opener = getattr(needs("transformers", "hf", VERIFYING), name)
+        with _quiet():
+            opened = opener.from_pretrained(folder)
+            theirs[name] = opened.encode(SAMPLE, add_special_tokens=False)
+        if theirs[name] == ours:
+            return name
+    wrong = theirs[AUTO_TOKENIZER]
+    pairs = enumerate(zip(wrong, ours, strict=False))
+    place = next((number for number, (other, own) in pairs if other != own), 0)
+    raise CheckpointError(
+        "the exported tokenizer is not the one of training: transformers gives "
+        f"{len(wrong)} ids for a sample text, training has {len(ours)}; from place {place} on "
+        f"{wrong[place : place + 5]} and {ours[place : place + 5]}"
+    )
 
 
 def _answers_of_ours(checkpoint: Checkpoint, ids: Tensor, end: int | list[int] | None) -> Answers:
@@ -183,7 +192,7 @@ def _room(prompt: Tensor, checkpoint: Checkpoint) -> int:
 
 
 def _open(folder: Path) -> Any:
-    auto = needs("transformers", "hf", "verifying the export").AutoModelForCausalLM
+    auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
     with _quiet():
         return auto.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -216,7 +225,11 @@ def _logits_of_theirs(model: Any, ids: Tensor) -> Tensor:
 
 
 def _check_text(model: Any, ids: Tensor, ours: Answers, verdict: Verdict) -> None:
+    """The same greedy text, whatever ways of sampling the folder recommends."""
     prompt = _prompt(ids)
+    ends = model.generation_config.eos_token_id
+    plain = needs("transformers", "hf", VERIFYING).GenerationConfig
+    model.generation_config = plain(eos_token_id=ends, pad_token_id=0)
     with torch.no_grad(), _quiet():
         generated = model.generate(
             prompt,
@@ -245,7 +258,7 @@ def _check_text(model: Any, ids: Tensor, ours: Answers, verdict: Verdict) -> Non
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Progress bars of transformers are none of our command's output."""
-    logging = needs("transformers.utils.logging", "hf", "verifying the export")
+    logging = needs("transformers.utils.logging", "hf", VERIFYING)
     was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
