@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: a small corpus, small settings, stages run as threads."""
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,9 +168,14 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shared-cache")
+    """Prepared data, once for all tests and test processes that choose no other place."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all workers
+    os.environ["THINWIRE_CACHE"] = str(folder / "shared-cache")
+    return folder / "shared-cache"
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 A mark before a block of commands says how:
 
     <!-- commands: run -->              as they stand
-    <!-- commands: short -->            as they stand, but `thinwire train` with a few steps only
+    <!-- commands: short -->            as they stand, but `thinwire train` with a few small steps
     <!-- commands: plan: reason -->     `thinwire train` as `thinwire plan`, the rest is checked
     <!-- commands: check: reason -->    not run: programs, options and settings must exist
 

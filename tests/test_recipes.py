@@ -14,7 +14,10 @@ from thinwire.settings.remarks import remarks
 from thinwire.typed import to_toml
 
 NARROW = [name for name in RECIPES if name != "dense"]
-SHORT = ("train.steps=2", "train.eval_every=0", "train.eval_batches=1", "link.emulate=false")
+SHORT = (
+    *("train.steps=2", "train.eval_every=0", "train.eval_batches=1", "link.emulate=false"),
+    *("pipeline.stages=2", "pipeline.microbatches=2", "train.batch=4"),
+)
 
 
 def planned_ratio(name: str, preset: str) -> float:
