@@ -4,24 +4,28 @@ import argparse
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import number
 from thinwire.cluster.grid import SCHEDULES, lay_out
-from thinwire.errors import ThinwireError, printable
+from thinwire.errors import StageError, ThinwireError, printable
 
 if TYPE_CHECKING:
-    from thinwire.cluster.world import Seat, World
+    from thinwire.cluster.grid import Grid
+    from thinwire.cluster.world import Seat
+    from thinwire.settings import Settings
 
 NEWEST = Path()  # `--resume` without a value
 INTERRUPTED = 130
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")
+"""How gloo and the store of torchrun say that another process is gone."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of a rank; every rank gets the same."""
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m thinwire.cluster",
-        description="Train a run.toml on torch.distributed.pipelining, one process per stage.",
+        description="Train a run.toml on torch.distributed.pipelining, under torchrun.",
     )
     parser.add_argument("config", type=Path, help="a run.toml, or a run folder")
     parser.add_argument(
@@ -43,8 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--schedule",
         choices=SCHEDULES,
         default="",
-        help="order of forward and backward passes, also with several stages on each rank "
-        "(default: pipeline.schedule)",
+        help="order of forward and backward passes; the last three have several stages on each "
+        "rank (default: pipeline.schedule)",
     )
     parser.add_argument(
         "--replicas",
@@ -61,56 +65,58 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of a rank. Exit codes are those of `thinwire train`."""
+    """Entry point of a rank. Exit codes are those of `thinwire train`; torchrun's own is 1."""
     options = make_parser().parse_args(arguments)
     from thinwire.cluster.world import Seat
 
-    seat = None
+    is_first_here = True
     try:
         seat = Seat.read()
-        code = _train(options, seat)
+        is_first_here = seat.local_rank == 0
+        settings, grid = _read(options, seat)
     except ThinwireError as error:
-        _say(seat, f"error: {error}")
-        code = error.exit_code
-    except RuntimeError as error:
-        # PyTorch wraps whatever ends a forward or backward pass, and tells of lost ranks so.
-        known = _known_cause(error)
+        if is_first_here:  # all ranks find the same: one of each machine says it
+            _say(f"error: {error}")
+        sys.exit(error.exit_code)
+    try:
+        code = _train(options, settings, grid, seat)
+    except Exception as error:
+        known = _known(error)
         if known is None:
             traceback.print_exc()
-        _say(seat, f"error: {known or error}")
+        _say(f"error: rank {seat.rank}: {known or 'internal error; please report the lines above'}")
         code = known.exit_code if known is not None else 1
     sys.stdout.flush()
     sys.exit(code)
 
 
-def _train(options: argparse.Namespace, seat: "Seat") -> int:
-    from thinwire.cluster.engine import Silent, run
-    from thinwire.cluster.world import World
-    from thinwire.report import open_display
+def _read(options: argparse.Namespace, seat: "Seat") -> "tuple[Settings, Grid]":
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, options.set, options.allow_plugins)
-    grid = lay_out(settings, seat.world, options.schedule, options.replicas)
+    return settings, lay_out(settings, seat.world, options.schedule, options.replicas)
+
+
+def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat: "Seat") -> int:
+    from thinwire.cluster.engine import Silent, run
+    from thinwire.cluster.world import World
+    from thinwire.report import open_display
+
     resume = options.resume
     if resume == NEWEST:
         is_run = options.config.is_dir()
         resume = options.config if is_run else Path(settings.run.out) / settings.run.name
     world = World(seat, grid, settings.run.device)
-    shown = open_display(sys.stdout, settings.run.name) if world.leads else Silent()
-    with shown as display:
+    with open_display(sys.stdout, settings.run.name) if world.leads else Silent() as display:
         summary = run(settings, world, display, resume, options.allow_plugins)
-    _finish(world)
+    world.close()
     if summary is None:
         return 0
     _show(summary)
     return INTERRUPTED if summary["interrupted"] else 0
 
 
-def _finish(world: "World") -> None:
-    world.close()
-
-
-def _show(summary: dict) -> None:
+def _show(summary: dict[str, Any]) -> None:
     from rich.console import Console
 
     from thinwire.report import summary_table
@@ -121,17 +127,20 @@ def _show(summary: dict) -> None:
             print(f"{what + ':':<12}{path}")
 
 
-def _known_cause(error: BaseException) -> ThinwireError | None:
+def _known(error: BaseException) -> ThinwireError | None:
+    """What a user can act on, from what PyTorch wraps around whatever ends a forward pass."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ThinwireError):
+    while cause is not None:
+        if isinstance(cause, ThinwireError):
+            return cause
+        if any(words in str(cause) for words in LOST):
+            return StageError("another rank is gone; what it said, or its log, tells why")
         cause = cause.__cause__
-    return cause
+    return None
 
 
-def _say(seat: "Seat | None", text: str) -> None:
-    """Each machine says once what all of its ranks find."""
-    prefix = f"rank {seat.rank}: " if seat is not None and seat.rank else ""
-    print(printable(prefix + text), file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Rank:
             self._keep(stage, message)
         if self._record is None:
             return None
-        return self._record.finish(0, self._trainer.stop_requested, self._started)
+        return self._record.finish(0, self._trainer.ending.stop_requested, self._started)
 
     def _train(self) -> None:
         trainer, settings = self._trainer, self._trainer.settings
@@ -144,7 +144,7 @@ class Rank:
                 self._save()
         if not stop:
             self._keep(-1, trainer.evaluate())
-        trainer.stop_requested = stop
+        trainer.ending.stop_requested = stop
 
     def _save(self) -> None:
         trainer = self._trainer
@@ -182,7 +182,7 @@ class Rank:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The step under way is finished and saved; torchrun ends whoever takes too long."""
-        self._trainer.stop_requested = True
+        self._trainer.ending.stop_requested = True
 
 
 def _cut_up(text: bytes) -> Iterator[bytes]:

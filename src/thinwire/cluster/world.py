@@ -132,28 +132,30 @@ class World:
         by the stage that receives them.
         """
         holders, step = self.grid.holders, 1 if up else -1
-        works, arrived = [], {s: [torch.empty_like(t, device="cpu") for t in like]
-                              for s, like in into.items()}  # fmt: skip
+        arrived = {
+            stage: [torch.empty_like(tensor, device="cpu") for tensor in like]
+            for stage, like in into.items()
+        }
+        works = []
         for stage, tensors in out.items():
-            to = holders[stage + step]
+            to = stage + step
             for number, tensor in enumerate(tensors):
-                if to == self.place:
-                    arrived[stage + step][number].copy_(tensor.detach())
-                    continue
-                there = self._number_of(to)
-                works.append(
-                    dist.isend(tensor.detach().cpu().contiguous(), there, self._all, stage)
-                )
+                value = tensor.detach().cpu().contiguous()
+                if self.holds(to):
+                    arrived[to][number].copy_(value)
+                else:
+                    works.append(dist.isend(value, self._number_of(holders[to]), self._all, stage))
         for stage, tensors in arrived.items():
-            from_ = holders[stage - step]
-            for tensor in tensors if from_ != self.place else ():
-                works.append(dist.irecv(tensor, self._number_of(from_), self._all, stage - step))
+            source = stage - step
+            for tensor in () if self.holds(source) else tensors:
+                number = self._number_of(holders[source])
+                works.append(dist.irecv(tensor, number, self._all, source))
         for work in works:
-            assert work is not None
+            assert work is not None, "all ranks are in this group"
             work.wait()
         return {
-            s: [t.to(like.device) for t, like in zip(arrived[s], into[s], strict=True)]
-            for s in into
+            stage: [t.to(like.device) for t, like in zip(arrived[stage], into[stage], strict=True)]
+            for stage in into
         }
 
     def holds(self, stage: int) -> bool:
