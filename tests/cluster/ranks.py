@@ -18,8 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.cluster.grid import lay_out
+from thinwire.cluster.seat import Seat
 from thinwire.cluster.trainer import Trainer
-from thinwire.cluster.world import Seat, World
+from thinwire.cluster.world import World
 from thinwire.settings import Settings
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import number
 from thinwire.cluster.grid import SCHEDULES, lay_out
+from thinwire.cluster.seat import Seat
 from thinwire.errors import StageError, ThinwireError, printable
 
 if TYPE_CHECKING:
     from thinwire.cluster.grid import Grid
-    from thinwire.cluster.world import Seat
     from thinwire.settings import Settings
 
 NEWEST = Path()  # `--resume` without a value
@@ -67,8 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of a rank. Exit codes are those of `thinwire train`; torchrun's own is 1."""
     options = make_parser().parse_args(arguments)
-    from thinwire.cluster.world import Seat
-
     is_first_here = True
     try:
         seat = Seat.read()
@@ -90,14 +88,14 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _read(options: argparse.Namespace, seat: "Seat") -> "tuple[Settings, Grid]":
+def _read(options: argparse.Namespace, seat: Seat) -> "tuple[Settings, Grid]":
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, options.set, options.allow_plugins)
     return settings, lay_out(settings, seat.world, options.schedule, options.replicas)
 
 
-def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat: "Seat") -> int:
+def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat: Seat) -> int:
     from thinwire.cluster.engine import Silent, run
     from thinwire.cluster.world import World
     from thinwire.report import open_display

@@ -6,6 +6,7 @@ files as those of `thinwire train`, so either engine continues the other's runs.
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 from thinwire.cluster.grid import Grid
 from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
-from thinwire.engine.checkpoint import list_checkpoints
+from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.feed import Data
 from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
 from thinwire.engine.worker import scratch_folder
@@ -31,6 +32,7 @@ from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import heeding
+from thinwire.run.start import adopted, make_start, open_origin
 from thinwire.settings import Settings
 
 Said = list[tuple[int, Any]]
@@ -73,23 +75,30 @@ def run(
     settings = without_links(settings)
     folder = (Path(settings.run.out) / settings.run.name).resolve()
     with contextlib.ExitStack() as stack:
-        checkpoint = None
+        checkpoint = weights = None
         if world.leads:
-            if restarted:
-                resume = folder if list_checkpoints(folder) else None
             for line in [*describe(settings), *_notes(world.grid, settings)]:
                 display.phase("config", line)
+            if restarted:
+                resume = folder if list_checkpoints(folder) else None
             checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
+            weights = checkpoint or open_origin(settings, display, allow_plugins)
+            if weights is not None:
+                settings = adopted(settings, weights.settings)
             stack.enter_context(claim_folder(folder, checkpoint, goes_on=restarted))
             stack.enter_context(_scratch(folder))
-        origin = world.share(str(checkpoint.folder.resolve()).encode() if checkpoint else b"")
-        data = _data(settings, world, display)
+        settings = Settings.from_plain(json.loads(world.share(json.dumps(settings.to_plain()))))
+        weights = _shared_checkpoint(world, weights)
+        data = _data(settings, world, display, weights)
         if checkpoint is not None:
             refuse_other_data(checkpoint, data.fingerprint)
+        elif world.leads and weights is not None:
+            checkpoint = make_start(weights, settings, folder, data, display)
+        checkpoint = _shared_checkpoint(world, checkpoint)
         _check_shared(folder, world)
-        place = Path(origin.decode()) if origin else None
-        trainer = Trainer(settings, world, data, folder, place)
-        display.phase("start", _described(world, place))
+        origin = checkpoint.folder if checkpoint else None
+        trainer = Trainer(settings, world, data, folder, origin)
+        display.phase("start", _described(world, origin))
         record = None
         if world.leads:
             record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
@@ -192,13 +201,21 @@ def _cut_up(text: bytes) -> Iterator[bytes]:
         text = text[4 + size :]
 
 
-def _data(settings: Settings, world: World, display: Display) -> Data:
+def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint that the first rank has opened, on every rank."""
+    place = world.share(str(opened.folder.resolve()) if opened else "")
+    if opened is not None or not place:
+        return opened
+    return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
+
+
+def _data(settings: Settings, world: World, display: Display, weights: Checkpoint | None) -> Data:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
     shown = display if world.leads else Silent()
-    data = prepare_data(settings, shown) if world.seat.local_rank == 0 else None
+    data = prepare_data(settings, shown, weights) if world.seat.local_rank == 0 else None
     world.wait_for_all()
-    data = data or prepare_data(settings, Silent())
-    wanted = world.share(data.fingerprint.encode()).decode()
+    data = data or prepare_data(settings, Silent(), weights)
+    wanted = world.share(data.fingerprint)
     if data.fingerprint != wanted:
         raise ConfigError(
             f"the data of rank {world.seat.rank} is not that of rank 0 (fingerprint "

@@ -5,9 +5,7 @@ ranks tell each other beside that is small, and travels as plain tensors of numb
 gloo. Nothing is pickled.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,36 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire.cluster.carry import CARRIER, Crossing
 from thinwire.cluster.grid import Grid
+from thinwire.cluster.seat import Seat
 from thinwire.codec import Leg
 from thinwire.engine.build import choose_device
-from thinwire.errors import ConfigError
 
 _SIZE_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Seat:
-    """What torchrun tells a process of itself."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    restarts: int
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
-        """From the environment; ConfigError when it was not torchrun that started this."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if any(name not in environment for name in names):
-            raise ConfigError(
-                "this is for torchrun, which starts one process for each stage: torchrun "
-                "--nproc-per-node 4 -m thinwire.cluster run.toml. For a run without it: thinwire "
-                "train run.toml"
-            )
-        restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        rank, world, local_rank, local_world = (int(environment[name]) for name in names)
-        return cls(rank, world, local_rank, local_world, restarts)
 
 
 class World:
@@ -61,7 +34,7 @@ class World:
         if on_gpu:
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            dist.init_process_group(self.backend)
+            self._join()
         mesh = init_device_mesh(
             self.carriers.type, (grid.replicas, grid.ranks), mesh_dim_names=("replica", "rank")
         )
@@ -69,6 +42,17 @@ class World:
         self.pipeline = mesh["rank"].get_group()
         self.twins = mesh["replica"].get_group()
         self._all = dist.new_group(backend="gloo")
+
+    def _join(self) -> None:
+        """Meet all other ranks, by names of this attempt alone.
+
+        torchrun's store outlives a restart and still has the addresses of the processes before.
+        """
+        store, _, _ = next(dist.rendezvous("env://"))
+        own = dist.PrefixStore(f"attempt-{self.seat.restarts}", store)
+        dist.init_process_group(
+            self.backend, store=own, rank=self.seat.rank, world_size=self.seat.world
+        )
 
     @property
     def leads(self) -> bool:
@@ -101,15 +85,16 @@ class World:
             for text in texts
         ]
 
-    def share(self, said: bytes) -> bytes:
+    def share(self, said: str) -> str:
         """What the rank that leads says, on every rank."""
-        size = torch.tensor([len(said)])
+        text = said.encode() if self.leads else b""
+        size = torch.tensor(len(text))
         dist.broadcast(size, 0, group=self._all)
         room = torch.zeros(int(size), dtype=torch.uint8)
-        if self.leads and said:
-            room.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        if text:
+            room.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(room, 0, group=self._all)
-        return room.numpy().tobytes()
+        return room.numpy().tobytes().decode()
 
     def wait_for_all(self) -> None:
         """Until every rank has come to this point."""

@@ -1,0 +1,163 @@
+"""A run under torchrun: its records, its checkpoints in either engine, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.cluster.__main__ import main
+from thinwire.cluster.carry import Crossing
+from thinwire.cluster.grid import lay_out
+from thinwire.data import Corpus
+from thinwire.engine.build import StageBuilder, choose_device
+from thinwire.engine.checkpoint import list_checkpoints
+from thinwire.engine.cut import CutEnd
+from thinwire.errors import ConfigError
+from thinwire.report.metrics import read_metrics
+from thinwire.run.commit import commit
+from thinwire.settings import Settings
+from thinwire.typed import to_toml
+
+EXACT = {
+    "run__precision": "fp32",
+    "codec__forward": "int8",
+    "codec__backward": "int4",
+    "optim__floor": 1.0,  # else the rate would depend on the number of steps
+    "train__steps": 6,
+    "train__checkpoint_every": 2,
+}
+
+
+def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subprocess.Popen[str]:
+    """torchrun with a free port of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    paths = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command += ["--nproc-per-node", str(ranks), *map(str, words)]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={
+            **os.environ,
+            "THINWIRE_CACHE": str(cache),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": paths,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_either_engine_continues_the_others_run(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path, cache: Path
+) -> None:
+    settings: Settings = make_settings(**EXACT)
+    folder = tmp_path / settings.run.name
+    whole = run_in_threads(settings, folder=folder)
+    shards = whole.shards()[2]
+    facts = {"settings": settings.to_plain(), "corpus": corpus.fingerprint,
+             **vars(shards[0].versions)}  # fmt: skip
+    commit(folder, 2, [part.shard for part in shards], facts, corpus.tokenizer())
+    (tmp_path / "run.toml").write_text(to_toml(settings))
+    program = torchrun("-m", "thinwire.cluster", "run.toml", "--resume", "--set", "train.steps=4",
+                       cwd=tmp_path, cache=cache)  # fmt: skip
+    output, _ = program.communicate(timeout=170)
+    assert program.returncode == 0, output
+    steps, evaluations = read_metrics(folder)
+    assert [record.step for record in steps] == [3, 4]
+    assert [record.loss for record in steps] == whole.losses()[2:4]
+    assert f"step    4/4  loss  {steps[-1].loss:.4f}" in output, "the first rank shows the loss"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["final_valid_loss"] == evaluations[-1].loss
+    assert summary["bytes_sent"]["by_kind"].keys() == {"BACKWARD", "EVALUATE", "FORWARD"}
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
+    back = run_in_threads(settings, resume=folder / "checkpoints/step-00000004")
+    assert back.losses() == whole.losses()[4:]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
+    make_settings: Callable, tmp_path: Path, cache: Path
+) -> None:
+    settings: Settings = make_settings(**EXACT)
+    (tmp_path / "dying.py").write_text(
+        "import os, sys, time, threading\n"
+        "from pathlib import Path\n"
+        "def die():\n"
+        "    while not list(Path().glob('*/checkpoints/step-00000002')):\n"
+        "        time.sleep(0.01)\n"
+        "    os._exit(9)\n"
+        "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
+    )
+    (tmp_path / "run.toml").write_text(to_toml(settings))
+    program = torchrun("--max-restarts", 1, "-m", "thinwire.cluster", "run.toml",
+                       "--set", "train.steps=40", "--set", "codec.plugins=dying",
+                       cwd=tmp_path, cache=cache)  # fmt: skip
+    output, _ = program.communicate(timeout=170)
+    assert program.returncode == 0, output
+    steps, _ = read_metrics(tmp_path / settings.run.name)
+    assert [record.step for record in steps] == list(range(1, 41))
+    assert ", from " in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "schedule", "replicas", "words"),
+    [
+        ({}, 3, "", 0, "torchrun started 3 processes, but pipeline.stages = 2"),
+        ({}, 1, "", 0, "start 2 "),
+        ({}, 6, "", 0, "microbatches = 4 do not divide over 3 replicas"),
+        ({}, 8, "", 0, "1f1b needs at least one microbatch of each replica for each stage"),
+        ({}, 2, "interleaved", 0, "set pipeline.stages to 4"),
+        ({"pipeline__stages": 4}, 3, "interleaved", 0, "start 2 processes"),
+        ({"pipeline__stages": 4}, 1, "zbv", 0, "exactly two stages"),
+        (
+            {"pipeline__stages": 4, "pipeline__microbatches": 8, "pipeline__recompute": True},
+            2, "zbv", 0, "pipeline.recompute = true does not work with zbv",
+        ),
+        (
+            {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2},
+            4, "", 0, "basis_update_every does not work with replicas",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    changes: dict, world: int, schedule: str, replicas: int, words: str, make_settings: Callable
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        lay_out(make_settings(**changes), world, schedule, replicas)
+    assert words in str(refused.value)
+
+
+def test_stages_lie_as_the_schedule_needs_them(make_settings: Callable) -> None:
+    settings = make_settings(pipeline__stages=4, pipeline__microbatches=4)
+    assert lay_out(settings, 4, "gpipe", 0).holders == [0, 1, 2, 3]
+    assert lay_out(settings, 2, "interleaved", 0).holders == [0, 1, 0, 1]
+    assert lay_out(settings, 2, "zbv", 0).holders == [0, 1, 1, 0]
+    grid = lay_out(settings, 4, "interleaved", 2)
+    assert (grid.ranks, grid.stages_of(1)) == (2, [1, 3])
+    assert [list(grid.numbers(replica)) for replica in range(2)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("codec", ["step(3)+zstd", "topk(0.1)+aqsgd"])
+def test_payloads_of_changing_size_are_refused(codec: str, make_settings: Callable) -> None:
+    settings = make_settings(codec__forward=codec)
+    builder = StageBuilder(settings, choose_device("cpu", 0))
+    end = CutEnd.build(settings, 0, True, builder.wire_spec(0))
+    with pytest.raises(ConfigError, match="always receives the same number of bytes"):
+        Crossing(end, "cpu")
+
+
+def test_only_torchrun_starts_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["run.toml"])
+    assert ended.value.code == ConfigError.exit_code
+    start = "error: this is for torchrun, which starts one process for each stage: torchrun "
+    assert capsys.readouterr().err.startswith(start + "--nproc-per-node 4 -m thinwire.cluster")
