@@ -1,6 +1,7 @@
 """The commands that exchange models with other programs: Hugging Face folders, in and out."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,8 @@ def import_command(options: argparse.Namespace) -> None:
     )
     for note in plan.notes:
         print(f"note: {note}")
-    print(f"next: thinwire generate {target} --prompt ..., thinwire train {target}/run.toml")
+    folder, settings = shlex.quote(str(target)), shlex.quote(str(target / "run.toml"))
+    print(f"next: thinwire generate {folder}, thinwire train {settings}")
 
 
 def export_command(options: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
 """Models of transformers, imported: the same logits and the same text, in any number of stages."""
 
 import contextlib
+import dataclasses
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from thinwire.errors import ThinwireError
 from thinwire.hf.importer import plan_import, write_import
 from thinwire.hf.origin import opened
 from thinwire.inference import Model
+from thinwire.report import open_display
 from thinwire.settings import load_settings
 
 PROMPT = "def main"
@@ -139,7 +142,7 @@ def test_the_run_toml_fine_tunes_this_model(tmp_path: Path) -> None:
     settings = load_settings(target / "run.toml", [])
     assert settings.model == Checkpoint.open(target).settings.model
     assert settings.model.context == 32 and settings.model.rope_scaling.startswith("llama3(")
-    assert getattr(settings.train, "init_from", str(target)) == str(target)
+    assert settings.train.init_from == str(target)
     assert settings.data.tokenizer == str(target / "tokenizer.json")
     assert (settings.pipeline.stages, settings.boundary.mode) == (2, "dense")
     assert (settings.codec.forward, settings.codec.backward) == ("int8", "int4")
@@ -316,3 +319,35 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ThinwireError, match="100 B free, the model needs"):
         imported(saved("llama"), tmp_path / "ours")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- and back ---
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen2", "qwen3"])
+def test_an_imported_model_leaves_as_it_came(kind: str, tmp_path: Path) -> None:
+    theirs = make_folder(tmp_path / "theirs", kind)
+    target = imported(tmp_path / "theirs", tmp_path / "ours", 4)
+    main(["export", str(target), "--to", "hf", "--no-verify", str(tmp_path / "again")])
+    before = load_file(tmp_path / "theirs" / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["architectures"] == [type(theirs).__name__]
+    twice = imported(tmp_path / "again", tmp_path / "twice", 4)
+    for stage in range(4):
+        name = f"stage-{stage}.safetensors"
+        assert (twice / name).read_bytes() == (target / name).read_bytes()
+
+
+def test_an_imported_model_is_evaluated_with_its_own_tokenizer(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, text_folder: Path
+) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(cache))
+    model = Model(imported(saved("llama"), tmp_path / "ours"), "cpu")
+    data = dataclasses.replace(model.settings.data, source="text", path=str(text_folder))
+    model.settings = dataclasses.replace(model.settings, data=data)
+    with open_display(io.StringIO()) as display:
+        found = model.evaluate(display, 1)
+    assert found["tokens"] == 2 * 64 and found["valid_loss"] > 0

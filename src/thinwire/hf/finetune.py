@@ -32,8 +32,6 @@ def run_toml(name: str, imported: Settings, folder: Path) -> str:
         "optim": {"name": "adamw", "lr": 2e-5, "weight_decay": 0.01},
         "train": {"steps": 200, "batch": 16, "init_from": str(folder)},
     }
-    if not hasattr(Settings().train, "init_from"):
-        del values["train"]["init_from"]
     asked = Settings.as_asked(values)
     asked.resolved()
     shown = {

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.data.template import CONFIG
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import FORMAT, MANIFEST, TOKENIZER, Shard, sealed, sha256_of
 from thinwire.errors import CheckpointError, ConfigError, DataError
@@ -286,6 +287,8 @@ def _write_rest(plan: Plan, folder: Path, target: Path, shards: list[Shard]) -> 
         "tokenizer_sha256": sha256_of(folder / TOKENIZER),
         IMPORTED: plan.origin.name,
     }
+    if (folder / CONFIG).is_file():
+        manifest["template_sha256"] = sha256_of(folder / CONFIG)
     write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
 
 

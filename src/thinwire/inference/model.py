@@ -1,5 +1,6 @@
 """A trained model in one process: its loss and its tokens, from a checkpoint of any split."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,8 +71,13 @@ class Model(Joined, TextModel):
         settings = self.settings
         for weakness in self.checkpoint.weaknesses():
             display.note(weakness)
+        trained_on = self.checkpoint.manifest["corpus"]
+        if not trained_on:  # it was imported: any text is new to us
+            own = dataclasses.replace(settings.data, tokenizer=str(self.checkpoint.tokenizer))
+            settings = dataclasses.replace(settings, data=own)
+            display.note("an imported model has no data of its own: its loss is on Python's source")
         data = prepare_data(settings, display, self.checkpoint)
-        if data.fingerprint != self.checkpoint.manifest["corpus"]:
+        if trained_on and data.fingerprint != trained_on:
             raise DataError(
                 "the data is no longer what this checkpoint was trained on, so its validation "
                 "set may contain training data: restore the original data"
