@@ -46,6 +46,17 @@ def add_hf_commands(add: AddCommand, add_plugins: AddOptions) -> None:
         type=Path,
         help="tokenizer.json, or the folder of one, for a run that was trained without",
     )
+    sub.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a LoRA run: write the adapters alone, as a folder that peft opens",
+    )
+    sub.add_argument(
+        "--base",
+        default="",
+        metavar="NAME",
+        help="with --adapter: the model that they belong to, a folder or a name on the hub",
+    )
     sub.add_argument("--force", action="store_true", help="replace a model that is there already")
     sub.add_argument(
         "--no-verify",
@@ -87,20 +98,25 @@ def import_command(options: argparse.Namespace) -> None:
 def export_command(options: argparse.Namespace) -> None:
     """Export a checkpoint, and say how it can be opened."""
     from thinwire.engine import Checkpoint
+    from thinwire.errors import ConfigError
+    from thinwire.hf.adapter import export_adapter
     from thinwire.hf.export import Wanted, export
     from thinwire.report import open_display
 
+    if options.base and not options.adapter:
+        raise ConfigError("--base has no effect without --adapter: a whole model needs no base")
+    wanted = Wanted(
+        options.folder,
+        options.dtype,
+        replace=options.force,
+        verify=not options.no_verify,
+        tokenizer=options.tokenizer,
+        shard_bytes=int(options.shard_gb * 1e9),
+    )
     with open_display(sys.stderr) as display:
-        export(
-            Checkpoint.open(options.checkpoint, options.allow_plugins),
-            Wanted(
-                options.folder,
-                options.dtype,
-                replace=options.force,
-                verify=not options.no_verify,
-                tokenizer=options.tokenizer,
-                shard_bytes=int(options.shard_gb * 1e9),
-            ),
-            display,
-        )
+        checkpoint = Checkpoint.open(options.checkpoint, options.allow_plugins)
+        if options.adapter:
+            export_adapter(checkpoint, wanted, options.base, display)
+        else:
+            export(checkpoint, wanted, display)
     print(f"wrote {options.folder}")

@@ -157,6 +157,30 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     refused(CheckpointError, "altered")
 
 
+def test_adapters_start_beside_the_weights_of_another_run(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    """And never beside random ones; a run that starts from adapted weights has them merged."""
+    lora: Changes = {"lora__rank": 3, "optim__lr": 0.05}
+    source = trained(make_settings(), corpus, tmp_path / "source")
+    with pytest.raises(ConfigError, match="which would stay random"):
+        open_origin(make_settings(**lora), silent())
+    said = StringIO()
+    settings = make_settings(**lora, train__init_from=str(source))
+    made = started(settings, corpus, tmp_path / "made", said)
+    assert loss_of(made.folder, corpus) == loss_of(source, corpus)
+    assert "tensors of adapters start anew" in said.getvalue()
+    adapted = trained(make_settings(**lora), corpus, tmp_path / "adapted")
+    merged = started(
+        make_settings(pipeline__stages=3, train__init_from=str(adapted)), corpus, tmp_path / "m"
+    )
+    assert not any("lora" in name for name in merged.names())
+    assert loss_of(merged.folder, corpus) == pytest.approx(loss_of(adapted, corpus), abs=1e-10)
+    other = make_settings(**{**lora, "lora__alpha": 4.0}, train__init_from=str(adapted))
+    again = started(other, corpus, tmp_path / "again")
+    assert loss_of(again.folder, corpus) == pytest.approx(loss_of(adapted, corpus), abs=1e-10)
+
+
 def test_weights_without_a_tokenizer_need_one_for_text(
     make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -80,9 +80,7 @@ class Folded(Source):
 
     def _fold(self, name: str) -> Tensor:
         tensor = self._source.tensors([name])[name]
-        axis = self._axes.get(name)
-        if axis is not None:
-            tensor = self._in_full(tensor, axis)
+        tensor = self.in_full(name, tensor)
         if tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
                 f"{name} folds to shape {tuple(tensor.shape)} in {self._source}, the model needs "
@@ -92,8 +90,14 @@ class Folded(Source):
             tensor = tensor + self._table()
         return tensor
 
-    def _in_full(self, coordinates: Tensor, axis: int) -> Tensor:
-        """U A for a writer, E U^T for a table: added up in float64, rounded once."""
+    def in_full(self, name: str, coordinates: Tensor) -> Tensor:
+        """What the form of this matrix makes of a tensor in its place.
+
+        U A for a writer, E U^T for a table: added up in float64, rounded once.
+        """
+        axis = self._axes.get(name)
+        if axis is None:
+            return coordinates
         basis_DK = self._basis().double()
         if axis == 0:
             return (basis_DK @ coordinates.double()).to(coordinates.dtype)

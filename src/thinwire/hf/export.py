@@ -47,7 +47,7 @@ class Wanted:
 
 def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     """Write the folder, whole and verified, or leave things as they were."""
-    _check_target(wanted)
+    check_target(wanted, CONFIG)
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     settings = checkpoint.settings
@@ -68,7 +68,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "It is exported with its cuts: after `import thinwire.hf`, which registers its class, "
             "AutoModelForCausalLM opens it"
         )
-    with _new_folder(wanted) as folder:
+    with new_folder(wanted) as folder:
         _write(folder, weights, tokenizer, wanted, display)
         verdict = None
         if wanted.verify:
@@ -120,8 +120,11 @@ def _reader(weights: Source) -> Callable[[str], Tensor]:
     return lambda name: weights.tensors([name])[name]
 
 
-def _check_target(wanted: Wanted) -> None:
-    """Refuse a place where something stands that nobody asked to replace."""
+def check_target(wanted: Wanted, config: str) -> None:
+    """Refuse a place where something stands that nobody asked to replace.
+
+    What may be replaced has a file `config`.
+    """
     folder = wanted.folder
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
@@ -129,15 +132,15 @@ def _check_target(wanted: Wanted) -> None:
         raise ConfigError(f"{folder} exists and is not a folder: choose another name")
     if not wanted.replace:
         raise ConfigError(f"{folder} exists already: choose another name, or use --force")
-    if not (folder / CONFIG).is_file():
+    if not (folder / config).is_file():
         raise ConfigError(
-            f"{folder} holds no {CONFIG}, so it is no exported model and is not replaced: choose "
+            f"{folder} holds no {config}, so it is no exported model and is not replaced: choose "
             "another name"
         )
 
 
 @contextlib.contextmanager
-def _new_folder(wanted: Wanted) -> Iterator[Path]:
+def new_folder(wanted: Wanted) -> Iterator[Path]:
     """A hidden folder that takes the wanted place at the end; what fails leaves nothing."""
     target = wanted.folder.absolute()
     hidden = f".{target.name}"

@@ -41,6 +41,7 @@ def open_origin(
     None where `train.init_from` is empty.
     """
     if not settings.train.init_from:
+        refuse_frozen_noise(settings)
         return None
     place = expanded(settings.train.init_from, "train.init_from")
     origin = _verified(place, settings, display, allow_plugins)
@@ -56,6 +57,16 @@ def open_origin(
     if origin.tokenizer is not None and not settings.data.tokenizer:
         display.phase("data", f"tokenizer of {origin.folder}, which its weights were trained with")
     return origin
+
+
+def refuse_frozen_noise(settings: Settings) -> None:
+    """Adapters need a trained model beside them: a random one stays random when it is frozen."""
+    if settings.lora.rank:
+        raise ConfigError(
+            f"lora.rank = {settings.lora.rank} trains adapters beside frozen weights, but a new "
+            "run without train.init_from starts with random weights, which would stay random: "
+            "name the model to fine-tune with --init-from, or set lora.rank = 0"
+        )
 
 
 def adopted(settings: Settings, saved: Settings) -> Settings:

@@ -1,0 +1,91 @@
+"""An exported adapter is what was trained: peft puts it beside the plain model, to 1e-5."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from thinwire.cli import main
+from thinwire.engine import Checkpoint
+from thinwire.engine.fold import Folded
+from thinwire.engine.source import Snapshot, Versions
+from thinwire.hf.shape import config_of
+from thinwire.inference import Model
+from thinwire.model import LoraConfig
+from thinwire.model.adapter import is_adapter
+
+IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
+LORA = {"lora__rank": 3, "lora__alpha": 6.0, "optim__lr": 0.05}
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {"lora__targets": ["q_proj", "o_proj", "down_proj"]},
+    "subspace": {"boundary__mode": "subspace", "boundary__rank": 6},
+    "reparam": {"boundary__mode": "reparam", "boundary__rank": 6},
+}
+
+
+def base_of(checkpoint: Checkpoint) -> torch.nn.Module:
+    """The model that the run would have started from, in transformers."""
+    settings = dataclasses.replace(checkpoint.settings, lora=LoraConfig())
+    names = {name for name in checkpoint.names() if not is_adapter(name)}
+    folded = Folded(Snapshot(checkpoint.tensors(names), settings, 0, Versions(0, 0)))
+    plain = config_of(settings.model)
+    config = AutoConfig.for_model(plain.pop("model_type"), **plain)
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(folded.tensors(folded.names()))
+    return model.eval()
+
+
+@pytest.mark.parametrize("changes", MODES.values(), ids=MODES)
+def test_peft_opens_it(
+    changes: dict[str, Any], trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    place, folder = trained(**{**LORA, **changes}), tmp_path / "adapter"
+    main(["export", str(place), "--adapter", str(folder), "--base", "models/base"])
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "models/base" and config["r"] == 3
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    base = base_of(Checkpoint.open(place))
+    with torch.no_grad():
+        ours = Model(place, "cpu", compression=False)(IDS)
+        before = base(IDS).logits
+        theirs = PeftModel.from_pretrained(base, folder)(IDS).logits
+    assert (theirs - ours).abs().max() < 1e-5
+    assert (before - ours).abs().max() > 1e-3, "the adapters do something"
+
+
+def test_what_has_no_adapter_of_its_own_is_refused(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "adapter"
+
+    def refused(place: Path, *options: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", str(place), str(folder), *options])
+        return capsys.readouterr().err
+
+    plain = trained(pipeline__stages=1)
+    assert "has no adapters (lora.rank = 0)" in refused(plain, "--adapter")
+    assert "--base has no effect without --adapter" in refused(plain, "--base", "x")
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "mine.txt").write_text("kept")
+    assert "holds no adapter_config.json" in refused(plain, "--adapter", "--force")
+    assert (folder / "mine.txt").read_text() == "kept"
+
+
+def test_adapters_of_a_model_with_cuts_are_refused(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuts = {"boundary__mode": "projected", "boundary__rank": 6, "pipeline__stages": 2}
+    place = trained(**LORA, **cuts)
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(place), "--adapter", str(tmp_path / "adapter")])
+    assert "were trained together with its cuts" in capsys.readouterr().err
