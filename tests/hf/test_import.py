@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from thinwire.engine.state import restore_weights
 from thinwire.errors import ThinwireError
 from thinwire.hf.importer import plan_import, write_import
 from thinwire.hf.origin import opened
+from thinwire.hf.weights import FolderWeights
 from thinwire.inference import Model
 from thinwire.report import open_display
 from thinwire.settings import load_settings
@@ -46,11 +48,11 @@ def test_logits_and_greedy_text_are_those_of_transformers(kind: str, tmp_path: P
         with torch.no_grad():
             found = ours(ids)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-        tokenizer = ours.tokenizer()
-        prompt = torch.tensor([tokenizer.encode(PROMPT)])
-        continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
-        text = ours.generate(PROMPT, 12, 0.0, 0, 0)
-        assert text == tokenizer.decode(continued[0].tolist())
+    tokenizer = ours.tokenizer()
+    prompt = torch.tensor([tokenizer.encode(PROMPT)])
+    continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    text = ours.generate(PROMPT, 12, 0.0, 0, 0)
+    assert text == tokenizer.decode(continued[0].tolist())
 
 
 def test_weights_keep_their_bits_and_their_format(tmp_path: Path) -> None:
@@ -113,6 +115,23 @@ def test_a_model_in_several_files_is_imported_tensor_by_tensor(
     for stage in (0, 1):
         name = f"stage-{stage}.safetensors"
         assert (several / name).read_bytes() == (one / name).read_bytes()
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+    read = FolderWeights.read
+
+    def noting(self: FolderWeights, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(FolderWeights, "read", noting)
+    imported(saved("tied"), tmp_path / "ours")
+    assert most == 1
 
 
 def test_a_tied_head_becomes_a_copy_and_is_told(

@@ -140,13 +140,16 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs() -> None:
     config = shape_of(plain)
     assert (config.kv_heads, config.head_dim, config.norm_eps) == (4, 8, 1e-6)
     assert config.rope_theta == 10000.0
-    assert shape_of({**plain, "model_type": "mistral", "num_key_value_heads": 2}).kv_heads == 2
+    mistral = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
+    assert shape_of({**plain, **mistral}).kv_heads == 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, r'model_type = "gpt2" is not supported\. Supported are llama'),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"model_type": "mistral"}, "sliding_window = 4096"),
         ({"model_type": None}, r'model_type = "None" is not supported'),
         ({"model_type": "smollm3"}, r"no positions \(NoPE\)"),
         ({"model_type": "mixtral"}, "mixture of experts"),

@@ -125,6 +125,7 @@ def write_import(plan: Plan, target: Path, force: bool, progress: Progress) -> P
         with partial_folder(target.parent, f".{target.name}") as partial:
             shards = _write_stages(plan, partial, progress)
             _write_rest(plan, partial, target, shards)
+            check_target(target, force)  # another process may have been quicker
             _put(partial, target)
     except OSError as error:
         raise CheckpointError(

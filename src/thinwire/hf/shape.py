@@ -57,7 +57,7 @@ def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
     """
     kind = config.get("model_type")
     if kind not in KINDS:
-        reason = f": {_REASONS[kind]}" if kind in _REASONS else ""
+        reason = f": {_REASONS[str(kind)]}" if str(kind) in _REASONS else ""
         raise ConfigError(
             f'config.json: model_type = "{kind}" is not supported{reason}. Supported are '
             f"{', '.join(KINDS)}"
@@ -146,9 +146,10 @@ def _check_windows(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f'config.json: layer_types names "{other}": every layer must be full_attention'
         )
-    window = config.get("sliding_window")
-    # Qwen says whether the window is used; Mistral uses it wherever it is given.
-    is_used = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    # Qwen says whether the window is used. Mistral uses it, and has one where none is named.
+    is_mistral = config.get("model_type") == "mistral"
+    window = config.get("sliding_window", 4096 if is_mistral else None)
+    is_used = config.get("use_sliding_window", is_mistral)
     if window is not None and is_used:
         raise ConfigError(
             f"config.json: sliding_window = {window}: sliding windows are not supported; every "

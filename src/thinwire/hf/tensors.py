@@ -43,14 +43,18 @@ def write_file(path: Path, shapes: Shapes, types: Types, read: Read) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            tensor = read(name)
-            if tuple(tensor.shape) != tuple(shape):
-                raise CheckpointError(
-                    f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
-                )
-            rounded = tensor.detach().cpu().to(of[name]).contiguous()
-            file.write(rounded.flatten().view(torch.uint8).numpy().data)
+            file.write(_bytes_of(name, read(name), shape, of[name]))
     flush(path)
+
+
+def _bytes_of(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> memoryview:
+    """A tensor as it is in the file; nobody else holds it while the next one is read."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
+        )
+    rounded = tensor.detach().cpu().to(dtype).contiguous()
+    return rounded.flatten().view(torch.uint8).numpy().data
 
 
 def write_model(
