@@ -1,16 +1,18 @@
 """The commands that open a checkpoint: its validation loss, and text from it."""
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.arguments import add_value, number
+from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
-    from thinwire.inference import Model
+    from thinwire.inference import Model, TextModel
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 AddOptions = Callable[[argparse.ArgumentParser], None]
@@ -37,6 +39,7 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
         1.0,
     )
     add_value(sub, "--seed", number(int), "seed of the sampling", 0)
+    _add_pipeline(sub)
 
 
 def _add_checkpoint(sub: argparse.ArgumentParser, add_plugins: AddOptions) -> None:
@@ -55,6 +58,19 @@ def _add_checkpoint(sub: argparse.ArgumentParser, add_plugins: AddOptions) -> No
         default="auto",
         choices=("auto", "cpu", "cuda", "mps"),
         help="device to compute on (default: auto)",
+    )
+
+
+def _add_pipeline(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="compute with one process per stage, over links with the run's codecs",
+    )
+    sub.add_argument(
+        "--no-emulation",
+        action="store_true",
+        help="with --pipeline: do not hold messages back as the run's [link] section says",
     )
 
 
@@ -84,15 +100,41 @@ def generate_command(options: argparse.Namespace) -> None:
     from thinwire.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    model = _open_model(options)
-    _show_notes(model.notes())
-    ids = model.encode(options.prompt)
-    if len(ids) > (most := model.settings.model.context):
-        _show_notes([f"the prompt has {len(ids)} tokens: the model sees the last {most} of them"])
-    print(options.prompt, end="", flush=True)
-    for piece in model.write(ids, options.tokens, sampling):
-        print(piece, end="", flush=True)
-    print()
+    with _text_model(options) as model:
+        _show_notes(model.notes())
+        ids = model.encode(options.prompt)
+        if len(ids) > (most := model.settings.model.context):
+            _show_notes([f"the prompt has {len(ids)} tokens, the model sees the last {most}"])
+        print(options.prompt, end="", flush=True)
+        for piece in model.write(ids, options.tokens, sampling):
+            print(piece, end="", flush=True)
+        print()
+
+
+@contextlib.contextmanager
+def _text_model(options: argparse.Namespace) -> Iterator["TextModel"]:
+    """The model in this process, or in those of its stages; then what crossed is told at the end.
+
+    What is told goes to stderr: the text alone is on stdout.
+    """
+    if not options.pipeline:
+        if options.no_emulation:
+            raise ConfigError("--no-emulation is about the links of --pipeline: add that, too")
+        yield _open_model(options)
+        return
+    if options.compression == "off":
+        raise ConfigError(
+            "--pipeline sends what training sends, so --compression off does not go with it: "
+            "leave out one of the two"
+        )
+    from thinwire.inference.pipeline import PipelineModel
+    from thinwire.report import PlainDisplay
+
+    display = PlainDisplay(sys.stderr)  # a live one would paint over the text
+    place, emulate = options.checkpoint, not options.no_emulation
+    with PipelineModel(place, display, options.device, options.allow_plugins, emulate) as model:
+        yield model
+        print(model.finish().text(), file=sys.stderr)
 
 
 def _show_notes(notes: list[str]) -> None:

@@ -162,8 +162,8 @@ def test_a_stage_that_cannot_start_is_named(
     peers = make_peers(pipeline__stages=1)
     run = spawn.run
 
-    def run_and_die(output: BinaryIO) -> subprocess.Popen[bytes]:
-        process = run(output)
+    def run_and_die(output: BinaryIO, module: str) -> subprocess.Popen[bytes]:
+        process = run(output, module)
         process.wait()
         return process
 

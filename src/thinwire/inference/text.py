@@ -23,6 +23,11 @@ class TextModel(ABC):
     """
 
     checkpoint: Checkpoint
+    settings: Settings
+
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """What whoever generates text with this model should know."""
 
     @abstractmethod
     def tokens_behind(

@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError, WireError
-from thinwire.run.messages import CONTROL, FromCoordinator
+from thinwire.run.messages import CONTROL
 from thinwire.run.vocabulary import MOST_SAID, Vocabulary
 from thinwire.wire import Frame, FrameKind, Keepalive, LastingPipe, Link, Meter, Pipe
 from thinwire.wire.lasting import Reopen
@@ -20,7 +20,7 @@ CONTROL_KEEPALIVE = Keepalive(every_s=60.0, timeout_s=7 * 86_400.0)
 """A coordinator may be suspended for days (Ctrl-Z) and go on. On one machine a death shows without
 pings, and a stage that is stuck shows in its pulses."""
 
-MessageT = TypeVar("MessageT", bound=FromCoordinator)
+MessageT = TypeVar("MessageT")
 
 
 def lasting_control(

@@ -9,7 +9,7 @@ from thinwire.run.control import CONTROL_KEEPALIVE
 from thinwire.run.events import Exited, Suspect
 from thinwire.run.order import Order, control_name, holder_of
 from thinwire.run.peers import Peers
-from thinwire.run.spawn import end, last_lines, make_log_folder, spawn
+from thinwire.run.spawn import TRAINING, end, last_lines, make_log_folder, spawn
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
 from thinwire.wire import Authority, Listener, Pipe, raise_descriptor_limit
@@ -19,6 +19,8 @@ EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 class LocalPeers(Peers):
     """A process for each stage with its control stream; a context manager: no orphans."""
+
+    module = TRAINING
 
     def __init__(self, settings: Settings, run_folder: Path):
         super().__init__(settings.pipeline.stages)
@@ -66,7 +68,7 @@ class LocalPeers(Peers):
 
     def _spawn(self, stage: int) -> None:
         order = Order(stage, self._listener.address, self._issue(holder_of(stage, [])))
-        process = spawn(order, self._log(stage))
+        process = spawn(order, self._log(stage), self.module)
         self._processes.append(process)
         self._begin(self._await, stage, process)
 

@@ -21,7 +21,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Protocol
 
 import torch
 
@@ -35,6 +36,7 @@ from thinwire.errors import ThinwireError, WireError
 from thinwire.report.stream import SafeStream
 from thinwire.run.control import CONTROL_KEEPALIVE, Channel, lasting_control
 from thinwire.run.messages import (
+    CONTROL,
     Assign,
     Connect,
     Failed,
@@ -51,7 +53,7 @@ from thinwire.run.messages import (
     Way,
 )
 from thinwire.run.order import Order, control_name, cut_name, holder_of, tokens_name
-from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.run.vocabulary import MAX_MESSAGE, Vocabulary
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
@@ -88,8 +90,24 @@ def versions() -> dict[str, str]:
     }
 
 
+class Linkable(Protocol):
+    """A stage that is built: what its links to the neighbours are made from."""
+
+    settings: Settings
+    last: int  # the number of the last stage
+
+    def describe(self) -> dict[str, str]: ...
+
+    def max_payload(self) -> int: ...
+
+    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]: ...
+
+
 class Peer:
     """Joins a run as one stage: assignment, links to the neighbours, training, goodbye."""
+
+    hears: UnionType = FromCoordinator
+    words: Vocabulary = CONTROL
 
     def __init__(self, order: Order):
         self.order = order
@@ -101,7 +119,9 @@ class Peer:
         self._tunnel: Tunnel | None = None  # to the stage below, on another machine
         self._standbys: list[Standby] = []  # for the stage above, on another machine
         self._progress = Progress()
-        self.control = Channel(self._report(), f"control of stage {self.stage}", FromCoordinator)
+        self.control = Channel(
+            self._report(), f"control of stage {self.stage}", self.hears, words=self.words
+        )
 
     def run(self) -> None:
         """The whole life of a peer; errors leave through `fail`."""
@@ -111,6 +131,17 @@ class Peer:
         threading.Thread(target=self._pulse, args=(patience,), daemon=True).start()
         self._progress.begin("builds its layers")
         worker = Worker(assignment, self._progress, self._far_corpus(assignment))
+        connect = self._introduce(worker)
+        if self.order.epoch:
+            worker.seal = self._seal(connect, worker.last + 1)
+        self._link(worker, connect)
+        threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
+        below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
+        worker.run(below, above, self.control.send)
+        self._leave()
+
+    def _introduce(self, worker: Linkable) -> Connect:
+        """Say that the stage is built, and hear where its neighbours are."""
         self._progress.begin("waits for the other stages to be built")
         if self.stage < worker.last:
             self._listener = Listener(
@@ -119,16 +150,17 @@ class Peer:
         address = self._listener.address if self._listener else ""
         certificate = self.identity.certificate_pem if self.order.epoch else ""
         self.control.send(Ready(address, **worker.describe(), certificate=certificate))
-        connect = self.control.receive(Connect)
-        if self.order.epoch:
-            worker.seal = self._seal(connect, worker.last + 1)
+        return self.control.receive(Connect)
+
+    def _link(self, worker: Linkable, connect: Connect) -> None:
+        """Link to the neighbours, and wait for the start."""
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
         self.control.send(Linked(self._way_below()))
         self.control.receive(Start)
-        threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
-        below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
-        worker.run(below, above, self.control.send)
+
+    def _leave(self) -> None:
+        """Say what the links have moved, and goodbye."""
         self.control.send(Finished(meters_of(self._links.values())))
         self.control.close()
         if self._listener:
@@ -195,7 +227,7 @@ class Peer:
             resume=Path(assigned.resume) if assigned.resume else None,
         )
 
-    def _join(self, worker: Worker, connect: Connect) -> None:
+    def _join(self, worker: Linkable, connect: Connect) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         below, above = self.stage - 1, self.stage + 1
@@ -231,7 +263,7 @@ class Peer:
         shown = connect.certificates or [""] * stages
         return KeySeal.of_seats(self.identity, self.stage, self.order.epoch, names, shown)
 
-    def _open(self, worker: Worker, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
+    def _open(self, worker: Linkable, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
         first, outage = connect(JOIN_SECONDS), worker.settings.link.outage
         if not outage:
@@ -257,7 +289,7 @@ class Peer:
         with suppress(WireError):  # the coordinator is gone: that shows elsewhere
             self.control.send(message)
 
-    def _agree(self, worker: Worker, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
+    def _agree(self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
         contract, meter = worker.contract(cut, self.order.epoch), Meter()
         handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
         return Link(pipe, meter, nic, f"cut-{cut}", worker.max_payload())
@@ -305,23 +337,23 @@ def _heed_whoever_started_it(living: list[Peer]) -> None:
     os._exit(3)
 
 
-def main() -> None:
-    """Entry point of `python -m thinwire.run.peer`."""
+def main(kind: type[Peer] = Peer) -> None:
+    """Entry point of `python -m thinwire.run.peer`, and of other kinds of peers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
     # A log on a full disk must not keep the reason of a failure from the coordinator.
     with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):
-        code = _live(json.loads(sys.stdin.readline()))
+        code = _live(kind, json.loads(sys.stdin.readline()))
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # transport threads must not keep a finished stage alive
 
 
-def _live(order: dict[str, Any]) -> int:
+def _live(kind: type[Peer], order: dict[str, Any]) -> int:
     """Be the stage of this order to the end; returns the exit code."""
     living: list[Peer] = []
     threading.Thread(target=_heed_whoever_started_it, args=(living,), daemon=True).start()
     try:
-        living.append(Peer(Order.from_plain(order)))
+        living.append(kind(Order.from_plain(order)))
         living[0].run()
         return 0
     except BaseException as error:

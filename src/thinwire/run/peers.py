@@ -9,14 +9,16 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from types import UnionType
 from typing import Any
 
 from thinwire.errors import BreachError, StageError, ThinwireError, WireError
 from thinwire.run.control import Channel
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, End, Lost, StopAsked, Suspect, Tell
+from thinwire.run.events import Command, End, Event, Lost, StopAsked, Suspect, Tell
 from thinwire.run.hearing import Hearing
-from thinwire.run.messages import FromCoordinator, FromPeer
+from thinwire.run.messages import CONTROL, FromCoordinator, FromPeer
+from thinwire.run.vocabulary import Vocabulary
 from thinwire.wire import Pipe
 
 
@@ -32,24 +34,33 @@ def lead(coordinator: Coordinator, peers: "Peers", carry_out: Callable[[Command]
     """Lead a run to its end; raises the error that ends it. Commands that are not for
     peers go to `carry_out`.
     """
-    while True:
-        event = peers.said.next(coordinator.rest(time.monotonic()))
-        for command in coordinator.on(event, time.monotonic()):
-            match command:
-                case Tell(stage, message):
-                    peers.tell(stage, message)
-                case End(error, culprit):
-                    if error is None:
-                        return peers.wait_for_exits()
-                    if culprit is not None:
-                        raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
+    while not coordinator.is_over:
+        heed(coordinator, peers, carry_out, peers.next_event(coordinator))
+
+
+def heed(
+    coordinator: Coordinator, peers: "Peers", carry_out: Callable[[Command], None], event: Event
+) -> None:
+    """Do what the coordinator says to one event; raises the error with which it ends the run."""
+    for command in coordinator.on(event, time.monotonic()):
+        match command:
+            case Tell(stage, message):
+                peers.tell(stage, message)
+            case End(error, culprit):
+                if culprit is not None:
+                    raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
+                if error is not None:
                     raise error
-                case _:
-                    carry_out(command)
+                peers.wait_for_exits()
+            case _:
+                carry_out(command)
 
 
 class Peers(contextlib.AbstractContextManager[Any]):
     """A control stream to each stage; leaving the context ends what is still there of them."""
+
+    hears: UnionType = FromPeer
+    words: Vocabulary = CONTROL
 
     def __init__(self, stages: int):
         self._stages = range(stages)
@@ -72,6 +83,10 @@ class Peers(contextlib.AbstractContextManager[Any]):
     @abstractmethod
     def _open(self, stage: int) -> Pipe:
         """Wait for the control stream of a stage."""
+
+    def next_event(self, coordinator: Coordinator) -> Event:
+        """What happens next, or a Tick when the coordinator needs one."""
+        return self.said.next(coordinator.rest(time.monotonic()))
 
     def ask_to_stop(self) -> None:
         """Ask the run to end; safe in a signal handler, for it only queues a note."""
@@ -114,7 +129,8 @@ class Peers(contextlib.AbstractContextManager[Any]):
         self._channels[stage] = Channel(
             pipe,
             f"control of stage {stage}",
-            FromPeer,
+            self.hears,
             on_message=lambda message: self._hear(stage, message),
             on_lost=on_lost,
+            words=self.words,
         )

@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError, StageError, printable
 from thinwire.run.order import Order
 
 LOG_LINES = 12
+TRAINING = "thinwire.run.peer"  # the module that a stage runs, to train
 
 
 def make_log_folder(folder: Path) -> None:
@@ -24,11 +25,11 @@ def make_log_folder(folder: Path) -> None:
         ) from error
 
 
-def spawn(order: Order, log: Path) -> subprocess.Popen[bytes]:
+def spawn(order: Order, log: Path, module: str = TRAINING) -> subprocess.Popen[bytes]:
     """Start the process of a stage on the thread that also ends it (bond.py says why)."""
     try:
         with log.open("ab") as output:
-            process = run(output)
+            process = run(output, module)
     except OSError as error:
         raise StageError(
             f"stage {order.stage} cannot be started with its log in {log}: {error}"
@@ -40,11 +41,11 @@ def spawn(order: Order, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def run(output: BinaryIO) -> subprocess.Popen[bytes]:
+def run(output: BinaryIO, module: str = TRAINING) -> subprocess.Popen[bytes]:
     """The process, which waits for its order."""
     return subprocess.Popen(
         # -P: a file in the user's folder must not pass for a module
-        [sys.executable, "-P", "-m", "thinwire.run.peer"],
+        [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,

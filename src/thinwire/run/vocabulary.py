@@ -39,6 +39,10 @@ class Vocabulary:
         self._names = {kind: name for name, kind in kinds.items()}
         self._small = small or {}
 
+    def extended(self, kinds: Mapping[str, type]) -> "Vocabulary":
+        """These kinds of messages and some more."""
+        return Vocabulary({**self._kinds, **kinds}, self._small, self._most)
+
     def name_of(self, message: Any) -> str:
         """What a message, or a kind of message, is called on the wire."""
         return self._names[message if isinstance(message, type) else type(message)]

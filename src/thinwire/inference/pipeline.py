@@ -1,0 +1,186 @@
+"""A model that writes text across its live pipeline: a process per stage, links as in training.
+
+The ids to read and the token that the last stage chose take the control streams, a few bytes each;
+activations take the links between stages, packed by the run's codecs.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Self
+
+from thinwire.engine.build import check_devices
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.reports import Counts
+from thinwire.inference.choice import Sampling
+from thinwire.inference.messages import WORDS, Chosen, FromStage, Read
+from thinwire.inference.text import TextModel, crosses_by_token, extensions
+from thinwire.report import Display
+from thinwire.run.coordinator import Coordinator
+from thinwire.run.events import Begin, Command, Event, Record, Said, Say, Starting
+from thinwire.run.launch import LocalPeers
+from thinwire.run.messages import Assign, Finished, FromPeer
+from thinwire.run.peers import heed
+from thinwire.run.vocabulary import Vocabulary
+
+
+class TextPeers(LocalPeers):
+    """The stages of a model that writes, as processes on this machine."""
+
+    module = "thinwire.inference.stage"
+    hears: UnionType = FromStage
+    words: Vocabulary = WORDS
+
+    def _hear(self, stage: int, message: FromPeer | Chosen) -> None:
+        if isinstance(message, Chosen):  # one for each that was asked for: no pace to keep
+            self.said.note(Said(stage, message))  # type: ignore[arg-type]
+        else:
+            super()._hear(stage, message)
+
+
+class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"]):
+    """The model of a checkpoint, one process per stage; leaving the context ends them.
+
+    `emulate` holds messages back as the run's [link] section says.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        display: Display,
+        device: str = "auto",
+        allow_plugins: bool = False,
+        emulate: bool = True,
+    ):
+        self.checkpoint = Checkpoint.open(place, allow_plugins)
+        self.checkpoint.verify()
+        settings = self.checkpoint.settings
+        run = dataclasses.replace(settings.run, device=device)
+        link = dataclasses.replace(settings.link, emulate=settings.link.emulate and emulate, port=0)
+        self.settings = dataclasses.replace(settings, run=run, link=link)
+        check_devices(self.settings)
+        self.tokenizer()  # a checkpoint that cannot write is refused before anything starts
+        self.traffic = Traffic()
+        self._display = display
+        self._has_begun = False
+        self._resources = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        folder = Path(tempfile.mkdtemp(prefix="thinwire-text-"))
+        # Logs of a failure are kept: the error names them.
+        self._resources.push(lambda kind, *_: None if kind else shutil.rmtree(folder))
+        stages, settings = self.settings.pipeline.stages, self.settings
+        place = str(self.checkpoint.folder.resolve())
+        assignment = Assign(settings.to_plain(), corpus="", run_folder=str(folder), resume=place)
+        self._coordinator = Coordinator(
+            stages, settings.run.patience, assignment, outage=settings.link.outage
+        )
+        with contextlib.ExitStack() as starting:
+            starting.push(self._resources)
+            self._peers = self._resources.enter_context(TextPeers(settings, folder))
+            self._peers.start()
+            while not self._has_begun:
+                self._heed(self._next_event())
+            starting.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._resources.__exit__(*error)
+
+    def notes(self) -> list[str]:
+        """What whoever generates text with this model should know."""
+        slow = (
+            "a codec of this run reads more than one token, so every new token sends the whole "
+            "window across every cut"
+        )
+        by_token = crosses_by_token(self.settings)
+        return self.checkpoint.weaknesses() + ([] if by_token else [slow])
+
+    def tokens_behind(
+        self, ids: Sequence[int], sampling: Sampling, cache: bool = True
+    ) -> Iterator[int]:
+        ids = list(ids)
+        cached = cache and crosses_by_token(self.settings)
+        parts = extensions(ids, self.settings.model.context, cached)
+        for number, (part, with_empty_past) in enumerate(parts):
+            start = time.monotonic()
+            first = Read.first(part, sampling)
+            self._tell_all(Read(part, number, with_empty_past) if number else first)
+            ids.append(self._chosen())
+            self.traffic.add(len(part), time.monotonic() - start)
+            yield ids[-1]
+
+    def finish(self) -> "Traffic":
+        """Let the stages end in good order; what crossed their links."""
+        self._tell_all(Read([]))
+        while not self._coordinator.is_over:
+            self._heed(self._next_event())
+        self.traffic.control_bytes = self._peers.control_bytes() - self._control_bytes_before
+        return self.traffic
+
+    def _tell_all(self, message: Read) -> None:
+        for stage in range(self.settings.pipeline.stages):
+            self._peers.tell(stage, message)
+
+    def _chosen(self) -> int:
+        while True:
+            event = self._next_event()
+            if isinstance(event, Said) and isinstance(event.message, Chosen):
+                return event.message.token
+            self._heed(event)
+
+    def _next_event(self) -> Event:
+        return self._peers.next_event(self._coordinator)
+
+    def _heed(self, event: Event) -> None:
+        heed(self._coordinator, self._peers, self._carry_out, event)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Starting(count, what):
+                self._display.progress("start", count, self.settings.pipeline.stages, what)
+            case Begin():
+                self._has_begun = True
+                self._control_bytes_before = self._peers.control_bytes()
+            case Say(text):
+                self._display.note(text)
+            case Record(stage, Finished(meters)):
+                if f"cut-{stage}" in meters:
+                    self.traffic.links[stage] = meters[f"cut-{stage}"]["sent"]["EVALUATE"]
+
+
+class Traffic:
+    """What a text has cost: time, and bytes over each link, frame headers included."""
+
+    def __init__(self) -> None:
+        self.chosen = self.read = 0
+        self.seconds = 0.0
+        self.links: dict[int, Counts] = {}  # by cut
+        self.control_bytes = 0
+
+    def add(self, read: int, seconds: float) -> None:
+        """One more token was chosen, after so many were read."""
+        self.chosen += 1
+        self.read += read
+        self.seconds += seconds
+
+    def text(self) -> str:
+        """A line for the speed, and one for each link."""
+        if not self.chosen:
+            return "no token was chosen"
+        speed = self.chosen / self.seconds
+        lines = [f"{self.chosen} tokens in {self.seconds:.2f} s: {speed:.1f} tokens/s"]
+        for cut, sent in sorted(self.links.items()):
+            payload, header = sent["payload_bytes"], sent["header_bytes"]
+            lines.append(
+                f"cut {cut}: {(payload + header) / self.read:.1f} bytes per token, "
+                f"{payload / self.read:.1f} of them payload ({self.read} tokens crossed, prompt "
+                f"included, in {sent['frames']} frames)"
+            )
+        lines.append(f"control streams: {self.control_bytes / self.chosen:.1f} bytes per token")
+        return "\n".join(lines)

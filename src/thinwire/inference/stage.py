@@ -1,0 +1,194 @@
+"""The process of one stage of a model that writes text: reads, computes, hands on.
+
+It is started and linked as a stage in training is, under the same TLS, with the same frames and
+codecs. It loads the tensors of its own layers alone, and keeps their key-value cache.
+"""
+
+from thinwire.run.bond import die_with_coordinator
+
+if __name__ == "__main__":
+    die_with_coordinator()  # before the imports, which take seconds: it may be stopped meanwhile
+
+import queue
+import threading
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import Leg, TensorSpec
+from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
+from thinwire.engine.checkpoint import Checkpoint
+from thinwire.engine.cut import CutEnd
+from thinwire.engine.state import restore_weights
+from thinwire.errors import WireError
+from thinwire.inference.choice import Choice
+from thinwire.inference.messages import WORDS, Chosen, Read, ToStage
+from thinwire.inference.text import crosses_by_token
+from thinwire.run.messages import Assign, Hello
+from thinwire.run.peer import Peer, main, versions
+from thinwire.run.vocabulary import Vocabulary
+from thinwire.settings import Settings
+from thinwire.wire import Frame, FrameKind
+
+
+class TextStage:
+    """One stage with its weights and its ends of the cuts."""
+
+    def __init__(self, settings: Settings, index: int, checkpoint: Checkpoint):
+        self.settings = settings
+        self.index = index
+        self.last = settings.pipeline.stages - 1
+        self.device = choose_device(settings.run.device, index)
+        prepare_torch(settings, self.device)
+        self._builder = StageBuilder(settings, self.device)
+        self._stage = self._builder.build(index)
+        restore_weights(self._stage, self._builder.space, checkpoint)
+        self._stage.eval()
+        self._step, self._versions = checkpoint.step, checkpoint.versions
+        self._ends = {cut: self._end(cut) for cut in (index - 1, index) if 0 <= cut < self.last}
+        self._autocast = autocast_for(settings.run.precision, self.device)
+        self._is_cached = crosses_by_token(settings)
+        self._past = self._stage.new_past()
+
+    def describe(self) -> dict[str, str]:
+        """Its layers and its device, in a few words."""
+        return {"layers": self._stage.describe(), "device": str(self.device)}
+
+    def max_payload(self) -> int:
+        """The largest payload that the stage below may send: a whole context."""
+        limits = (
+            end.codecs[Leg.FORWARD].payload_limit(end.spec.shape) for end in self._ends.values()
+        )
+        return max(limits, default=0) + 65536
+
+    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]:
+        """What both ends of a cut must agree on before the first frame."""
+        end, space = self._ends[cut], self._builder.space
+        return {
+            "config_hash": self.settings.hash,
+            "cut": cut,
+            "forward_codec": end.codecs[Leg.FORWARD].name,
+            "wire_shape": list(end.spec.shape),
+            "step": self._step,
+            **(space.fingerprints() if space else {}),
+        }
+
+    @torch.no_grad()
+    def read(self, message: Read, received: Tensor | None) -> Tensor:
+        """What this stage makes of the next ids: what crosses the cut above, or logits."""
+        ids_BT = torch.tensor([message.ids], device=self.device)
+        x = ids_BT if received is None else received
+        if message.with_empty_past:
+            self._past = self._stage.new_past()
+        with self._autocast():
+            if self._is_cached:
+                return self._stage.extend(x, self._past, ids_BT)
+            return self._stage(x, ids_BT)
+
+    def packed(self, z_BTK: Tensor, number: int) -> Frame:
+        """The frame that takes an activation to the stage above."""
+        end = self._ends[self.index]
+        codec = end.codecs[Leg.FORWARD]
+        return Frame(
+            kind=FrameKind.EVALUATE,
+            sender=self.index,
+            step=self._step,
+            microbatch=number,
+            weight_version=self._versions.weight_version,
+            basis_version=self._versions.basis_version,
+            codec=codec.tag,
+            shape=tuple(z_BTK.shape),
+            payload=codec.pack(
+                z_BTK.to(end.spec.dtype), end.place(Leg.FORWARD, self._step, number, training=False)
+            ),
+        )
+
+    def unpacked(self, frame: Frame, message: Read) -> Tensor:
+        """The activation in a frame of the stage below, held against what is due."""
+        end = self._ends[self.index - 1]
+        codec = end.codecs[Leg.FORWARD]
+        due = Frame(
+            kind=FrameKind.EVALUATE,
+            sender=self.index - 1,
+            step=self._step,
+            microbatch=message.number,
+            weight_version=self._versions.weight_version,
+            basis_version=self._versions.basis_version,
+            codec=codec.tag,
+            shape=(1, len(message.ids), end.spec.shape[-1]),
+        )
+        for key, wanted in vars(due).items():
+            if key != "payload" and getattr(frame, key) != wanted:
+                raise WireError(
+                    f"cut-{end.cut}: a frame arrived whose {key} is {getattr(frame, key)!r}, but "
+                    f"{wanted!r} was due"
+                )
+        spec = TensorSpec(due.shape, end.spec.dtype, end.spec.device)
+        place = end.place(Leg.FORWARD, self._step, message.number, training=False)
+        return codec.unpack(frame.payload, spec, place)
+
+    def _end(self, cut: int) -> CutEnd:
+        """This stage's end of a cut, for one sequence of at most a context."""
+        spec = self._builder.wire_spec(cut)
+        shape = (1, self.settings.model.context, spec.shape[-1])
+        one = TensorSpec(shape, spec.dtype, spec.device)
+        return CutEnd.build(self.settings, cut, cut == self.index, one)
+
+
+class TextPeer(Peer):
+    """Joins the pipeline as one stage, and reads what it is told to until nothing more comes."""
+
+    hears: UnionType = ToStage
+    words: Vocabulary = WORDS
+
+    def run(self) -> None:
+        """The whole life of the process; errors leave through `fail`."""
+        self.control.send(Hello(self.stage, versions()))
+        assigned = self.control.receive(Assign)
+        settings = Settings.from_plain(assigned.settings)
+        threading.Thread(target=self._pulse, args=(settings.run.patience,), daemon=True).start()
+        self._progress.begin("loads its layers")
+        # Whoever started this has been asked about plugins before any stage was.
+        checkpoint = Checkpoint.open(Path(assigned.resume), allow_plugins=True)
+        stage = TextStage(settings, self.stage, checkpoint)
+        self._link(stage, self._introduce(stage))
+        self._work(stage)
+        self._leave()
+
+    def _work(self, stage: TextStage) -> None:
+        arrived: queue.SimpleQueue[Frame | WireError] = queue.SimpleQueue()
+        for link in self._links.values():
+            link.start(arrived.put, arrived.put)
+        below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
+        choose = None
+        while True:
+            self._progress.begin("waits for something to read")
+            message = self.control.receive(Read)
+            if not message.ids:
+                break
+            if message.number == 0:
+                choose = Choice(message.sampling())
+            self._progress.begin("waits for the stage below")
+            received = None if below is None else stage.unpacked(_next(arrived), message)
+            self._progress.begin("reads")
+            said = stage.read(message, received)
+            if above is not None:
+                above.send(stage.packed(said, message.number))
+            elif choose is not None:
+                self.control.send(Chosen(choose(said[0, -1].float().cpu())))
+        for link in self._links.values():
+            link.close(None)
+
+
+def _next(arrived: "queue.SimpleQueue[Frame | WireError]") -> Frame:
+    frame: Frame | WireError = arrived.get()
+    if isinstance(frame, WireError):
+        raise frame
+    return frame
+
+
+if __name__ == "__main__":
+    main(TextPeer)

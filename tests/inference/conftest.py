@@ -1,0 +1,73 @@
+"""Checkpoints that the tests of inference open."""
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.data import Corpus
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import partial_folder, write_shard
+from thinwire.report import PlainDisplay
+from thinwire.run.commit import commit
+from thinwire.run.prepare import prepare_corpus
+from thinwire.settings import Settings
+
+
+@pytest.fixture
+def save(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float], Path]:
+    """A checkpoint of a fresh model whose logits are scaled by a factor."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+
+    def make(factor: float) -> Path:
+        settings = make_settings(pipeline__stages=1)
+        builder = StageBuilder(settings, torch.device("cpu"))
+        stage = builder.build(0)
+        builder.initialise(stage)
+        tensors = {name: p.detach() for name, p in stage.global_parameters().items()}
+        tensors["lm_head.weight"] *= factor
+        corpus: Corpus = prepare_corpus(settings, PlainDisplay(StringIO()))
+        facts = {
+            "settings": settings.to_plain(),
+            "corpus": corpus.fingerprint,
+            "weight_version": 0,
+            "basis_version": 0,
+        }
+        run = tmp_path / "run"
+        shard = write_shard(partial_folder(run, 1), 0, tensors)
+        return commit(run, 1, [shard], facts, corpus.tokenizer())
+
+    return make
+
+
+@pytest.fixture
+def trained(
+    make_settings: Callable[..., Settings],
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., tuple[Path, float]]:
+    """A run in three stages: its last checkpoint, and the loss that it measured then."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+
+    def make(**changes: Any) -> tuple[Path, float]:
+        settings = make_settings(pipeline__stages=3, train__steps=2, **changes)
+        prepare_corpus(settings, PlainDisplay(StringIO()))
+        outcome = run_in_threads(settings)
+        reports = outcome.shards()[2]
+        facts = {
+            "settings": settings.to_plain(),
+            "corpus": corpus.fingerprint,
+            **vars(reports[0].versions),
+        }
+        shards = [report.shard for report in reports]
+        folder = commit(tmp_path / "run", 2, shards, facts, corpus.tokenizer())
+        return folder, outcome.valid_losses()[-1]
+
+    return make

@@ -1,0 +1,149 @@
+"""Text across a live pipeline is the text of one process; stages load their own tensors only."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.engine import Checkpoint
+from thinwire.errors import CheckpointError, StageError, WireError
+from thinwire.inference import Model, Sampling
+from thinwire.inference.choice import Choice
+from thinwire.inference.messages import WORDS, Read
+from thinwire.inference.pipeline import PipelineModel
+from thinwire.inference.stage import TextStage
+from thinwire.inference.text import crosses_by_token, extensions
+from thinwire.report import PlainDisplay
+from thinwire.wire import HEADER_BYTES
+
+VARIANTS = [
+    {"codec__forward": "fp64"},
+    {"codec__forward": "int8(group=8)+ef21", "boundary__mode": "subspace", "boundary__rank": 12},
+    {"codec__forward": "fp8+zstd", "boundary__mode": "reparam", "boundary__rank": 12},
+    {"codec__forward": "bf16", "boundary__mode": "projected", "boundary__rank": 12,
+     "boundary__basis": "per-cut", "boundary__learn": True, "boundary__anchor": "trainable"},
+    {"codec__forward": "randk(0.5)", "codec__cuts": ["1: forward=int4(tensor)"]},
+]  # fmt: skip
+
+
+def stages_of(folder: Path) -> list[TextStage]:
+    checkpoint = Checkpoint.open(folder)
+    count = checkpoint.settings.pipeline.stages
+    return [TextStage(checkpoint.settings, index, checkpoint) for index in range(count)]
+
+
+def passed_on(stages: list[TextStage], message: Read) -> torch.Tensor:
+    """What the last stage says, after activations have crossed each cut as frames."""
+    said = stages[0].read(message, None)
+    for below, stage in itertools.pairwise(stages):
+        said = stage.read(message, stage.unpacked(below.packed(said, message.number), message))
+    return said
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_stages_one_after_the_other_say_what_the_model_says(
+    changes: dict[str, Any], trained: Callable
+) -> None:
+    """40 tokens with a context of 16: the window begins anew three times."""
+    folder, _ = trained(**changes)
+    model, stages = Model(folder, "cpu"), stages_of(folder)
+    ids, sampling = model.encode("stage link "), Sampling(0.9, 0, 0.95, 3)
+    wanted = model.tokens_behind(ids, sampling)
+    choose = Choice(sampling)
+    parts = extensions(ids, 16, crosses_by_token(model.settings))
+    for number, (part, is_new) in zip(range(40), parts, strict=False):
+        said = passed_on(stages, Read(part, number, is_new))
+        ids.append(choose(said[0, -1].float()))
+        assert ids[-1] == next(wanted), number
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"microbatch": 1}, "microbatch is 1, but 0 was due"),
+        ({"sender": 2}, "sender is 2, but 0 was due"),
+        ({"step": 9}, "step is 9, but 2 was due"),
+        ({"codec": 7}, "codec is 7"),
+        ({"shape": (1, 16, 32)}, r"shape is \(1, 16, 32\), but \(1, 3, 32\) was due"),
+        ({"payload": b""}, "but 0 arrived"),
+    ],
+)
+def test_a_frame_that_is_not_due_is_refused(
+    change: dict[str, Any], reason: str, trained: Callable
+) -> None:
+    folder, _ = trained(codec__forward="fp64")
+    stages, message = stages_of(folder), Read([1, 2, 3])
+    frame = stages[0].packed(stages[0].read(message, None), 0)
+    assert torch.isfinite(stages[1].unpacked(frame, message)).all()
+    with pytest.raises(WireError, match=reason):
+        stages[1].unpacked(dataclasses.replace(frame, **change), message)
+
+
+def test_a_stage_reads_its_own_tensors_only(
+    trained: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = trained(codec__forward="fp64")
+    read: list[set[str]] = []
+    whole = Checkpoint._read
+
+    def noted(self: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+        read.append(names)
+        return whole(self, names)
+
+    monkeypatch.setattr(Checkpoint, "_read", noted)
+    stages_of(folder)
+    ends = [("model.embed_tokens.weight" in n, "lm_head.weight" in n) for n in read]
+    assert ends == [(True, False), (False, False), (False, True)]
+    assert not set.intersection(*read)
+
+
+def test_what_is_told_of_sampling_arrives() -> None:
+    sampling = Sampling(0.7, 5, 0.9, -3)
+    assert WORDS.unpack(WORDS.pack(Read.first([1], sampling))).sampling() == sampling
+    later = WORDS.pack(Read([5], 7))
+    assert len(later) < 60 and WORDS.unpack(later) == Read([5], 7)
+
+
+def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:
+    """Three processes, real links; a window that begins anew; two texts one after the other."""
+    folder, _ = trained(codec__forward="int8(group=8)", boundary__mode="subspace",
+                        boundary__rank=12)  # fmt: skip
+    model, told = Model(folder, "cpu"), StringIO()
+    with PipelineModel(folder, PlainDisplay(told), "cpu") as pipeline:
+        greedy = pipeline.generate("stage link ", 20, 0.0, 0, 0)
+        drawn = pipeline.generate("frame", 5, 1.0, 0, -7, top_p=0.9)
+        traffic = pipeline.finish()
+    assert greedy == model.generate("stage link ", 20, 0.0, 0, 0)
+    assert drawn == model.generate("frame", 5, 1.0, 0, -7, top_p=0.9)
+    assert traffic.chosen == 25 and traffic.seconds > 0 and 0 < traffic.control_bytes < 25 * 400
+    assert traffic.links.keys() == {0, 1}
+    for sent in traffic.links.values():
+        assert sent["frames"] == 25 and sent["header_bytes"] == 25 * HEADER_BYTES
+        # 12 numbers in two groups of at most 8: 12 bytes, and a scale of each group
+        assert sent["payload_bytes"] % traffic.read == 0 and traffic.read >= 25
+        assert 12 < sent["payload_bytes"] / traffic.read < 12 * 4
+    assert "3 / 3 stages have their layers" in told.getvalue()
+    assert "cut 1:" in traffic.text() and "bytes per token" in traffic.text()
+
+
+def test_a_stage_that_fails_is_named_and_its_log_is_kept(trained: Callable) -> None:
+    """The file of the last stage is whole but of another shape: only its process can find that."""
+    folder, _ = trained(codec__forward="fp64")
+    pipeline = PipelineModel(folder, PlainDisplay(StringIO()), "cpu")  # which has verified it
+    (folder / "stage-2.safetensors").unlink()
+    with pytest.raises(StageError, match=r"stage 2 .* cannot be read[\s\S]*its log is (\S+)"):
+        pipeline.__enter__()
+
+
+def test_a_damaged_checkpoint_starts_nothing(trained: Callable) -> None:
+    folder, _ = trained(codec__forward="fp64")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / manifest["shards"][1]["file"]).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="truncated or altered"):
+        PipelineModel(folder, PlainDisplay(StringIO()), "cpu")
