@@ -1,10 +1,11 @@
-"""The commands that open a checkpoint: its validation loss, and text from it."""
+"""The commands that open a checkpoint: its loss, text from it, an endpoint for it."""
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,22 +13,41 @@ from thinwire.arguments import add_value, number
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
-    from thinwire.inference import Model, TextModel
+    from thinwire.inference import Model, Sampling, TextModel
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
-    """Put `eval` and `generate` on the command line."""
+    """Put `eval`, `generate` and `serve` on the command line."""
     sub = add("eval", eval_command, "compute a checkpoint's validation loss")
     _add_checkpoint(sub, add_plugins)
-    add_value(sub, "--batches", number(int, 0), "validation microbatches; 0 = as in training", 0)
+    add_value(
+        sub,
+        "--batches",
+        number(int, 0),
+        "validation microbatches; 0 = as in training, or all of --data",
+        0,
+    )
+    sub.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="file or folder of other text to score",
+    )
+    add_value(sub, "--text-key", str, "with --data: key or column that holds the text", "text")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("generate", generate_command, "generate text from a checkpoint")
     _add_checkpoint(sub, add_plugins)
-    add_value(sub, "--prompt", str, "text to continue", "def ")
+    sub.add_argument(
+        "--prompt", help="text to continue (default: 'def '), or with --chat the only message"
+    )
+    sub.add_argument(
+        "--chat", action="store_true", help="hold a conversation, by the chat template of the model"
+    )
+    sub.add_argument("--system", default="", help="with --chat: what the model is told first")
     add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
     add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
     add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
@@ -39,6 +59,12 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
         1.0,
     )
     add_value(sub, "--seed", number(int), "seed of the sampling", 0)
+    _add_pipeline(sub)
+
+    sub = add("serve", serve_command, "answer requests for text over HTTP, as OpenAI's servers do")
+    _add_checkpoint(sub, add_plugins)
+    add_value(sub, "--listen", str, "address to listen on", "127.0.0.1")
+    add_value(sub, "--port", number(int, 0, most=65535), "port; 0 = any free one", 8000)
     _add_pipeline(sub)
 
 
@@ -80,7 +106,10 @@ def eval_command(options: argparse.Namespace) -> None:
 
     with open_display(sys.stderr) as display:
         model = _open_model(options)
-        result = model.evaluate(display, options.batches)
+        if options.data is None:
+            result = model.evaluate(display, options.batches)
+        else:
+            result = model.evaluate_text(options.data, display, options.batches, options.text_key)
     if options.json:
         print(json.dumps(result, indent=1))
         return
@@ -89,26 +118,69 @@ def eval_command(options: argparse.Namespace) -> None:
     else:
         bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
         extra, over = f"perplexity {result['perplexity']:.1f}{bits}", f"{result['tokens']:,} tokens"
+    what = f"loss on {options.data}" if options.data else "validation loss"
     print(
-        f"{result['checkpoint']}: validation loss {result['valid_loss']:.4f} ({extra}) over "
+        f"{result['checkpoint']}: {what} {result['valid_loss']:.4f} ({extra}) over "
         f"{over}, compression {result['compression']}"
     )
 
 
 def generate_command(options: argparse.Namespace) -> None:
-    """Print a continuation of the prompt."""
+    """Print a continuation of the prompt, or hold a conversation."""
     from thinwire.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     with _text_model(options) as model:
         _show_notes(model.notes())
-        ids = model.encode(options.prompt)
+        if options.chat:
+            _converse(model, options, sampling)
+            return
+        prompt = "def " if options.prompt is None else options.prompt
+        ids = model.encode(prompt)
         if len(ids) > (most := model.settings.model.context):
             _show_notes([f"the prompt has {len(ids)} tokens, the model sees the last {most}"])
-        print(options.prompt, end="", flush=True)
-        for piece in model.write(ids, options.tokens, sampling):
-            print(piece, end="", flush=True)
-        print()
+        _shown(itertools.chain([prompt], model.write(ids, options.tokens, sampling)))
+
+
+def _converse(model: "TextModel", options: argparse.Namespace, sampling: "Sampling") -> None:
+    """Answer each line of the input until it ends, or the one prompt."""
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    lines = [options.prompt] if options.prompt is not None else _typed_lines()
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        said = _shown(model.answer(messages, options.tokens, sampling))
+        messages.append({"role": "assistant", "content": said})
+
+
+def _typed_lines() -> Iterator[str]:
+    """What is typed, line by line; a sign asks for it where a person sits."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _shown(pieces: Iterable[str]) -> str:
+    """Print a text as it comes; returns it."""
+    said = []
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        said.append(piece)
+    print()
+    return "".join(said)
+
+
+def serve_command(options: argparse.Namespace) -> None:
+    """Serve until Ctrl-C."""
+    from thinwire.inference.serve import run_server
+
+    with _text_model(options) as model:
+        _show_notes(model.notes())
+        run_server(model, options.listen, options.port, sys.stdout)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.data import Corpus
+from thinwire.data import Corpus, Tokenizer
+from thinwire.data.template import CHATML_TOKENS
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.report import PlainDisplay
@@ -69,5 +70,29 @@ def trained(
         shards = [report.shard for report in reports]
         folder = commit(tmp_path / "run", 2, shards, facts, corpus.tokenizer())
         return folder, outcome.valid_losses()[-1]
+
+    return make
+
+
+@pytest.fixture
+def chatting(
+    make_settings: Callable[..., Settings], tmp_path: Path, text_folder: Path
+) -> Callable[..., Path]:
+    """A checkpoint of a fresh model whose tokenizer has ChatML's tokens; its answers are noise."""
+
+    def make(**changes: Any) -> Path:
+        settings = make_settings(**{"pipeline__stages": 1, "model__context": 128, **changes})
+        builder = StageBuilder(settings, torch.device("cpu"))
+        shards = []
+        for index in range(settings.pipeline.stages):
+            stage = builder.build(index)
+            builder.initialise(stage)
+            tensors = {name: p.detach() for name, p in stage.global_parameters().items()}
+            shards.append(write_shard(partial_folder(tmp_path / "chat", 0), index, tensors))
+        texts = [path.read_text() for path in sorted(text_folder.iterdir())]
+        tokenizer = Tokenizer.train(texts, settings.model.vocab, CHATML_TOKENS)
+        facts = {"settings": settings.to_plain(), "corpus": "", "weight_version": 0,
+                 "basis_version": 0}  # fmt: skip
+        return commit(tmp_path / "chat", 0, shards, facts, tokenizer)
 
     return make

@@ -54,7 +54,7 @@ def test_stages_one_after_the_other_say_what_the_model_says(
     folder, _ = trained(**changes)
     model, stages = Model(folder, "cpu"), stages_of(folder)
     ids, sampling = model.encode("stage link "), Sampling(0.9, 0, 0.95, 3)
-    wanted = model.tokens_behind(ids, sampling)
+    wanted = model.tokens_behind([*ids], sampling)
     choose = Choice(sampling)
     parts = extensions(ids, 16, crosses_by_token(model.settings))
     for number, (part, is_new) in zip(range(40), parts, strict=False):

@@ -16,8 +16,9 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.state import restore_weights
 from thinwire.errors import DataError
 from thinwire.inference.choice import Choice, Sampling
+from thinwire.inference.score import OtherText
 from thinwire.inference.text import TextModel, crosses_by_token, extensions
-from thinwire.model import Past
+from thinwire.model import Past, Score
 from thinwire.report import Display
 from thinwire.run.ledger import bits_per_byte
 from thinwire.run.prepare import prepare_data
@@ -75,7 +76,10 @@ class Model(Joined, TextModel):
         if not trained_on:  # it was imported: any text is new to us
             own = dataclasses.replace(settings.data, tokenizer=str(self.checkpoint.tokenizer))
             settings = dataclasses.replace(settings, data=own)
-            display.note("an imported model has no data of its own: its loss is on Python's source")
+            display.note(
+                "an imported model has no data of its own: its loss is on Python's source; --data "
+                "names another text"
+            )
         data = prepare_data(settings, display, self.checkpoint)
         if trained_on and data.fingerprint != trained_on:
             raise DataError(
@@ -85,14 +89,35 @@ class Model(Joined, TextModel):
         told = functools.partial(display.progress, "eval", unit="microbatches")
         feed = Feed(data, settings, self.device, batches)
         score = self.validate(feed, self.checkpoint.step, self.compression, told)
+        return self._figures(score, *feed.validation_text)
+
+    @torch.no_grad()
+    def evaluate_text(
+        self, path: Path, display: Display, batches: int = 0, text_key: str = "text"
+    ) -> dict[str, Any]:
+        """Loss on all of another text, or on its first `batches` microbatches."""
+        for weakness in self.checkpoint.weaknesses():
+            display.note(weakness)
+        display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
+        text = OtherText(path, self.tokenizer(), text_key, self.settings.model.context)
+        if text.lost:
+            display.note(f"the tokenizer {text.lost}")
+        places, score = text.windows(batches), Score()
+        for number, window in enumerate(text.read(places, self.device)):
+            logits_BTV = self(window.inputs_BT, number)
+            score.add(self.loss(logits_BTV, window.targets_BT), logits_BTV, window.targets_BT)
+            display.progress("eval", number + 1, len(places), "microbatches")
+        return {**self._figures(score, *text.size(places)), "data": str(path)}
+
+    def _figures(self, score: Score, tokens: int, size: int) -> dict[str, Any]:
         found = {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
             "compression": "on" if self.compression else "off",
             "valid_loss": score.loss,
         }
-        ratio = bits_per_byte(score.loss, *feed.validation_text)
-        return {**found, **settings.model.task.figures(score, ratio)}
+        ratio = bits_per_byte(score.loss, tokens, size)
+        return {**found, **self.settings.model.task.figures(score, ratio)}
 
     def tokens_behind(
         self, ids: Sequence[int], sampling: Sampling, cache: bool = True

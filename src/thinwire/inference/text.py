@@ -3,11 +3,12 @@
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from thinwire.codec import Leg, build_codecs
 from thinwire.data import Tokenizer
+from thinwire.data.chat import Chat
 from thinwire.engine import Checkpoint
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.inference.choice import Sampling
@@ -52,6 +53,22 @@ class TextModel(ABC):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run; CheckpointError when it trained on bare token ids."""
         return self._tokenizer
+
+    @functools.cached_property
+    def _chat(self) -> Chat:
+        self.tokenizer()  # which says why there is none
+        return Chat.open(self.checkpoint.folder)
+
+    def chat(self) -> Chat:
+        """The chat template with which the model is asked; DataError if none fits it."""
+        return self._chat
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], tokens: int, sampling: Sampling
+    ) -> "Writing":
+        """The assistant's next message in a conversation."""
+        chat = self.chat()
+        return self.write(chat.prompt_ids(messages), tokens, sampling, chat.end_ids)
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt; an empty one begins a new text."""

@@ -1,7 +1,7 @@
 """The numbers of a run on disk: one JSON object per line, and TensorBoard event files.
 
-metrics.jsonl is the record that plots and summaries are made from; TensorBoard is a
-convenience on top and may be missing.
+metrics.jsonl is the record that plots and summaries are made from; TensorBoard and Weights & Biases
+are a convenience on top and may be missing.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
+from thinwire.report.wandb import WandbLog
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -27,16 +28,22 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends steps and evaluations to a run's folder, each visible to readers at once.
 
     `resume_step=k` drops what an interrupted run wrote after step k, so that a curve has
-    each step once. `tensorboard` says whether event files are written too.
+    each step once. `tensorboard` says whether event files are written too; `wandb` gets the same.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        resume_step: int | None = None,
+        wandb: WandbLog | None = None,
+    ) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _drop_after(folder / FILE_NAME, resume_step)
         self._file = (folder / FILE_NAME).open("a", encoding="utf-8")
         self._scalars = _tensorboard_writer(folder / TENSORBOARD_FOLDER, resume_step)
         self.tensorboard: bool = self._scalars is not None
+        self._wandb = wandb
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
@@ -72,6 +79,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._file.close()
         if self._scalars is not None:
             self._scalars.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -82,9 +91,12 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._file.flush()
 
     def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
-        for name, value in scalars.items():
-            # where a number is not finite, a gap reads better than a broken axis
-            if self._scalars is not None and value is not None and math.isfinite(value):
+        # where a number is not finite, a gap reads better than a broken axis
+        finite = {n: v for n, v in scalars.items() if v is not None and math.isfinite(v)}
+        if self._wandb is not None:
+            self._wandb.add(finite, step)
+        if self._scalars is not None:
+            for name, value in finite.items():
                 self._scalars.add_scalar(name, value, step)
 
 

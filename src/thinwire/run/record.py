@@ -23,6 +23,7 @@ from thinwire.errors import (
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
 from thinwire.report.metrics import without_nan
+from thinwire.report.wandb import WandbLog
 from thinwire.run.commit import Checkpoints, divergence, origin_in, way_back
 from thinwire.run.events import Begin, Command, Commit, Discard, Record, Say, Starting
 from thinwire.run.ledger import Ledger, bits_per_byte
@@ -165,9 +166,16 @@ class RunRecord:
         try:
             text = header + "\n" + to_toml(settings.relaxed(), settings)
             (self.folder / "config.toml").write_text(text)
-            self._metrics = MetricsWriter(self.folder, self._resume_step)
+            self._metrics = MetricsWriter(self.folder, self._resume_step, self._wandb())
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
+
+    def _wandb(self) -> WandbLog | None:
+        run = self.settings.run
+        if not run.wandb:
+            return None
+        config = self.settings.to_plain()
+        return WandbLog(run.wandb, run.name, self.folder, config, self.display.note)
 
     def _on_step(self, stage: int, report: Step) -> None:
         record = self.ledger.add_step(stage, report)

@@ -61,6 +61,11 @@ class RunConfig:
     compile: bool = option(
         False, "compile the layers with torch.compile: slower start, faster steps on a GPU"
     )
+    wandb: str = option(
+        "",
+        "project on Weights & Biases that gets the metrics too; empty = none",
+        scope="keeping",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+"""The model of a checkpoint over HTTP, with the interface of OpenAI's: one text at a time.
+
+A second client waits for the first; one that goes away ends its text. Nothing here is for the open
+internet: there are no keys and no encryption, so it listens on this machine alone unless told to.
+"""
+
+import collections
+import contextlib
+import json
+import select
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TextIO
+
+import thinwire
+from thinwire.errors import ConfigError, ThinwireError, printable
+from thinwire.inference.openai import Answer, Asked, RefusedError, read_request
+from thinwire.inference.text import TextModel
+from thinwire.run.signals import heeding
+
+MOST_BYTES = 1 << 20  # of a request
+MOST_WAITING = 16  # requests; more are refused
+LAST_SECONDS = 10.0
+SILENCE_SECONDS = 60.0  # for a client to send its request, or to take what it asked for
+CHATS, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+
+
+def run_server(model: TextModel, host: str, port: int, stream: TextIO) -> None:
+    """Serve until a signal asks to end, or the model cannot go on."""
+    with Server(model, host, port) as server:
+        with heeding(lambda number, frame: server.is_over.set()):
+            stream.write(
+                f"{server.name} at http://{host}:{server.server_port}/v1; Ctrl-C ends it\n"
+            )
+            stream.flush()
+            thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+            thread.start()
+            server.is_over.wait()
+        server.shutdown()
+        server.turns.wait_for_none(LAST_SECONDS)  # a text under way ends with its next token
+    if server.failure is not None:
+        raise server.failure
+    stream.write(f"the server is closed; it answered {server.answered} requests\n")
+
+
+class Turns:
+    """Lets one in at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[object] = collections.deque()
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def wait_for_none(self, seconds: float) -> None:
+        """Wait until nobody is in or waits, but no longer than this."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, seconds)
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[None]:
+        """Wait for one's turn; it lasts as long as the context."""
+        me = object()
+        with self._changed:
+            self._waiting.append(me)
+            self._changed.wait_for(lambda: self._waiting[0] is me)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
+
+class Server(ThreadingHTTPServer):
+    """Has a thread for each connection; the model is used by one at a time."""
+
+    daemon_threads = True
+
+    def __init__(self, model: TextModel, host: str, port: int):
+        self.model = model
+        self.name = f"{model.settings.run.name}-{model.checkpoint.step}"
+        self.turns = Turns()
+        self.is_over = threading.Event()
+        self.failure: ThinwireError | None = None
+        self.answered = 0
+        model.tokenizer()  # a model that cannot write is refused before anybody asks
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on port {port} of {host}: {error.strerror or error}; choose "
+                "another with --port or --listen"
+            ) from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of ours; others are shown by the default."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    server_version = f"thinwire/{thinwire.__version__}"
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_SECONDS
+    _is_streaming = False
+
+    def do_GET(self) -> None:
+        """The models there are: one."""
+        shown = {"id": self.server.name, "object": "model", "owned_by": "thinwire", "created": 0}
+        if self.path == MODELS:
+            self._reply(200, {"object": "list", "data": [shown]})
+        elif self.path == f"{MODELS}/{self.server.name}":
+            self._reply(200, shown)
+        else:
+            self._refuse(_unknown(self.path, CHATS, COMPLETIONS, MODELS))
+
+    def do_POST(self) -> None:
+        """Write a text."""
+        try:
+            if self.path not in (CHATS, COMPLETIONS):
+                raise _unknown(self.path, CHATS, COMPLETIONS)
+            asked = self._asked(self._body())
+            if len(self.server.turns) > MOST_WAITING:
+                raise RefusedError("too many requests wait: try again later", 503, "overloaded")
+            with self.server.turns.next():
+                self._answer(asked)
+            self.server.answered += 1
+        except RefusedError as error:
+            self._refuse(error)
+
+    def _asked(self, body: Any) -> Asked:
+        try:
+            return read_request(body, self.path == CHATS, self.server.model, self.server.name)
+        except ThinwireError as error:  # such as a model without a chat template
+            raise RefusedError(str(error)) from error
+
+    def _body(self) -> Any:
+        """The JSON of a request; what is too long, or no JSON, is refused unread."""
+        kind, length = self.headers.get_content_type(), self.headers.get("Content-Length", "")
+        # Also keeps web pages of others out: a browser asks first before it sends JSON.
+        if kind != "application/json":
+            raise self._unread(f"Content-Type must be application/json, not {kind}", 415)
+        if not length.isdecimal() or "Transfer-Encoding" in self.headers:
+            raise self._unread("the request needs a Content-Length", 411)
+        if int(length) > MOST_BYTES:
+            raise self._unread(f"the request has more than {MOST_BYTES} bytes", 413)
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"the body is not JSON: {printable(str(error), 200)}") from None
+
+    def _unread(self, text: str, status: int) -> RefusedError:
+        self.close_connection = True
+        return RefusedError(text, status)
+
+    def _answer(self, asked: Asked) -> None:
+        model = self.server.model
+        writing = model.write(asked.ids, asked.tokens, asked.sampling, asked.ends, asked.stop)
+        answer = Answer(asked, writing, self.server.name)
+        try:
+            if asked.streams:
+                self._start(200, "text/event-stream", None)
+                for event in answer.events(self._is_wanted):
+                    self.wfile.write(b"data: " + event.encode() + b"\n\n")
+                return
+            plain = answer.whole(self._is_wanted)
+        except ThinwireError as error:  # such as a lost stage, which will not come back
+            self.server.failure = error
+            self.server.is_over.set()
+            raise RefusedError("the model has failed", 500) from error
+        if self.server.is_over.is_set():
+            raise RefusedError("the server is ending", 503)
+        if plain is not None:
+            self._reply(200, plain)
+
+    def _is_wanted(self) -> bool:
+        """Whether to write on: the client is there, and the server has not been asked to end."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        is_gone = readable and not self.connection.recv(1, socket.MSG_PEEK)
+        self.close_connection = self.close_connection or bool(is_gone)
+        return not is_gone and not self.server.is_over.is_set()
+
+    def _refuse(self, error: RefusedError) -> None:
+        if self._is_streaming:
+            self.wfile.write(b"data: " + json.dumps(error.plain).encode() + b"\n\n")
+        else:
+            self._reply(error.status, error.plain)
+
+    def _reply(self, status: int, plain: dict[str, Any]) -> None:
+        body = json.dumps(plain).encode()
+        self._start(status, "application/json", len(body))
+        self.wfile.write(body)
+
+    def _start(self, status: int, kind: str, length: int | None) -> None:
+        self.send_response(status, HTTPStatus(status).phrase)
+        self.send_header("Content-Type", kind)
+        if length is None:
+            self._is_streaming = self.close_connection = True
+        else:
+            self.send_header("Content-Length", str(length))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Requests are not logged: they are texts of other people."""
+
+
+def _unknown(path: str, *known: str) -> RefusedError:
+    return RefusedError(f"there is no {printable(path, 100)} here, only {', '.join(known)}", 404)
