@@ -39,6 +39,16 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
     add_value(sub, "--text-key", str, "with --data: key or column that holds the text", "text")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
+    sub.add_argument(
+        "--lm-eval",
+        metavar="TASK[,TASK]",
+        help="run these tasks of the lm-eval harness instead, on a checkpoint or an exported model",
+    )
+    add_value(sub, "--limit", number(int, 0), "with --lm-eval: examples of each task; 0 = all", 0)
+    sub.add_argument(
+        "--tasks-folder", type=Path, help="with --lm-eval: folder with task files of your own"
+    )
+
     sub = add("generate", generate_command, "generate text from a checkpoint")
     _add_checkpoint(sub, add_plugins)
     sub.add_argument(
@@ -101,8 +111,14 @@ def _add_pipeline(sub: argparse.ArgumentParser) -> None:
 
 
 def eval_command(options: argparse.Namespace) -> None:
-    """Print a checkpoint's validation loss."""
+    """Print a checkpoint's validation loss, its loss on other text, or scores of benchmarks."""
     from thinwire.report import open_display
+
+    if options.lm_eval is not None:
+        _eval_tasks(options)
+        return
+    if options.limit or options.tasks_folder:
+        raise ConfigError("--limit and --tasks-folder are about the tasks of --lm-eval: name some")
 
     with open_display(sys.stderr) as display:
         model = _open_model(options)
@@ -123,6 +139,28 @@ def eval_command(options: argparse.Namespace) -> None:
         f"{result['checkpoint']}: {what} {result['valid_loss']:.4f} ({extra}) over "
         f"{over}, compression {result['compression']}"
     )
+
+
+def _eval_tasks(options: argparse.Namespace) -> None:
+    tasks = [task.strip() for task in options.lm_eval.split(",") if task.strip()]
+    if not tasks:
+        raise ConfigError("--lm-eval needs the name of a task, such as hellaswag")
+    if options.data is not None or options.batches:
+        raise ConfigError("--lm-eval has data of its own: leave out --data and --batches")
+
+    from thinwire.hf.harness import run_tasks, scores_text
+    from thinwire.report import PlainDisplay
+
+    results = run_tasks(
+        options.checkpoint,
+        tasks,
+        PlainDisplay(sys.stderr),
+        options.device,
+        options.limit,
+        options.tasks_folder,
+        options.allow_plugins,
+    )
+    print(json.dumps(results, indent=1) if options.json else scores_text(results))
 
 
 def generate_command(options: argparse.Namespace) -> None:

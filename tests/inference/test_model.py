@@ -54,6 +54,13 @@ CACHED = [
         "boundary__learn": True,
         "boundary__anchor": "trainable",
     },
+    {
+        "codec__forward": "fp64",
+        "model__head_dim": 6,
+        "model__qkv_bias": True,
+        "model__qk_norm": True,
+        "model__rope_scaling": "llama3(factor=8,low=1,high=4,context=8)",
+    },
 ]
 
 

@@ -121,7 +121,7 @@ def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:
         traffic = pipeline.finish()
     assert greedy == model.generate("stage link ", 20, 0.0, 0, 0)
     assert drawn == model.generate("frame", 5, 1.0, 0, -7, top_p=0.9)
-    assert traffic.chosen == 25 and traffic.seconds > 0 and 0 < traffic.control_bytes < 25 * 400
+    assert traffic.chosen == 25 and traffic.seconds > 0 and 0 < traffic.control_bytes < 25 * 1000
     assert traffic.links.keys() == {0, 1}
     for sent in traffic.links.values():
         assert sent["frames"] == 25 and sent["header_bytes"] == 25 * HEADER_BYTES
@@ -132,6 +132,7 @@ def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:
     assert "cut 1:" in traffic.text() and "bytes per token" in traffic.text()
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_is_named_and_its_log_is_kept(trained: Callable) -> None:
     """The file of the last stage is whole but of another shape: only its process can find that."""
     folder, _ = trained(codec__forward="fp64")

@@ -1,6 +1,7 @@
 """Weights & Biases gets what TensorBoard gets, offline here; whatever it does, a run goes on."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from thinwire.report.wandb import ID_FILE, WandbLog
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     """What a user is told; nothing of this machine's own account is used."""
     for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return []
+    yield []
+    if package := sys.modules.get("wandb"):
+        package.teardown()  # it remembers the environment of the first use
 
 
 def open_log(folder: Path, notes: list[str]) -> WandbLog:

@@ -182,5 +182,6 @@ class Traffic:
                 f"{payload / self.read:.1f} of them payload ({self.read} tokens crossed, prompt "
                 f"included, in {sent['frames']} frames)"
             )
-        lines.append(f"control streams: {self.control_bytes / self.chosen:.1f} bytes per token")
+        control = self.control_bytes / self.chosen
+        lines.append(f"control streams of all stages: {control:.0f} bytes per token")
         return "\n".join(lines)

@@ -33,9 +33,8 @@ def run_server(model: TextModel, host: str, port: int, stream: TextIO) -> None:
     """Serve until a signal asks to end, or the model cannot go on."""
     with Server(model, host, port) as server:
         with heeding(lambda number, frame: server.is_over.set()):
-            stream.write(
-                f"{server.name} at http://{host}:{server.server_port}/v1; Ctrl-C ends it\n"
-            )
+            place = f"http://{host}:{server.server_port}/v1"
+            stream.write(f"{server.name} is served at {place}; Ctrl-C ends it\n")
             stream.flush()
             thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
             thread.start()

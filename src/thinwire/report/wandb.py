@@ -81,13 +81,13 @@ class WandbLog:
 
 def _settings(wandb: Any) -> Any:
     """Quiet, and without questions: a run may have no terminal, or a display of its own on it."""
-    settings = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS)
-    if settings.mode in ("online", None) and not wandb.login(prompt=False):
+    is_online = wandb.setup().settings.mode == "online"  # by the environment and wandb's own files
+    if is_online and not wandb.login(prompt=False):
         raise ValueError(
             "you are not logged in: run `wandb login`, or set WANDB_MODE=offline and upload with "
             "`wandb sync` later"
         )
-    return settings
+    return wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS)
 
 
 def _run_id(folder: Path) -> str:

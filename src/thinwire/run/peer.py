@@ -96,11 +96,14 @@ class Linkable(Protocol):
     settings: Settings
     last: int  # the number of the last stage
 
-    def describe(self) -> dict[str, str]: ...
+    def describe(self) -> dict[str, str]:
+        """What a display shows of it."""
 
-    def max_payload(self) -> int: ...
+    def max_payload(self) -> int:
+        """The largest payload that a neighbour may send."""
 
-    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]: ...
+    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]:
+        """What both ends of a cut must agree on before the first frame."""
 
 
 class Peer:

@@ -1,0 +1,91 @@
+"""Benchmarks through the lm-eval harness, on an exported model.
+
+The harness opens a model with transformers, so a checkpoint is exported to a temporary folder
+first. That is the model by its weights, boundaries included: what codecs do at its cuts is not.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import thinwire.hf  # noqa: F401 -- models whose cuts do not fold open by the class it registers
+from thinwire.engine import Checkpoint
+from thinwire.engine.build import choose_device
+from thinwire.errors import ConfigError
+from thinwire.hf.export import CONFIG, Wanted, export
+from thinwire.lazy import needs
+from thinwire.report import Display
+
+WHAT = "--lm-eval"
+
+
+def run_tasks(
+    place: Path,
+    tasks: list[str],
+    display: Display,
+    device: str = "auto",
+    limit: int = 0,
+    folder: Path | None = None,
+    allow_plugins: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Scores by task and metric; `limit` examples of each task, 0 = all.
+
+    `folder` has task files of the user's own. The harness loads the data of its tasks itself.
+    """
+    harness = needs("lm_eval", "eval", WHAT)
+    needs("transformers", "hf", WHAT)
+    manager = _task_manager(tasks, folder)
+    with _exported(place, display, allow_plugins) as exported:
+        display.phase("lm-eval", f"{', '.join(tasks)} on {place}")
+        found = harness.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(exported), "dtype": "float32"},
+            tasks=tasks,
+            device=str(choose_device(device, 0)),
+            limit=limit or None,
+            task_manager=manager,
+            log_samples=False,
+        )
+    return found["results"]
+
+
+def scores_text(results: dict[str, dict[str, Any]]) -> str:
+    """A line for each number of each task."""
+    lines = []
+    for task, scores in results.items():
+        for metric, value in scores.items():
+            name, _, _ = metric.partition(",")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                error = scores.get(metric.replace(name, f"{name}_stderr", 1))
+                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                lines.append(f"{task}: {name} {value:.4f}{spread}")
+    return "\n".join(lines)
+
+
+def _task_manager(tasks: list[str], folder: Path | None) -> Any:
+    """What knows the tasks; ConfigError names one that it does not know."""
+    manager = needs("lm_eval.tasks", "eval", WHAT).TaskManager(
+        include_path=str(folder) if folder else None
+    )
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise ConfigError(
+                f"the lm-eval harness has no task {task!r}: `python -m lm_eval ls tasks` lists "
+                "them, and --tasks-folder adds a folder of your own"
+            )
+    return manager
+
+
+@contextlib.contextmanager
+def _exported(place: Path, display: Display, allow_plugins: bool) -> Iterator[Path]:
+    """The folder itself if it is an exported model, else the export of a checkpoint."""
+    if (place / CONFIG).is_file():
+        yield place
+        return
+    checkpoint = Checkpoint.open(place, allow_plugins)
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
+        folder = Path(scratch) / checkpoint.settings.run.name
+        export(checkpoint, Wanted(folder, verify=False), display)
+        yield folder

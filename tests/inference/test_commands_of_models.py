@@ -1,0 +1,79 @@
+"""generate and serve as a user runs them: a conversation, options that contradict, a signal."""
+
+import http.client
+import io
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from programs import Program
+from thinwire.cli import main
+from thinwire.inference import Model, Sampling
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `generate` prints, with lines typed into it."""
+
+    def run(typed: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        main(["generate", *map(str, arguments), "--device", "cpu"])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_conversation_remembers_what_was_said(chatting: Callable, say: Callable) -> None:
+    folder = chatting()
+    model, messages, wanted = Model(folder, "cpu"), [{"role": "system", "content": "be"}], []
+    for line in ("stage", "link"):
+        messages.append({"role": "user", "content": line})
+        wanted.append("".join(model.answer(messages, 6, Sampling(0.8, 40, 0.9, 4))))
+        messages.append({"role": "assistant", "content": wanted[-1]})
+    options = ("--chat", "--tokens", 6, "--seed", 4, "--top-p", 0.9, "--system", "be")
+    assert say("stage\n\n  link \n", folder, *options) == "".join(f"{text}\n" for text in wanted)
+    assert say("", folder, *options, "--prompt", "stage") == f"{wanted[0]}\n"
+
+
+def test_a_long_prompt_is_cut_and_that_is_said(
+    chatting: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    folder = chatting()
+    prompt = "stage " * 200
+    main(["generate", str(folder), "--prompt", prompt, "--tokens", "2", "--device", "cpu"])
+    out, err = capsys.readouterr()
+    assert out.startswith(prompt) and "the model sees the last 128" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "x", "--no-emulation"], "is about the links of --pipeline"),
+        (["generate", "x", "--pipeline", "--compression", "off"], "leave out one of the two"),
+        (["serve", "x", "--port", "70000"], "at most 65535"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code not in (0, 1) and words in capsys.readouterr().err
+
+
+def test_ctrl_c_closes_a_server_in_good_order(chatting: Callable, tmp_path: Path) -> None:
+    program = Program(["serve", str(chatting()), "--port", "0"], tmp_path, tmp_path)
+    program.wait_for(r"test-0 is served at http://127\.0\.0\.1:(\d+)/v1; Ctrl-C ends it")
+    (port,) = re.findall(r"127\.0\.0\.1:(\d+)", program.text())
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+    body = json.dumps({"prompt": "stage", "max_tokens": 3})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    assert connection.getresponse().status == 200
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait(60) == 0
+    assert "the server is closed; it answered 1 requests" in program.text()
