@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import tempfile
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -133,13 +134,18 @@ def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_fails_is_named_and_its_log_is_kept(trained: Callable) -> None:
-    """The file of the last stage is whole but of another shape: only its process can find that."""
+def test_a_stage_that_fails_is_named_and_its_log_is_kept(
+    trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the last stage is gone, after it was verified: only its process finds that."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder, _ = trained(codec__forward="fp64")
     pipeline = PipelineModel(folder, PlainDisplay(StringIO()), "cpu")  # which has verified it
     (folder / "stage-2.safetensors").unlink()
-    with pytest.raises(StageError, match=r"stage 2 .* cannot be read[\s\S]*its log is (\S+)"):
+    with pytest.raises(StageError, match=r"stage 2 .* cannot be read") as failure:
         pipeline.__enter__()
+    (log,) = tmp_path.glob("thinwire-text-*/logs/stage-2.log")
+    assert f"its log is {log}" in str(failure.value) and "cannot be read" in log.read_text()
 
 
 def test_a_damaged_checkpoint_starts_nothing(trained: Callable) -> None:

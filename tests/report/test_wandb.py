@@ -9,6 +9,7 @@ import pytest
 
 from thinwire.report import MetricsWriter, read_metrics
 from thinwire.report.wandb import ID_FILE, WandbLog
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
         writer.step(make_record(2))
         writer.step(make_record(3))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    written = file.read_bytes()
-    assert b"loss/train" in written and b"optim/grad_norm" in written and b"seed" in written
+    for name in (b"loss/train", b"optim/grad_norm", b"seed"):
+        wait_until(lambda name=name: name in file.read_bytes())  # a process of its own writes it
     assert f"run-{(tmp_path / ID_FILE).read_text().strip()}.wandb" == file.name
     (note,) = notes
     assert note.startswith("nothing is logged to Weights & Biases, the run continues: ")
