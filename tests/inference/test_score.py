@@ -65,8 +65,3 @@ def test_text_that_cannot_be_scored_is_refused(chatting: Callable, tmp_path: Pat
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(DataError, match="too little text"):
         model.evaluate_text(tmp_path / "empty.txt", display())
-
-
-def test_a_model_without_data_of_its_own_asks_for_some(chatting: Callable) -> None:
-    with pytest.raises(DataError, match="no validation data: name a text with --data"):
-        Model(chatting(), "cpu").evaluate(display())
