@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from masks import answers, with_masks
 from programs import Program
-from settings_values import with_changes
+from settings_values import TINY_MODEL, with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine import Assignment, Worker
 from thinwire.engine.feed import FarCorpus
@@ -19,16 +20,6 @@ from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
-
-TINY_MODEL = {
-    "layers": 4,
-    "dim": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn": 48,
-    "vocab": 300,
-    "context": 16,
-}
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +40,12 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.1)
     return prepare(config, TINY_MODEL["vocab"], tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def masked(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The same corpus, learned in part."""
+    return with_masks(corpus, tmp_path_factory.mktemp("masked") / "corpus", answers)
 
 
 @pytest.fixture

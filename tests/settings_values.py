@@ -4,6 +4,16 @@ from typing import Any
 
 from thinwire.settings import Settings
 
+TINY_MODEL = {
+    "layers": 4,
+    "dim": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "vocab": 300,
+    "context": 16,
+}
+
 
 def with_changes(values: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Settings:
     """`section__key=value` changes one key."""

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conftest import TINY_MODEL
-from settings_values import with_changes
+from settings_values import TINY_MODEL, with_changes
 from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.checkpoint import partial_folder
@@ -35,6 +34,7 @@ class Case:
     changes: dict[str, Any]
     schedule: str = ""
     replicas: int = 1
+    is_masked: bool = False
 
 
 CASES = {
@@ -50,6 +50,7 @@ CASES = {
     "interleaved": Case({**EIGHT, **TABLES, **LOSSY}, "interleaved"),
     "zero-bubble": Case({**EIGHT, **TABLES, **LOSSY}, "zero-bubble"),
     "zbv": Case({**EIGHT, **TABLES, **LOSSY}, "zbv"),
+    "masked": Case(LOSSY, is_masked=True),
     "replicas": Case({"pipeline__stages": 2}, replicas=2),
 }
 
@@ -78,13 +79,16 @@ def cluster_settings(
 
 @pytest.fixture(scope="module")
 def trained(
-    cluster_settings: Callable, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+    cluster_settings: Callable,
+    corpus: Corpus,
+    masked: Corpus,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Settings]:
     """All cases, trained by four processes that are started once."""
     settings = {name: cluster_settings(name, case.changes) for name, case in CASES.items()}
     cases = [
         {"settings": settings[name].to_plain(), "schedule": case.schedule,
-         "replicas": case.replicas, "data": str(corpus.folder)}
+         "replicas": case.replicas, "data": str((masked if case.is_masked else corpus).folder)}
         for name, case in CASES.items()
     ]  # fmt: skip
     path = tmp_path_factory.mktemp("cases") / "cases.json"
@@ -106,11 +110,12 @@ def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicas == 1])
 def test_ranks_train_what_our_own_engine_trains(
-    name: str, trained: dict[str, Settings], corpus: Corpus
+    name: str, trained: dict[str, Settings], corpus: Corpus, masked: Corpus
 ) -> None:
     settings = trained[name]
     said, weights = results(settings)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    data = masked if CASES[name].is_masked else corpus
+    chain = Chain(settings, Feed(data, settings, torch.device("cpu")))
     first = chain.evaluate()
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
     assert said["losses"] == losses

@@ -9,6 +9,7 @@ import pytest
 
 from thinwire.data.chat import Chat
 from thinwire.data.conversations import Conversation, NotAConversation, conversation_of
+from thinwire.data.encode import Losses, encode_conversations
 from thinwire.data.template import CHATML, CHATML_TOKENS, ChatTemplate
 from thinwire.data.tokenizer import END_OF_TEXT, Tokenizer
 from thinwire.errors import DataError
@@ -132,6 +133,43 @@ def test_templates_of_other_shapes(tokenizer: Tokenizer) -> None:
     assert learned_text(with_source(tokenizer, THINKING), TALK) == (
         "Two miles.<|im_end|><think>\n</think>\nTwo more, über hill — 😀.<|im_end|>"
     )
+
+
+def test_calls_of_tools_are_answers_and_results_are_not(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% for call in m.tool_calls %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    call = {"function": {"name": "far", "arguments": {"to": "<|im_end|> the hill"}}}
+    messages = [
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two miles."},
+    ]
+    chat = with_source(tokenizer, source)
+    said = learned_text(chat, messages, tools=[{"name": "far"}])
+    assert said == '{"to": "<|im_end|> the hill"}<|im_end|>Two miles.<|im_end|>'
+    (encoded,) = chat.encode_all([Conversation(messages)], learn_all=False)
+    assert (encoded.ids == tokenizer.id_of("<|im_end|>")).sum() == 4
+
+
+def test_a_tokenizer_without_an_end_of_text(tmp_path: Path) -> None:
+    """Conversations follow each other directly; answers end as the template says."""
+    backend = json.loads(Tokenizer.train(TEXT, 300, CHATML_TOKENS).json())
+    backend["added_tokens"] = [t for t in backend["added_tokens"] if t["content"] != END_OF_TEXT]
+    vocabulary = backend["model"]["vocab"]
+    vocabulary["!?"] = vocabulary.pop(END_OF_TEXT)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    chat = Chat.open(tmp_path)
+    assert chat.tokenizer.end_of_text is None
+    assert chat.end_ids == {chat.tokenizer.id_of("<|im_end|>")}
+    passages = [("train", Conversation(TALK).json())] * 2
+    chunks = list(encode_conversations(chat, passages, False, Losses()))
+    (once,) = chat.encode_all([Conversation(TALK)], learn_all=False)
+    assert all(np.array_equal(chunk.ids, once.ids) for chunk in chunks) and len(chunks) == 2
 
 
 def test_templates_that_hide_the_answer_are_refused(tokenizer: Tokenizer) -> None:

@@ -9,8 +9,8 @@ import torch
 from plain import TOLERANCE, plain_loop
 from torch.nn import functional as F
 
+from masks import with_masks
 from thinwire.data import Corpus, Order, Validation
-from thinwire.data.corpus import Chunk, write_corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.fetched import FetchedCorpus
@@ -20,24 +20,6 @@ from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
 from thinwire.wire.background import on_daemon_thread
 
 CPU = torch.device("cpu")
-
-
-def with_masks(corpus: Corpus, folder: Path, learned: Callable[[int], np.ndarray]) -> Corpus:
-    sides = (("train", corpus.train, None), ("valid", corpus.valid, corpus.valid_sizes))
-    chunks = [Chunk(side, ids, sizes, learned(len(ids))) for side, ids, sizes in sides]
-    write_corpus(folder, "chat", corpus.vocab, chunks, corpus.tokenizer())
-    return Corpus.open(folder)
-
-
-@pytest.fixture(scope="module")
-def masked(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Answers of uneven length; many windows hold none of them."""
-
-    def learned(count: int) -> np.ndarray:
-        rng = np.random.default_rng(count)
-        return np.repeat(rng.random(count // 5 + 1) < 0.15, 5)[:count]
-
-    return with_masks(corpus, tmp_path_factory.mktemp("masked") / "corpus", learned)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +176,16 @@ def test_targets_are_those_of_the_mask(masked: Corpus) -> None:
         mask = masked.train_learned[first + 1 : first + 17]
         expected = np.where(mask, masked.train[first + 1 : first + 17].astype(int), -100)
         assert np.array_equal(batch.targets_BT[row], expected)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_masking_targets_leaves_inputs_alone(size: int, masked: Corpus) -> None:
+    """One window alone is contiguous in memory: its inputs and targets must not share that."""
+    order = Order(masked.train, 16, 4 * size, 4, seed=3, learned=masked.train_learned)
+    batch = order.microbatch(0, 1)
+    assert (batch.targets_BT == -100).any() and (batch.inputs_BT >= 0).all()
+    inputs_BT, targets_BT = batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1]
+    assert np.array_equal(inputs_BT[targets_BT >= 0], targets_BT[targets_BT >= 0])
 
 
 def test_a_corpus_that_teaches_nothing_is_refused(masked: Corpus) -> None:

@@ -63,7 +63,8 @@ class Conversation:
     def json(self) -> str:
         """One line of text: the same for the same conversation, in whatever form it was kept."""
         content = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
-        return json.dumps(content, ensure_ascii=False, sort_keys=True)
+        # A date or the like, which a table may hold beside the texts, is kept as its text.
+        return json.dumps(content, ensure_ascii=False, sort_keys=True, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":

@@ -14,6 +14,7 @@ MASKED = -100
 """The target of a position from whose next token nothing is learned, as torch has it."""
 _ROUNDS = 8
 _SUMMED = 1 << 18  # values added up at a time
+_COUNTED = 1 << 24  # bytes of a mask looked at at a time
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
 
 
@@ -40,8 +41,7 @@ class Windows:
         self.count = self.all
         self._learned = learned
         if learned is not None:
-            targets = learned[1 : self.all * context + 1].reshape(self.all, context)
-            counts = np.count_nonzero(targets, axis=1)
+            counts = _learned_counts(learned, self.all, context)
             self._numbers = np.flatnonzero(counts)
             self._counts = counts[self._numbers]
             self.count = len(self._numbers)
@@ -74,7 +74,8 @@ class Windows:
         numbers_B = examples_B if self._learned is None else self._numbers[examples_B]
         positions = numbers_B[:, None] * self.context + np.arange(self.context + 1)
         ids = values[positions].astype(np.int64)
-        return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+        # Copies, also of a single window: what is masked in one must not change the other.
+        return ids[:, :-1].copy(), ids[:, 1:].copy()
 
     def __str__(self) -> str:
         text = f"{len(self.tokens)} tokens make {self.all} windows of {self.context} tokens"
@@ -204,6 +205,17 @@ class Validation:
     def total_of_targets(self, values: np.ndarray) -> int:
         """The sum over all learned targets of a value that each token of the side has."""
         return self._windows.total_of_targets(values, self._examples_N)
+
+
+def _learned_counts(learned: np.ndarray, windows: int, context: int) -> np.ndarray:
+    """The learned targets of each window, counted a part of the file at a time."""
+    targets = learned[1 : windows * context + 1].reshape(windows, context)
+    at_once = max(1, _COUNTED // context)
+    parts = [
+        np.count_nonzero(targets[first : first + at_once], axis=1)
+        for first in range(0, windows, at_once)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
