@@ -11,6 +11,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.weights import parameter_count
 from thinwire.errors import ThinwireError
+from thinwire.hf.importer import IMPORTED
 from thinwire.hf.verify import AUTO_TOKENIZER, Verdict
 from thinwire.report.human import human_count
 from thinwire.report.metrics import losses_of
@@ -46,17 +47,20 @@ def model_card(
     settings = checkpoint.settings
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
     tags = "tags:\n- thinwire\n" + ("- llama\n" if is_plain else "")
-    trained = f"A language model of {human_count(parameter_count(settings))} parameters"
+    about = f"A language model of {human_count(parameter_count(settings))} parameters, "
+    if origin := checkpoint.manifest.get(IMPORTED):
+        about += f"imported into thinwire from `{origin}`"
+    else:
+        about += f"trained with thinwire in {settings.pipeline.stages} pipeline stages"
     tokenizer = verdict.tokenizer_class if verdict else AUTO_TOKENIZER
     opening = (_PLAIN if is_plain else _WITH_CUTS).format(name=name, tokenizer=tokenizer)
     checked = f"\nVerified when it was exported: {verdict}.\n" if verdict else ""
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{tags}---\n\n"
         f"# {name}\n\n"
-        f"{trained}, trained with thinwire in {settings.pipeline.stages} pipeline stages and "
-        f"exported in {dtype}.\n\n"
+        f"{about} and exported in {dtype}.\n\n"
         f"{opening}{checked}\n"
-        f"## How it was trained\n\n| | |\n|---|---|\n{facts}\n"
+        f"## {'What it is' if origin else 'How it was trained'}\n\n| | |\n|---|---|\n{facts}\n"
     )
 
 
@@ -64,12 +68,18 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     settings, step = checkpoint.settings, checkpoint.step
     model, optim, data = settings.model, settings.optim, settings.data
     corpus = checkpoint.manifest["corpus"]
+    shape = (
+        f"{model.layers} blocks of width {model.dim}, {model.heads} heads ({model.kv_heads} for "
+        f"keys and values), feed-forward {model.ffn}, vocabulary {model.vocab}, context "
+        f"{model.context}"
+    )
+    if IMPORTED in checkpoint.manifest:
+        return {"model": shape, "thinwire": thinwire.__version__}
     facts = {
-        "model": f"{model.layers} blocks of width {model.dim}, {model.heads} heads "
-        f"({model.kv_heads} for keys and values), feed-forward {model.ffn}, vocabulary "
-        f"{model.vocab}, context {model.context}",
+        "model": shape,
         "steps": f"{step:,} of {settings.train.steps:,}",
         "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
+        **_origin(settings),
         "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
         **_losses(checkpoint),
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
@@ -86,6 +96,12 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     if settings.pipeline.stages == 1:
         facts.pop("codecs")
     return facts
+
+
+def _origin(settings: Settings) -> dict[str, str]:
+    """The name of what training started from, without the path to it."""
+    place = settings.train.init_from
+    return {"started from": f"`{Path(place).name}`"} if place else {}
 
 
 def _adapters(settings: Settings) -> dict[str, str]:

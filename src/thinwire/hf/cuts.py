@@ -33,12 +33,15 @@ def config_with_cuts(settings: Settings) -> dict[str, Any]:
     """The config.json of a model with its cuts: what must be known to build it again."""
     plain, split = settings.to_plain(), [len(blocks) for blocks in settings.split()]
     one_by_one = {"stages": len(split), "split": split, "microbatches": 1, "schedule": "gpipe"}
+    boundary = plain["boundary"]
+    if settings.boundary.is_calibrated:  # which needs a model to start from: here it is a tensor
+        boundary = {**boundary, "basis": "per-cut"}
     return {
         "model_type": MODEL_TYPE,
         "architectures": [MODEL_CLASS],
         "settings": {
             "model": plain["model"],
-            "boundary": plain["boundary"],
+            "boundary": boundary,
             "pipeline": one_by_one,
         },
     }

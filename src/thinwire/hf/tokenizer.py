@@ -1,5 +1,6 @@
 """The tokenizer of a run as the files that transformers reads."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.data import Tokenizer
+from thinwire.data.chat import Chat
+from thinwire.data.template import ChatTemplate
 from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import TOKENIZER
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.hf.at_hand import tokenizer_folders
 
 CONFIG = "tokenizer_config.json"
@@ -49,10 +52,25 @@ class TokenizerFiles:
             keys = ("bos_token_id", "eos_token_id", "pad_token_id")
             return {key: kept[key] for key in keys if key in kept}
         end = self.tokenizer.end_of_text
-        if end is None:
+        ends = sorted(self._chat_ends() | ({end} if end is not None else set()))
+        if not ends:
             return {}
         # Training puts one token between texts: it ends one and begins the next.
-        return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+        start = {} if end is None else {"bos_token_id": end}
+        return {
+            **start,
+            "eos_token_id": ends if len(ends) > 1 else ends[0],
+            "pad_token_id": ends[0] if end is None else end,
+        }
+
+    def _chat_ends(self) -> set[int]:
+        """Ids that end an answer, where there is a chat template."""
+        for folder in self._folders:
+            with contextlib.suppress(DataError):  # one that another program may still use
+                template = ChatTemplate.beside(folder / TOKENIZER)
+                if template is not None:
+                    return set(Chat(self.tokenizer, template).end_ids)
+        return set()
 
     def _config(self) -> dict[str, Any]:
         end = self.tokenizer.end_of_text
