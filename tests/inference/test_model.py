@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from thinwire.engine.checkpoint import sealed
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
@@ -140,6 +140,11 @@ def test_an_empty_prompt_begins_a_text_and_prints_no_mark(save: Callable) -> Non
     first, *others = model.stream("", 6, 0.0, 0, 0)
     assert first == "" and "endoftext" not in "".join(others)
     assert model.generate("", 6, 0.0, 0, 0) == "".join(others) != ""
+
+
+def test_a_prompt_that_is_no_text_is_refused(save: Callable) -> None:
+    with pytest.raises(ConfigError, match="not valid Unicode"):
+        Model(save(1.0), "cpu").encode("a\udcff")
 
 
 def test_an_evaluation_shows_how_far_it_is(save: Callable) -> None:

@@ -124,6 +124,10 @@ REFUSED = [
     ("completions", b"{", 400, "the body is not JSON"),
     ("completions", b"[" * 100_000, 400, "the body is not JSON"),
     ("completions", b"\xff\xfe", 400, "the body is not JSON"),
+    ("completions", b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
+    ("completions", b'{"seed": 1' + b"0" * 400 + b"}", 400, "seed must be a number"),
+    ("completions", b'{"temperature": NaN}', 400, "temperature must be a number"),
+    ("completions", b'{"top_p": 1e999}', 400, "top_p must be a number"),
     ("completions", [], 400, "must be a JSON object"),
     ("completions", {"model": "gpt-9"}, 404, "the model 'gpt-9' does not exist"),
     ("completions", {"prompt": 5}, 400, "prompt must be one text"),
@@ -159,6 +163,7 @@ def test_refusals_say_why_and_harm_nothing(server: Server) -> None:
 def test_what_is_too_long_or_of_another_kind_is_not_read(server: Server) -> None:
     refused = [
         ({**JSON, "Content-Length": str(MOST_BYTES + 1)}, 413),
+        ({**JSON, "Content-Length": "9" * 5000}, 413),
         ({"Content-Type": "text/plain", "Content-Length": "2"}, 415),
         ({**JSON, "Transfer-Encoding": "chunked"}, 411),
         ({**JSON, "Content-Length": "-1"}, 411),

@@ -1,7 +1,6 @@
 """Requests and answers in the shapes of OpenAI's interface; every field of a request is checked."""
 
 import json
-import math
 import secrets
 import time
 import uuid
@@ -186,7 +185,7 @@ def _number(
     if value is None:
         return usual
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
+    if not is_number or not least <= value <= most:  # NaN is in no range
         raise RefusedError(f"{key} must be a number from {least:g} to {most:g}", param=key)
     if whole and value != int(value):
         raise RefusedError(f"{key} must be an integer", param=key)

@@ -6,6 +6,7 @@ activations take the links between stages, packed by the run's codecs.
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import tempfile
 import time
@@ -72,8 +73,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
 
     def __enter__(self) -> Self:
         folder = Path(tempfile.mkdtemp(prefix="thinwire-text-"))
-        # Logs of a failure are kept: the error names them.
-        self._resources.push(lambda kind, *_: None if kind else shutil.rmtree(folder))
+        self._resources.push(functools.partial(_remove_logs, folder))
         stages, settings = self.settings.pipeline.stages, self.settings
         place = str(self.checkpoint.folder.resolve())
         assignment = Assign(settings.to_plain(), corpus="", run_folder=str(folder), resume=place)
@@ -152,6 +152,12 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
             case Record(stage, Finished(meters)):
                 if f"cut-{stage}" in meters:
                     self.traffic.links[stage] = meters[f"cut-{stage}"]["sent"]["EVALUATE"]
+
+
+def _remove_logs(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
+    """Logs of a failure are kept, for its error names them; not those of a Ctrl-C."""
+    if kind is None or not issubclass(kind, Exception):
+        shutil.rmtree(folder)
 
 
 class Traffic:

@@ -152,10 +152,12 @@ class Handler(BaseHTTPRequestHandler):
             raise self._unread(f"Content-Type must be application/json, not {kind}", 415)
         if not length.isdecimal() or "Transfer-Encoding" in self.headers:
             raise self._unread("the request needs a Content-Length", 411)
-        if int(length) > MOST_BYTES:
+        if len(length) > 10 or int(length) > MOST_BYTES:
             raise self._unread(f"the request has more than {MOST_BYTES} bytes", 413)
         try:
-            return json.loads(self.rfile.read(int(length)))
+            body = json.loads(self.rfile.read(int(length)))
+            json.dumps(body, ensure_ascii=False).encode()  # "\\ud800" alone is no character
+            return body
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"the body is not JSON: {printable(str(error), 200)}") from None
 

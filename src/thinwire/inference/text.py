@@ -73,6 +73,10 @@ class TextModel(ABC):
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt; an empty one begins a new text."""
         tokenizer = self.tokenizer()
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of another encoding on the command line
+            raise ConfigError(f"the prompt is not valid Unicode text: {error.reason}") from None
         if ids := tokenizer.encode(prompt):
             return ids
         if tokenizer.end_of_text is None:
