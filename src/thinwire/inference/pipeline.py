@@ -157,7 +157,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
 def _remove_logs(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
     """Logs of a failure are kept, for its error names them; not those of a Ctrl-C."""
     if kind is None or not issubclass(kind, Exception):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Traffic:
