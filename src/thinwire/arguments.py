@@ -67,13 +67,15 @@ def paths(text: str) -> list[Path]:
     return [Path(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def add_init_from(sub: argparse.ArgumentParser) -> None:
+def add_init_from(
+    sub: argparse.ArgumentParser, more: str = "short for --set train.init_from=PLACE"
+) -> None:
     """Give a command that starts runs the option by which one starts from earlier weights."""
     sub.add_argument(
         "--init-from",
         metavar="PLACE",
         help="start a new run from the weights of this checkpoint, run folder or imported model; "
-        "short for --set train.init_from=PLACE",
+        + more,
     )
 
 

@@ -138,6 +138,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_set(sub)
 
+    add_init_from(sub, "the model's shape comes from there too")
+
     sub = add("train", train_command, "train a model")
     _add_config(sub, nargs="?")  # --resume may have it instead
     sub.add_argument(
@@ -229,7 +231,12 @@ def init(options: argparse.Namespace) -> None:
 
     if options.path.exists() and not options.force:
         raise ConfigError(f"{options.path} exists already: choose another name, or use --force")
-    recipe = make_recipe(options.recipe, options.set)
+    keys = []
+    if options.init_from is not None:
+        from thinwire.run.start import keys_for
+
+        keys = keys_for(options.init_from)
+    recipe = make_recipe(options.recipe, [*keys, *options.set])
     recipe.asked.resolved()  # refuses what cannot work; what is written can still be changed
     head = "".join(f"# {line}\n" for line in recipe.about)
     text = f"{INIT_HEADER}{head}\n{to_toml(recipe.asked)}"

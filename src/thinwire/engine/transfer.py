@@ -17,7 +17,7 @@ from thinwire.engine.keeper import BASIS
 from thinwire.engine.merge import merged
 from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError
-from thinwire.model import Stage
+from thinwire.model import Stage, architecture
 from thinwire.model.adapter import is_adapter
 from thinwire.settings import Settings
 from thinwire.subspace import Space, project
@@ -75,11 +75,12 @@ class Transfer:
 
     def _keeps_cut(self, name: str) -> bool:
         """A learned basis goes along; a table only with the basis that it was trained beside."""
-        saved, now = self._source.settings.boundary, self._settings.boundary
-        basis = name.rpartition(".")[0] + ".basis"
-        is_saved = basis in self._names
-        same_seed = (saved.basis, saved.basis_seed) == (now.basis, now.basis_seed)
-        return saved.mode == now.mode and (is_saved or same_seed)
+        saved, now = self._source.settings, self._settings
+        cut = name.rpartition(".")[0]
+        if _ranks(saved).get(cut) != _ranks(now).get(cut):
+            return False
+        random = [(s.boundary.basis, s.boundary.basis_seed) for s in (saved, now)]
+        return f"{cut}.basis" in self._names or random[0] == random[1]
 
     def _is_alike(self, name: str, forms: Mapping[str, str]) -> bool:
         """Whether the source's tensor means here what it meant there."""
@@ -119,6 +120,15 @@ def _put(target: Tensor, value: Tensor, name: str, source: Source) -> None:
 
 def _is_of_a_cut(name: str) -> bool:
     return name.startswith("boundary.")
+
+
+def _ranks(settings: Settings) -> dict[str, int]:
+    """The rank of each projected cut, by the name under which its parameters are saved."""
+    if settings.boundary.mode != "projected":
+        return {}
+    name_of = architecture(settings.model).block_name
+    cuts = enumerate(settings.split()[1:])
+    return {f"boundary.{name_of(b.start)}": settings.boundary.rank_at(cut) for cut, b in cuts}
 
 
 def _same_space(saved: Settings, now: Settings) -> bool:

@@ -27,7 +27,7 @@ NOT_IN_COMMAND = ("out", "json", "parallel", "minutes", "from_log")
 _KINDS = {"int": int, "float": float}
 _MODULES = (
     *("lossless", "optimizer", "rank_collapse", "stability"),
-    *("bandwidth", "convergence", "codecs", "frontier"),
+    *("bandwidth", "convergence", "codecs", "frontier", "finetune"),
     *("gap", "headline", "scaling"),
 )
 

@@ -22,6 +22,7 @@ from thinwire.engine.state import StageState
 from thinwire.engine.transfer import MOST_LOST, Transfer
 from thinwire.engine.update import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.model import ModelConfig
 from thinwire.model.adapter import is_adapter
 from thinwire.paths import expanded
 from thinwire.report import Display
@@ -84,6 +85,15 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
     ):
         boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
     return dataclasses.replace(settings, model=model, boundary=boundary)
+
+
+def keys_for(place: str) -> list[str]:
+    """`section.key=value` of a run that starts from these weights: the model's shape, and where."""
+    settings = Checkpoint.open(expanded(place, "--init-from")).settings.relaxed()
+    usual = vars(ModelConfig())
+    model = {key: value for key, value in vars(settings.model).items() if value != usual[key]}
+    model.pop("embed_std", None)  # comes along with the weights
+    return [*(f"model.{key}={value}" for key, value in model.items()), f"train.init_from={place}"]
 
 
 def make_start(

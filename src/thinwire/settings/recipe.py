@@ -30,9 +30,9 @@ def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
     is_text = "vocab" in model.shape
     name = name or (BEST if is_text else "dense")
     sheet = SHEETS[name]
-    values = {section: dict(sheet[section]) for section in ("boundary", "codec")}
+    values = {section: dict(sheet[section]) for section in _OF_A_RECIPE if section in sheet}
     about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
-    if is_text and changes.get("optim", {}).get("name", "muon") == "muon":
+    if is_text and "optim" not in sheet and changes.get("optim", {}).get("name", "muon") == "muon":
         values["optim"] = dict(RATES[rates_of(model.preset)])
         about += _about_rates(name, model.preset)
     for section, keys in changes.items():
