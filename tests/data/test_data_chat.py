@@ -39,6 +39,17 @@ THINKING = (
     "{{ m.content.split('</think>')[-1] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# As that of Phi 3: one token more ends the conversation.
+CLOSED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ bos_token }}{% endif %}"
+)
+# As that of Mistral: nothing but the end of an answer separates turns.
+DIRECT = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ m.content + eos_token }}"
+    "{% else %}{{ '[' + m.content + ']' }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +97,7 @@ def test_the_prompt_of_a_generation_is_what_was_trained_on(chat: Chat) -> None:
     assert chat.end_ids == {chat.tokenizer.id_of(name) for name in ("<|im_end|>", END_OF_TEXT)}
 
 
-@pytest.mark.parametrize("source", [CHATML, HEADERS, MARKED, THINKING])
+@pytest.mark.parametrize("source", [CHATML, HEADERS, MARKED, THINKING, CLOSED, DIRECT])
 @pytest.mark.parametrize(
     "said",
     [
@@ -111,7 +122,8 @@ def test_a_message_cannot_write_special_tokens(
         assert tokenizer.decode(encoded.ids) == encoded.text
     assert counts[0] == counts[1]
     assert encoded.text.count(said.replace("\ufdd0", "\ufffd").replace("\ufdd1", "\ufffd")) == 2
-    assert learned_text(chat, hostile).rstrip("\n").endswith("<|im_end|>")
+    assert learned_text(chat, hostile).endswith("<|im_end|>")
+    assert learned_text(chat, hostile).count("<|im_end|>") == 1 + said.count("<|im_end|>")
 
 
 def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat: Chat) -> None:
@@ -123,13 +135,20 @@ def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat: Ch
     assert len(ids) == 1 < len(plain)
 
 
-def test_templates_of_other_shapes(tokenizer: Tokenizer) -> None:
-    assert learned_text(with_source(tokenizer, HEADERS), TALK) == (
-        "Two miles.<|im_end|>Two more, über hill — 😀.<|im_end|>"
-    )
-    assert learned_text(with_source(tokenizer, MARKED), TALK) == (
-        "Two miles.<|im_end|>Two more, über hill — 😀.<|im_end|>"
-    )
+@pytest.mark.parametrize("source", [HEADERS, MARKED, CLOSED, DIRECT])
+def test_templates_of_other_shapes(tokenizer: Tokenizer, source: str) -> None:
+    chat = with_source(tokenizer, source)
+    assert learned_text(chat, TALK) == "Two miles.<|im_end|>Two more, über hill — 😀.<|im_end|>"
+    assert chat.end_ids == {tokenizer.id_of(name) for name in ("<|im_end|>", END_OF_TEXT)}
+    spaced = [{**message, "content": f"{message['content']} \n"} for message in TALK]
+    assert learned_text(chat, spaced).count("<|im_end|>") == 2
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
+    end = "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    said = learned_text(with_source(tokenizer, plain + end), TALK)
+    assert said == " Two miles.\n\n Two more, über hill — 😀.\n\n"
+
+
+def test_templates_that_leave_thoughts_out(tokenizer: Tokenizer) -> None:
     assert learned_text(with_source(tokenizer, THINKING), TALK) == (
         "Two miles.<|im_end|><think>\n</think>\nTwo more, über hill — 😀.<|im_end|>"
     )

@@ -165,20 +165,51 @@ class Chat:
     ) -> Span:
         """Where message `number` stands: from behind its prompt to the token that ends it."""
         before = self.template.render(messages[:number], tools, prompts=True)
-        through = self.template.render(messages[: number + 1], tools)
-        if not text.startswith(before) or not through.startswith(before):
+        if not text.startswith(before):
             raise self._unclear("what it writes ahead of an answer changes with what follows")
         start = len(before)
-        last = self._specials.last(through[start:])
-        if text.startswith(through):
-            stop = len(through)
-            # White space behind the end of an answer is no part of it.
-            return start, start + last[1] if last and not through[
-                start + last[1] :
-            ].strip() else stop
-        if last is None or (at := text.find(last[0], start)) < 0:
+        stop = self._end_of_content(text, messages, tools, number)
+        if stop is None or stop <= start:
+            stop = self._end_of_message(text, messages, tools, number, start)
+        return start, stop
+
+    def _end_of_content(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, number: int
+    ) -> int | None:
+        """Behind the special token that follows the content of a message, if one does.
+
+        A mark at the end of that content shows where it is. Some templates end a conversation with
+        a token more, or write the last answer in another way: what follows is of no help.
+        """
+        message = messages[number]
+        if message.get("tool_calls"):
+            return None
+        marked = {**message, "content": message["content"].rstrip() + END}
+        others = messages[:number], messages[number + 1 :]
+        shown = self.template.render([*others[0], marked, *others[1]], tools)
+        at = shown.find(END)
+        if at < 0 or shown[:at] != text[:at]:
+            return None
+        return self._specials.end_of_next(text, at)
+
+    def _end_of_message(
+        self,
+        text: str,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        number: int,
+        start: int,
+    ) -> int:
+        """Where a message ends by what the conversation up to it has in common with all of it."""
+        through = self.template.render(messages[: number + 1], tools)
+        pairs = enumerate(zip(text, through, strict=False))
+        common = text[: next((at for at, (a, b) in pairs if a != b), len(through))]
+        last = self._specials.last(common[start:])
+        if last is not None:
+            return start + last[1]
+        if common != through or len(through) <= start:
             raise self._unclear("it writes an answer otherwise when more follows")
-        return start, at + len(last[0])
+        return len(through)
 
     def _unclear(self, why: str) -> DataError:
         return DataError(

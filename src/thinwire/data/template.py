@@ -159,11 +159,13 @@ class Specials:
     def __init__(self, tokens: Sequence[str]) -> None:
         long = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
         self._short = [token for token in tokens if len(token) == 1]
-        self._starts = {token[:length] for token in long for length in range(1, len(token))}
-        self._longest = max(map(len, long), default=0)
+        starts = {token[:length] for token in long for length in range(1, len(token))}
+        self._starts = tuple(start.lower() for start in starts)
+        self._longest = max(map(len, long), default=1)
         # Some tokenizers do not care for upper and lower case.
         self._spelled = re.compile("|".join(map(re.escape, long)) or r"(?!)", re.IGNORECASE)
-        self._exact = re.compile(f"({'|'.join(map(re.escape, long)) or '(?!)'})")
+        names = "|".join(map(re.escape, long)) or "(?!)"
+        self._exact, self._next = re.compile(f"({names})"), re.compile(rf"\s*(?:{names})")
 
     def guard(self, value: Any) -> Any:
         """A message, or anything in one, with a guard inside of every special token."""
@@ -182,6 +184,11 @@ class Specials:
         found = list(self._exact.finditer(text))
         return (found[-1][0], found[-1].end()) if found else None
 
+    def end_of_next(self, text: str, start: int) -> int | None:
+        """Where the special token ends that begins here, or behind white space from here."""
+        found = self._next.match(text, start)
+        return found.end() if found else None
+
     def _guarded(self, text: str) -> str:
         if short := [token for token in self._short if token in text]:
             raise DataError(
@@ -193,7 +200,7 @@ class Specials:
             text = self._spelled.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
         # The text that follows must not complete a special token either.
         body = text.rstrip()
-        if any(body.endswith(start) for start in self._starts):
+        if body[-self._longest :].lower().endswith(self._starts):
             return body + GUARD + text[len(body) :]
         return text
 
