@@ -10,6 +10,7 @@ and for `thinwire train` on its run.toml.
 import argparse
 import contextlib
 import io
+import json
 import lzma
 import tempfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.data import Tokenizer
-from thinwire.engine.checkpoint import TOKENIZER
+from thinwire.engine.checkpoint import MANIFEST, TOKENIZER, sealed
 from thinwire.hf.importer import plan_import, write_import
 from thinwire.hf.origin import opened
 from thinwire.inference import Model
@@ -38,21 +39,29 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--windows", type=int, default=32, help="sequences of CONTEXT tokens")
+    parser.add_argument(
+        "--codecs", nargs="*", default=[], help="also the loss with these at the cuts, as int8"
+    )
     parser.add_argument("--to", type=Path, help="keep the imported model in this folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.to or Path(scratch) / "model"
         import_model(options.gguf, folder, options.stages, options.context)
         ids = windows_of(folder, options.text, options.windows, options.context)
-        ours = Model(folder, "cpu")
-        our_loss = mean_loss(ids, ours)
-        del ours
+        our_loss = mean_loss(ids, Model(folder, "cpu"))
+        lossy = {}
+        for codec in options.codecs:
+            use_codec(folder, codec)
+            lossy[codec] = mean_loss(ids, Model(folder, "cpu"))
+        use_codec(folder, "fp32")
     theirs = transformers_model(options.gguf)
     their_loss = mean_loss(ids, lambda inputs: theirs(inputs).logits)
     print(f"{ids.numel():,} tokens in {len(ids)} windows of {options.context}")
     print(f"thinwire, {options.stages} stages: {our_loss:.6f}")
     print(f"transformers:       {their_loss:.6f}")
     print(f"difference: {abs(our_loss - their_loss):.2e} (at most {LARGEST_DIFFERENCE:g})")
+    for codec, loss in lossy.items():
+        print(f"thinwire, {codec} at the cuts: {loss:.6f} ({loss - our_loss:+.6f})")
     if not abs(our_loss - their_loss) <= LARGEST_DIFFERENCE:
         raise SystemExit("the losses differ")
 
@@ -64,6 +73,13 @@ def import_model(gguf: Path, folder: Path, stages: int, context: int) -> None:
         write_import(plan, folder, force=True, progress=lambda done, total: None)
     for note in plan.notes:
         print(f"note: {note}")
+
+
+def use_codec(folder: Path, codec: str) -> None:
+    """Have activations cross the cuts of an imported model so."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["settings"]["codec"]["forward"] = codec
+    (folder / MANIFEST).write_text(json.dumps(sealed(manifest)))
 
 
 def windows_of(folder: Path, text: Path, count: int, context: int) -> Tensor:

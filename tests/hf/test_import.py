@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from their_models import KINDS, make_folder, saved
 
+from programs import Program
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import StageBuilder
@@ -189,7 +190,7 @@ def test_a_relative_place_and_a_longer_context(
     make_folder(tmp_path / "theirs", "llama")
     monkeypatch.chdir(tmp_path)
     main(["import", "./theirs", "--to", "models/ours", "--stages", "2", "--context", "80"])
-    assert "knows 64 positions, a context of 80 goes beyond" in capsys.readouterr().out
+    assert "knows 64 positions, and a context of 80 goes beyond" in capsys.readouterr().out
     toml = load_settings(Path("models/ours/run.toml"), [])
     assert toml.data.tokenizer == str(tmp_path / "models/ours/tokenizer.json")
 
@@ -370,3 +371,26 @@ def test_an_imported_model_is_evaluated_with_its_own_tokenizer(
     with open_display(io.StringIO()) as display:
         found = model.evaluate(display, 1)
     assert found["tokens"] == 2 * 64 and found["valid_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_imported_model_is_trained_by_its_own_run_toml(
+    tmp_path: Path, text_folder: Path, thinwire: Callable[..., Program]
+) -> None:
+    """As a user does it: import, train, export."""
+    make_folder(tmp_path / "theirs", "qwen3", dtype=torch.bfloat16)
+    settings = ["train.steps=2", "train.eval_batches=1", f"run.out={tmp_path}/runs"]
+    settings += ["data.source=text", f"data.path={text_folder}", "link.emulate=false"]
+    commands: list[list[object]] = [
+        ["import", "theirs", "--to", "my models/ours", "--stages", "2"],
+        ["train", "my models/ours/run.toml", *(w for key in settings for w in ("--set", key))],
+        ["export", "runs/ours-tuned", "--to", "hf", "tuned"],
+    ]
+    for words in commands:
+        program = thinwire(*words)
+        assert program.wait(300) == 0, program.text()
+    before = load_file(tmp_path / "theirs" / "model.safetensors")
+    after = load_file(tmp_path / "tuned" / "model.safetensors")
+    moved = [(after[name] - tensor.float()).abs().max().item() for name, tensor in before.items()]
+    assert 0 < max(moved) < 1e-3, "two steps at a small rate"

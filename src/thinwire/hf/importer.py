@@ -103,8 +103,8 @@ def plan_import(origin: Origin, stages: int, context: int = 0) -> Plan:
     if tied:
         extra = model.vocab * model.dim
         notes.append(
-            "the model's head is its embedding (tied). First and last stage are on different "
-            "machines, so the head becomes a copy of its own: "
+            "the model ties its output head to its embedding. Here the two stand on the first and "
+            "the last stage, so they are untied and the head becomes a copy: "
             f"{extra:,} more parameters to train and keep"
         )
     return Plan(origin, settings, parts, notes)
@@ -155,13 +155,13 @@ def _is_import(target: Path) -> bool:
 def _about_context(context: int, longest: int, is_asked: bool) -> list[str]:
     if context > longest:
         return [
-            f"the model knows {longest:,} positions, a context of {context:,} goes beyond: what "
-            "it says there has no meaning until it is trained on such texts"
+            f"the model knows {longest:,} positions, and a context of {context:,} goes beyond "
+            "them: expect poor text there until it is trained on such sequences"
         ]
     if context < longest and not is_asked:
         return [
-            f"sequences have {context:,} tokens, of {longest:,} that the model can see: "
-            "--context changes that"
+            f"sequences have {context:,} tokens, the model can see {longest:,}: --context "
+            "changes that"
         ]
     return []
 
@@ -174,7 +174,7 @@ def _about_tokenizer(origin: Origin, vocab: int) -> list[str]:
             f"{vocab:,} rows: they do not belong together"
         )
     if entries < vocab:
-        return [f"{vocab - entries:,} rows of the embedding have no token (padding): they stay"]
+        return [f"{vocab - entries:,} rows of the embedding have no token (padding); they are kept"]
     return []
 
 
