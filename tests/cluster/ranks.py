@@ -1,17 +1,20 @@
 """Real ranks for the tests: one process loads torch, then becomes as many as are asked for.
 
-    python ranks.py cases.json 4
+    python ranks.py cases.json PROGRAM
 
-Each case is a run: its settings, its schedule and the number of replicas. All ranks go through the
-cases one after the other, in the environment that torchrun would give them. A run leaves its losses
-in results.json, and the shards of a checkpoint that nobody completes.
+Each case is a run on four ranks: its settings, its schedule and the number of replicas. All ranks
+go through the cases one after the other, in the environment that torchrun would give them. A run
+leaves its losses in results.json, and the shards of a checkpoint that nobody completes. Then two
+ranks run PROGRAM, a script.
 """
 
 import json
 import os
+import runpy
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +26,61 @@ from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
 from thinwire.settings import Settings
 
+RANKS = 4
 
-def go_through(cases: list[dict[str, Any]], rank: int, ranks: int) -> None:
+
+def go_through(cases: list[dict[str, Any]]) -> None:
     """All cases, as one rank."""
-    seat = Seat(rank, ranks, rank, ranks, 0)
+    seat = Seat.read()
     for case in cases:
         settings = Settings.from_plain(case["settings"])
         folder = Path(settings.run.out) / settings.run.name
-        grid = lay_out(settings, ranks, case["schedule"], case["replicas"])
+        grid = lay_out(settings, seat.world, case["schedule"], case["replicas"])
         world = World(seat, grid, settings.run.device)
-        data = settings.model.task.open(Path(case["data"]))
-        trainer = Trainer(settings, world, data, folder, None)
+        trainer = Trainer(settings, world, settings.model.task.open(Path(case["data"])), folder,
+                          None)  # fmt: skip
         valid = [trainer.evaluate().loss]
         steps = [trainer.train_step() for _ in range(settings.train.steps)]
         valid.append(trainer.evaluate().loss)
         trainer.save()
-        if rank == 0:
-            losses = [loss for _, loss, _ in steps]
-            sent = [step[0].meters for _, _, step in steps][-1:]
-            results = {"losses": losses, "valid": valid, "sent": sent}
+        if world.leads:
+            _, _, reports = steps[-1]
+            results = {
+                "losses": [loss for _, loss, _ in steps],
+                "valid": valid,
+                "sent": reports[0].meters["cut-0"]["sent"],
+            }
             (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
 
 
-def main() -> None:
-    """Fork the ranks and wait for them; the exit code says how many failed."""
-    cases, ranks = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+def become(ranks: int, work: Callable[[], object]) -> int:
+    """Fork the ranks and wait for them; returns how many failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    os.environ.update(environment)
+        port = str(free.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     children = []
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
             os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
             try:
-                go_through(cases, rank, ranks)
+                work()
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    sys.exit(sum(os.waitpid(child, 0)[1] != 0 for child in children))
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+def main() -> None:
+    """The exit code says how many ranks failed."""
+    cases, program = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    failed = become(RANKS, lambda: go_through(cases))
+    sys.exit(failed or become(2, lambda: runpy.run_path(program)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Ranks on PyTorch's pipelining train what our own engine trains, bit for bit."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
 
-RANKS = 4
 STEPS = 3
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
 TABLES = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"}
@@ -66,7 +66,7 @@ def cluster_settings(
             "run": {"name": name, "out": str(out), "device": "cpu", "threads": 1},
             "model": dict(TINY_MODEL),
             "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
-            "pipeline": {"stages": RANKS, "microbatches": 8},
+            "pipeline": {"stages": 4, "microbatches": 8},
             "codec": {"forward": "fp32", "backward": "fp32"},
             "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
             "train": {"steps": STEPS, "batch": 8, "eval_every": 0, "eval_batches": 3,
@@ -77,14 +77,22 @@ def cluster_settings(
     return make
 
 
+@dataclass(frozen=True)
+class Played:
+    """What the ranks did: the settings of each case, and what the example printed."""
+
+    settings: dict[str, Settings]
+    output: str
+
+
 @pytest.fixture(scope="module")
-def trained(
+def played(
     cluster_settings: Callable,
     corpus: Corpus,
     masked: Corpus,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Settings]:
-    """All cases, trained by four processes that are started once."""
+) -> Played:
+    """All cases on four processes, and the example on two, in one go."""
     settings = {name: cluster_settings(name, case.changes) for name, case in CASES.items()}
     cases = [
         {"settings": settings[name].to_plain(), "schedule": case.schedule,
@@ -93,10 +101,12 @@ def trained(
     ]  # fmt: skip
     path = tmp_path_factory.mktemp("cases") / "cases.json"
     path.write_text(json.dumps(cases))
-    command = [sys.executable, str(Path(__file__).parent / "ranks.py"), str(path), str(RANKS)]
+    here = Path(__file__)
+    program = here.parents[2] / "examples" / "pipelining.py"
+    command = [sys.executable, str(here.with_name("ranks.py")), str(path), str(program)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    return settings
+    return Played(settings, finished.stdout)
 
 
 def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -110,9 +120,9 @@ def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicas == 1])
 def test_ranks_train_what_our_own_engine_trains(
-    name: str, trained: dict[str, Settings], corpus: Corpus, masked: Corpus
+    name: str, played: Played, corpus: Corpus, masked: Corpus
 ) -> None:
-    settings = trained[name]
+    settings = played.settings[name]
     said, weights = results(settings)
     data = masked if CASES[name].is_masked else corpus
     chain = Chain(settings, Feed(data, settings, torch.device("cpu")))
@@ -125,9 +135,9 @@ def test_ranks_train_what_our_own_engine_trains(
             assert torch.equal(weights[parameter], tensor), parameter
 
 
-def test_replicas_share_a_batch(trained: dict[str, Settings], corpus: Corpus) -> None:
+def test_replicas_share_a_batch(played: Played, corpus: Corpus) -> None:
     """The first loss is the same bit for bit; then gradients are added up in another order."""
-    settings = trained["replicas"]
+    settings = played.settings["replicas"]
     said, weights = results(settings)
     chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
     losses = [chain.train_step(step) for step in range(settings.train.steps)]
@@ -136,3 +146,17 @@ def test_replicas_share_a_batch(trained: dict[str, Settings], corpus: Corpus) ->
     for stage in chain.stages:
         for parameter, tensor in stage.owned_parameters().items():
             torch.testing.assert_close(weights[parameter], tensor, atol=1e-5, rtol=0)
+
+
+def test_ranks_send_what_codecs_make(played: Played) -> None:
+    """Of each leg its own bytes, rounded up to a float, without what the other leg needs."""
+    said, _ = results(played.settings["lossy"])
+    tokens, dim = TINY_MODEL["context"], TINY_MODEL["dim"]
+    kinds = {kind: moved["payload_bytes"] / moved["frames"] for kind, moved in said["sent"].items()}
+    assert kinds == {"FORWARD": tokens * (dim + 2), "EVALUATE": tokens * (dim + 2)}
+
+
+def test_the_example_learns(played: Played) -> None:
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", played.output, re.M)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] / 4
