@@ -18,7 +18,8 @@ from pathlib import Path
 WAYS = ("run", "short", "plan", "check")
 SHELLS = ("bash", "sh", "shell", "console")
 _PROGRAM = re.compile(
-    r"\s*(\$ )?([A-Z_]+=\S|(thinwire|make|python3?|pip|touch|source|git|curl|docker|sudo)\b)"
+    r"\s*(\$ )?([A-Z_]+=\S|"
+    r"(thinwire|torchrun|make|python3?|pip|touch|source|git|curl|docker|sudo)\b)"
 )
 _MARK = re.compile(r"\s*<!-- commands: *(\w+)(?:: *(.+?))? *-->")
 

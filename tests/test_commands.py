@@ -131,6 +131,8 @@ def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None
             assert extra in PROJECT["optional-dependencies"], f"no extra {extra}"
     elif words[0] == "docker":
         check_docker(words[1:], perform)
+    elif words[0] == "torchrun":
+        check_torchrun(words[1:])
     elif words[0] == "make":
         subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
     else:
@@ -146,6 +148,21 @@ def check_docker(words: Words, perform: Callable[[Words, dict[str, str]], str]) 
             assert value.partition("=")[0] in defined, f"the Dockerfile has no ARG {value}"
     if words[0] == "run":
         check(words[words.index("thinwire") :], perform)
+
+
+def check_torchrun(words: Words) -> None:
+    """torchrun and what it starts have these options, and the settings can work."""
+    from torch.distributed.run import get_args_parser
+
+    from thinwire.cluster.__main__ import make_parser as make_cluster_parser
+
+    given = get_args_parser().parse_args(words)
+    if not given.module:
+        assert (ROOT / given.training_script).is_file()
+        return
+    assert given.training_script == "thinwire.cluster"
+    options = make_cluster_parser().parse_args(given.training_script_args)
+    load_settings(options.config, options.set)
 
 
 def check_python(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from thinwire.cluster.carry import Crossing
 from thinwire.codec import Leg
-from thinwire.engine.feed import Feed
+from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.trace import StepTrace
 from thinwire.model import Score, Stage
 
@@ -62,12 +62,16 @@ class Chunk(nn.Module):
         with self._autocast():
             output = self.stage(received, batch.inputs if self.stage.needs_ids else None)
             if self.above is None:
-                if self.training:
-                    return batch.loss(self.stage, output, self._microbatches)
-                loss = self.stage.loss(output, batch.targets)
-                self.score.add(loss, output, batch.targets)
-                return loss
+                return self._loss(output, batch)
         return self.above.send(output, at)
+
+    def _loss(self, output: Tensor, batch: DeviceBatch) -> Tensor:
+        """A microbatch's share of the step's loss; in a validation its loss, which is scored."""
+        if self.training:
+            return batch.loss(self.stage, output, self._microbatches)
+        loss = self.stage.loss(output, batch.targets)
+        self.score.add(loss, output, batch.targets)
+        return loss
 
 
 class ThinStage(PipelineStage):

@@ -14,6 +14,7 @@ from thinwire.engine.reports import Meters
 from thinwire.engine.state import StageState
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.worker import scratch_folder
+from thinwire.errors import ConfigError
 
 
 class Held:
@@ -32,6 +33,8 @@ class Held:
                 return None
             spec, is_lower = builder.wire_spec(cut), cut == index
             end = CutEnd.build(settings, cut, is_lower, spec, feed, scratch)
+            if world.grid.replicas > 1:
+                _refuse_memory(end)
             return Crossing(end, world.carriers, self.sightings)
 
         self.below, self.above = crossing(index - 1), crossing(index)
@@ -74,3 +77,13 @@ class Held:
             }
             found[f"cut-{crossing.end.cut}"] = {"sent": sent, "received": {}}  # type: ignore[typeddict-item]
         return found
+
+
+def _refuse_memory(end: CutEnd) -> None:
+    """A checkpoint has room for the memory of one pipeline."""
+    remembering = [codec.name for codec in end.codecs.values() if codec.remembers]
+    if remembering:
+        raise ConfigError(
+            f"{remembering[0]} remembers what crossed, and does not work with replicas: each would "
+            "remember its own microbatches. Choose a codec without memory, or start one replica"
+        )
