@@ -52,6 +52,7 @@ def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subproce
     )
 
 
+@pytest.mark.timeout(300)  # three processes load torch
 def test_either_engine_continues_the_others_run(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path, cache: Path
 ) -> None:
@@ -65,7 +66,7 @@ def test_either_engine_continues_the_others_run(
     (tmp_path / "run.toml").write_text(to_toml(settings))
     program = torchrun("-m", "thinwire.cluster", "run.toml", "--resume", "--set", "train.steps=4",
                        cwd=tmp_path, cache=cache)  # fmt: skip
-    output, _ = program.communicate(timeout=170)
+    output, _ = program.communicate(timeout=280)
     assert program.returncode == 0, output
     steps, evaluations = read_metrics(folder)
     assert [record.step for record in steps] == [3, 4]
@@ -80,6 +81,7 @@ def test_either_engine_continues_the_others_run(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
     make_settings: Callable, tmp_path: Path, cache: Path
 ) -> None:
@@ -98,7 +100,7 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
     program = torchrun("--max-restarts", 1, "-m", "thinwire.cluster", "run.toml",
                        "--set", "train.steps=40", "--set", "codec.plugins=dying",
                        cwd=tmp_path, cache=cache)  # fmt: skip
-    output, _ = program.communicate(timeout=170)
+    output, _ = program.communicate(timeout=280)
     assert program.returncode == 0, output
     steps, _ = read_metrics(tmp_path / settings.run.name)
     assert [record.step for record in steps] == list(range(1, 41))
