@@ -1,6 +1,8 @@
 """Exported models are the trained ones: opened by transformers, to 1e-5, and by greedy text."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -12,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.fold import Folded
-from thinwire.errors import CheckpointError, ConfigError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.hf.tensors import INDEX, write_model
@@ -21,6 +24,8 @@ from thinwire.hf.tokenizer import tokenizer_files, write_json
 from thinwire.hf.verify import Exported, verify
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
+from thinwire.run.commit import commit
+from thinwire.settings import Settings
 
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
@@ -224,3 +229,36 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     shard = place / "stage-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     refused(CheckpointError, "truncated", place)
+
+
+def test_an_image_model_is_refused(tmp_path: Path) -> None:
+    values = {
+        "model": {"preset": "resnet18"},
+        "data": {"source": "images"},
+        "optim": {"name": "sgd"},
+    }
+    settings = Settings.from_plain(values)
+    facts = {
+        "settings": settings.to_plain(),
+        "corpus": "",
+        "weight_version": 1,
+        "basis_version": 0,
+    }
+    partial_folder(tmp_path / "run", 1).mkdir(parents=True)
+    place = commit(tmp_path / "run", 1, [], facts, None)
+    refused(ConfigError, "classifies images: only language models", place)
+
+
+def test_folders_are_written_without_transformers(trained: Callable[..., Path]) -> None:
+    place = trained(**WITH_CUTS["tables"])
+    folder = place.parents[2] / "exported"
+    code = (
+        "import sys; sys.modules['transformers'] = None; from thinwire.cli import main; "
+        f"main(['export', {str(place)!r}, {str(folder)!r}, *sys.argv[1:]])"
+    )
+    refusal = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert refusal.returncode == MissingPackageError.exit_code, refusal.stderr
+    assert "--no-verify" in refusal.stderr and "thinwire[hf]" in refusal.stderr
+    assert not folder.exists()
+    subprocess.run([sys.executable, "-c", code, "--no-verify"], check=True, capture_output=True)
+    assert difference(folder, place) < 1e-5

@@ -4,9 +4,9 @@ Most models need none of it: dense, subspace and reparam checkpoints export as a
 Those whose cuts do not fold need `import thinwire.hf` before `AutoModelForCausalLM` opens them.
 """
 
-import importlib.util
+import contextlib
 
-if importlib.util.find_spec("transformers") is not None:
+with contextlib.suppress(ImportError):  # folders are written and read without transformers too
     from thinwire.hf.register import register
 
     register()

@@ -194,7 +194,8 @@ def _room(prompt: Tensor, checkpoint: Checkpoint) -> int:
 def _open(folder: Path) -> Any:
     auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
     with _quiet():
-        return auto.from_pretrained(folder, dtype=torch.float32).eval()
+        # By its old name, which every version of transformers understands.
+        return auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
 
 
 def _check_weights(model: Any, exported: Exported) -> None:
