@@ -107,6 +107,8 @@ def test_a_stage_reads_its_own_tensors_only(
 def test_what_is_told_of_sampling_arrives() -> None:
     sampling = Sampling(0.7, 5, 0.9, -3)
     assert WORDS.unpack(WORDS.pack(Read.first([1], sampling))).sampling() == sampling
+    long = Read(list(range(100_000, 140_000)))  # a context as large models have it
+    assert WORDS.unpack(WORDS.pack(long)) == long
     later = WORDS.pack(Read([5], 7))
     assert len(later) < 60 and WORDS.unpack(later) == Read([5], 7)
 

@@ -40,8 +40,12 @@ class Vocabulary:
         self._small = small or {}
 
     def extended(self, kinds: Mapping[str, type]) -> "Vocabulary":
-        """These kinds of messages and some more."""
-        return Vocabulary({**self._kinds, **kinds}, self._small, self._most)
+        """These kinds of messages and some more, which may have the most bytes of all."""
+
+        def most(name: str) -> int:
+            return MOST_SAID if name in kinds else self._most(name)
+
+        return Vocabulary({**self._kinds, **kinds}, self._small, most)
 
     def name_of(self, message: Any) -> str:
         """What a message, or a kind of message, is called on the wire."""
