@@ -58,6 +58,19 @@ def test_documents_are_separated_and_limits_hold(chatting: Callable, tmp_path: P
     assert limited["tokens"] == 2 * 8 * 16 and limited["valid_loss"] != found["valid_loss"]
 
 
+def test_few_windows_at_once_of_a_large_vocabulary(
+    chatting: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are the largest tensor of all; how many there are at once changes no loss."""
+    model = Model(chatting(model__context=16), "cpu")
+    (tmp_path / "other.txt").write_text("stage wire " * 60)
+    found = model.evaluate_text(tmp_path / "other.txt", display())
+    monkeypatch.setattr("thinwire.inference.score.MOST_LOGITS", 2 * 16 * 300)
+    again = model.evaluate_text(tmp_path / "other.txt", display())
+    assert again["valid_loss"] == pytest.approx(found["valid_loss"], abs=1e-12)
+    assert model.evaluate_text(tmp_path / "other.txt", display(), 1)["tokens"] == 2 * 16
+
+
 def test_text_that_cannot_be_scored_is_refused(chatting: Callable, tmp_path: Path) -> None:
     model = Model(chatting(), "cpu")
     with pytest.raises(DataError, match="--data"):

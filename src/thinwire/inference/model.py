@@ -99,7 +99,8 @@ class Model(Joined, TextModel):
         for weakness in self.checkpoint.weaknesses():
             display.note(weakness)
         display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
-        text = OtherText(path, self.tokenizer(), text_key, self.settings.model.context)
+        shape = self.settings.model
+        text = OtherText(path, self.tokenizer(), text_key, shape.context, shape.vocab)
         if text.lost:
             display.note(f"the tokenizer {text.lost}")
         places, score = text.windows(batches), Score()

@@ -17,7 +17,8 @@ from thinwire.data.files import text_files
 from thinwire.data.sources import read_documents
 from thinwire.errors import DataError
 
-BATCH = 8  # windows at a time
+MOST_WINDOWS = 8  # at a time
+MOST_LOGITS = 1 << 26  # at a time; of these there are several copies, of 256 MiB each
 
 
 class Window(NamedTuple):
@@ -33,7 +34,7 @@ class OtherText:
     Windows follow each other without overlap, as in training; the last may be shorter.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, text_key: str, context: int):
+    def __init__(self, path: Path, tokenizer: Tokenizer, text_key: str, context: int, vocab: int):
         files = text_files(str(path), "--data")
         texts = (("valid", document.text) for document in read_documents(files, text_key))
         losses = Losses()
@@ -44,11 +45,12 @@ class OtherText:
         sizes = [chunk.sizes for chunk in chunks if chunk.sizes is not None]
         self._sizes_N = np.concatenate([np.empty(0, np.int64), *sizes])
         self._context = context
+        self._at_once = max(1, min(MOST_WINDOWS, MOST_LOGITS // (context * vocab)))
         self.lost = losses.summary()
 
     def windows(self, most: int = 0) -> list[range]:
-        """The places of inputs, up to `BATCH` windows of one length in a range; 0 = all of them."""
-        count, step = len(self._ids_N) - 1, BATCH * self._context
+        """The places of inputs, a few windows of one length in a range; 0 = all of them."""
+        count, step = len(self._ids_N) - 1, self._at_once * self._context
         whole = count - count % self._context
         found = [range(at, min(at + step, whole)) for at in range(0, whole, step)]
         found += [range(whole, count)] if whole < count else []
