@@ -13,7 +13,7 @@ from thinwire.data import Corpus, DataConfig, Tokenizer, prepare
 from thinwire.data import prepared as prepared_module
 from thinwire.data.chat import Chat
 from thinwire.data.template import CHATML_TOKENS
-from thinwire.errors import DataError
+from thinwire.errors import ConfigError, DataError
 
 VOCAB = 400
 
@@ -274,6 +274,8 @@ def test_datasets_of_hugging_face(chats: Path, cache: Path, tmp_path: Path, offl
     assert learned(prepare(config, VOCAB, cache), "valid").count("It is 20") == 4
     with pytest.raises(DataError, match=r'no split "dev"; it has train, test: set data\.split'):
         prepare(replace(config, split="dev"), VOCAB, cache)
+    with pytest.raises(ConfigError, match=r"use valid_split"):
+        prepare(replace(config, valid_path="x"), VOCAB, cache)
     with pytest.raises(DataError, match=r"cannot be read: .*dev.*check data\.path and data\.split"):
         prepare(replace(config, path=str(tmp_path / "json"), split="dev"), VOCAB, cache)
 
