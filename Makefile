@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests wait for processes and links as much as they compute: three keep two cores busy.
+WORKERS ?= 3
 # Links under test are on this machine; a proxy must not stand between them.
 export no_proxy := localhost,127.0.0.1
 export NO_PROXY := $(no_proxy)
@@ -25,7 +27,7 @@ lint: install
 	$(BIN)/mypy
 
 test: install lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 bench: install
 	$(BIN)/thinwire bench

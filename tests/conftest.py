@@ -20,6 +20,21 @@ from thinwire.engine.reports import Evaluation, Report, ShardWritten, Step
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
+from waiting import PROCESS_PATIENCE
+
+
+# Files that take long begin first: one that began last would leave the other workers idle.
+LONGEST = (
+    "test_commands.py", "test_runs.py", "test_joined_runs.py", "test_life_of_a_run.py",
+    "test_outages.py", "test_relayed_runs.py", "test_train.py", "test_narrow.py",
+    "test_recipes.py", "test_recipe_arms.py", "test_frontier.py", "test_demo.py", "test_pool.py",
+    "test_rpc.py", "test_cli.py", "test_convergence.py", "test_rank_collapse.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +171,7 @@ def run_in_threads(corpus: Corpus, tmp_path: Path) -> Callable[..., Outcome]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(PROCESS_PATIENCE)
             assert not thread.is_alive(), "a stage hangs"
         if failures:
             raise failures[0]

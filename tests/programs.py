@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from waiting import PATIENCE, PROCESS_PATIENCE
+
 
 class Program:
     """A running `thinwire` command, with what it has printed so far."""
@@ -28,10 +30,10 @@ class Program:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = PROCESS_PATIENCE) -> int:
         return self.process.wait(timeout)
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> None:
+    def wait_for(self, pattern: str, timeout: float = PROCESS_PATIENCE) -> None:
         deadline = time.monotonic() + timeout
         while not re.search(pattern, self.text()):
             assert self.process.poll() is None, self.text()
@@ -53,7 +55,7 @@ def _is_stage(pid: str) -> bool:
     return False
 
 
-def gone(pids: list[int], timeout: float = 20) -> bool:
+def gone(pids: list[int], timeout: float = PATIENCE) -> bool:
     """Whether all these processes end (a zombie waits only for its parent to look)."""
 
     def alive(pid: int) -> bool:

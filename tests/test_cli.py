@@ -18,6 +18,7 @@ from thinwire.cli import main
 from thinwire.errors import StageError
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
+from waiting import PROCESS_PATIENCE
 
 
 @pytest.fixture
@@ -281,7 +282,7 @@ def test_a_reader_that_leaves_changes_no_exit_code(
     with error.open("wb") as errors, os.fdopen(writing, "wb") as pipe:
         program = start([*arguments[:1], config, *arguments[1:]], tmp_path, stdout=pipe,
                         stderr=errors)  # fmt: skip
-        assert program.wait(60) == (2 if "x" in arguments else 0)
+        assert program.wait(PROCESS_PATIENCE) == (2 if "x" in arguments else 0)
     assert "Traceback" not in error.read_text() and "BrokenPipe" not in error.read_text()
 
 
@@ -290,7 +291,7 @@ def test_errors_nobody_reads_keep_their_exit_code(tmp_path: Path) -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as pipe:
         program = start(["train", "absent.toml"], tmp_path, stdout=pipe, stderr=pipe)
-        assert program.wait(60) == 2
+        assert program.wait(PROCESS_PATIENCE) == 2
 
 
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Path) -> None:
@@ -301,7 +302,7 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Pa
         assert run.stdout is not None
         assert run.stdout.readline().startswith(b"[config]")
         run.stdout.close()
-        assert run.wait(120) == 0, error.read_text()
+        assert run.wait(PROCESS_PATIENCE) == 0, error.read_text()
     assert error.read_text() == ""
     assert (tmp_path / "test" / "summary.json").is_file()
     assert (tmp_path / "test" / "checkpoints" / "step-00000004").is_dir()

@@ -31,6 +31,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = re.compile(r"(?:thinwire|\.)\[([\w,]+)\]")
 BLOCKS = [block for page in pages(ROOT) for block in find_blocks(page.name, page.read_text())]
 
+HELP: dict[str, str] = {}
+
 Words = list[str]
 
 
@@ -171,7 +173,10 @@ def check_python(words: Words, perform: Callable[[Words, dict[str, str]], str]) 
     if program[-1] == "timeit":
         assert importlib.util.find_spec(program[-1])
         return
-    text = perform(["python", *program, "--help"], {})
+    asked = " ".join(program)
+    if asked not in HELP:  # several pages name the same program
+        HELP[asked] = perform(["python", *program, "--help"], {})
+    text = HELP[asked]
     for word in words[len(program) :]:
         if word.startswith("--"):
             assert re.search(rf"{re.escape(word)}\b", text), f"{word} is no option of {program}"

@@ -10,7 +10,10 @@ import pytest
 from thinwire.cli import main
 from thinwire.demo import RECIPES, _draw, conclusion
 
-QUICK = ("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0")
+QUICK = (
+    *("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0"),
+    *("pipeline.stages=2", "pipeline.microbatches=2", "train.batch=4"),
+)
 
 
 def summary(loss: float, tokens: int, training: float, sent: int, ratio: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import thinwire as thinwire_package
 from programs import gone, long_run
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, step_of
+from waiting import PROCESS_PATIENCE
 
 fcntl = pytest.importorskip("fcntl")
 pytestmark = pytest.mark.skipif(
@@ -23,9 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def until(condition: Callable[[], object], program: object, timeout: float = 90) -> None:
+def until(condition: Callable[[], object], program: object) -> None:
     """Wait for something that a running program brings about."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PROCESS_PATIENCE
     while not condition():
         assert program.process.poll() is None, "it ended"
         assert time.monotonic() < deadline, "it takes too long"
@@ -58,14 +59,14 @@ def test_a_reader_that_stops_reading_stops_nothing(
     until(lambda: [p for p in list_checkpoints(folder) if step_of(p) >= 8], run)
     stages = run.stages()
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
+    assert run.wait() == 130
     assert gone(stages)
     assert not list(checkpoints_folder(folder).glob(".partial*"))
     Checkpoint.open(folder).verify()
     assert (folder / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
 def test_a_request_to_stop_cuts_a_validation_short(
     name: str, thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_request_to_stop_cuts_a_validation_short(
     folder = tmp_path / "test"
     until(lambda: (folder / "metrics.jsonl").exists(), run)
     run.process.send_signal(getattr(signal, name))
-    assert run.wait(60) == 130, run.text()
+    assert run.wait() == 130, run.text()
     assert "Traceback" not in run.text()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["interrupted"] and summary["steps"] == 0 and not summary["valid_losses"]
@@ -107,7 +108,7 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
         [sys.executable, "-P", "-m", "thinwire.run.peer"],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=PROCESS_PATIENCE,
     )
     assert stage.returncode == signal.SIGKILL
 
@@ -122,7 +123,7 @@ def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -
     before = len(run.text())
     until(lambda: "[train] step" in run.text()[before:], run)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.text()
+    assert run.wait() == 130, run.text()
 
 
 def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
@@ -132,7 +133,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     until(lambda: len(run.stages()) == 2, run)
     stages = run.stages()
     os.kill(stages[1], signal.SIGSTOP)
-    assert run.wait(120) == 6, run.text()
+    assert run.wait() == 6, run.text()
     assert "[note]  no progress for" in run.text()
     assert "error: stage 1 is stuck: no progress for" in run.text()
     assert "stage 1 has said nothing yet" in run.text()
@@ -146,7 +147,7 @@ def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callabl
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
     os.kill(stages[0], signal.SIGSTOP)
-    assert run.wait(120) == 6, run.text()
+    assert run.wait() == 6, run.text()
     assert re.search(r"error: stage 0 is stuck: no progress for .* silent for", run.text())
     assert "run.patience" in run.text()
     assert gone(stages)
@@ -159,6 +160,6 @@ def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
     until(lambda: len(run.stages()) == 2, run)
     stages = run.stages()
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(60) == 130, run.text()
+    assert run.wait() == 130, run.text()
     assert gone(stages)
     assert not (tmp_path / "test" / "scratch").exists()

@@ -34,19 +34,23 @@ SUMMARY_KEYS = {
 
 
 def test_a_run_from_start_to_finish(
-    thinwire: Callable, config: Callable, tmp_path: Path, text_folder: Path
+    thinwire: Callable,
+    config: Callable,
+    tmp_path: Path,
+    refused: Callable,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    path = config(pipeline__stages=4)
+    path = config(pipeline__stages=3)
     run = thinwire("train", path)
     assert run.wait() == 0, run.text()
     folder = tmp_path / "test"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 4
-    assert len(summary["cuts"]) == 3
+    assert len(summary["cuts"]) == 2
     assert [step for step, _ in summary["valid_losses"]] == [0, 2, 4]
     assert summary["final_valid_loss"] < summary["valid_losses"][0][1]
-    for name in ("plots/loss.png", "plots/step.png", "metrics.jsonl", "logs/stage-3.log"):
+    for name in ("plots/loss.png", "plots/step.png", "metrics.jsonl", "logs/stage-2.log"):
         assert (folder / name).is_file(), name
     assert list((folder / "tensorboard").iterdir())
     assert [p.name for p in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
@@ -61,20 +65,16 @@ def test_a_run_from_start_to_finish(
         assert 0.9 < row["ratio_vs_bf16"] < 1
 
     # the checkpoint, loaded into one process, has the loss that the pipeline reported
-    evaluation = thinwire("eval", folder, "--json")
-    assert evaluation.wait() == 0, evaluation.text()
-    result = json.loads(evaluation.text()[evaluation.text().index("{") :])
+    main(["eval", str(folder), "--json"])
+    result = json.loads(capfd.readouterr().out)
     assert result["valid_loss"] == pytest.approx(summary["final_valid_loss"], rel=1e-3)
 
-    words = thinwire("generate", folder, "--prompt", "stage link", "--tokens", 8)
-    assert words.wait() == 0, words.text()
-    assert words.text().startswith("stage link")
+    main(["generate", str(folder), "--prompt", "stage link", "--tokens", "8"])
+    assert capfd.readouterr().out.startswith("stage link")
 
     # a second run of the same name is refused and touches nothing
     before = (folder / "metrics.jsonl").read_bytes()
-    again = thinwire("train", path)
-    assert again.wait() == 2
-    assert "already holds a run" in again.text() and "--resume" in again.text()
+    refused(["train", path], 2, "already holds a run", "--resume")
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -95,9 +95,9 @@ def test_processes_give_what_threads_give(
 
 
 def test_resume_into_other_stages_is_exact(
-    thinwire: Callable, config: Callable, tmp_path: Path
+    thinwire: Callable, config: Callable, tmp_path: Path, refused: Callable
 ) -> None:
-    path = config(codec__forward="fp32", codec__backward="fp32", pipeline__stages=4)
+    path = config(codec__forward="fp32", codec__backward="fp32", pipeline__stages=3)
     whole = thinwire("train", path, "--set", "run.name=whole")
     assert whole.wait() == 0, whole.text()
     middle = tmp_path / "whole" / "checkpoints" / "step-00000002"
@@ -116,9 +116,8 @@ def test_resume_into_other_stages_is_exact(
     left, right = (end.tensors(names) for end in ends)
     assert all(left[name].equal(right[name]) for name in names)
 
-    other = thinwire("train", path, "--set", "model.ffn=64", "--resume", middle)
-    assert other.wait() == 2
-    assert "cannot resume" in other.text() and "model.ffn" in other.text()
+    changed = ["train", path, "--set", "model.ffn=64", "--resume", middle]
+    refused(changed, 2, "cannot resume", "model.ffn")
 
 
 def test_ctrl_c_drains_and_checkpoints(
@@ -130,15 +129,14 @@ def test_ctrl_c_drains_and_checkpoints(
     stages = run.stages()
     assert len(stages) == 2
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.text()
+    assert run.wait() == 130, run.text()
     assert "stopping after this step" in run.text()
     assert gone(stages)
     saved = Checkpoint.open(tmp_path / "test")
     saved.verify()
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     assert saved.step == summary["steps"] >= 1
-    resumed = thinwire("train", path, "--set", f"train.steps={saved.step + 2}", "--resume")
-    assert resumed.wait() == 0, resumed.text()
+    main(["train", str(path), "--set", f"train.steps={saved.step + 2}", "--resume"])
     assert Checkpoint.open(tmp_path / "test").step == saved.step + 2
 
 
@@ -168,7 +166,7 @@ def _states(run: Program) -> str:
     return "linked" if counts and min(counts) >= 2 else "starting"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stage_that_dies_ends_the_run_by_name(
     victim: int, thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
@@ -176,7 +174,7 @@ def test_a_stage_that_dies_ends_the_run_by_name(
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
     os.kill(stages[victim], signal.SIGKILL)
-    assert run.wait(30) == 6, run.text()
+    assert run.wait() == 6, run.text()
     assert re.search(rf"error: stage {victim} died at step \d+: killed by SIGKILL", run.text())
     assert f"logs/stage-{victim}.log" in run.text()
     assert gone(stages)
@@ -186,7 +184,7 @@ def test_a_stage_that_dies_ends_the_run_by_name(
     ("stages", "victim"),
     [
         (2, 0),
-        (2, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
         *(pytest.param(3, victim, marks=pytest.mark.slow) for victim in range(3)),
     ],
 )
@@ -198,7 +196,7 @@ def test_a_stage_that_freezes_ends_the_run_by_name(
     run.wait_for(r"\[train\] step +\d")
     pids = run.stages()
     os.kill(pids[victim], signal.SIGSTOP)
-    assert run.wait(60) == 6, run.text()
+    assert run.wait() == 6, run.text()
     assert re.search(rf"error: stage {victim} was lost at step \d+", run.text()), run.text()
     assert gone(pids)
 
@@ -225,7 +223,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
     resource.prlimit(stages[1], resource.RLIMIT_FSIZE, (20_000, 20_000))
     run.wait_for("not written, training continues")
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 4, run.text()
+    assert run.wait() == 4, run.text()
     assert "Earlier checkpoints are untouched" in run.text()
     saved = list_checkpoints(tmp_path / "test")
     assert saved
@@ -298,7 +296,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"thinwire {command}" in capsys.readouterr().out
 
 
-def test_a_run_on_images_from_start_to_finish(thinwire: Callable, tmp_path: Path) -> None:
+def test_a_run_on_images_from_start_to_finish(
+    thinwire: Callable, tmp_path: Path, refused: Callable, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A ResNet in processes: images are counted, accuracy is shown, and text is not continued."""
     rng = np.random.default_rng(0)
     arrays = {}
@@ -334,9 +334,7 @@ def test_a_run_on_images_from_start_to_finish(thinwire: Callable, tmp_path: Path
     assert "heads" not in text, "what an image model has no use for"
     summary = json.loads((tmp_path / "seen" / "summary.json").read_text())
     assert summary["unit"] == "image" and summary["tokens"] == 24
-    tested = thinwire("eval", tmp_path / "seen")
-    assert tested.wait() == 0
+    main(["eval", str(tmp_path / "seen")])
     accuracy = f"(accuracy {100 * summary['final_accuracy']:.2f} %) over 10 images, compression on"
-    assert accuracy in tested.text()
-    refused = thinwire("generate", tmp_path / "seen")
-    assert refused.wait() == 2 and "no text to continue" in refused.text()
+    assert accuracy in capfd.readouterr().out
+    refused(["generate", tmp_path / "seen"], 2, "no text to continue")

@@ -451,10 +451,10 @@ def test_a_run_goes_on_in_its_own_folder(
             train(make_settings(link__port=port), silent())
     assert not (folder / "metrics.jsonl").exists()
 
-    train(make_settings(train__checkpoint_every=1, train__steps=3), silent())
+    train(make_settings(pipeline__stages=1, train__checkpoint_every=1, train__steps=3), silent())
     middle = checkpoints_folder(folder) / "step-00000001"
     stream = StringIO()
-    settings = make_settings(train__steps=2, train__keep=1)
+    settings = make_settings(pipeline__stages=1, train__steps=2, train__keep=1)
     summary = train(settings, PlainDisplay(stream), resume=middle)
     assert (summary["first_step"], summary["steps"]) == (1, 2)
     left = sorted(path.name for path in checkpoints_folder(folder).iterdir())
@@ -475,7 +475,7 @@ def test_divergence_costs_no_good_checkpoint(
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     folder, saved = tmp_path / "test", {"train__keep": 1, "train__checkpoint_every": 1}
     saved["run__precision"] = saved["codec__forward"] = saved["codec__backward"] = "fp32"
-    saved["optim__clip"] = 0.0
+    saved |= {"optim__clip": 0.0, "pipeline__stages": 1}
     train(make_settings(**saved, train__steps=6), silent())
     good = checkpoints_folder(folder) / "step-00000006"
     ruinous = make_settings(**saved, train__steps=20, optim__lr=1e30)

@@ -19,6 +19,7 @@ from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tal
 from thinwire.errors import BreachError, WireError
 from thinwire.schedule import Schedule, build
 from thinwire.wire import Frame, FrameKind, Link, Meter, Nic, memory_pair
+from waiting import PATIENCE
 
 SHAPE = (2, 4, 8)
 MICROBATCHES = 3
@@ -40,10 +41,10 @@ class Pair:
         schedule: Schedule | None = None,
     ):
         ours, theirs = memory_pair()
-        self.mailbox = Mailbox(timeout=5)
+        self.mailbox = Mailbox(timeout=PATIENCE)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
         from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, basis_is_shared=True)
-        self.sender = self.port(0, self.raw, Mailbox(timeout=5), sender_codec, from_above)
+        self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
         from_below = Due.from_below(1, first_step, VALIDATION_BATCHES, {BASIS_BYTES}, schedule)
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
@@ -425,7 +426,7 @@ def test_validation_frames_wait_for_a_slow_uplink_and_for_a_slow_stage() -> None
     for number in range(VALIDATION_BATCHES):
         pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
         most_waiting = max(most_waiting, len(pair.mailbox._items))
-    thread.join(30)
+    thread.join(PATIENCE)
     assert len(handed_over) == VALIDATION_BATCHES
     # Seen from the uplink, whatever the receiver's thread was doing: before a frame is handed
     # over, the one a window before it has left.
@@ -461,7 +462,7 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
     assert len(sent) < VALIDATION_BATCHES - 5
     for number in range(VALIDATION_BATCHES):
         pair.receiver.take_tensor(FrameKind.EVALUATE, 0, number, MADE_WITH)
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from thinwire.schedule import split_layers
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
+from waiting import PROCESS_PATIENCE
 
 
 class Machine:
@@ -45,13 +46,13 @@ class Machine:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait(self, timeout: float = 180) -> int:
+    def wait(self, timeout: float = PROCESS_PATIENCE) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.text()) from None
 
-    def wait_for(self, pattern: str, timeout: float = 180, times: int = 1) -> None:
+    def wait_for(self, pattern: str, timeout: float = PROCESS_PATIENCE, times: int = 1) -> None:
         """Wait until it has printed something so many times."""
         deadline = time.monotonic() + timeout
         while len(re.findall(pattern, self.text())) < times:

@@ -9,13 +9,13 @@ from machines import Machines, assert_same_weights, machines  # noqa: F401
 from thinwire.engine import Checkpoint
 
 
-def test_four_peers_train_to_the_weights_of_a_run_on_one_machine(
+def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(
     machines: Machines,  # noqa: F811
 ) -> None:
     """Bit for bit, though no peer has the corpus, and none sees the disk of another."""
-    config = machines.config(pipeline__stages=4, train__steps=4)
+    config = machines.config(pipeline__stages=3, train__steps=4)
     host = machines.host()
-    peers = [machines.join(name) for name in ("ana", "ben", "cleo", "dan")]
+    peers = [machines.join(name) for name in ("ana", "ben", "cleo")]
     alone = machines.run("alone", "train", config, "--set", f"run.out={machines.folder / 'alone'}")
     assert host.wait() == 0, host.text()
     for peer in peers:
@@ -32,7 +32,7 @@ def test_four_peers_train_to_the_weights_of_a_run_on_one_machine(
     assert summaries[0]["valid_losses"] == summaries[1]["valid_losses"]
     kinds = [summary["bytes_sent"]["by_kind"] for summary in summaries]
     assert kinds[0]["FORWARD"] == kinds[1]["FORWARD"]
-    for name in ("ana", "ben", "cleo", "dan"):
+    for name in ("ana", "ben", "cleo"):
         files = [path for path in (machines.folder / name).rglob("*") if path.is_file()]
         assert not [path for path in files if path.suffix == ".bin"], "a peer holds the corpus"
         keys = [path for path in files if path.name == "key.pem"]

@@ -146,13 +146,13 @@ def test_without_outages_it_is_a_pipe() -> None:
 
 
 @pytest.mark.usefixtures("keep_little")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_message_comes_once_and_in_order_however_often_connections_are_lost(
     seed: int,
 ) -> None:
     network, chance = Network(), random.Random(seed)
     ends = join(network)
-    sizes = [chance.choice((1, 100, 5_000, 30_000)) for _ in range(2000)]
+    sizes = [chance.choice((1, 100, 5_000, 30_000)) for _ in range(600)]
     messages = [number.to_bytes(2, "big") + bytes(size) for number, size in enumerate(sizes)]
 
     def send(pipe: Pipe) -> None:
