@@ -22,7 +22,6 @@ from thinwire.typed import to_toml
 from thinwire.wire import Link, Meter, memory_pair
 from waiting import PROCESS_PATIENCE
 
-
 # Files that take long begin first: one that began last would leave the other workers idle.
 LONGEST = (
     "test_commands.py", "test_runs.py", "test_joined_runs.py", "test_life_of_a_run.py",
