@@ -2,16 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from thinwire.cli import main
+from thinwire.data import Corpus
+from thinwire.errors import ConfigError
 from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
-from thinwire.settings import load_settings, make_recipe
+from thinwire.settings import Settings, load_settings, make_recipe
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_toml
+from trained import trained
 
 FROM_SEED = [name for name in RECIPES if name != "finetune"]
 NARROW = [name for name in FROM_SEED if name != "dense"]
@@ -108,3 +112,21 @@ def test_an_image_model_is_dense_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(to_toml(recipe.asked))
     assert load_settings(path, []).optim.name == "adamw"
+
+
+def test_fine_tuning_starts_from_weights_of_the_same_shape(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    """init takes the shape from the checkpoint; without one the recipe says what it lacks."""
+    source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
+    path = tmp_path / "tune.toml"
+    main(["init", str(path), "--recipe", "finetune", "--init-from", str(source)])
+    settings = load_settings(path, [])
+    assert settings.train.init_from == str(source)
+    assert settings.boundary.basis == "calibrated" and settings.boundary.rank == 32 // 4
+    shape = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
+    of_source = make_settings().model
+    assert [getattr(settings.model, k) for k in shape] == [getattr(of_source, k) for k in shape]
+    assert settings.optim.name == "adamw" and "Recipe finetune" in path.read_text()
+    with pytest.raises(ConfigError, match=r"needs train\.init_from"):
+        make_recipe("finetune", []).asked.resolved()

@@ -134,7 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--recipe",
         choices=RECIPES,
         help="settings measured together: 32 or 100 times fewer bytes, 32 times with weights that "
-        f"fold into an ordinary Llama, or dense (default: {BEST}; dense for an image model)",
+        f"fold into an ordinary Llama, dense, or fine-tuning (default: {BEST}; dense for an image "
+        "model)",
     )
     _add_set(sub)
 

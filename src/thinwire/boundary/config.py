@@ -50,7 +50,7 @@ class BoundaryConfig:
         ("shared", "per-cut", "calibrated"),
     )
     calibrate: int = option(
-        32768, 'basis = "calibrated": tokens of training data to find it with', least=1, most=10**9
+        16384, 'basis = "calibrated": tokens of training data to find it with', least=1, most=10**9
     )
     learn: bool = option(False, "projected: train the basis of each cut (kept orthonormal)")
     anchor: str = option(
