@@ -121,7 +121,8 @@ class ChatTemplate:
                 add_generation_prompt=prompts,
                 **self._tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
+                ArithmeticError, RecursionError, MemoryError) as error:  # fmt: skip
             start = next((str(m.get("content", "")) for m in messages), "")[:60]
             raise DataError(
                 f"the chat template ({self.name}) cannot render a conversation that begins with "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.boundary import ProjectedBoundary
+from thinwire.engine.build import autocast_for
 from thinwire.engine.feed import Data, Feed
 from thinwire.model import Stage
 from thinwire.settings import Settings
@@ -39,6 +40,7 @@ class Calibration:
         self.device = device
         self._settings = settings
         self._told = told
+        self._autocast = autocast_for(settings.run.precision, device)
         self._ids = _batches(settings, data, device)
         self._inputs = self._ids  # of the stage that comes next
         self._below: ProjectedBoundary | None = None  # the sender's end of the cut below
@@ -57,9 +59,11 @@ class Calibration:
         assert isinstance(outgoing, ProjectedBoundary) and outgoing.basis is not None
         streams = []
         for inputs, ids_BT in zip(self._inputs, self._ids, strict=True):
-            streams.append(stage.stream(inputs, ids_BT)[0])
+            with self._autocast():
+                streams.append(stage.stream(inputs, ids_BT)[0])
             self._told(len(streams), len(self._ids))
         name = next(n for n, p in stage.global_parameters().items() if p is outgoing.basis)
+        self._table = None  # that of the cut below is in place
         if name in fresh:
             self._calibrate(index, streams, outgoing)
         self._below = outgoing
@@ -111,7 +115,6 @@ class Calibration:
         self.fits.append(
             Fit(self._settings.split()[index].stop, basis_DK.shape[1], 1 - lost / total)
         )
-        self._table = None
         if boundary.anchor == "trainable" and known_VD is not None:
             inside_DK = basis_DK.to(known_VD)
             self._table = known_VD - (known_VD @ inside_DK) @ inside_DK.T

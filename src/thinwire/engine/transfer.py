@@ -32,7 +32,7 @@ class Transfer:
     def __init__(self, source: Source, settings: Settings):
         self.fresh: list[str] = []  # what the source does not have, and starts anew
         # Adapters go along where the new run has the same ones; else they are merged.
-        source = source if source.settings.lora == settings.lora else merged(source)
+        source = source if _keeps_adapters(source.settings, settings) else merged(source)
         self._source = source
         self._settings = settings
         self._names = source.names()
@@ -79,8 +79,10 @@ class Transfer:
         cut = name.rpartition(".")[0]
         if _ranks(saved).get(cut) != _ranks(now).get(cut):
             return False
+        if f"{cut}.basis" in self._names:
+            return now.boundary.learn or now.boundary.is_calibrated
         random = [(s.boundary.basis, s.boundary.basis_seed) for s in (saved, now)]
-        return f"{cut}.basis" in self._names or random[0] == random[1]
+        return random[0] == random[1]
 
     def _is_alike(self, name: str, forms: Mapping[str, str]) -> bool:
         """Whether the source's tensor means here what it meant there."""
@@ -143,6 +145,13 @@ def _same_space(saved: Settings, now: Settings) -> bool:
             saved.model.embed_std == now.model.embed_std,
         )
     )
+
+
+def _keeps_adapters(saved: Settings, now: Settings) -> bool:
+    """Whether both have the same adapters, beside matrices of the same form: folding merges."""
+    forms = _forms(saved)
+    alike = forms == _forms(now) and (not forms or _same_space(saved, now))
+    return saved.lora == now.lora and alike
 
 
 def _forms(settings: Settings) -> dict[str, str]:

@@ -4,6 +4,7 @@ People publish such folders: no path of the machine that trained the model goes 
 """
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import thinwire
@@ -12,7 +13,9 @@ from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.weights import parameter_count
 from thinwire.errors import ThinwireError
 from thinwire.hf.importer import IMPORTED
+from thinwire.hf.shape import kind_of
 from thinwire.hf.verify import AUTO_TOKENIZER, Verdict
+from thinwire.model import LoraConfig
 from thinwire.report.human import human_count
 from thinwire.report.metrics import losses_of
 from thinwire.report.records import EvaluationRecord
@@ -46,8 +49,8 @@ def model_card(
     """The whole text; `verdict` says how it was verified, if it was."""
     settings = checkpoint.settings
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
-    tags = "tags:\n- thinwire\n" + ("- llama\n" if is_plain else "")
-    about = f"A language model of {human_count(parameter_count(settings))} parameters, "
+    tags = "tags:\n- thinwire\n" + (f"- {kind_of(settings.model)}\n" if is_plain else "")
+    about = f"A language model of {human_count(parameter_count(_without_adapters(settings)))} parameters, "
     if origin := checkpoint.manifest.get(IMPORTED):
         about += f"imported into thinwire from `{origin}`"
     else:
@@ -62,6 +65,11 @@ def model_card(
         f"{opening}{checked}\n"
         f"## {'What it is' if origin else 'How it was trained'}\n\n| | |\n|---|---|\n{facts}\n"
     )
+
+
+def _without_adapters(settings: Settings) -> Settings:
+    """Of the model as it is exported: adapters are merged."""
+    return dataclasses.replace(settings, lora=LoraConfig())
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:

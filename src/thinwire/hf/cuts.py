@@ -26,7 +26,8 @@ ANCHOR = "anchor"
 
 def settings_of(plain: dict[str, Any]) -> Settings:
     """The settings of a model from what a config.json keeps of them."""
-    return Settings.from_plain(plain)
+    kept = ("model", "boundary", "pipeline")  # others could name plugins, which are code
+    return Settings.from_plain({key: plain[key] for key in kept if key in plain})
 
 
 def config_with_cuts(settings: Settings) -> dict[str, Any]:

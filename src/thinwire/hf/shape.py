@@ -4,7 +4,7 @@ Pure functions of plain data: neither torch nor transformers is needed. What a c
 that our model does not do is refused by name; keys about other things are left alone.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ from thinwire.typed import from_plain
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that can be imported; SmolLM and SmolLM2 are of the type llama."""
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MOST = sys.float_info.max
 _SIZES = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
@@ -163,6 +164,8 @@ def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     found = now or before or {}
     if not isinstance(found, dict):
         raise ConfigError(f"config.json: rope_parameters = {found!r} must be a table of keys")
+    if any(isinstance(value, dict) for value in found.values()):
+        raise ConfigError("config.json: rope_parameters differ by kind of layer: not supported")
     theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = found.get("rope_type", found.get("type", "default"))
     theta = _number({"rope_theta": theta}, "rope_theta")
@@ -210,6 +213,6 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
     value = default if value is None else value
     if value is None:
         raise ConfigError(f"config.json has no {key}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
         raise ConfigError(f"config.json: {key} = {value!r} must be a number")
     return float(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
-from thinwire.data.template import ChatTemplate
+from thinwire.data.template import JINJA, ChatTemplate
 from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import TOKENIZER
 from thinwire.errors import CheckpointError, ConfigError, DataError
@@ -17,7 +17,7 @@ from thinwire.hf.at_hand import tokenizer_folders
 
 CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
-BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION)
+BESIDE = (CONFIG, "special_tokens_map.json", JINJA, GENERATION)
 """What may stand beside a tokenizer.json, and goes where it goes."""
 
 
@@ -86,7 +86,10 @@ class TokenizerFiles:
         }
 
     def _beside(self, name: str) -> Path | None:
-        paths = (folder / name for folder in self._folders)
+        folders = self._folders
+        if name == JINJA:  # it would come before the template of a nearer tokenizer_config.json
+            folders = [folder for folder in folders if _has_template(folder)][:1]
+        paths = (folder / name for folder in folders)
         return next((path for path in paths if path.is_file()), None)
 
 
@@ -101,6 +104,13 @@ def tokenizer_files(checkpoint: Checkpoint, given: Path | None) -> TokenizerFile
         )
     model = checkpoint.settings.model
     return TokenizerFiles(path, model.vocab, model.context, tokenizer_folders(checkpoint, path))
+
+
+def _has_template(folder: Path) -> bool:
+    try:
+        return ChatTemplate.beside(folder / TOKENIZER) is not None
+    except DataError:  # one that another program may still use
+        return True
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -128,11 +128,15 @@ def make_start(
             "basis_version": 0,
             ORIGIN: origin_of(origin),
         }
-        made = commit(folder, 0, shards, facts, data.tokenizer())
+        made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     except BaseException:
         discard_partial(folder, 0)
         raise
-    for fit in calibration.fits if calibration else []:
+    fits = calibration.fits if calibration else []
+    if builder.device.type == "cuda":  # its memory is for the stages, which are other processes
+        del calibration, builder, stage, state
+        torch.cuda.empty_cache()
+    for fit in fits:
         display.phase(
             "start",
             f"the cut before block {fit.block} carries {fit.rank} coordinates, calibrated: "
@@ -243,6 +247,8 @@ def _calibration(settings: Settings, data: Data, display: Display) -> Calibratio
     if not settings.boundary.is_calibrated or settings.pipeline.stages == 1:
         return None
     device = choose_device(settings.run.device, 0)
+    if device.type == "mps":  # which has no float64
+        device = torch.device("cpu")
     told = functools.partial(display.progress, "start", unit="batches of a stage's calibration")
     return Calibration(settings, data, device, told)
 
