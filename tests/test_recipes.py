@@ -9,7 +9,6 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.data import Corpus
-from thinwire.errors import ConfigError
 from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
 from thinwire.settings import Settings, load_settings, make_recipe

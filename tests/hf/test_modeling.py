@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 from thinwire.engine import Checkpoint
+from thinwire.hf.cuts import settings_of
 from thinwire.hf.export import Wanted, export
 from thinwire.report import PlainDisplay
+from thinwire.settings import Settings
 
 
 @pytest.fixture
@@ -64,3 +66,13 @@ def test_a_pipeline_writes_text_and_a_saved_copy_is_the_same(folder: Path, tmp_p
         assert torch.equal(tensor, copy.state_dict()[name])
     ids = torch.tensor([[7, 3, 11]])
     assert torch.equal(copy(ids).logits, write.model(ids).logits)
+
+
+def test_a_config_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plugins of codecs are modules: who opens a folder of another's must not import them."""
+    (tmp_path / "named_in_a_config.py").write_text("raise RuntimeError('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = {"codec": {"plugins": ["named_in_a_config"]}, "model": {"preset": "tiny"}}
+    with pytest.raises(RuntimeError, match="it ran"):
+        Settings.from_plain(plain)
+    assert settings_of(plain).codec.plugins == []

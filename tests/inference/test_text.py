@@ -43,7 +43,8 @@ def test_top_p_counts_among_the_top_k() -> None:
 
 def test_a_small_top_p_is_greedy_and_all_of_it_is_plain_sampling() -> None:
     logits = torch.randn(30, generator=torch.Generator().manual_seed(1))
-    assert Choice(Sampling(1.0, 0, 1e-6))(logits) == Choice(Sampling(0.0))(logits)
+    greedy = Choice(Sampling(0.0))(logits)
+    assert Choice(Sampling(1.0, 0, 1e-6))(logits) == greedy == Choice(Sampling(1e-40))(logits)
     assert torch.equal(shares(logits, Sampling(0.7, 0)), torch.softmax(logits / 0.7, -1))
 
 

@@ -181,6 +181,16 @@ def test_adapters_start_beside_the_weights_of_another_run(
     assert loss_of(again.folder, corpus) == pytest.approx(loss_of(adapted, corpus), abs=1e-10)
 
 
+def test_adapters_are_merged_once_where_matrices_change_their_form(
+    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    """Folding merges them, so they must not come along as well."""
+    lora: Changes = {"lora__rank": 3, "optim__lr": 0.05}
+    source = trained(make_settings(**lora, **SUBSPACE), corpus, tmp_path / "source")
+    made = started(make_settings(**lora, train__init_from=str(source)), corpus, tmp_path / "made")
+    assert loss_of(made.folder, corpus) == pytest.approx(loss_of(source, corpus), abs=1e-10)
+
+
 def test_weights_without_a_tokenizer_need_one_for_text(
     make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
 ) -> None:

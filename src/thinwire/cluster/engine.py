@@ -71,7 +71,9 @@ def run(
 
     A process that torchrun has started again goes on from the run's newest good checkpoint.
     """
-    started, restarted = time.monotonic(), world.seat.restarts > 0
+    started = time.monotonic()
+    # Of any machine: torchrun counts on each one only the failures that it saw itself.
+    restarted = world.sum([world.seat.restarts])[0] > 0
     settings = without_links(settings)
     folder = (Path(settings.run.out) / settings.run.name).resolve()
     with contextlib.ExitStack() as stack:
@@ -79,8 +81,8 @@ def run(
         if world.leads:
             for line in [*describe(settings), *_notes(world.grid, settings)]:
                 display.phase("config", line)
-            if restarted:
-                resume = folder if list_checkpoints(folder) else None
+            if restarted and list_checkpoints(folder):
+                resume = folder  # else it starts again as it was told to
             checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
             weights = checkpoint or open_origin(settings, display, allow_plugins)
             if weights is not None:

@@ -5,7 +5,10 @@ ranks tell each other beside that is small, and travels as plain tensors of numb
 gloo. Nothing is pickled.
 """
 
+import secrets
+import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,8 @@ class World:
         self.replica, self.place = divmod(seat.rank, grid.ranks)
         self.pipeline = mesh["rank"].get_group()
         self.twins = mesh["replica"].get_group()
-        self._all = dist.new_group(backend="gloo")
+        # One rank may prepare data for hours while the others wait.
+        self._all = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
 
     def _join(self) -> None:
         """Meet all other ranks, by names of this attempt alone.
@@ -49,7 +53,7 @@ class World:
         torchrun's store outlives a restart and still has the addresses of the processes before.
         """
         store, _, _ = next(dist.rendezvous("env://"))
-        own = dist.PrefixStore(f"attempt-{self.seat.restarts}", store)
+        own = dist.PrefixStore(_name_of_attempt(store, self.seat), store)
         dist.init_process_group(
             self.backend, store=own, rank=self.seat.rank, world_size=self.seat.world
         )
@@ -167,3 +171,22 @@ class World:
 
     def _number_of(self, place: int) -> int:
         return self.replica * self.grid.ranks + place
+
+
+def _name_of_attempt(store: dist.Store, seat: Seat) -> str:
+    """A name that the living ranks agree on, in a store that also has what dead ones wrote.
+
+    Not torchrun's count of restarts: each machine counts only the failures that it saw itself.
+    """
+    mine = secrets.token_hex(8)
+    if seat.rank:
+        store.set(f"asks-{seat.rank}", mine)
+        name = store.get(f"answer-{mine}").decode()
+        store.set(f"{name}-{seat.rank}", "")
+        return name
+    others = range(1, seat.world)
+    while not all(store.check([f"{mine}-{rank}"]) for rank in others):
+        for rank in others:
+            store.set(f"answer-{store.get(f'asks-{rank}').decode()}", mine)
+        time.sleep(0.02)
+    return mine

@@ -50,7 +50,8 @@ def model_card(
     settings = checkpoint.settings
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
     tags = "tags:\n- thinwire\n" + (f"- {kind_of(settings.model)}\n" if is_plain else "")
-    about = f"A language model of {human_count(parameter_count(_without_adapters(settings)))} parameters, "
+    parameters = parameter_count(_without_adapters(settings))
+    about = f"A language model of {human_count(parameters)} parameters, "
     if origin := checkpoint.manifest.get(IMPORTED):
         about += f"imported into thinwire from `{origin}`"
     else:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from thinwire.errors import CheckpointError, ConfigError
 
+COLDEST = 1e-6  # a temperature below is 0: logits divided by it would overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,7 +41,7 @@ class Choice:
             raise CheckpointError(
                 "the model's output is NaN: its training has diverged; use an earlier checkpoint"
             )
-        if self._sampling.temperature == 0:
+        if self._sampling.temperature < COLDEST:
             return int(logits_V.argmax())
         shares_V = shares(logits_V, self._sampling)
         return int(torch.multinomial(shares_V, 1, generator=self._generator))

@@ -15,9 +15,9 @@ from thinwire.inference.text import TextModel, Writing
 MOST_STOPS = 4
 USUAL_TOKENS = 16  # of a completion, as OpenAI has it; a chat may fill the context
 UNSUPPORTED = {
-    "n": 1, "best_of": 1, "echo": False, "suffix": None, "logprobs": None, "top_logprobs": None,
+    "n": 1, "best_of": 1, "echo": False, "suffix": None, "logprobs": None, "top_logprobs": 0,
     "logit_bias": None, "presence_penalty": 0, "frequency_penalty": 0, "tools": None,
-    "functions": None,
+    "functions": None, "response_format": {"type": "text"},
 }  # fmt: skip
 """What would change an answer and is not done here, with the value that asks for nothing."""
 
@@ -56,7 +56,8 @@ def read_request(body: Any, is_chat: bool, model: TextModel, name: str) -> Asked
         text = f"the model {str(body['model'])[:100]!r} does not exist; this server has {name!r}"
         raise RefusedError(text, 404, "model_not_found", "model")
     for key, nothing in UNSUPPORTED.items():
-        if body.get(key) not in (None, nothing, [], {}):
+        value = body.get(key)
+        if value is not False and value not in (None, nothing, [], {}):
             raise RefusedError(f"{key} is not supported: leave it out", 400, "unsupported", key)
     ids = _chat_ids(body, model) if is_chat else _prompt_ids(body, model)
     context = model.settings.model.context

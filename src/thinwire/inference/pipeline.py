@@ -18,6 +18,7 @@ from typing import Any, Self
 from thinwire.engine.build import check_devices
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Counts
+from thinwire.errors import StageError
 from thinwire.inference.choice import Sampling
 from thinwire.inference.messages import WORDS, Chosen, FromStage, Read
 from thinwire.inference.text import TextModel, crosses_by_token, extensions
@@ -128,11 +129,12 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
             self._peers.tell(stage, message)
 
     def _chosen(self) -> int:
-        while True:
+        while not self._coordinator.is_over:
             event = self._next_event()
             if isinstance(event, Said) and isinstance(event.message, Chosen):
                 return event.message.token
             self._heed(event)
+        raise StageError("the stages of this model have ended")
 
     def _next_event(self) -> Event:
         return self._peers.next_event(self._coordinator)
@@ -155,8 +157,8 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
 
 
 def _remove_logs(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
-    """Logs of a failure are kept, for its error names them; not those of a Ctrl-C."""
-    if kind is None or not issubclass(kind, Exception):
+    """Logs of a stage that failed are kept, for its error names them; no others."""
+    if kind is None or not issubclass(kind, StageError):
         shutil.rmtree(folder, ignore_errors=True)
 
 

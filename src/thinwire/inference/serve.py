@@ -33,7 +33,8 @@ def run_server(model: TextModel, host: str, port: int, stream: TextIO) -> None:
     """Serve until a signal asks to end, or the model cannot go on."""
     with Server(model, host, port) as server:
         with heeding(lambda number, frame: server.is_over.set()):
-            place = f"http://{host}:{server.server_port}/v1"
+            name = f"[{host}]" if ":" in host else host
+            place = f"http://{name}:{server.server_port}/v1"
             stream.write(f"{server.name} is served at {place}; Ctrl-C ends it\n")
             stream.flush()
             thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
@@ -112,10 +113,13 @@ class Handler(BaseHTTPRequestHandler):
     server_version = f"thinwire/{thinwire.__version__}"
     protocol_version = "HTTP/1.1"
     timeout = SILENCE_SECONDS
+    disable_nagle_algorithm = True  # else each small write waits for the one before: 40 ms
     _is_streaming = False
 
     def do_GET(self) -> None:
         """The models there are: one."""
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # its body stays unread, and is no next request
         shown = {"id": self.server.name, "object": "model", "owned_by": "thinwire", "created": 0}
         if self.path == MODELS:
             self._reply(200, {"object": "list", "data": [shown]})
@@ -127,9 +131,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Write a text."""
         try:
+            body = self._body()  # also of what is refused: else it would be the next request
             if self.path not in (CHATS, COMPLETIONS):
                 raise _unknown(self.path, CHATS, COMPLETIONS)
-            asked = self._asked(self._body())
+            asked = self._asked(body)
             if len(self.server.turns) > MOST_WAITING:
                 raise RefusedError("too many requests wait: try again later", 503, "overloaded")
             with self.server.turns.next():
@@ -150,7 +155,8 @@ class Handler(BaseHTTPRequestHandler):
         # Also keeps web pages of others out: a browser asks first before it sends JSON.
         if kind != "application/json":
             raise self._unread(f"Content-Type must be application/json, not {kind}", 415)
-        if not length.isdecimal() or "Transfer-Encoding" in self.headers:
+        is_one = len(self.headers.get_all("Content-Length", [])) == 1
+        if not is_one or not length.isdecimal() or "Transfer-Encoding" in self.headers:
             raise self._unread("the request needs a Content-Length", 411)
         if len(length) > 10 or int(length) > MOST_BYTES:
             raise self._unread(f"the request has more than {MOST_BYTES} bytes", 413)
@@ -166,6 +172,8 @@ class Handler(BaseHTTPRequestHandler):
         return RefusedError(text, status)
 
     def _answer(self, asked: Asked) -> None:
+        if self.server.is_over.is_set():  # the model may be gone
+            raise RefusedError("the server is ending", 503)
         model = self.server.model
         writing = model.write(asked.ids, asked.tokens, asked.sampling, asked.ends, asked.stop)
         answer = Answer(asked, writing, self.server.name)
