@@ -122,7 +122,7 @@ def check(words: Words, perform: Callable[[Words, dict[str, str]], str]) -> None
         perform(words, {})
     elif words[0] == "thinwire":
         options = make_parser().parse_args(words[1:])
-        if words[1] in ("train", "plan"):
+        if words[1] in ("train", "plan") and options.config.parts[0] != "models":  # imported
             load_settings(options.config, options.set)
         for override in getattr(options, "set", []):
             apply_override({}, override)

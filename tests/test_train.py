@@ -74,10 +74,9 @@ class Replay:
         self.before_each: Callable[[int], None] = lambda position: None
         self.notes: list[Event] = []
         self.asked = 0
-        self.said = self
         self._events: Iterator[Event] | None = None
 
-    def next(self, timeout: float) -> Event:
+    def next_event(self, coordinator: Coordinator) -> Event:
         if self._events is None:
             self._events = self._all_events()
         return next(self._events)

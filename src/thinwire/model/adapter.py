@@ -51,7 +51,7 @@ def initialise_adapter(name: str, parameter: Tensor, seed: int) -> bool:
 
     A is uniform with the spread that torch gives a linear layer, as peft has it.
     """
-    kind = name.split(".")[-2]
+    kind = name.rpartition(".")[0].rpartition(".")[2]
     if kind == UP:
         parameter.zero_()
     elif kind == DOWN:
