@@ -101,6 +101,7 @@ def test_the_source_distribution_holds_tests_and_pages(built: dict[str, Path]) -
     assert not [path for path in packed if "__pycache__" in path.parts]
 
 
+@pytest.mark.slow
 def test_the_installed_command_works(environment: Path, tmp_path: Path) -> None:
     thinwire = environment / "bin" / "thinwire"
     assert run(thinwire, "--version", cwd=tmp_path) == f"thinwire {VERSION}\n"

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ CASES = {
     "masked": Case(LOSSY, is_masked=True),
     "replicas": Case({"pipeline__stages": 2}, replicas=2),
 }
+QUICK = ("lossy", "tables", "interleaved", "zbv", "replicas")
+"""Of these one launch is in every run of the suite; the others are played by `make bench`."""
 
 
 @pytest.fixture(scope="module")
@@ -87,27 +89,42 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played(
+def play(
     cluster_settings: Callable,
     corpus: Corpus,
     masked: Corpus,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Played:
-    """All cases on four processes, and the example on two, in one go."""
-    settings = {name: cluster_settings(name, case.changes) for name, case in CASES.items()}
-    cases = [
-        {"settings": settings[name].to_plain(), "schedule": case.schedule,
-         "replicas": case.replicas, "data": str((masked if case.is_masked else corpus).folder)}
-        for name, case in CASES.items()
-    ]  # fmt: skip
-    path = tmp_path_factory.mktemp("cases") / "cases.json"
-    path.write_text(json.dumps(cases))
-    here = Path(__file__)
-    program = here.parents[2] / "examples" / "pipelining.py"
-    command = [sys.executable, str(here.with_name("ranks.py")), str(path), str(program)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=580)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return Played(settings, finished.stdout)
+) -> Callable[[Collection[str]], Played]:
+    """Cases on four processes, and the example on two, in one go."""
+
+    def go(names: Collection[str]) -> Played:
+        settings = {name: cluster_settings(name, CASES[name].changes) for name in names}
+        cases = [
+            {"settings": settings[name].to_plain(), "schedule": CASES[name].schedule,
+             "replicas": CASES[name].replicas,
+             "data": str((masked if CASES[name].is_masked else corpus).folder)}
+            for name in names
+        ]  # fmt: skip
+        path = tmp_path_factory.mktemp("cases") / "cases.json"
+        path.write_text(json.dumps(cases))
+        here = Path(__file__)
+        program = here.parents[2] / "examples" / "pipelining.py"
+        command = [sys.executable, str(here.with_name("ranks.py")), str(path), str(program)]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=580)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return Played(settings, finished.stdout)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def played(play: Callable) -> Played:
+    return play(QUICK)
+
+
+@pytest.fixture(scope="module")
+def played_slowly(play: Callable) -> Played:
+    return play(CASES.keys() - QUICK)
 
 
 def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -119,13 +136,22 @@ def results(settings: Settings) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "results.json").read_text()), weights
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicas == 1])
-def test_ranks_train_what_our_own_engine_trains(
-    name: str, played: Played, corpus: Corpus, masked: Corpus
+@pytest.mark.parametrize("name", [name for name in QUICK if CASES[name].replicas == 1])
+def test_ranks_train_what_our_own_engine_trains(name: str, played: Played, corpus: Corpus) -> None:
+    check_equality(name, played, corpus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_ranks_train_the_same_in_every_mode(
+    name: str, played_slowly: Played, corpus: Corpus, masked: Corpus
 ) -> None:
+    check_equality(name, played_slowly, masked if CASES[name].is_masked else corpus)
+
+
+def check_equality(name: str, played: Played, data: Corpus) -> None:
     settings = played.settings[name]
     said, weights = results(settings)
-    data = masked if CASES[name].is_masked else corpus
     chain = Chain(settings, Feed(data, settings, torch.device("cpu")))
     first = chain.evaluate()
     losses = [chain.train_step(step) for step in range(settings.train.steps)]

@@ -52,6 +52,7 @@ def torchrun(*words: object, ranks: int = 2, cwd: Path, cache: Path) -> subproce
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # three processes load torch
 def test_either_engine_continues_the_others_run(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path, cache: Path

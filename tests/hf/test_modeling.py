@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, pipeline
 
+from thinwire.codec import PluginError
 from thinwire.engine import Checkpoint
 from thinwire.hf.cuts import settings_of
 from thinwire.hf.export import Wanted, export
@@ -73,6 +74,6 @@ def test_a_config_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "named_in_a_config.py").write_text("raise RuntimeError('it ran')")
     monkeypatch.syspath_prepend(tmp_path)
     plain = {"codec": {"plugins": ["named_in_a_config"]}, "model": {"preset": "tiny"}}
-    with pytest.raises(RuntimeError, match="it ran"):
+    with pytest.raises(PluginError, match="it ran"):
         Settings.from_plain(plain)
     assert settings_of(plain).codec.plugins == []

@@ -66,6 +66,7 @@ def test_options_that_contradict_are_refused(
     assert end.value.code not in (0, 1) and words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_closes_a_server_in_good_order(chatting: Callable, tmp_path: Path) -> None:
     program = Program(["serve", str(chatting()), "--port", "0"], tmp_path, tmp_path)
     program.wait_for(r"test-0 is served at http://127\.0\.0\.1:(\d+)/v1; Ctrl-C ends it")
