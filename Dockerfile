@@ -1,4 +1,4 @@
-# thinwire in a container; everything it keeps is under /work, which you mount.
+# thinwire in a container; everything it keeps is under /training, which you mount.
 #
 #   docker build -t thinwire .
 #   docker build -t thinwire --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
@@ -16,12 +16,12 @@ COPY src ./src
 RUN pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
         --extra-index-url "${TORCH_INDEX}" ".[${EXTRAS}]" \
     && useradd --create-home --uid 1000 thinwire \
-    && install --directory --owner thinwire /work
+    && install --directory --owner thinwire /training
 
-ENV THINWIRE_CACHE=/work/.thinwire/cache \
-    THINWIRE_DATA=/work/.thinwire/data \
-    HF_HOME=/work/.thinwire/huggingface
+ENV THINWIRE_CACHE=/training/.thinwire/cache \
+    THINWIRE_DATA=/training/.thinwire/data \
+    HF_HOME=/training/.thinwire/huggingface
 USER 1000
-WORKDIR /work
+WORKDIR /training
 ENTRYPOINT ["thinwire"]
 CMD ["--help"]

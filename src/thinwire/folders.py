@@ -82,6 +82,24 @@ def put_in_place(partial: Path, folder: Path) -> None:
     flush(folder.parent)
 
 
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name, also where an older one has it.
+
+    The older one is set aside for one rename, and comes back if that fails.
+    """
+    if not folder.exists():
+        put_in_place(partial, folder)
+        return
+    old = folder.with_name(next_free_name(folder.parent, f".{folder.name}.old"))
+    folder.rename(old)
+    try:
+        put_in_place(partial, folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def next_free_name(parent: Path, name: str) -> str:
     """`name`, or the first of name-2, name-3, ... that nothing in the folder bears yet."""
     candidate, number = name, 1

@@ -5,7 +5,6 @@ prepare the data -> start the peers -> lead them, and keep what they report
 """
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from thinwire.engine.build import check_devices
-from thinwire.engine.worker import scratch_folder
+from thinwire.engine.worker import scratch
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
 from thinwire.run.coordinator import Coordinator
@@ -67,7 +66,7 @@ def train(
         )
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
-            _scratch(folder),
+            scratch(folder),
             LocalPeers(settings, folder) as peers,
             stopping(peers.ask_to_stop, record),
         ):
@@ -104,13 +103,3 @@ def stopping(ask_to_stop: Callable[[], None], record: RunRecord) -> Iterator[Non
 
     with heeding(on_signal):
         yield
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[None]:
-    """The scratch of the run's codecs: empty when it starts, gone when its stages are."""
-    shutil.rmtree(scratch_folder(folder), ignore_errors=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(scratch_folder(folder), ignore_errors=True)

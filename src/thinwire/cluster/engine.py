@@ -7,7 +7,6 @@ files as those of `thinwire train`, so either engine continues the other's runs.
 import contextlib
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from thinwire.cluster.world import World
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.feed import Data
 from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
-from thinwire.engine.worker import scratch_folder
+from thinwire.engine.worker import scratch
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
@@ -88,7 +87,7 @@ def run(
             if weights is not None:
                 settings = adopted(settings, weights.settings)
             stack.enter_context(claim_folder(folder, checkpoint, goes_on=restarted))
-            stack.enter_context(_scratch(folder))
+            stack.enter_context(scratch(folder))
         settings = Settings.from_plain(json.loads(world.share(json.dumps(settings.to_plain()))))
         weights = _shared_checkpoint(world, weights)
         data = _data(settings, world, display, weights)
@@ -253,13 +252,3 @@ def _described(world: World, origin: Path | None) -> str:
         f"{grid.stages} stages on {grid.ranks} ranks{copies}, schedule {grid.schedule} of "
         f"PyTorch, {world.backend}; links are not emulated{source}"
     )
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[None]:
-    """The scratch of the run's codecs: empty when it starts, gone when it ends."""
-    shutil.rmtree(scratch_folder(folder), ignore_errors=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(scratch_folder(folder), ignore_errors=True)

@@ -3,9 +3,11 @@
 The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
 """
 
+import contextlib
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,16 @@ def scratch_folder(run_folder: Path) -> Path:
     Checkpoints hold all of it too, so nothing is lost with this folder, and the run removes it.
     """
     return run_folder / "scratch"
+
+
+@contextlib.contextmanager
+def scratch(run_folder: Path) -> Iterator[None]:
+    """That folder for one run: empty when it starts, gone when its stages are."""
+    shutil.rmtree(scratch_folder(run_folder), ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(scratch_folder(run_folder), ignore_errors=True)
 
 
 @dataclass(frozen=True)

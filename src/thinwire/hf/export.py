@@ -5,7 +5,6 @@ The folder is written under a hidden name beside its own, verified, and renamed 
 
 import contextlib
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.fold import Folded, why_not_folded
 from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.folders import flush, next_free_name, partial_folder, put_in_place
+from thinwire.folders import flush, partial_folder, replace_folder
 from thinwire.hf.card import model_card
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.shape import config_of
@@ -149,24 +148,9 @@ def new_folder(wanted: Wanted) -> Iterator[Path]:
             yield folder
             for path in folder.iterdir():
                 flush(path)
-            _replace(target, folder)
+            replace_folder(folder, target)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {wanted.folder}: {error}. Nothing was left there; free some space or "
             "choose another place"
         ) from error
-
-
-def _replace(target: Path, folder: Path) -> None:
-    """Give the new folder its name; an old one goes only when the new one is there."""
-    if not target.exists():
-        put_in_place(folder, target)
-        return
-    old = target.with_name(next_free_name(target.parent, f".{target.name}.old"))
-    target.rename(old)
-    try:
-        put_in_place(folder, target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

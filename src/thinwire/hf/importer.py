@@ -25,7 +25,7 @@ from thinwire.data.template import CONFIG
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import FORMAT, MANIFEST, TOKENIZER, Shard, sealed, sha256_of
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.folders import next_free_name, partial_folder, put_in_place, write_file
+from thinwire.folders import partial_folder, replace_folder, write_file
 from thinwire.hf.finetune import run_toml
 from thinwire.hf.origin import Origin
 from thinwire.hf.shape import is_tied, shape_of
@@ -126,7 +126,7 @@ def write_import(plan: Plan, target: Path, force: bool, progress: Progress) -> P
             shards = _write_stages(plan, partial, progress)
             _write_rest(plan, partial, target, shards)
             check_target(target, force)  # another process may have been quicker
-            _put(partial, target)
+            replace_folder(partial, target)
     except OSError as error:
         raise CheckpointError(
             f"the model cannot be written to {target}: {error}. Nothing was kept of it"
@@ -291,18 +291,3 @@ def _write_rest(plan: Plan, folder: Path, target: Path, shards: list[Shard]) -> 
     if (folder / CONFIG).is_file():
         manifest["template_sha256"] = sha256_of(folder / CONFIG)
     write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
-
-
-def _put(partial: Path, target: Path) -> None:
-    """Give the folder its name; an earlier import is out of the way for one rename."""
-    if not target.exists():
-        put_in_place(partial, target)
-        return
-    aside = target.with_name(next_free_name(target.parent, f".{target.name}.replaced"))
-    target.rename(aside)
-    try:
-        put_in_place(partial, target)
-    except OSError:
-        aside.rename(target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

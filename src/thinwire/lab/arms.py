@@ -177,6 +177,22 @@ def refuse_overridden(changes: Values, base: Values, overrides: Sequence[str], a
             )
 
 
+def chosen_lines(
+    patterns: str | None, grid: Sequence[str], line: re.Pattern[str], form: str
+) -> list[str]:
+    """Lines of a grid that `--arms` asks for, and lines of one's own, which have this form."""
+    found: list[str] = []
+    for pattern in split_patterns(patterns) if patterns else ["*"]:
+        fitting = [known for known in grid if fnmatchcase(known, pattern)]
+        if not fitting and not line.fullmatch(pattern):
+            raise ConfigError(
+                f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
+                f"{form}. The grid: {'; '.join(grid)}"
+            )
+        found += fitting or [pattern]
+    return found
+
+
 def split_patterns(patterns: str) -> list[str]:
     """What stands between the commas; those in parentheses belong to a codec."""
     return [part.strip() for part in _COMMA.split(patterns) if part.strip()]

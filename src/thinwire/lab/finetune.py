@@ -13,7 +13,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,9 @@ from thinwire.lab.arms import (
     Values,
     base_of,
     check_arms,
+    chosen_lines,
     ground_of,
     merged,
-    split_patterns,
 )
 from thinwire.lab.codecs import steps_for
 from thinwire.lab.decide import at_best_rate, compared, noise_note, noise_of, one_seed, too_short
@@ -55,6 +54,7 @@ BASE_RATE = 3e-3  # of the first training; that of fine-tuning is a third
 LEAST_STEPS = 200  # shorter runs do not separate the arms
 NO_LOSS = 0.02  # above dense, relative: what counts as free at this scale
 _SPEC = re.compile(r"(dense|random|calibrated)(?: (d/)?(\d+))?( table)?( learned)? ([^/]+)/(.+)")
+_FORM = '"CUT [RANK] [table] [learned] FORWARD/BACKWARD", such as "calibrated d/8 table int8/int4"'
 _BASES = {"random": "per-cut", "calibrated": "calibrated"}
 
 
@@ -85,17 +85,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
 def specs(patterns: str | None, quick: bool) -> list[str]:
     """The chosen lines of the grid, and lines of one's own; dense, to compare with, is in any."""
     grid = sheet("finetune")["grid"]["quick" if quick else "usual"]
-    found = [DENSE]
-    for pattern in split_patterns(patterns) if patterns else ["*"]:
-        fitting = [line for line in grid if fnmatchcase(line, pattern)]
-        if not fitting and not _SPEC.fullmatch(pattern):
-            raise ConfigError(
-                f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
-                '"CUT [RANK] [table] [learned] FORWARD/BACKWARD", such as "calibrated d/8 table '
-                f'int8/int4". The grid: {"; ".join(grid)}'
-            )
-        found += fitting or [pattern]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([DENSE, *chosen_lines(patterns, grid, _SPEC, _FORM)]))
 
 
 def make_arms(

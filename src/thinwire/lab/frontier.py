@@ -8,7 +8,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from thinwire.lab.arms import (
     Values,
     base_of,
     check_arms,
+    chosen_lines,
     ground_of,
     small_settings,
-    split_patterns,
     width_of,
 )
 from thinwire.lab.decide import at_best_rate, compared, noise_note, noise_of, one_seed, too_short
@@ -39,6 +38,7 @@ LEAST_STEPS = 200  # shorter runs do not separate the arms
 RATIOS = (10, 30, 60, 100)
 EQUAL_BYTES = 0.1  # two arms cost the same if their bytes differ by no more than this share
 _SPEC = re.compile(r"(dense|subspace|reparam|projected)(?: (d/)?(\d+))? ([^/]+)/(.+)")
+_FORM = '"MODE [RANK] FORWARD/BACKWARD", such as "projected d/8 int8/int4"'
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
@@ -55,17 +55,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
 def specs(patterns: str | None, quick: bool) -> list[str]:
     """The chosen lines of the grid, and lines of one's own; dense, to compare with, is in any."""
     grid = sheet("frontier")["grid"]["quick" if quick else "usual"]
-    found = [DENSE]
-    for pattern in split_patterns(patterns) if patterns else ["*"]:
-        fitting = [line for line in grid if fnmatchcase(line, pattern)]
-        if not fitting and not _SPEC.fullmatch(pattern):
-            raise ConfigError(
-                f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
-                '"MODE [RANK] FORWARD/BACKWARD", such as "projected d/8 int8/int4". '
-                f"The grid: {'; '.join(grid)}"
-            )
-        found += fitting or [pattern]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([DENSE, *chosen_lines(patterns, grid, _SPEC, _FORM)]))
 
 
 def make_arms(
