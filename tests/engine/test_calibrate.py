@@ -130,7 +130,7 @@ def test_a_calibrated_cut_reconstructs_as_well_as_any_of_its_rank(
     ids = Calibration(settings, corpus, CPU, lambda done, of: None)._ids
     assert sum(batch.numel() for batch in ids) <= len(corpus.train), "all there is, once"
     with torch.no_grad():
-        x_ND = torch.cat([below.stream(batch)[0].flatten(0, 1) for batch in ids])
+        x_ND = torch.cat([below.stream(batch).flatten(0, 1) for batch in ids])
         back = [above.incoming.decode(below(batch), batch).flatten(0, 1) for batch in ids]
     lost = float((x_ND - torch.cat(back)).square().sum())
     ids_N = torch.cat([batch.flatten() for batch in ids])

@@ -38,3 +38,37 @@ def test_compiled_equals_plain(mode: str, make_settings: Callable) -> None:
     assert gradients.keys() == compiled_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["subspace", "projected"])
+def test_a_layer_is_compiled_with_the_ends_beside_it(mode: str, make_settings: Callable) -> None:
+    settings = make_settings(
+        boundary__mode=mode, boundary__rank=4, pipeline__stages=4, model__layers=4
+    )
+    stage = StageBuilder(settings, torch.device("cpu")).build(1)
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    stage.compile_layers(backend=counted)
+    ids_BT = torch.zeros(2, settings.model.context, dtype=torch.long)
+    z_BTK = torch.zeros(2, settings.model.context, 4, dtype=torch.float64)
+    stage(z_BTK, ids_BT)
+    assert len(graphs) == 1  # decode, the block, encode
+
+
+def test_compiled_ends_follow_a_basis_that_moves(make_settings: Callable) -> None:
+    settings = make_settings(boundary__mode="subspace", boundary__rank=4, pipeline__stages=2)
+    builder = StageBuilder(settings, torch.device("cpu"))
+    plain, compiled = builder.build(0), builder.build(0)
+    builder.initialise(plain)
+    builder.initialise(compiled)
+    compiled.compile_layers(backend="aot_eager")
+    ids_BT = torch.arange(2 * settings.model.context).view(2, -1) % settings.model.vocab
+    before = compiled(ids_BT).detach()
+    assert builder.space is not None
+    builder.space.move(builder.space.basis_DK.flip(1))
+    torch.testing.assert_close(compiled(ids_BT), plain(ids_BT), rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(compiled(ids_BT), before)  # what stale coordinates would give

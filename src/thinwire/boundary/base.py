@@ -21,6 +21,9 @@ class Boundary(nn.Module, ABC):
     needs_ids = False
     """Whether encode and decode read the token ids of the microbatch."""
 
+    computes: ClassVar[bool] = False
+    """Whether its ends are worth compiling, with the layer beside them."""
+
     roles: ClassVar[dict[str, Role]] = {}
     """What its parameters are to an optimizer, by their names here."""
 
@@ -45,5 +48,5 @@ class Boundary(nn.Module, ABC):
     def after_update(self) -> None:
         """What the sender does to its parameters after each update, before it sends them."""
 
-    def compile_ends(self, backend: str) -> None:
-        """Have torch fuse what encode and decode do, where there is something to fuse."""
+    def prepare(self) -> None:
+        """Bring up to date what encode reads: compiled code does not see that a basis moved."""

@@ -49,12 +49,13 @@ class SubspaceBoundary(Boundary):
     way back could not have changed a constrained weight.
     """
 
+    computes: ClassVar = True
+
     def __init__(self, space: Space, anchored: bool = True):
         super().__init__()
         self.space = space
         self.anchored = anchored
         self.needs_ids = anchored
-        self._encode, self._decode = to_coordinates, from_coordinates
 
     @property
     def basis_DK(self) -> Tensor:
@@ -63,15 +64,15 @@ class SubspaceBoundary(Boundary):
 
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
         table_VK = self.space.anchor_coordinates() if self.anchored else None
-        return self._encode(x_BTD, self.basis_DK, ids_BT, table_VK)
+        return to_coordinates(x_BTD, self.basis_DK, ids_BT, table_VK)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         table_VD = self.space.table_VD if self.anchored else None
-        return self._decode(z, self.basis_DK, ids_BT, table_VD)
+        return from_coordinates(z, self.basis_DK, ids_BT, table_VD)
 
-    def compile_ends(self, backend: str) -> None:
-        self._encode = torch.compile(to_coordinates, dynamic=False, backend=backend)
-        self._decode = torch.compile(from_coordinates, dynamic=False, backend=backend)
+    def prepare(self) -> None:
+        if self.anchored:
+            self.space.anchor_coordinates()
 
 
 class ProjectedBoundary(SubspaceBoundary):
@@ -117,7 +118,7 @@ class ProjectedBoundary(SubspaceBoundary):
         if self.basis is None or not self.anchored:
             return super().encode(x_BTD, ids_BT)
         assert ids_BT is not None, "an anchored boundary reads token ids"
-        return self._encode(x_BTD - self.space.anchors(ids_BT), self.basis, None, None)
+        return to_coordinates(x_BTD - self.space.anchors(ids_BT), self.basis, None, None)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """The stream from its coordinates, plus what the receiver has learned of the token."""

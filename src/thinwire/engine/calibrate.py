@@ -60,7 +60,7 @@ class Calibration:
         streams = []
         for inputs, ids_BT in zip(self._inputs, self._ids, strict=True):
             with self._autocast():
-                streams.append(stage.stream(inputs, ids_BT)[0])
+                streams.append(stage.stream(inputs, ids_BT))
             self._told(len(streams), len(self._ids))
         name = next(n for n, p in stage.global_parameters().items() if p is outgoing.basis)
         self._table = None  # that of the cut below is in place

@@ -25,6 +25,20 @@ Past = list[KeyValues | None]
 """What the layers of a stage keep of the positions so far; None of those that look at one only."""
 
 
+def with_ends(
+    layer: nn.Module,
+    incoming: Boundary | None,
+    outgoing: Boundary | None,
+    x: Tensor,
+    ids: Tensor | None,
+) -> Tensor:
+    """A layer with the ends of the cuts beside it, where it has any."""
+    if incoming is not None:
+        x = incoming.decode(x, ids)
+    x = layer(x)
+    return x if outgoing is None else outgoing.encode(x, ids)
+
+
 class Stage(nn.Module):
     """Consecutive layers of the model, from its inputs or a decoded activation onward.
 
@@ -52,6 +66,7 @@ class Stage(nn.Module):
         self.recompute = recompute
         self.loss = token_loss
         self.summed_loss = summed_loss
+        self._with_ends = with_ends
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
     @property
@@ -65,20 +80,32 @@ class Stage(nn.Module):
 
         `ids` are the token ids of what was received, where `needs_ids`.
         """
-        x, ids = self.stream(x, ids)
-        return x if self.outgoing is None else self.outgoing.encode(x, ids)
+        return self._run(x, ids, self.outgoing)
 
-    def stream(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The stream behind the last layer, and the token ids that the boundaries read."""
-        x, ids = self._start(x, ids)
+    def stream(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The stream behind the last layer, before anything is encoded."""
+        return self._run(x, ids, None)
+
+    def _run(self, x: Tensor, ids: Tensor | None, outgoing: Boundary | None) -> Tensor:
+        """All layers, the first and the last together with the ends of the cuts beside them."""
+        incoming, ids = self.incoming, x if self.incoming is None else ids
+        if outgoing is not None:
+            outgoing.prepare()
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            if self._watched and self._watched[0] == index and x.requires_grad:
-                x.register_hook(self._watched[1])
+            if self._watched and self._watched[0] == index:
+                x, incoming = (x if incoming is None else incoming.decode(x, ids)), None
+                if x.requires_grad:
+                    x.register_hook(self._watched[1])
+            end = outgoing if index == last else None
+            is_thin = any(cut is not None and cut.computes for cut in (incoming, end))
+            run = self._with_ends if is_thin else with_ends
             if self.recompute and torch.is_grad_enabled() and x.is_floating_point():
-                x = checkpoint(layer, x, use_reentrant=False)
+                x = checkpoint(run, layer, incoming, end, x, ids, use_reentrant=False)
             else:
-                x = layer(x)
-        return x, ids
+                x = run(layer, incoming, end, x, ids)
+            incoming = None
+        return x
 
     def _start(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the first layer reads, and the ids that boundaries read: a first stage's inputs."""
@@ -99,13 +126,15 @@ class Stage(nn.Module):
         return x if self.outgoing is None else self.outgoing.encode(x, ids)
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Have torch fuse what is inside each layer. Equal blocks share one compiled graph."""
+        """Have torch fuse what is inside each layer. Equal blocks share one compiled graph.
+
+        A layer at a cut is compiled together with its end: as a call of its own, an end costs more
+        time to launch than to compute.
+        """
         torch._dynamo.config.recompile_limit = GRAPHS  # beyond it torch gives up compiling
         for layer in self.layers:
             layer.compile(dynamic=False, backend=backend)
-        for end in (self.incoming, self.outgoing):
-            if end is not None:
-                end.compile_ends(backend)
+        self._with_ends = torch.compile(with_ends, dynamic=False, backend=backend)
         self.loss = torch.compile(self.loss, dynamic=False, backend=backend)
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, backend=backend)
 

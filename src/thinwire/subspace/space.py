@@ -38,6 +38,8 @@ class Space:
         With it a sender reads K numbers per token, not D.
         """
         assert self.table_VD is not None, "this space was made without a token table"
+        if self._table_VK is not None and torch.compiler.is_compiling():
+            return self._table_VK  # the caller has had it made
         if self._table_VK is None or self._table_made_at != self.basis_DK._version:
             with torch.no_grad():
                 rows = self.table_VD.split(TABLE_ROWS)
