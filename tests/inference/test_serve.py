@@ -200,7 +200,7 @@ def raw_request(server: Server, body: dict) -> socket.socket:
     """A client whose connection can be cut off."""
     text = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(text)}\r\n\r\n"
     )
     client = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
@@ -290,3 +290,22 @@ def test_a_model_without_a_chat_template_says_so(save: Callable) -> None:
         status, said = ask(server, "/v1/chat/completions", {"messages": HELLO})
         assert status == 400 and "chat template" in said["error"]["message"]
         assert ask(server, "/v1/completions", {"prompt": "a"})[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
+def test_a_page_of_another_host_gets_no_answer(server: Server, host: str) -> None:
+    for path, body in (("/v1/models", None), ("/v1/completions", b'{"prompt": "x"}')):
+        connection = connect(server)
+        headers = {**JSON, "Host": host}
+        connection.request("POST" if body else "GET", path, body, headers)
+        answer = connection.getresponse()
+        assert answer.status == 403 and host in json.loads(answer.read())["error"]["message"]
+        connection.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:9", "[::1]:80", "[::1]"])
+def test_names_of_this_machine_are_served(server: Server, host: str) -> None:
+    connection = connect(server)
+    connection.request("GET", "/v1/models", headers={"Host": host})
+    assert connection.getresponse().status == 200
+    connection.close()

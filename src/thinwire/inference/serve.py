@@ -6,6 +6,7 @@ internet: there are no keys and no encryption, so it listens on this machine alo
 
 import collections
 import contextlib
+import ipaddress
 import json
 import select
 import socket
@@ -115,6 +116,23 @@ class Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_SECONDS
     disable_nagle_algorithm = True  # else each small write waits for the one before: 40 ms
     _is_streaming = False
+
+    def parse_request(self) -> bool:
+        """Read the head of a request; one that was meant for another host is refused.
+
+        A server for this machine alone is asked for by a name of this machine. A browser that
+        was led here by a foreign name (DNS rebinding) asks for that one, and would show the
+        answer to the page it came from.
+        """
+        if not super().parse_request():
+            return False
+        here, asked = str(self.server.server_address[0]), self.headers.get("Host")
+        if asked is None or not _is_loopback(here) or _is_loopback(_host_of(asked)):
+            return True
+        self.close_connection = True
+        named = printable(asked, 100)
+        self._refuse(RefusedError(f"this server is for this machine alone, not for {named}", 403))
+        return False
 
     def do_GET(self) -> None:
         """The models there are: one."""
@@ -228,3 +246,17 @@ class Handler(BaseHTTPRequestHandler):
 
 def _unknown(path: str, *known: str) -> RefusedError:
     return RefusedError(f"there is no {printable(path, 100)} here, only {', '.join(known)}", 404)
+
+
+def _host_of(named: str) -> str:
+    """The host of a Host header, without its port: localhost:8000, [::1]:8000."""
+    name = named.rpartition(":")[0] if named.rpartition(":")[2].isdecimal() else named
+    return (name or named).strip("[]")
+
+
+def _is_loopback(name: str) -> bool:
+    if name.lower() == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return False
