@@ -4,10 +4,13 @@ It is started and linked as a stage in training is, under the same TLS, with the
 codecs. It loads the tensors of its own layers alone, and keeps their key-value cache.
 """
 
+import gc
+
 from thinwire.run.bond import die_with_coordinator
 
 if __name__ == "__main__":
     die_with_coordinator()  # before the imports, which take seconds: it may be stopped meanwhile
+    gc.disable()  # imports make no garbage, and looking for it takes a fifth of their time
 
 import queue
 import threading
