@@ -73,4 +73,6 @@ def gone(pids: list[int], timeout: float = PATIENCE) -> bool:
 
 
 def long_run(config: Callable[..., Path], **changes: object) -> Path:
-    return config(train__steps=100_000, train__eval_every=0, train__checkpoint_every=0, **changes)
+    """Steps without end, which leave the processor to other tests: links are slow."""
+    slow = {"link__latency_ms": 30.0, "train__checkpoint_every": 0}
+    return config(train__steps=100_000, train__eval_every=0, **{**slow, **changes})

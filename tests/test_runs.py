@@ -78,28 +78,22 @@ def test_a_run_from_start_to_finish(
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_processes_give_what_threads_give(
+def test_processes_give_what_threads_give_and_resume_into_other_stages(
     thinwire: Callable,
     config: Callable,
     make_settings: Callable,
     run_in_threads: Callable,
     tmp_path: Path,
+    refused: Callable,
 ) -> None:
     """The transport carries numbers, it does not change them: bitwise, in float32."""
     exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
-    run = thinwire("train", config(**exact))
-    assert run.wait() == 0, run.text()
-    lines = (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()
-    losses = [r["loss"] for r in map(json.loads, lines) if "grad_norm" in r]
-    assert losses == run_in_threads(make_settings(**exact)).losses()
-
-
-def test_resume_into_other_stages_is_exact(
-    thinwire: Callable, config: Callable, tmp_path: Path, refused: Callable
-) -> None:
-    path = config(codec__forward="fp32", codec__backward="fp32", pipeline__stages=3)
+    path = config(**exact, pipeline__stages=3)
     whole = thinwire("train", path, "--set", "run.name=whole")
     assert whole.wait() == 0, whole.text()
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    losses = [r["loss"] for r in map(json.loads, lines) if "grad_norm" in r]
+    assert losses == run_in_threads(make_settings(**exact, pipeline__stages=3)).losses()
     middle = tmp_path / "whole" / "checkpoints" / "step-00000002"
     resumed = thinwire(
         "train", path, "--set", "run.name=resumed", "--set", "pipeline.stages=2",
@@ -216,8 +210,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
     thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
     """A real refusal by the kernel: stage 1 may write no file past a limit from some step on."""
-    run = thinwire("train", config(train__steps=100_000, train__eval_every=0,
-                                   train__checkpoint_every=5, train__keep=1000))  # fmt: skip
+    run = thinwire("train", long_run(config, train__checkpoint_every=5, train__keep=1000))
     run.wait_for(r"\[save\]")
     stages = run.stages()
     resource.prlimit(stages[1], resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -157,6 +157,7 @@ def test_what_speed_says_of_a_codec_with_memory_is_that_of_a_first_tensor(
     assert len({tuple(row[-2:]) for row in rows[1:]}) == 1, "bits and error"
 
 
+@pytest.mark.slow  # docs/codecs.md has the same command, which is always run
 def test_every_process_of_a_run_finds_it(
     make_settings: Callable[..., Settings], tmp_path: Path
 ) -> None:

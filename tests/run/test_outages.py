@@ -145,6 +145,7 @@ def test_a_stage_says_that_its_link_is_down() -> None:
         pipe.close(0.0)
 
 
+@pytest.mark.slow
 def test_without_an_outage_allowed_a_run_ends_at_the_first_loss(
     make_settings: Callable[..., Settings], detour: Callable
 ) -> None:
