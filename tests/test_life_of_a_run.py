@@ -49,6 +49,7 @@ def unread() -> Iterator[int]:
     os.close(reading)
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_reading_stops_nothing(
     thinwire: Callable, config: Callable, unread: int, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
     assert stage.returncode == signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -> None:
     """As Ctrl-Z and fg do, for longer than any link waits for an answer."""
     run = thinwire("train", long_run(config))
@@ -140,6 +142,7 @@ def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
     assert gone(stages)
 
 
+@pytest.mark.slow
 def test_a_stage_that_freezes_alone_is_named(thinwire: Callable, config: Callable) -> None:
     """There is no neighbour that could miss it."""
     settings = ["--set", "run.patience=15", "--set", "pipeline.stages=1"]

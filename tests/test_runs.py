@@ -195,6 +195,7 @@ def test_a_stage_that_freezes_ends_the_run_by_name(
     assert gone(pids)
 
 
+@pytest.mark.slow  # test_life_of_a_run.py has the harder case
 def test_peers_leave_with_a_coordinator_that_is_killed(
     thinwire: Callable, config: Callable
 ) -> None:

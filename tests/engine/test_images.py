@@ -180,6 +180,7 @@ def test_pixels_are_for_the_first_stage_and_labels_for_the_last(
     assert set(read) == {("_read_inputs", 0), ("_read_targets", 3)}
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same(image_settings: Callable, images: ImageSet) -> None:
     settings = image_settings(pipeline__stages=4)
     chains = [Chain(settings, Feed(images, settings, CPU)) for _ in range(2)]

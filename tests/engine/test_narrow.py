@@ -170,7 +170,7 @@ def move(stages, basis, gradients, rate, parameters, mean, axes) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_pipeline_equals_one_process(
     mode: str, stages: int, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
 ) -> None:

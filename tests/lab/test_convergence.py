@@ -54,6 +54,7 @@ def test_variants_of_modes() -> None:
             lab.grid([wrong], [8], [1e-3], [4], [0], 50)
 
 
+@pytest.mark.slow  # test_recipe_arms.py trains a grid too
 def test_a_grid_is_trained_and_reported(base: Values, corpus: Corpus, tmp_path: Path) -> None:
     arms = lab.grid(["projected"], [4], [1e-2], [2], [0], 3)
     rows = train(arms, base, corpus, Session(tmp_path / "log.jsonl", 2, print))

@@ -168,6 +168,7 @@ def test_the_verdict_says_whose_collapse_it_is() -> None:
     assert not holds and "in no model" in text
 
 
+@pytest.mark.slow
 def test_all_models_are_followed_and_reported(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

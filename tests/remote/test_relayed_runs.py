@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 from machines import Machines, machines  # noqa: F401
 
 from thinwire.wire import Door
 
 
+@pytest.mark.slow  # tests/wire has a door, tunnels and splices over sockets
 def test_a_host_and_peers_that_only_dial_out_train_by_a_relay(
     machines: Machines,  # noqa: F811
 ) -> None:
