@@ -12,6 +12,7 @@ from thinwire.folders import (
     partial_folder,
     put_in_place,
     replace_file,
+    replace_folder,
     replace_private_file,
     write_file,
 )
@@ -117,3 +118,28 @@ def test_flushing_a_missing_file_is_an_error(tmp_path: Path) -> None:
     flush(tmp_path)
     with pytest.raises(FileNotFoundError):
         flush(tmp_path / "none")
+
+
+def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        with partial_folder(tmp_path, "made") as partial:
+            (partial / "a.txt").write_text(content)
+            replace_folder(partial, tmp_path / "made")
+    assert (tmp_path / "made" / "a.txt").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"], "the older one is gone"
+
+
+def test_a_folder_that_cannot_be_replaced_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "a.txt").write_text("one")
+
+    def full(partial: Path, folder: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("thinwire.folders.put_in_place", full)
+    with pytest.raises(OSError, match="no space"), partial_folder(tmp_path, "made") as partial:
+        replace_folder(partial, tmp_path / "made")
+    assert (tmp_path / "made" / "a.txt").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
