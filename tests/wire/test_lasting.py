@@ -155,13 +155,18 @@ def test_every_message_comes_once_and_in_order_however_often_connections_are_los
     sizes = [chance.choice((1, 100, 5_000, 30_000)) for _ in range(600)]
     messages = [number.to_bytes(2, "big") + bytes(size) for number, size in enumerate(sizes)]
 
-    def send(pipe: Pipe) -> None:
-        for message in messages:
+    def send(pipe: Pipe, cuts: set[int]) -> None:
+        for number, message in enumerate(messages):
             pipe.write(message)
+            if number in cuts:  # these come however slow the thread is that cuts by the clock
+                before = network.connections
+                network.cut()
+                wait_until(lambda before=before: network.connections > before)
 
     arrived: list[list[bytes]] = [[], []]
     with ThreadPoolExecutor(4) as pool:
-        sent = [pool.submit(send, end) for end in ends]
+        cuts = set(chance.sample(range(len(messages)), 4)), set()
+        sent = [pool.submit(send, end, own) for end, own in zip(ends, cuts, strict=True)]
         read = [
             pool.submit(lambda end=end, got=got: got.extend(iter(end.read, None)))
             for end, got in zip(ends, arrived, strict=True)
