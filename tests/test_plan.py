@@ -406,6 +406,7 @@ def test_a_narrow_run_holds_the_fixed_token_table_on_every_stage(
         ("projected", "fixed", True),
         ("projected", "none", False),
         ("projected", "trainable", False),
+        ("projected", "per-stage", False),
     ):
         narrow = make_settings(boundary__mode=mode, boundary__rank=4, boundary__anchor=anchor)
         table = narrow.model.vocab * narrow.model.dim * 2  # bf16

@@ -58,7 +58,7 @@ def middle_stage(mode: str, compiled: bool) -> Stage:
         },
         "run": {"compile": compiled, "device": "cpu"},
         "boundary": {
-            "mode": mode, "rank": RANK, "anchor": "trainable" if mode == "projected" else "auto",
+            "mode": mode, "rank": RANK, "anchor": "per-stage" if mode == "projected" else "auto",
         },
         "pipeline": {"stages": 4, "microbatches": 1, "schedule": "gpipe"},
         "train": {"batch": 1},

@@ -84,7 +84,7 @@ def test_a_mask_of_ones_trains_as_no_mask(
     assert ours.valid_losses() == pytest.approx(plain.valid_losses(), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("anchor", ["none", "trainable"])
+@pytest.mark.parametrize("anchor", ["none", "trainable", "per-stage"])
 def test_stages_without_the_corpus_train_to_the_same_bits(
     anchor: str, make_settings: Callable, run_in_threads: Callable, masked: Corpus, tmp_path: Path
 ) -> None:
@@ -101,7 +101,7 @@ def test_stages_without_the_corpus_train_to_the_same_bits(
     assert feed.validation_text == Feed(masked, settings, CPU).validation_text
     sent = pairs[2][0].meter.snapshot()["sent"]["TOKENS"]
     context, size = settings.model.context, settings.microbatch_size
-    ids = 2 * size * (context + (anchor == "trainable"))
+    ids = 2 * size * (context + (anchor != "none"))
     assert sent["payload_bytes"] == sent["frames"] * (ids + size * context // 8 + 4)
     for server, _ in pairs:
         server.close()

@@ -56,6 +56,19 @@ MODES = {
         "boundary__anchor": "trainable",
         "boundary__table": 3,
     },
+    "projected-own-tables": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__anchor": "per-stage",
+    },
+    "projected-own-narrow-tables-learned": {
+        "boundary__mode": "projected",
+        "boundary__rank": 6,
+        "boundary__basis": "per-cut",
+        "boundary__learn": True,
+        "boundary__anchor": "per-stage",
+        "boundary__table": 3,
+    },
     "projected-ranks": {
         "boundary__mode": "projected",
         "boundary__rank": 6,
@@ -310,6 +323,11 @@ def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus
         ({"mode": "subspace", "rank": 0}, "between 1 and"),
         ({"mode": "dense", "learn": True}, "no basis"),
         ({"mode": "subspace", "rank": 4, "anchor": "trainable"}, "one side must subtract"),
+        ({"mode": "reparam", "rank": 4, "anchor": "per-stage"}, "one side must subtract"),
+        (
+            {"mode": "projected", "rank": 4, "basis": "calibrated", "anchor": "per-stage"},
+            "a model that takes nothing off",
+        ),
         ({"mode": "reparam", "rank": 4, "learn": True}, "all stages in one basis"),
         ({"mode": "subspace", "rank": 4, "free_layers": 3}, "only the 2 blocks of the last"),
         ({"mode": "projected", "rank": 4, "free_layers": 1}, "all its weights are free"),

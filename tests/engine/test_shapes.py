@@ -53,6 +53,6 @@ def test_other_numbers_of_stages_agree(
 
 
 def test_a_projected_cut_trains_too(make_settings: Callable, run_in_threads: Callable) -> None:
-    changes = {"boundary__mode": "projected", "boundary__rank": 8, "boundary__anchor": "trainable"}
+    changes = {"boundary__mode": "projected", "boundary__rank": 8, "boundary__anchor": "per-stage"}
     losses = run_in_threads(make_settings(**SHAPE, **changes)).losses()
     assert losses[-1] < losses[0]

@@ -42,6 +42,7 @@ FOLDING = {
 WITH_CUTS = {
     "tables": {**PROJECTED, "boundary__anchor": "trainable"},
     "narrow-tables": {**PROJECTED, "boundary__anchor": "trainable", "boundary__table": 3},
+    "own-tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
     "learned": {**PROJECTED, **LEARNED, "boundary__anchor": "trainable"},
     "fixed-anchor": {**PROJECTED, "boundary__anchor": "fixed", "boundary__basis_update_every": 2},
     "per-cut": {**PROJECTED, "boundary__basis": "per-cut", "boundary__anchor": "fixed"},

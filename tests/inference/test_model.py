@@ -55,6 +55,13 @@ CACHED = [
         "boundary__anchor": "trainable",
     },
     {
+        "codec__forward": "bf16",
+        "boundary__mode": "projected",
+        "boundary__rank": 12,
+        "boundary__anchor": "per-stage",
+        "boundary__table": 5,
+    },
+    {
         "codec__forward": "fp64",
         "model__head_dim": 6,
         "model__qkv_bias": True,

@@ -50,7 +50,9 @@ def test_variants_of_modes() -> None:
     assert learned.get("boundary.learn") and learned.get("boundary.basis") == "per-cut"
     assert fixed.get("boundary.anchor") == "fixed" and moved.get("boundary.anchor") == "auto"
     for wrong in ("subspace+moved", "subspace+movedx", "subspace+fast"):
-        with pytest.raises(ConfigError, match=r"--modes .*: a variant is one of fixed, trainable"):
+        with pytest.raises(
+            ConfigError, match=r"--modes .*: a variant is one of fixed, trainable, per-stage"
+        ):
             lab.grid([wrong], [8], [1e-3], [4], [0], 50)
 
 

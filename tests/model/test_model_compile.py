@@ -40,11 +40,19 @@ def test_compiled_equals_plain(mode: str, make_settings: Callable) -> None:
         torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["subspace", "projected"])
-def test_a_layer_is_compiled_with_the_ends_beside_it(mode: str, make_settings: Callable) -> None:
-    settings = make_settings(
-        boundary__mode=mode, boundary__rank=4, pipeline__stages=4, model__layers=4
-    )
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"boundary__mode": "subspace"},
+        {"boundary__mode": "projected"},
+        {"boundary__mode": "projected", "boundary__anchor": "per-stage"},
+    ],
+    ids=["subspace", "projected", "own-tables"],
+)
+def test_a_layer_is_compiled_with_the_ends_beside_it(
+    cut: dict[str, str], make_settings: Callable
+) -> None:
+    settings = make_settings(**cut, boundary__rank=4, pipeline__stages=4, model__layers=4)
     stage = StageBuilder(settings, torch.device("cpu")).build(1)
     graphs = []
 

@@ -31,7 +31,7 @@ def test_a_peer_that_takes_a_seat_fetches_its_stage_and_trains_on_bit_for_bit(
     machines.config(
         boundary__mode="projected",
         boundary__rank=6,
-        boundary__anchor="trainable",
+        boundary__anchor="per-stage",
         train__steps=STEPS,
         train__eval_every=30,
         train__checkpoint_every=20,

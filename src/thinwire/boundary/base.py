@@ -24,6 +24,11 @@ class Boundary(nn.Module, ABC):
     computes: ClassVar[bool] = False
     """Whether its ends are worth compiling, with the layer beside them."""
 
+    own_tables = False
+    """Whether each stage has a token table of its own (`known`): it is added where the stream
+    enters the stage and taken off where it leaves. The first stage's is the embedding.
+    """
+
     roles: ClassVar[dict[str, Role]] = {}
     """What its parameters are to an optimizer, by their names here."""
 
@@ -34,6 +39,10 @@ class Boundary(nn.Module, ABC):
     @abstractmethod
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """What the receiver's first layer reads, as a differentiable function of z."""
+
+    def known(self, ids_BT: Tensor) -> Tensor:
+        """What the receiving stage knows of each token by itself, where stages have own tables."""
+        raise NotImplementedError(f"{type(self).__name__} has no token table of a stage's own")
 
     def shared(self) -> list[nn.Parameter]:
         """What both ends hold: the sender updates it, with the gradients of both ends, and sends

@@ -10,6 +10,7 @@ from thinwire.typed import by_cut, option
 
 NARROW = ("subspace", "reparam", "projected")
 CONSTRAINED = ("subspace", "reparam")
+TABLES = ("trainable", "per-stage")
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class BoundaryConfig:
     learn: bool = option(False, "projected: train the basis of each cut (kept orthonormal)")
     anchor: str = option(
         "auto",
-        "token table that both sides know and need not send: none, fixed (random), trainable (on "
-        "the receiver); auto = fixed for subspace and reparam, none for projected",
-        ("auto", "none", "fixed", "trainable"),
+        "token table that both sides know and need not send: none; fixed (random); trainable, "
+        "added by the receiver; per-stage, taken off again where that stage sends; auto = fixed "
+        "for subspace and reparam, none for projected",
+        ("auto", "none", "fixed", *TABLES),
     )
     table: int = option(
         0,
-        "anchor = trainable: width of the token table, widened by a matrix; 0 = model.dim",
+        "anchor = trainable, per-stage: width of the table, widened by a matrix; 0 = model.dim",
         least=0,
     )
     free_layers: int = option(
@@ -81,12 +83,17 @@ class BoundaryConfig:
         """Whether each cut has a basis of its own that a trained model's activations gave it."""
         return self.mode == "projected" and self.basis == "calibrated"
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether the receiver of each cut has a trainable token table."""
+        return self.anchor in TABLES
+
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
-        if self.table and self.anchor != "trainable":
+        if self.table and not self.has_tables:
             raise ConfigError(
                 f"boundary.table = {self.table} has no meaning without boundary.anchor = "
-                '"trainable", whose table it narrows: leave it at 0'
+                '"trainable" or "per-stage", whose tables it narrows: leave it at 0'
             )
         if self.ranks and self.mode != "projected":
             why = "all channels cross" if self.mode == "dense" else "all stages share one basis"
@@ -126,8 +133,14 @@ class BoundaryConfig:
                 "whole gradient is known at the last cut only, so the other bases could not "
                 "follow; use boundary.learn = true, or the shared basis"
             )
+        if self.anchor == "per-stage" and self.is_calibrated:
+            raise ConfigError(
+                'boundary.anchor = "per-stage" cannot work with boundary.basis = "calibrated", '
+                "whose tables start from what crosses in a model that takes nothing off: use "
+                '"trainable"'
+            )
         anchor = "none" if self.anchor == "auto" else self.anchor
-        table = (self.table or dim) if anchor == "trainable" else 0
+        table = (self.table or dim) if self.has_tables else 0
         if table > dim:
             raise ConfigError(
                 f"boundary.table = {self.table} must lie between 1 and model.dim = {dim}: a wider "
@@ -155,9 +168,8 @@ class BoundaryConfig:
         return {cut: int(text) for cut, text in found.items()}
 
     def _check_rank(self, rank: int, where: str, dim: int) -> None:
-        with_tables = self.anchor == "trainable"  # at the full width: dense with tables, a control
-        if not 0 < rank < dim + with_tables:
-            most = f"model.dim = {dim}" if with_tables else f"model.dim - 1 = {dim - 1}"
+        if not 0 < rank < dim + self.has_tables:  # the full width with tables: a control
+            most = f"model.dim = {dim}" if self.has_tables else f"model.dim - 1 = {dim - 1}"
             raise ConfigError(
                 f"{where} must lie between 1 and {most} with boundary.mode = "
                 f'"{self.mode}": at the full width nothing is saved, use dense'

@@ -81,9 +81,13 @@ class ProjectedBoundary(SubspaceBoundary):
     With `learn`, each end holds the basis as a parameter; the sender's is the one that is
     updated, with both ends' gradients, and sent to the receiver. With `calibrated` alone it is a
     parameter that stays as it was saved. `table` gives the receiver a
-    trainable token table of (vocab, width): taking it off at the sender too would only shift the
-    coordinates by something the receiver knows. Where it is narrower than the stream, which saves
+    trainable token table of (vocab, width). Where it is narrower than the stream, which saves
     memory with large vocabularies, a matrix widens its rows.
+
+    With `own_tables` that table is the receiving stage's own: it is taken off again where that
+    stage sends, so coordinates carry what context has added and nothing that all stages know. It
+    would only shift them by what the next receiver could learn to take off; but tables learn fast,
+    and every shift would reach all stages above.
     """
 
     roles: ClassVar = {"basis": Role.BASIS, "table": Role.TABLE, "widen": Role.MATRIX}
@@ -95,11 +99,15 @@ class ProjectedBoundary(SubspaceBoundary):
         learn: bool,
         table: tuple[int, int] | None = None,
         calibrated: bool = False,
+        own_tables: bool = False,
     ):
         super().__init__(space, anchored)
         self.basis = None
         if learn or calibrated:
             self.basis = nn.Parameter(space.basis_DK.clone(), requires_grad=learn)
+        self.own_tables = own_tables
+        if own_tables:
+            self.needs_ids = True
         self.table = self.widen = None
         if table is not None:
             (vocab, width), dim = table, space.basis_DK.shape[0]
@@ -121,13 +129,20 @@ class ProjectedBoundary(SubspaceBoundary):
         return to_coordinates(x_BTD - self.space.anchors(ids_BT), self.basis, None, None)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
-        """The stream from its coordinates, plus what the receiver has learned of the token."""
+        """The stream from its coordinates, plus what the receiver has learned of the token, if
+        that is not the stage's to add.
+        """
         x_BTD = super().decode(z, ids_BT)
-        if self.table is not None:
-            assert ids_BT is not None, "an anchored boundary reads token ids"
-            known = F.embedding(ids_BT, self.table)
-            x_BTD = x_BTD + (known if self.widen is None else F.linear(known, self.widen))
-        return x_BTD
+        if self.table is None or self.own_tables:
+            return x_BTD
+        assert ids_BT is not None, "an anchored boundary reads token ids"
+        return x_BTD + self.known(ids_BT)
+
+    def known(self, ids_BT: Tensor) -> Tensor:
+        """Rows of the receiver's table, as wide as the stream."""
+        assert self.table is not None, "the receiving end has the table"
+        rows = F.embedding(ids_BT, self.table)
+        return rows if self.widen is None else F.linear(rows, self.widen)
 
     def shared(self) -> list[nn.Parameter]:
         return [basis for basis in self.copied() if basis.requires_grad]

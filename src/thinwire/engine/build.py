@@ -171,5 +171,10 @@ class StageBuilder:
             space = Space(space.basis_DK[:, :rank], space.table_VD)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
         return ProjectedBoundary(
-            space, config.anchor == "fixed", config.learn, table, config.is_calibrated
+            space,
+            config.anchor == "fixed",
+            config.learn,
+            table,
+            calibrated=config.is_calibrated,
+            own_tables=config.anchor == "per-stage",
         )

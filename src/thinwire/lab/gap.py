@@ -56,7 +56,7 @@ def rows_of(ground: list[Trained]) -> list[Row]:
 def _row(method: Method, dense: Method, steps: int) -> Row:
     runs, settings = method.by_steps[steps], method.settings
     gaps = [gap_at(Method("", 0, {steps: [run]}), dense, steps) or 0.0 for run in runs]
-    tables = " + tables" if settings.boundary.anchor == "trainable" else ""
+    tables = " + tables" if settings.boundary.has_tables else ""
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
     return {
         "method": method.label,

@@ -1,5 +1,6 @@
 """A stage: a run of layers with its own ends of the boundaries on either side."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -25,18 +26,28 @@ Past = list[KeyValues | None]
 """What the layers of a stage keep of the positions so far; None of those that look at one only."""
 
 
+def entered(incoming: Boundary, z: Tensor, ids: Tensor | None, known: Tensor | None) -> Tensor:
+    """What a first layer reads behind a cut; `known` is what the stage adds of its own."""
+    x = incoming.decode(z, ids)
+    return x if known is None else x + known
+
+
 def with_ends(
-    layer: nn.Module,
+    layer: Callable[[Tensor], Tensor],
     incoming: Boundary | None,
     outgoing: Boundary | None,
     x: Tensor,
     ids: Tensor | None,
+    known: Tensor | None,
 ) -> Tensor:
-    """A layer with the ends of the cuts beside it, where it has any."""
-    if incoming is not None:
-        x = incoming.decode(x, ids)
-    x = layer(x)
-    return x if outgoing is None else outgoing.encode(x, ids)
+    """A layer with the ends of the cuts beside it, where it has any.
+
+    What the stage itself knows of the tokens is added at its first end and taken off at its last.
+    """
+    x = layer(x if incoming is None else entered(incoming, x, ids, known))
+    if outgoing is None:
+        return x
+    return outgoing.encode(x if known is None else x - known, ids)
 
 
 class Stage(nn.Module):
@@ -92,24 +103,36 @@ class Stage(nn.Module):
         if outgoing is not None:
             outgoing.prepare()
         last = len(self.layers) - 1
+        known = self._known(ids)
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index:
-                x, incoming = (x if incoming is None else incoming.decode(x, ids)), None
+                x, incoming = (x if incoming is None else entered(incoming, x, ids, known)), None
                 if x.requires_grad:
                     x.register_hook(self._watched[1])
             end = outgoing if index == last else None
             is_thin = any(cut is not None and cut.computes for cut in (incoming, end))
             run = self._with_ends if is_thin else with_ends
             if self.recompute and torch.is_grad_enabled() and x.is_floating_point():
-                x = checkpoint(run, layer, incoming, end, x, ids, use_reentrant=False)
+                x = checkpoint(run, layer, incoming, end, x, ids, known, use_reentrant=False)
             else:
-                x = run(layer, incoming, end, x, ids)
+                x = run(layer, incoming, end, x, ids, known)
             incoming = None
+            if index == 0:
+                known = self._embedded(x, known)
         return x
 
-    def _start(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the first layer reads, and the ids that boundaries read: a first stage's inputs."""
-        return (x, x) if self.incoming is None else (self.incoming.decode(x, ids), ids)
+    def _known(self, ids: Tensor | None) -> Tensor | None:
+        """What this stage knows of the tokens by itself, if that comes from a table of its own."""
+        if self.incoming is None or not self.incoming.own_tables:
+            return None
+        assert ids is not None, "a stage with a token table reads token ids"
+        return self.incoming.known(ids)
+
+    def _embedded(self, x: Tensor, known: Tensor | None) -> Tensor | None:
+        """The same behind the first layer: the first stage's own table is the embedding."""
+        if self.incoming is not None or self.outgoing is None:
+            return known
+        return x if self.outgoing.own_tables else None
 
     def new_past(self) -> Past:
         """The past of each block before the first position, for `extend`."""
@@ -120,10 +143,15 @@ class Stage(nn.Module):
 
         Layers are not compiled here: every position would be another shape to them.
         """
-        x, ids = self._start(x, ids)
-        for layer, own in zip(self.layers, past, strict=True):
-            x = layer.forward(x) if own is None else layer.forward(x, own)
-        return x if self.outgoing is None else self.outgoing.encode(x, ids)
+        incoming, ids = self.incoming, x if self.incoming is None else ids
+        known, last = self._known(ids), len(self.layers) - 1
+        for index, (layer, own) in enumerate(zip(self.layers, past, strict=True)):
+            forward = layer.forward if own is None else functools.partial(layer.forward, past=own)
+            end = self.outgoing if index == last else None
+            x, incoming = with_ends(forward, incoming, end, x, ids, known), None
+            if index == 0:
+                known = self._embedded(x, known)
+        return x
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer. Equal blocks share one compiled graph.

@@ -1,0 +1,141 @@
+"""A stage's own token table is added where the stream enters it and taken off where it leaves."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thinwire.engine.build import StageBuilder
+from thinwire.model import Stage
+from thinwire.settings import Settings
+
+RANK = 6
+
+
+def built(settings: Settings) -> list[Stage]:
+    builder = StageBuilder(settings, torch.device("cpu"))
+    stages = [builder.build(index) for index in range(settings.pipeline.stages)]
+    for stage in stages:
+        builder.initialise(stage)
+    return stages
+
+
+@pytest.fixture
+def projected(make_settings: Callable) -> Callable[..., list[Stage]]:
+    def make(anchor: str, rank: int = RANK, **changes: object) -> list[Stage]:
+        return built(
+            make_settings(
+                boundary__mode="projected",
+                boundary__rank=rank,
+                boundary__anchor=anchor,
+                pipeline__stages=3,
+                model__layers=6,
+                **changes,
+            )
+        )
+
+    return make
+
+
+@pytest.fixture
+def ids_BT() -> Tensor:
+    return torch.arange(32).view(2, 16) * 7 % 96
+
+
+def through(stages: list[Stage], ids_BT: Tensor) -> Tensor:
+    x = ids_BT
+    for stage in stages:
+        x = stage(x, ids_BT)
+    return x
+
+
+def fill_tables(stages: list[Stage]) -> list[Tensor]:
+    torch.manual_seed(0)
+    tables = [stage.incoming.table for stage in stages[1:]]
+    for table in tables:
+        table.data.normal_()
+    return tables
+
+
+def test_the_stream_is_what_a_plain_loop_makes_of_it(
+    projected: Callable[..., list[Stage]], ids_BT: Tensor
+) -> None:
+    """Logits and the gradient of every table, without a stage or a boundary."""
+    stages = projected("per-stage")
+    tables = fill_tables(stages)
+    embedding, *blocks = stages[0].layers
+    basis_DK = stages[0].outgoing.basis_DK
+    own = [embedding.weight, *tables]
+    layers = [blocks, *(list(stage.layers) for stage in stages[1:])]
+
+    z = torch.zeros(2, 16, RANK, dtype=torch.float64)
+    for stage, (table, run) in enumerate(zip(own, layers, strict=True)):
+        known = F.embedding(ids_BT, table)
+        x = z @ basis_DK.T + known
+        for layer in run:
+            x = layer(x)
+        if stage < 2:
+            z = (x - known) @ basis_DK
+    expected = torch.autograd.grad(x.square().mean(), own)
+
+    logits = through(stages, ids_BT)
+    torch.testing.assert_close(logits, x, rtol=0, atol=1e-12)
+    found = torch.autograd.grad(logits.square().mean(), own)
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("anchor", ["per-stage", "trainable"])
+def test_nothing_that_all_stages_know_crosses(
+    anchor: str, projected: Callable[..., list[Stage]], ids_BT: Tensor
+) -> None:
+    """Where no block writes, the coordinates are zero; a table of the receiver's alone crosses the
+    next cut, and so does the embedding.
+    """
+    stages = projected(anchor)
+    fill_tables(stages)
+    for stage in stages:
+        for name, parameter in stage.global_parameters().items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.data.zero_()
+    z = ids_BT
+    for stage in stages[:-1]:
+        z = stage(z, ids_BT)
+        assert bool((z == 0).all()) == (anchor == "per-stage")
+
+
+@pytest.mark.parametrize("anchor", ["per-stage", "trainable"])
+def test_at_full_rank_with_one_table_for_all_it_is_the_dense_model(
+    anchor: str, projected: Callable[..., list[Stage]], make_settings: Callable, ids_BT: Tensor
+) -> None:
+    """A table that the receiver alone adds is added once for each cut instead."""
+    dense = built(make_settings(pipeline__stages=3, model__layers=6))
+    stages = projected(anchor, rank=32)
+    for stage in stages[1:]:
+        stage.incoming.table.data.copy_(stages[0].layers[0].weight.data)
+    apart = (through(stages, ids_BT) - through(dense, ids_BT)).abs().max()
+    assert (apart < 1e-12) == (anchor == "per-stage")
+
+
+@pytest.mark.parametrize("table", [0, 3])
+def test_recomputation_and_compiled_layers_change_nothing(
+    table: int, projected: Callable[..., list[Stage]], ids_BT: Tensor
+) -> None:
+    found = []
+    for recompute, compiled in itertools.product((False, True), repeat=2):
+        stages = projected("per-stage", boundary__table=table, pipeline__recompute=recompute)
+        fill_tables(stages)
+        if compiled:
+            for stage in stages:
+                stage.compile_layers(backend="aot_eager")
+        through(stages, ids_BT).square().mean().backward()
+        named = [item for stage in stages for item in stage.trained_parameters().items()]
+        found.append({name: parameter.grad for name, parameter in named})
+    first, *others = found
+    assert any("table" in name for name in first)
+    for other in others:
+        for name, gradient in first.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-12)
