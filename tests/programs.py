@@ -43,15 +43,28 @@ class Program:
     def stages(self) -> list[int]:
         """Process ids of the stages, in the order they were started.
 
-        One that is still a copy of its coordinator is left out: to stop it then would stop both.
+        A process that is still a copy of its coordinator is no stage: to stop it would stop both.
         """
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.read_text().split() if _is_stage(pid)]
+        stages = []
+        for pid in _children(self.process.pid):
+            if _runs(pid, "thinwire.run.forking"):
+                stages += _children(pid)
+            elif _runs(pid, "thinwire.run.peer"):  # of a run of one stage
+                stages.append(pid)
+        return stages
 
 
-def _is_stage(pid: str) -> bool:
+def _children(pid: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return b"thinwire.run.peer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    return []
+
+
+def _runs(pid: int, module: str) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return module in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     return False
 
 

@@ -153,13 +153,18 @@ def test_a_full_disk_under_the_logs_hides_no_reason(
         lead(coordinator, peers, ignore)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
 def test_a_stage_that_cannot_start_is_named(
-    program: str, make_peers: Callable, coordinate: Callable, monkeypatch: pytest.MonkeyPatch
+    program: str,
+    stages: int,
+    make_peers: Callable,
+    coordinate: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A real process that is dead before its order is written, and one that never was."""
     monkeypatch.setattr(spawn.sys, "executable", program)
-    peers = make_peers(pipeline__stages=1)
+    peers = make_peers(pipeline__stages=stages)
     run = spawn.run
 
     def run_and_die(output: BinaryIO, module: str) -> subprocess.Popen[bytes]:
@@ -168,9 +173,9 @@ def test_a_stage_that_cannot_start_is_named(
         return process
 
     monkeypatch.setattr(spawn, "run", run_and_die)
-    with pytest.raises(StageError, match=r"stage 0 (died at the start|cannot be started)"):
+    with pytest.raises(StageError, match=r"stage [01] (died at the start|cannot be started)"):
         peers.start()
-        lead(coordinate(pipeline__stages=1), peers, ignore)
+        lead(coordinate(pipeline__stages=stages), peers, ignore)
 
 
 def test_a_flood_of_messages_ends_with_its_own_stream() -> None:

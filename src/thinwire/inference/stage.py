@@ -31,7 +31,7 @@ from thinwire.inference.choice import Choice
 from thinwire.inference.messages import WORDS, Chosen, Read, ToStage
 from thinwire.inference.text import crosses_by_token
 from thinwire.run.messages import Assign, Hello
-from thinwire.run.peer import Peer, main, versions
+from thinwire.run.peer import Peer, live_as, versions
 from thinwire.run.vocabulary import Vocabulary
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
@@ -193,5 +193,10 @@ def _next(arrived: "queue.SimpleQueue[Frame | WireError]") -> Frame:
     return frame
 
 
+def main() -> None:
+    """Entry point of `python -m thinwire.inference.stage`."""
+    live_as(TextPeer)
+
+
 if __name__ == "__main__":
-    main(TextPeer)
+    main()

@@ -3,13 +3,22 @@
 import contextlib
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.run.control import CONTROL_KEEPALIVE
 from thinwire.run.events import Exited, Suspect
 from thinwire.run.order import Order, control_name, holder_of
 from thinwire.run.peers import Peers
-from thinwire.run.spawn import TRAINING, end, last_lines, make_log_folder, spawn
+from thinwire.run.spawn import (
+    TRAINING,
+    StageProcess,
+    end,
+    forks,
+    last_lines,
+    make_log_folder,
+    spawn_all,
+)
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
 from thinwire.wire import Authority, Listener, Pipe, raise_descriptor_limit
@@ -25,7 +34,8 @@ class LocalPeers(Peers):
     def __init__(self, settings: Settings, run_folder: Path):
         super().__init__(settings.pipeline.stages)
         self._logs = run_folder / "logs"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._fork = forks(settings.run.device)
+        self._processes: Sequence[StageProcess] = []
         raise_descriptor_limit()  # for the stages too, which inherit it
         authority = Authority.create(settings.run.name)
         self._issue = authority.issue
@@ -47,8 +57,14 @@ class LocalPeers(Peers):
 
     def start(self) -> None:
         make_log_folder(self._logs)
-        for stage in self._stages:
-            self._spawn(stage)
+        orders = [
+            Order(stage, self._listener.address, self._issue(holder_of(stage, [])))
+            for stage in self._stages
+        ]
+        logs = [self._log(stage) for stage in self._stages]
+        self._processes = spawn_all(orders, logs, self.module, self._fork)
+        for stage, process in zip(self._stages, self._processes, strict=True):
+            self._begin(self._await, stage, process)
             self._expect(stage)
 
     def wait_for_exits(self) -> None:
@@ -66,13 +82,7 @@ class LocalPeers(Peers):
     def _log(self, stage: int) -> Path:
         return self._logs / f"stage-{stage}.log"
 
-    def _spawn(self, stage: int) -> None:
-        order = Order(stage, self._listener.address, self._issue(holder_of(stage, [])))
-        process = spawn(order, self._log(stage), self.module)
-        self._processes.append(process)
-        self._begin(self._await, stage, process)
-
-    def _await(self, stage: int, process: subprocess.Popen[bytes]) -> None:
+    def _await(self, stage: int, process: StageProcess) -> None:
         self.said.note(Exited(stage, process.wait()))
 
     def _open(self, stage: int) -> Pipe:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -343,8 +343,8 @@ def _heed_whoever_started_it(living: list[Peer]) -> None:
     os._exit(3)
 
 
-def main(kind: type[Peer] = Peer) -> None:
-    """Entry point of `python -m thinwire.run.peer`, and of other kinds of peers."""
+def live_as(kind: type[Peer]) -> NoReturn:
+    """The life of a process that is a peer of this kind: its order is on its standard input."""
     gc.freeze()  # what has been imported stays
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
@@ -369,6 +369,11 @@ def _live(kind: type[Peer], order: dict[str, Any]) -> int:
         for peer in living:
             peer.fail(error)
         return 1
+
+
+def main() -> None:
+    """Entry point of `python -m thinwire.run.peer`."""
+    live_as(Peer)
 
 
 if __name__ == "__main__":
