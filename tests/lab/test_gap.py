@@ -24,7 +24,7 @@ def test_the_longest_runs_of_a_log_are_held_against_dense_of_their_seed(
 ) -> None:
     runs = read_logs([write_log(loss, [50, 100], seeds=(0, 1))])
     thin32, thin100 = rows_of(grounds_of(runs)[0])
-    assert thin32["method"] == "thin32" and thin32["kind"] == "projected + tables, Muon"
+    assert thin32["method"] == "thin32" and thin32["kind"] == "projected + stages' own tables, Muon"
     assert thin32["tokens"] == 100 * 2048 and thin32["seeds"] == 2 and thin32["ratio"] == 26
     assert thin32["gap"] == pytest.approx(0.015)
     assert [thin32["least"], thin32["most"]] == pytest.approx([0.01, 0.02])

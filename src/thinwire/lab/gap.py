@@ -5,6 +5,7 @@ others have published, with their sources.
 """
 
 import argparse
+import re
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -22,6 +23,7 @@ BARS = (8, 32, 100, 300)  # ratios that the verdict speaks of
 ABOUT = 0.9  # the share of such a ratio that is enough: headers and scales take theirs
 LEAST = 1.5  # a ratio below which an arm saves nothing worth a place in the picture
 COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK)
+TABLES = {"trainable": " + receivers' tables", "per-stage": " + stages' own tables"}
 MODES = {"subspace": "the paper's subspace", "reparam": "reparam", "projected": "projected"}
 
 
@@ -56,7 +58,7 @@ def rows_of(ground: list[Trained]) -> list[Row]:
 def _row(method: Method, dense: Method, steps: int) -> Row:
     runs, settings = method.by_steps[steps], method.settings
     gaps = [gap_at(Method("", 0, {steps: [run]}), dense, steps) or 0.0 for run in runs]
-    tables = " + tables" if settings.boundary.has_tables else ""
+    tables = TABLES.get(settings.boundary.anchor, "")
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
     return {
         "method": method.label,
@@ -152,8 +154,9 @@ def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
 
 
 def _name(row: Row, usual: tuple[str, int]) -> str:
-    """The name at a point: its colour says the mode."""
-    first, _, rest = row["method"].partition(" ")
-    name = rest if first in MODES and rest else row["method"]
+    """The name at a point: its colour says the mode and its tables."""
+    method = re.sub(r" boundary\.anchor=\S+", "", row["method"])
+    first, _, rest = method.partition(" ")
+    name = re.sub(r"\b\w+\.(\w+=)", r"\1", rest if first in MODES and rest else method)
     model = f", {row['model']}" if row["model"] != usual[0] else ""
     return name + model + (f", {row['stages']} stages" if row["stages"] != usual[1] else "")
