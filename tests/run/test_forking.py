@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -119,12 +120,24 @@ def test_an_error_of_a_stage_is_in_its_log(start: Callable, tmp_path: Path) -> N
     assert "RuntimeError: no luck" in (tmp_path / "2.log").read_text()
 
 
-def test_a_log_that_cannot_be_written_is_named(start: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fork", [True, False])
+def test_where_one_log_cannot_be_written_no_stage_is_left(
+    fork: bool, start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "1.log").mkdir()
+    run, processes = spawn.run, []
+
+    def run_and_keep(output: BinaryIO, module: str) -> subprocess.Popen[bytes]:
+        processes.append(run(output, module))
+        return processes[-1]
+
+    monkeypatch.setattr(spawn, "run", run_and_keep)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StageError, match=r"stage 1 cannot be started with its log in .*1\.log"):
-        start()
-    assert len(os.listdir("/proc/self/fd")) == before
+    for _ in range(10):
+        with pytest.raises(StageError, match=r"stage 1 cannot be started with its log in .*1\.log"):
+            start(fork=fork)
+    assert len(os.listdir("/proc/self/fd")) < before + 10  # of tests before, some may close now
+    assert [process.poll() for process in processes] == ([] if fork else [-signal.SIGKILL] * 10)
 
 
 def test_stages_for_a_gpu_are_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

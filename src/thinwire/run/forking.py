@@ -1,10 +1,10 @@
 """A process that imports what stages need once, and forks a stage for each order.
 
 Importing torch takes seconds of a core. Here one process does it for all stages of a machine, and
-does nothing else before it forks: no thread of ours runs. It then waits for its stages,
-says which process each one is and how it ended, and leaves with the last. Its arguments are the
-module of a stage, the descriptor to say that on and, of each stage, two descriptors: of what it
-reads its order from, and of its log. See `spawn.spawn_all`, which starts it.
+does nothing else before it forks: no thread of ours runs. It then waits for its stages, says which
+process each one is and how it ended, and leaves with the last. Its arguments are the module of a
+stage, the descriptor to say that on and, of each stage, two descriptors: of what it reads its order
+from, and of its log. See `spawn.spawn_all`, which starts it.
 """
 
 import gc

@@ -100,9 +100,24 @@ def forks(device: str) -> bool:
 def spawn_all(
     orders: Sequence[Order], logs: Sequence[Path], module: str, fork: bool
 ) -> Sequence[StageProcess]:
-    """Start the processes of all stages of this machine, each by itself or forked from one."""
-    if len(orders) == 1 or not fork:
-        return [spawn(order, log, module) for order, log in zip(orders, logs, strict=True)]
+    """Start the processes of all stages of this machine, each by itself or forked from one.
+
+    If one cannot be started, none is left.
+    """
+    if len(orders) > 1 and fork:
+        return _fork_all(orders, logs, module)
+    started: list[StageProcess] = []
+    try:
+        for order, log in zip(orders, logs, strict=True):
+            started.append(spawn(order, log, module))
+    except StageError:
+        for process in started:
+            end(process)
+        raise
+    return started
+
+
+def _fork_all(orders: Sequence[Order], logs: Sequence[Path], module: str) -> Sequence[StageProcess]:
     with contextlib.ExitStack() as ours:
         outputs = []
         for order, log in zip(orders, logs, strict=True):
