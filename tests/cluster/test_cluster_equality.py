@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(600)  # eleven runs stand behind the first of t
 STEPS = 3
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
 TABLES = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
+RECEIVERS = {**TABLES, "boundary__anchor": "trainable"}
 EIGHT = {"pipeline__stages": 8, "model__layers": 8}
 
 
@@ -47,8 +48,7 @@ CASES = {
     "tables": Case({**TABLES, **LOSSY, "pipeline__schedule": "gpipe"}),
     "learned": Case(
         {
-            **TABLES,
-            "boundary__anchor": "trainable",
+            **RECEIVERS,
             "boundary__basis": "per-cut",
             "boundary__learn": True,
         }
@@ -56,8 +56,8 @@ CASES = {
     "remembering": Case({"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(shared)"}),
     "bf16": Case({"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}),
     "interleaved": Case({**EIGHT, **TABLES, **LOSSY}, "interleaved"),
-    "zero-bubble": Case({**EIGHT, **TABLES, **LOSSY}, "zero-bubble"),
-    "zbv": Case({**EIGHT, **TABLES, **LOSSY}, "zbv"),
+    "zero-bubble": Case({**EIGHT, **RECEIVERS, **LOSSY}, "zero-bubble"),
+    "zbv": Case({**EIGHT, **RECEIVERS, **LOSSY}, "zbv"),
     "masked": Case(LOSSY, is_masked=True),
     "replicas": Case({"pipeline__stages": 2}, replicas=2),
 }

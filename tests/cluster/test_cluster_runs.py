@@ -123,6 +123,11 @@ def test_a_rank_that_dies_is_started_again_from_the_last_checkpoint(
             2, "zbv", 0, "pipeline.recompute = true does not work with zbv",
         ),
         (
+            {"pipeline__stages": 4, "pipeline__microbatches": 8, "boundary__mode": "projected",
+             "boundary__rank": 6, "boundary__anchor": "per-stage"},
+            2, "zero-bubble", 0, '"per-stage" does not work with zero-bubble',
+        ),
+        (
             {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2},
             4, "", 0, "basis_update_every does not work with replicas",
         ),

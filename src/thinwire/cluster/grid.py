@@ -113,6 +113,12 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
                     "gradients of inputs and of weights apart: set it to false, or use "
                     "interleaved"
                 )
+        if settings.boundary.anchor == "per-stage":
+            raise ConfigError(
+                f'boundary.anchor = "per-stage" does not work with {grid.schedule}: PyTorch would '
+                "compute the gradient of a table that is used at both ends of a stage from what "
+                'it has freed. Set it to "trainable", or use interleaved'
+            )
     if grid.replicas > 1 and settings.boundary.basis_update_every:
         raise ConfigError(
             "boundary.basis_update_every does not work with replicas: a replica sees the "
