@@ -45,13 +45,15 @@ class Program:
 
         A process that is still a copy of its coordinator is no stage: to stop it would stop both.
         """
-        stages = []
-        for pid in _children(self.process.pid):
-            if _runs(pid, "thinwire.run.forking"):
-                stages += _children(pid)
-            elif _runs(pid, "thinwire.run.peer"):  # of a run of one stage
-                stages.append(pid)
-        return stages
+        forked = [stage for pid in self.forking() for stage in _children(pid)]
+        return forked or self._running("thinwire.run.peer")  # the latter of a run of one stage
+
+    def forking(self) -> list[int]:
+        """The process that imports for all stages and forks them, where there are several."""
+        return self._running("thinwire.run.forking")
+
+    def _running(self, module: str) -> list[int]:
+        return [pid for pid in _children(self.process.pid) if _runs(pid, module)]
 
 
 def _children(pid: int) -> list[int]:

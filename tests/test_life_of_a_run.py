@@ -96,17 +96,18 @@ def test_a_stopped_stage_does_not_outlive_a_killed_coordinator(
     assert gone(stages)
 
 
+@pytest.mark.parametrize("command", ["peer", "forking thinwire.run.peer 1 0,1"])
 @pytest.mark.parametrize("slow", ["numpy", "torch", "grpc"])
 def test_a_stage_is_tied_to_its_coordinator_before_it_imports_what_is_slow(
-    slow: str, tmp_path: Path
+    slow: str, command: str, tmp_path: Path
 ) -> None:
     """Else one that is stopped in its first seconds would outlive a killed coordinator."""
     told = "import ctypes; tied = ctypes.c_int(); PR_GET_PDEATHSIG = 2\n"
     told += "ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(tied))\n"
-    (tmp_path / f"{slow}.py").write_text(f"{told}raise SystemExit(tied.value)\n")
+    (tmp_path / f"{slow}.py").write_text(f"{told}import os; os._exit(tied.value)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(thinwire_package.__file__).parents[1])])
     stage = subprocess.run(
-        [sys.executable, "-P", "-m", "thinwire.run.peer"],
+        [sys.executable, "-P", "-m", *f"thinwire.run.{command}".split()],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         timeout=PROCESS_PATIENCE,
@@ -128,18 +129,22 @@ def test_a_suspended_coordinator_goes_on(thinwire: Callable, config: Callable) -
     assert run.wait() == 130, run.text()
 
 
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stage_that_is_frozen_before_it_dials_ends_the_start(
-    thinwire: Callable, config: Callable
+    stages: int, thinwire: Callable, config: Callable
 ) -> None:
-    run = thinwire("train", long_run(config), "--set", "run.patience=20")
-    until(lambda: len(run.stages()) == 2, run)
-    stages = run.stages()
-    os.kill(stages[1], signal.SIGSTOP)
+    """While it imports, that is; two stages have one process that imports for both."""
+    settings = ["--set", "run.patience=15", "--set", f"pipeline.stages={stages}"]
+    run = thinwire("train", long_run(config), *settings)
+    importing = run.stages if stages == 1 else run.forking
+    until(importing, run)
+    frozen = importing()
+    os.kill(frozen[0], signal.SIGSTOP)
     assert run.wait() == 6, run.text()
     assert "[note]  no progress for" in run.text()
-    assert "error: stage 1 is stuck: no progress for" in run.text()
-    assert "stage 1 has said nothing yet" in run.text()
-    assert gone(stages)
+    assert "error: stage 0 is stuck: no progress for" in run.text()
+    assert "stage 0 has said nothing yet" in run.text()
+    assert gone(frozen)
 
 
 @pytest.mark.slow
@@ -160,9 +165,9 @@ def test_a_request_to_end_is_heeded_before_the_stages_are_ready(
     thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
     run = thinwire("train", long_run(config))
-    until(lambda: len(run.stages()) == 2, run)
-    stages = run.stages()
+    until(run.forking, run)
+    importing = run.forking()
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 130, run.text()
-    assert gone(stages)
+    assert gone(importing)
     assert not (tmp_path / "test" / "scratch").exists()
