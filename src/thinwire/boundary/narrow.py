@@ -85,9 +85,9 @@ class ProjectedBoundary(SubspaceBoundary):
     memory with large vocabularies, a matrix widens its rows.
 
     With `own_tables` that table is the receiving stage's own: it is taken off again where that
-    stage sends, so coordinates carry what context has added and nothing that all stages know. It
-    would only shift them by what the next receiver could learn to take off; but tables learn fast,
-    and every shift would reach all stages above.
+    stage sends, so coordinates carry what context has added and nothing that all stages know. Left
+    in, it would only shift them by what the next receiver could learn to take off; but tables learn
+    fast, and every shift would reach all stages above.
     """
 
     roles: ClassVar = {"basis": Role.BASIS, "table": Role.TABLE, "widen": Role.MATRIX}
@@ -135,13 +135,17 @@ class ProjectedBoundary(SubspaceBoundary):
         x_BTD = super().decode(z, ids_BT)
         if self.table is None or self.own_tables:
             return x_BTD
-        assert ids_BT is not None, "an anchored boundary reads token ids"
-        return x_BTD + self.known(ids_BT)
+        return x_BTD + self._rows(self.table, ids_BT)
 
-    def known(self, ids_BT: Tensor) -> Tensor:
+    def known(self, ids_BT: Tensor | None) -> Tensor | None:
+        if self.table is None or not self.own_tables:
+            return None
+        return self._rows(self.table, ids_BT)
+
+    def _rows(self, table: Tensor, ids_BT: Tensor | None) -> Tensor:
         """Rows of the receiver's table, as wide as the stream."""
-        assert self.table is not None, "the receiving end has the table"
-        rows = F.embedding(ids_BT, self.table)
+        assert ids_BT is not None, "an anchored boundary reads token ids"
+        rows = F.embedding(ids_BT, table)
         return rows if self.widen is None else F.linear(rows, self.widen)
 
     def shared(self) -> list[nn.Parameter]:

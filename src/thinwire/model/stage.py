@@ -103,7 +103,7 @@ class Stage(nn.Module):
         if outgoing is not None:
             outgoing.prepare()
         last = len(self.layers) - 1
-        known = self._known(ids)
+        known = None if incoming is None else incoming.known(ids)
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index:
                 x, incoming = (x if incoming is None else entered(incoming, x, ids, known)), None
@@ -117,22 +117,14 @@ class Stage(nn.Module):
             else:
                 x = run(layer, incoming, end, x, ids, known)
             incoming = None
-            if index == 0:
-                known = self._embedded(x, known)
+            if index == 0 and self._embeds_own:
+                known = x
         return x
 
-    def _known(self, ids: Tensor | None) -> Tensor | None:
-        """What this stage knows of the tokens by itself, if that comes from a table of its own."""
-        if self.incoming is None or not self.incoming.own_tables:
-            return None
-        assert ids is not None, "a stage with a token table reads token ids"
-        return self.incoming.known(ids)
-
-    def _embedded(self, x: Tensor, known: Tensor | None) -> Tensor | None:
-        """The same behind the first layer: the first stage's own table is the embedding."""
-        if self.incoming is not None or self.outgoing is None:
-            return known
-        return x if self.outgoing.own_tables else None
+    @property
+    def _embeds_own(self) -> bool:
+        """Whether the embedding is here, as the first stage's own token table."""
+        return self.incoming is None and self.outgoing is not None and self.outgoing.own_tables
 
     def new_past(self) -> Past:
         """The past of each block before the first position, for `extend`."""
@@ -144,13 +136,13 @@ class Stage(nn.Module):
         Layers are not compiled here: every position would be another shape to them.
         """
         incoming, ids = self.incoming, x if self.incoming is None else ids
-        known, last = self._known(ids), len(self.layers) - 1
+        known, last = None if incoming is None else incoming.known(ids), len(self.layers) - 1
         for index, (layer, own) in enumerate(zip(self.layers, past, strict=True)):
             forward = layer.forward if own is None else functools.partial(layer.forward, past=own)
             end = self.outgoing if index == last else None
             x, incoming = with_ends(forward, incoming, end, x, ids, known), None
-            if index == 0:
-                known = self._embedded(x, known)
+            if index == 0 and self._embeds_own:
+                known = x
         return x
 
     def compile_layers(self, backend: str = "inductor") -> None:
