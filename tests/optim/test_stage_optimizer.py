@@ -223,8 +223,12 @@ def test_shares_left_open_are_those_that_were_measured() -> None:
     assert OptimConfig(name="adamw").with_shares() == OptimConfig(name="adamw", **EQUAL)
     muon = OptimConfig(name="muon").with_shares()
     assert (muon.matrix_lr, muon.table_lr, muon.head_lr) == (3.0, 100.0, 10.0)
-    own = OptimConfig(name="muon", table_lr=0.0).with_shares()
-    assert own.table_lr == 0.0, "what is set stays"
+    chosen = OptimConfig(name="muon", table_lr=0.0)
+    assert chosen.with_shares().table_lr == 0.0, "what is set stays"
+    assert chosen.with_shares(own_tables=True).table_lr == 0.0
+    own = OptimConfig(name="muon").with_shares(own_tables=True)
+    assert (own.matrix_lr, own.table_lr, own.head_lr) == (3.0, 30.0, 10.0)
+    assert OptimConfig(name="adamw").with_shares(own_tables=True).table_lr == 1.0
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])

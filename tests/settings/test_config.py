@@ -180,6 +180,7 @@ CHANGES = [
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable"],
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable", "boundary.table=8"],
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=per-stage"],
+    ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=per-stage", "optim.name=muon"],
     ["optim.name=muon"], ["optim.name=muon", "optim.table_lr=1", "model.embed_std=0.02"],
 ]  # fmt: skip
 

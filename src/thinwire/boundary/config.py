@@ -88,6 +88,11 @@ class BoundaryConfig:
         """Whether the receiver of each cut has a trainable token table."""
         return self.anchor in TABLES
 
+    @property
+    def own_tables(self) -> bool:
+        """Whether that table is its stage's own, taken off again where the stage sends."""
+        return self.anchor == "per-stage"
+
     def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
         """The same config with `auto` and -1 filled in, refused if it cannot work."""
         if self.table and not self.has_tables:
@@ -133,7 +138,7 @@ class BoundaryConfig:
                 "whole gradient is known at the last cut only, so the other bases could not "
                 "follow; use boundary.learn = true, or the shared basis"
             )
-        if self.anchor == "per-stage" and self.is_calibrated:
+        if self.own_tables and self.is_calibrated:
             raise ConfigError(
                 'boundary.anchor = "per-stage" cannot work with boundary.basis = "calibrated", '
                 "whose tables start from what crosses in a model that takes nothing off: use "

@@ -113,7 +113,7 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
                     "gradients of inputs and of weights apart: set it to false, or use "
                     "interleaved"
                 )
-        if settings.boundary.anchor == "per-stage":
+        if settings.boundary.own_tables:
             raise ConfigError(
                 f'boundary.anchor = "per-stage" does not work with {grid.schedule}: PyTorch would '
                 "compute the gradient of a table that is used at both ends of a stage from what "

@@ -176,5 +176,5 @@ class StageBuilder:
             config.learn,
             table,
             calibrated=config.is_calibrated,
-            own_tables=config.anchor == "per-stage",
+            own_tables=config.own_tables,
         )

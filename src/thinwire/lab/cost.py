@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from thinwire.boundary import DenseBoundary
 from thinwire.engine.build import (
@@ -21,6 +23,7 @@ from thinwire.engine.build import (
     weights_rounded_once,
 )
 from thinwire.engine.keeper import GATHER_SHARE
+from thinwire.errors import ConfigError
 from thinwire.lab.outcome import Row, machine, markdown_table
 from thinwire.optim import StageOptimizer
 from thinwire.settings import Settings
@@ -41,6 +44,17 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int = 10) -
         wait()
         seconds.append(time.perf_counter() - start)
     return sorted(seconds[2:])[repeats // 2]
+
+
+def kernel_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Seconds that a GPU computes in one run of `work`, without the time to launch it."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize(device)
+    kernels = (event for event in seen.events() if event.device_type is DeviceType.CUDA)
+    return sum(event.time_range.elapsed_us() for event in kernels) / repeats / 1e6
 
 
 def measure(settings: Settings, update_every: int = 500) -> list[Row]:
@@ -76,11 +90,15 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     dense_ends = model.dim, DenseBoundary(), DenseBoundary()
     narrow: list[float] = []
     dense: list[float] = []
+    kernels: list[float] = []
     with weights_rounded_once():
         for _ in range(ROUNDS):  # in turn, so that a drifting clock touches both alike
             for found, ends in ((dense, dense_ends), (narrow, narrow_ends)):
                 width, stage.incoming, stage.outgoing = ends
                 found.append(timed(microbatch(width), device))
+        for ends in (dense_ends, narrow_ends) if device.type == "cuda" else ():
+            width, stage.incoming, stage.outgoing = ends
+            kernels.append(kernel_seconds(microbatch(width), device))
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
     constraint = builder.constraint(stage)
     projection = timed(constraint.project_gradients, device) if constraint else 0.0
@@ -124,8 +142,22 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     table_bytes = None if table is None else float(table.numel() * table.element_size())
     return [
         *({"part": part, "seconds": seconds} for part, seconds in parts.items()),
+        *_on_the_gpu(*kernels),
         *({"part": p, "seconds": s, SHARE: s / dense_step} for p, s in extras.items()),
         {"part": "token table per stage, bytes (any sequence length)", "seconds": table_bytes},
+    ]
+
+
+def _on_the_gpu(*kernels: float) -> list[Row]:
+    """What the ends cost the GPU itself, where it was watched: no launching, no waiting."""
+    if not kernels:
+        return []
+    dense, narrow = kernels
+    more = {"part": "encode and decode, kernels alone, per microbatch", "seconds": narrow - dense}
+    return [
+        {"part": "kernels alone with dense ends, per microbatch", "seconds": dense},
+        {"part": "kernels alone with narrow ends, per microbatch", "seconds": narrow},
+        {**more, SHARE: (narrow - dense) / dense},
     ]
 
 
@@ -148,8 +180,12 @@ def main() -> None:
         "pipeline": {"stages": told.stages, "microbatches": told.microbatches},
         "train": {"batch": told.microbatches},
     }
+    try:
+        settings = Settings.from_plain(values)
+    except ConfigError as error:
+        parser.error(str(error))
     print(f"{told.preset}, rank {told.rank}, {told.precision}, on {machine()}")
-    print(markdown_table(measure(Settings.from_plain(values))))
+    print(markdown_table(measure(settings)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ AUTO_WARMUP = 20  # steps, in a run of at least twice as many
 NOTICEABLE_CHANGE = 0.05  # of a learning rate, as a share
 EQUAL_SHARES = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
 MUON_SHARES = {"matrix_lr": 3.0, "table_lr": 100.0, "head_lr": 10.0}
+OWN_TABLES_LR = 30.0  # with muon, where every stage has a token table of its own
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
@@ -47,7 +48,7 @@ class OptimConfig:
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
-        "100 with muon, else 1",
+        "100 with muon (30 with boundary.anchor = per-stage), else 1",
         least=0,
         auto=-1,
     )
@@ -62,33 +63,38 @@ class OptimConfig:
     )
     clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
 
-    def resolved(self, steps: int) -> "OptimConfig":
-        """The same config with the warmup and the shares filled in for a run of `steps` steps."""
+    def resolved(self, steps: int, own_tables: bool = False) -> "OptimConfig":
+        """The same config with the warmup and the shares filled in for a run of `steps` steps.
+
+        `own_tables`: every stage has a token table of its own.
+        """
         warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
         if warmup > steps:
             raise ConfigError(
                 f"optim.warmup = {warmup} is longer than train.steps = {steps}: the learning rate "
                 "would never reach its peak"
             )
-        return dataclasses.replace(self.with_shares(), warmup=warmup)
+        return dataclasses.replace(self.with_shares(own_tables), warmup=warmup)
 
     @property
     def embed_std(self) -> float:
         """The spread of an embedding at the start that was best with this optimizer."""
         return 1.0 if self.name == "muon" else 0.02
 
-    def with_shares(self) -> "OptimConfig":
+    def with_shares(self, own_tables: bool = False) -> "OptimConfig":
         """The same config with every rate that is a share of lr filled in."""
         auto = MUON_SHARES if self.name == "muon" else EQUAL_SHARES
+        if self.name == "muon" and own_tables:
+            auto = auto | {"table_lr": OWN_TABLES_LR}
         filled: dict[str, Any] = {k: share for k, share in auto.items() if getattr(self, k) == -1}
         return dataclasses.replace(self, **filled)
 
-    def relaxed(self, steps: int) -> "OptimConfig":
+    def relaxed(self, steps: int, own_tables: bool = False) -> "OptimConfig":
         """The inverse of `resolved`: -1 for what -1 would give anyway."""
         auto = self
         for key in ("warmup", *EQUAL_SHARES):
             freer: OptimConfig = dataclasses.replace(auto, **{key: -1})  # type: ignore[arg-type]
-            if freer.resolved(steps) == self:
+            if freer.resolved(steps, own_tables) == self:
                 auto = freer
         return auto
 

@@ -148,7 +148,7 @@ class Settings:
             settings.microbatch_size,
         )
         boundary = settings.boundary.resolved(settings.model.dim, split)
-        optim = settings.optim.resolved(settings.train.steps)
+        optim = settings.optim.resolved(settings.train.steps, boundary.own_tables)
         settings = dataclasses.replace(settings, boundary=boundary, optim=optim)
         _check(settings)
         return settings
@@ -163,7 +163,7 @@ class Settings:
             self,
             model=self.model.relaxed(self.optim.embed_std),
             boundary=self.boundary.relaxed(self.model.dim, self.split()),
-            optim=self.optim.relaxed(self.train.steps),
+            optim=self.optim.relaxed(self.train.steps, self.boundary.own_tables),
         )
 
     def to_plain(self) -> dict[str, Any]:

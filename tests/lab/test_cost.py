@@ -1,0 +1,51 @@
+"""What narrow ends cost a stage: the table of `python -m thinwire.lab.cost`."""
+
+import math
+
+import pytest
+import torch
+
+from thinwire.lab import cost
+
+COMMAND = ["cost", "--microbatches", "4"]
+ON_THE_GPU = "kernels alone with narrow ends, per microbatch"
+
+
+def test_every_part_is_timed_and_extras_are_shares_of_a_dense_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [*COMMAND, "--device", "cpu"])
+    cost.main()
+    shown = capsys.readouterr().out
+    for part in ("stage with narrow ends, per microbatch", "update with AdamW", "all extras"):
+        assert f"| {part} |" in shown
+    assert ON_THE_GPU not in shown, "there is no GPU to watch"
+
+
+def test_what_a_gpu_computes_is_held_against_dense_kernels() -> None:
+    rows = {row["part"]: row for row in cost._on_the_gpu(0.004, 0.005)}
+    more = rows["encode and decode, kernels alone, per microbatch"]
+    assert rows[ON_THE_GPU]["seconds"] == 0.005
+    assert math.isclose(more["seconds"], 0.001) and math.isclose(more[cost.SHARE], 0.25)
+    assert cost._on_the_gpu() == []
+
+
+def test_settings_that_cannot_work_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cost", "--microbatches", "2"])
+    with pytest.raises(SystemExit) as stopped:
+        cost.main()
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and "at least one microbatch per stage" in told
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_take_less_than_waiting_for_them() -> None:
+    device = torch.device("cuda")
+    x = torch.randn(512, 512, device=device)
+
+    def work() -> None:
+        x @ x
+
+    assert 0 < cost.kernel_seconds(work, device) < cost.timed(work, device)
