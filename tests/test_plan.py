@@ -276,6 +276,18 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
 
 
+@pytest.mark.parametrize(("anchor", "of_the_second"), [("trainable", 2), ("per-stage", 3)])
+def test_recomputing_keeps_the_rows_of_a_table_that_both_ends_of_a_stage_need(
+    make_settings: MakeSettings, anchor: str, of_the_second: int
+) -> None:
+    settings = make_settings(**NARROW, boundary__anchor=anchor, pipeline__recompute=True)
+    stream = settings.microbatch_size * settings.model.context * settings.model.dim * 8
+    for stage, streams in enumerate((2, of_the_second)):  # the first one's rows are its stream
+        weights = stage_weights(settings, stage)
+        empty, one = (stage_memory(settings, stage, weights, count) for count in (0, 1))
+        assert one - empty == streams * stream
+
+
 def test_the_plan_holds_what_the_schedule_holds(make_settings: MakeSettings) -> None:
     plan = make_plan(slow_link(make_settings, pipeline__window=3), RATE)
     windows = {window: (seconds, held) for window, seconds, held in plan.windows}

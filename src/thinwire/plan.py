@@ -129,7 +129,10 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     batch = settings.microbatch_size
     compute_width = 2 if settings.run.precision == "bf16" else width
     if settings.pipeline.recompute:
-        kept = sum(math.prod(family.stream_shape(block, batch)) * width for block in blocks)
+        streams = [math.prod(family.stream_shape(block, batch)) for block in blocks]
+        if settings.boundary.own_tables and blocks.start > 0:
+            streams.append(streams[0])  # rows of the table, needed at both ends of the stage
+        kept = sum(streams) * width
     else:
         kept = family.kept_bytes(blocks, batch, width, compute_width)
     activations = kept * in_flight
