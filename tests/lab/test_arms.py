@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from thinwire.lab import arms
 from thinwire.lab.arms import Arm
 from thinwire.settings import Settings
@@ -18,6 +20,19 @@ def test_an_arm_trains_its_changes_whatever_it_is_called() -> None:
     assert arm.is_same(Arm("other", 3, 70, arm.changes, {"colour": "red"}))
     assert not arm.is_same(Arm("thin", 3, 71, arm.changes))
     assert not arm.is_same(Arm("thin", 3, 70, {"boundary": {"mode": "subspace", "rank": 4}}))
+
+
+@pytest.mark.parametrize(
+    ("stages", "processes", "told", "threads"),
+    [(1, 1, 0, 8), (1, 2, 0, 4), (4, 2, 0, 2), (1, 16, 0, 1), (1, 2, 3, 3)],
+)
+def test_arms_beside_each_other_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, stages: int, processes: int, told: int, threads: int
+) -> None:
+    for place in ("thinwire.settings.tree", "thinwire.lab.arms"):
+        monkeypatch.setattr(f"{place}.machine_cores", lambda: 8)
+    arm = Arm("x", 0, 5, {"pipeline": {"stages": stages}})
+    assert arm.settings_beside({"run": {"threads": told}}, processes).run.threads == threads
 
 
 def test_a_ground_is_named_by_what_matters() -> None:

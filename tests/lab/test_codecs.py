@@ -222,7 +222,7 @@ def base(make_settings: Callable[..., Settings]) -> dict[str, dict[str, Any]]:
 def test_figures_of_an_arm(base: dict[str, dict[str, Any]], corpus: Corpus, tmp_path: Path) -> None:
     arm = arm_of("scratch", "fw2-bw8", steps=4)
     keep = tmp_path / "there" / "base.safetensors"
-    shared = {"base": base, "data": str(corpus.folder), "from": "", "to": str(keep)}
+    shared = {"base": base, "data": str(corpus.folder), "from": "", "to": str(keep), "processes": 1}
     figures = measure.train(arm, shared)
     settings = arm.settings(base)
     chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
@@ -262,7 +262,7 @@ def test_what_arrives_is_held_against_what_was_sent() -> None:
 def test_errors_of_codecs_with_and_without_loss(
     base: dict[str, dict[str, Any]], corpus: Corpus
 ) -> None:
-    shared = {"base": base, "data": str(corpus.folder), "from": "", "to": ""}
+    shared = {"base": base, "data": str(corpus.folder), "from": "", "to": "", "processes": 1}
 
     def errors(name: str) -> tuple[float, float]:
         arm = arm_of("scratch", "dense", steps=6, forward=name, backward=name)
@@ -298,7 +298,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str
 
     def train_arms(arms: list[Arm], ground: Ground, session: Session) -> list[Trained]:
         trained.extend(f"{arm.label}  seed {arm.seed}" for arm in arms)
-        return [Trained(arm, measure.train(arm, ground.shared)) for arm in arms]
+        shared = {**ground.shared, "processes": 1}
+        return [Trained(arm, measure.train(arm, shared)) for arm in arms]
 
     monkeypatch.setattr(codecs, "train_arms", train_arms)
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))

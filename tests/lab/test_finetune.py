@@ -41,7 +41,7 @@ def test_a_small_map(
     base = merged(base, {"pipeline": {"microbatches": 1, "window": 0, "schedule": "gpipe"}})
     base = merged(base, {"train": {"init_from": str(source)}, "boundary": {"calibrate": 512}})
     arms = lab.make_arms([lab.DENSE, "calibrated d/4 table int8/int4"], 32, [1e-2], [0], 10)
-    shared = {"base": base, "data": str(corpus.folder)}
+    shared = {"base": base, "data": str(corpus.folder), "processes": 1}
     found = lab.outcome([Trained(arm, lab.train(arm, shared)) for arm in arms], "text")
     dense, narrow = found.rows
     assert dense["loss before"] <= narrow["loss before"] < 1.5 * dense["loss before"]

@@ -129,8 +129,8 @@ def test_an_interrupted_grid_leaves_no_process(
     started: list[Any] = []
     kind = lab._Process
 
-    def start(arm: Arm, ground: Ground) -> Any:
-        started.append(kind(arm, ground))
+    def start(arm: Arm, ground: Ground, processes: int) -> Any:
+        started.append(kind(arm, ground, processes))
         return started[-1]
 
     def interrupt(seconds: float) -> None:

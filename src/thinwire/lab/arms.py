@@ -3,6 +3,7 @@ all arms share, a seed, a number of steps, and tags by which reports decide.
 """
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
 from thinwire.lab.experiment import EXPERIMENTS, sheet
-from thinwire.settings import Settings, apply_override
+from thinwire.settings import Settings, apply_override, machine_cores, threads_per_stage
 
 if TYPE_CHECKING:
     from thinwire.engine.feed import Data
@@ -61,6 +62,17 @@ class Arm:
     def settings(self, base: Values) -> Settings:
         """The settings of this arm on a base."""
         return Settings.from_plain(merged(base, self.all_changes()))
+
+    def settings_beside(self, base: Values, processes: int) -> Settings:
+        """The same in one of so many processes: with no more threads than its share of the cores.
+
+        A thread that waits for others spins, on a core that they may need. Two arms of one stage
+        on two cores, each with two threads, took ten times as long.
+        """
+        settings = self.settings(base)
+        share = max(1, machine_cores() // processes)
+        threads = settings.run.threads or min(threads_per_stage(settings), share)
+        return dataclasses.replace(settings, run=dataclasses.replace(settings.run, threads=threads))
 
     def is_same(self, other: "Arm") -> bool:
         """Whether both train alike, whatever they are called."""

@@ -115,7 +115,8 @@ def make_arms(
 
 def train(arm: Arm, shared: dict[str, Any]) -> Row:
     """What an arm's process does: start from the weights as a run would, and train."""
-    settings, silent = arm.settings(shared["base"]), PlainDisplay(StringIO())
+    settings = arm.settings_beside(shared["base"], shared["processes"])
+    silent = PlainDisplay(StringIO())
     prepare_torch(settings, choose_device(settings.run.device, 0))
     data = Corpus.open(Path(shared["data"]))
     origin = open_origin(settings, silent)

@@ -61,7 +61,7 @@ class Errors:
 
 def train(arm: Arm, shared: dict[str, Any]) -> Row:
     """What an arm's process does: train the arm on what its grid shares."""
-    settings = arm.settings(shared["base"])
+    settings = arm.settings_beside(shared["base"], shared["processes"])
     data = settings.model.task.open(Path(shared["data"]))
     chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
     if shared["from"]:

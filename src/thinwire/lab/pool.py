@@ -105,7 +105,7 @@ def _train_all(
             say(f"time is up: {len(waiting)} arms are left for another call")
             waiting.clear()
         while waiting and len(running) < session.parallel:
-            running.append(_Process(waiting.pop(0), ground))
+            running.append(_Process(waiting.pop(0), ground, session.parallel))
         time.sleep(_POLL_SECONDS)
         for process in [process for process in running if process.poll() is not None]:
             running.remove(process)
@@ -151,9 +151,10 @@ def _none_left_behind() -> Iterator[list["_Process"]]:
 class _Process(subprocess.Popen[str]):
     """An arm under way. What it prints goes to a file: a pipe that nobody reads would fill up."""
 
-    def __init__(self, arm: Arm, ground: Ground):
+    def __init__(self, arm: Arm, ground: Ground, processes: int):
         self.arm = arm
-        order = json.dumps({"arm": asdict(arm), "shared": ground.shared})
+        shared = {**ground.shared, "processes": processes}
+        order = json.dumps({"arm": asdict(arm), "shared": shared})
         self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with us
         super().__init__(
             [sys.executable, "-P", "-m", "thinwire.lab.pool", ground.trainer, order],
