@@ -276,13 +276,19 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
     assert with_recompute == 2 * kept, "the input of each of the two blocks"
 
 
-@pytest.mark.parametrize(("anchor", "of_the_second"), [("trainable", 2), ("per-stage", 3)])
-def test_recomputing_keeps_the_rows_of_a_table_that_both_ends_of_a_stage_need(
-    make_settings: MakeSettings, anchor: str, of_the_second: int
+@pytest.mark.parametrize(
+    ("anchor", "kept"),
+    # The first stage's rows are its stream. A block between two cuts finds its rows again.
+    [("trainable", [2, 2]), ("per-stage", [2, 3]), ("per-stage", [1, 1, 1, 2])],
+)
+def test_recomputing_keeps_the_rows_of_a_table_from_the_first_layer_to_the_last(
+    make_settings: MakeSettings, anchor: str, kept: list[int]
 ) -> None:
-    settings = make_settings(**NARROW, boundary__anchor=anchor, pipeline__recompute=True)
+    settings = make_settings(
+        **NARROW, boundary__anchor=anchor, pipeline__recompute=True, pipeline__stages=len(kept)
+    )
     stream = settings.microbatch_size * settings.model.context * settings.model.dim * 8
-    for stage, streams in enumerate((2, of_the_second)):  # the first one's rows are its stream
+    for stage, streams in enumerate(kept):
         weights = stage_weights(settings, stage)
         empty, one = (stage_memory(settings, stage, weights, count) for count in (0, 1))
         assert one - empty == streams * stream

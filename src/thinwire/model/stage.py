@@ -26,10 +26,10 @@ Past = list[KeyValues | None]
 """What the layers of a stage keep of the positions so far; None of those that look at one only."""
 
 
-def entered(incoming: Boundary, z: Tensor, ids: Tensor | None, known: Tensor | None) -> Tensor:
-    """What a first layer reads behind a cut; `known` is what the stage adds of its own."""
-    x = incoming.decode(z, ids)
-    return x if known is None else x + known
+def entered(incoming: Boundary, z: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What a first layer reads behind a cut, and what of it the stage has added of its own."""
+    x, known = incoming.decode(z, ids), incoming.known(ids)
+    return (x, None) if known is None else (x + known, known)
 
 
 def with_ends(
@@ -39,15 +39,18 @@ def with_ends(
     x: Tensor,
     ids: Tensor | None,
     known: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """A layer with the ends of the cuts beside it, where it has any.
 
     What the stage itself knows of the tokens is added at its first end and taken off at its last.
+    It is returned too, for the layers up to there.
     """
-    x = layer(x if incoming is None else entered(incoming, x, ids, known))
+    if incoming is not None:
+        x, known = entered(incoming, x, ids)
+    x = layer(x)
     if outgoing is None:
-        return x
-    return outgoing.encode(x if known is None else x - known, ids)
+        return x, known
+    return outgoing.encode(x if known is None else x - known, ids), None
 
 
 class Stage(nn.Module):
@@ -102,20 +105,20 @@ class Stage(nn.Module):
         incoming, ids = self.incoming, x if self.incoming is None else ids
         if outgoing is not None:
             outgoing.prepare()
-        last = len(self.layers) - 1
-        known = None if incoming is None else incoming.known(ids)
+        last, known = len(self.layers) - 1, None
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index:
-                x, incoming = (x if incoming is None else entered(incoming, x, ids, known)), None
+                if incoming is not None:
+                    (x, known), incoming = entered(incoming, x, ids), None
                 if x.requires_grad:
                     x.register_hook(self._watched[1])
             end = outgoing if index == last else None
             is_thin = any(cut is not None and cut.computes for cut in (incoming, end))
             run = self._with_ends if is_thin else with_ends
             if self.recompute and torch.is_grad_enabled() and x.is_floating_point():
-                x = checkpoint(run, layer, incoming, end, x, ids, known, use_reentrant=False)
+                x, known = checkpoint(run, layer, incoming, end, x, ids, known, use_reentrant=False)
             else:
-                x = run(layer, incoming, end, x, ids, known)
+                x, known = run(layer, incoming, end, x, ids, known)
             incoming = None
             if index == 0 and self._embeds_own:
                 known = x
@@ -136,11 +139,11 @@ class Stage(nn.Module):
         Layers are not compiled here: every position would be another shape to them.
         """
         incoming, ids = self.incoming, x if self.incoming is None else ids
-        known, last = None if incoming is None else incoming.known(ids), len(self.layers) - 1
+        known, last = None, len(self.layers) - 1
         for index, (layer, own) in enumerate(zip(self.layers, past, strict=True)):
             forward = layer.forward if own is None else functools.partial(layer.forward, past=own)
             end = self.outgoing if index == last else None
-            x, incoming = with_ends(forward, incoming, end, x, ids, known), None
+            (x, known), incoming = with_ends(forward, incoming, end, x, ids, known), None
             if index == 0 and self._embeds_own:
                 known = x
         return x
