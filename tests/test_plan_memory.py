@@ -34,14 +34,19 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings: MakeSe
 
 @pytest.mark.parametrize(
     ("anchor", "kept"),
-    # The first stage's rows are its stream. A block between two cuts finds its rows again.
-    [("trainable", [2, 2]), ("per-stage", [2, 3]), ("per-stage", [1, 1, 1, 2])],
+    # The first stage's rows are its stream, the last one's are not taken off again, and a block
+    # between two cuts finds its rows again.
+    [("trainable", [1, 2, 1]), ("per-stage", [1, 3, 1]), ("per-stage", [1, 1, 1, 1])],
 )
 def test_recomputing_keeps_the_rows_of_a_table_from_the_first_layer_to_the_last(
     make_settings: MakeSettings, anchor: str, kept: list[int]
 ) -> None:
     settings = make_settings(
-        **NARROW, boundary__anchor=anchor, pipeline__recompute=True, pipeline__stages=len(kept)
+        **NARROW,
+        boundary__anchor=anchor,
+        pipeline__recompute=True,
+        pipeline__stages=len(kept),
+        pipeline__split=[1, 2, 1] if len(kept) == 3 else [],
     )
     stream = settings.microbatch_size * settings.model.context * settings.model.dim * 8
     for stage, streams in enumerate(kept):

@@ -130,8 +130,8 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     compute_width = 2 if settings.run.precision == "bf16" else width
     if settings.pipeline.recompute:
         streams = [math.prod(family.stream_shape(block, batch)) for block in blocks]
-        is_one_layer = len(blocks) == 1 and blocks.stop < model.layers
-        if settings.boundary.own_tables and blocks.start > 0 and not is_one_layer:
+        is_between_cuts = blocks.start > 0 and blocks.stop < model.layers
+        if settings.boundary.own_tables and is_between_cuts and len(blocks) > 1:
             streams.append(streams[0])  # rows of the table, from the first layer to the last
         kept = sum(streams) * width
     else:

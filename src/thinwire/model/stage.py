@@ -122,6 +122,8 @@ class Stage(nn.Module):
             incoming = None
             if index == 0 and self._embeds_own:
                 known = x
+            if outgoing is None:
+                known = None  # nothing takes it off again, so it need not be kept
         return x
 
     @property
