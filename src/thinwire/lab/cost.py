@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -30,6 +31,7 @@ from thinwire.settings import Settings
 from thinwire.subspace import Constraint, grassmann_step
 
 ROUNDS = 5
+QUEUED = 10
 SHARE = "share of a dense step"
 
 
@@ -46,15 +48,31 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int = 10) -
     return sorted(seconds[2:])[repeats // 2]
 
 
-def kernel_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Seconds that a GPU computes in one run of `work`, without the time to launch it."""
-    work()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(repeats):
+class GpuWork(NamedTuple):
+    """One run of some work as a GPU sees it."""
+
+    kernels_s: float
+    """Seconds that the GPU computes."""
+    launches: int
+    """Kernels it is given."""
+    queued_s: float
+    """Seconds until the next run is done, where none is waited for: as in training."""
+
+
+def watched(work: Callable[[], object], device: torch.device) -> GpuWork:
+    """What a GPU does for `work`."""
+
+    def queue() -> None:
+        for _ in range(QUEUED):
             work()
+
+    queued = statistics.median(timed(queue, device) for _ in range(ROUNDS)) / QUEUED
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        queue()
         torch.cuda.synchronize(device)
-    kernels = (event for event in seen.events() if event.device_type is DeviceType.CUDA)
-    return sum(event.time_range.elapsed_us() for event in kernels) / repeats / 1e6
+    kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    busy_us = sum(event.time_range.elapsed_us() for event in kernels)
+    return GpuWork(busy_us / QUEUED / 1e6, round(len(kernels) / QUEUED), queued)
 
 
 def measure(settings: Settings, update_every: int = 500) -> list[Row]:
@@ -90,7 +108,7 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     dense_ends = model.dim, DenseBoundary(), DenseBoundary()
     narrow: list[float] = []
     dense: list[float] = []
-    kernels: list[float] = []
+    on_gpu: list[GpuWork] = []
     with weights_rounded_once():
         for _ in range(ROUNDS):  # in turn, so that a drifting clock touches both alike
             for found, ends in ((dense, dense_ends), (narrow, narrow_ends)):
@@ -98,7 +116,7 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
                 found.append(timed(microbatch(width), device))
         for ends in (dense_ends, narrow_ends) if device.type == "cuda" else ():
             width, stage.incoming, stage.outgoing = ends
-            kernels.append(kernel_seconds(microbatch(width), device))
+            on_gpu.append(watched(microbatch(width), device))
     narrow_s, dense_s = statistics.median(narrow), statistics.median(dense)
     constraint = builder.constraint(stage)
     projection = timed(constraint.project_gradients, device) if constraint else 0.0
@@ -142,22 +160,33 @@ def measure(settings: Settings, update_every: int = 500) -> list[Row]:
     table_bytes = None if table is None else float(table.numel() * table.element_size())
     return [
         *({"part": part, "seconds": seconds} for part, seconds in parts.items()),
-        *_on_the_gpu(*kernels),
+        *_on_the_gpu(*on_gpu),
         *({"part": p, "seconds": s, SHARE: s / dense_step} for p, s in extras.items()),
         {"part": "token table per stage, bytes (any sequence length)", "seconds": table_bytes},
     ]
 
 
-def _on_the_gpu(*kernels: float) -> list[Row]:
-    """What the ends cost the GPU itself, where it was watched: no launching, no waiting."""
-    if not kernels:
+def _on_the_gpu(*works: GpuWork) -> list[Row]:
+    """What the ends cost a GPU, where it was watched: its kernels, and microbatches in a row."""
+    if not works:
         return []
-    dense, narrow = kernels
-    more = {"part": "encode and decode, kernels alone, per microbatch", "seconds": narrow - dense}
+    dense, narrow = works
     return [
-        {"part": "kernels alone with dense ends, per microbatch", "seconds": dense},
-        {"part": "kernels alone with narrow ends, per microbatch", "seconds": narrow},
-        {**more, SHARE: (narrow - dense) / dense},
+        {
+            "part": f"kernels alone with dense ends, {dense.launches} per microbatch",
+            "seconds": dense.kernels_s,
+        },
+        {
+            "part": f"kernels alone with narrow ends, {narrow.launches} per microbatch",
+            "seconds": narrow.kernels_s,
+            SHARE: narrow.kernels_s / dense.kernels_s - 1,
+        },
+        {"part": f"dense ends, {QUEUED} microbatches in a row, each", "seconds": dense.queued_s},
+        {
+            "part": f"narrow ends, {QUEUED} microbatches in a row, each",
+            "seconds": narrow.queued_s,
+            SHARE: narrow.queued_s / dense.queued_s - 1,
+        },
     ]
 
 
