@@ -36,6 +36,24 @@ def test_the_plain_model_is_the_stock_one(baseline: ModuleType) -> None:
     torch.testing.assert_close(plain(ids), stock(ids), rtol=1e-4, atol=1e-4)
 
 
+def test_windows_come_once_or_by_chance(baseline: ModuleType) -> None:
+    def beginnings(windows: str, batches: int) -> list[int]:
+        draw = torch.Generator().manual_seed(0)
+        found = baseline.batches_of(windows, 20 * 8 + 1, 8, 5, draw)
+        return [start for _ in range(batches) for start in next(found)]
+
+    once = beginnings("once", 8)
+    assert sorted(once[:20]) == sorted(once[20:]) == list(range(0, 160, 8))
+    assert once[:20] != once[20:], "every pass has an order of its own"
+    by_chance = [start // 8 for start in beginnings("random", 4)]
+    assert len(set(by_chance)) < 20, "some text comes twice before other text comes once"
+
+
+def test_a_text_shorter_than_a_batch_is_refused(baseline: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="3 windows of 8 tokens"):
+        next(baseline.batches_of("once", 25, 8, 5, torch.Generator()))
+
+
 @pytest.mark.parametrize(("model", "optimizer"), [("transformers", "muon"), ("torch", "adamw")])
 def test_it_trains_on_the_same_text_and_prints_its_loss(
     baseline: ModuleType,
@@ -48,9 +66,10 @@ def test_it_trains_on_the_same_text_and_prints_its_loss(
 ) -> None:
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     sets = [part for one in [*SMALL.split(), f"data.path={text_folder}"] for part in ("--set", one)]
-    line = f"--model {model} --optimizer {optimizer} --steps 20 --warmup 2 --lr 5e-3"
+    windows = "once" if optimizer == "muon" else "random"
+    line = f"--model {model} --optimizer {optimizer} --windows {windows} --steps 20 --warmup 2"
     log = tmp_path / "log.jsonl"
-    baseline.main([*line.split(), "--log", str(log), *sets])
+    baseline.main([*line.split(), "--lr", "5e-3", "--log", str(log), *sets])
     figures = json.loads(capsys.readouterr().out)
     assert figures["loss"] < figures["curve"][0][1] - 0.5 and len(figures["curve"]) == 11
     assert figures["tokens"] == 20 * 8 * 32 and json.loads(log.read_text()) == figures

@@ -1,9 +1,9 @@
 """The dense baseline in a trainer that is not thinwire's: one plain torch loop, as in nanoGPT.
 
 It shows whether thinwire's dense runs are a strong baseline. The model is a stock Llama (of
-transformers, or the one below where that is not installed), batches are random windows of the
-text, and the optimizers are torch's own. Of thinwire come the shape of the model, the prepared
-text and the validation windows, so that the losses compare.
+transformers, or the one below where that is not installed), batches are windows of the text, drawn
+by chance or each of them once, and the optimizers are torch's own. Of thinwire come the shape of
+the model, the prepared text and the validation windows, so that the losses compare.
 
     python tools/plain_baseline.py --optimizer muon --lr 6e-4 --steps 1400 --set model.preset=160m
 """
@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,26 @@ def rate(step: int, options: argparse.Namespace) -> float:
     return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def batches_of(
+    windows: str, tokens: int, context: int, batch: int, draw: torch.Generator
+) -> Iterator[list[int]]:
+    """Where the windows of each batch begin, without end.
+
+    "random" draws every beginning by itself, so that parts of a text come twice before others come
+    once; "once" takes the windows that lie side by side in a shuffled order, all before any again.
+    """
+    if windows == "random":
+        while True:
+            yield torch.randint(tokens - context, (batch,), generator=draw).tolist()
+    count = (tokens - 1) // context
+    if count < batch:
+        sys.exit(f"the text has {count} windows of {context} tokens, and a batch is {batch}")
+    while True:
+        order = torch.randperm(count, generator=draw)[: count // batch * batch]
+        for row in (order * context).reshape(-1, batch):
+            yield row.tolist()
+
+
 def train(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """Train and validate; returns the figures."""
     device = choose_device(settings.run.device, 0)
@@ -183,6 +204,7 @@ def train(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     steppers = optimizers(whole, options)
     text, context, batch = corpus.train, settings.model.context, settings.train.batch
     draw = torch.Generator().manual_seed(options.seed)
+    order = batches_of(options.windows, len(text), context, batch, draw)
     bf16 = settings.run.precision == "bf16"
 
     def loss_of(ids: Tensor, targets: Tensor) -> Tensor:
@@ -203,7 +225,7 @@ def train(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
             print(f"step {step:6}  validation loss {curve[-1][1]:.4f}", file=sys.stderr)
         if step == options.steps:
             break
-        starts = torch.randint(len(text) - context, (batch,), generator=draw).tolist()
+        starts = next(order)
         rows = [torch.from_numpy(text[at : at + context + 1].astype("int64")) for at in starts]
         windows = torch.stack(rows).to(device)
         loss_of(windows[:, :-1], windows[:, 1:]).backward()
@@ -216,6 +238,7 @@ def train(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     return {
         "model": options.model,
         "optimizer": options.optimizer,
+        "windows": options.windows,
         "lr": options.lr,
         "seed": options.seed,
         "parameters": sum(p.numel() for p in whole.parameters()),
@@ -237,6 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=("transformers", "torch"),
                         default="transformers" if has_stock else "torch")  # fmt: skip
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--windows", choices=("random", "once"), default="random",
+                        help="draw them by chance, or take each before any again")  # fmt: skip
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
