@@ -98,6 +98,15 @@ def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path: Path) -> None:
     assert not remarks(make_recipe(BEST, ["model.preset=160m"]).asked.resolved())
 
 
+def test_what_a_recipe_sets_for_one_size_stays_there_and_gives_way() -> None:
+    def spread(*overrides: str) -> float:
+        return make_recipe("exact32", list(overrides)).asked.resolved().model.embed_std
+
+    assert (spread("model.preset=160m"), spread()) == (0.3, 1.0)
+    assert spread("model.preset=160m", "model.embed_std=0.7") == 0.7
+    assert spread("model.preset=160m", "optim.name=adamw") == 0.02, "it was measured with Muon"
+
+
 def test_rates_of_a_size_that_was_not_measured_are_named_as_such() -> None:
     for preset in ("mini", "8b"):
         recipe = make_recipe(BEST, [f"model.preset={preset}"])

@@ -14,3 +14,8 @@ BEST = "thin32"
 def rates_of(preset: str) -> str:
     """The preset whose rates a model gets: its own, or those of 160m where it has none."""
     return preset if preset in RATES else "160m"
+
+
+def sized(name: str, preset: str) -> dict[str, dict[str, Any]]:
+    """What a recipe sets beside its rates for a model of this size, and not for others."""
+    return SHEETS[name].get("sized", {}).get(rates_of(preset), {})

@@ -14,9 +14,10 @@ ON_THE_GPU = "kernels alone"
 def test_every_part_is_timed_and_extras_are_shares_of_a_dense_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", [*COMMAND, "--device", "cpu"])
+    monkeypatch.setattr("sys.argv", [*COMMAND, "--device", "cpu", "--sequences", "2"])
     cost.main()
     shown = capsys.readouterr().out
+    assert "256 tokens per microbatch" in shown
     for part in ("stage with narrow ends, per microbatch", "update with AdamW", "all extras"):
         assert f"| {part} |" in shown
     assert ON_THE_GPU not in shown, "there is no GPU to watch"

@@ -11,7 +11,7 @@ from thinwire.boundary import ProjectedBoundary
 from thinwire.errors import ConfigError
 from thinwire.lab.experiment import EXPERIMENTS
 from thinwire.lab.pool import read_log
-from thinwire.lab.recipe_arms import recipe_grid, with_rates
+from thinwire.lab.recipe_arms import preset_of, recipe_grid, with_rates
 from thinwire.settings import Settings, make_recipe
 from thinwire.subspace import Space, random_basis
 
@@ -21,19 +21,21 @@ BASE = {"model": {"preset": "160m"}, "pipeline": {"microbatches": 1}}
 @pytest.mark.parametrize("name", ["thin32", "thin100", "exact32", "dense"])
 def test_an_arm_is_what_init_writes(name: str) -> None:
     base = with_rates(BASE)
-    arm = next(a for a in recipe_grid(name, [6e-4], [4], [0], 200) if a.label == name)
+    grid = recipe_grid(name, [6e-4], [4], [0], 200, preset=preset_of(base))
+    arm = next(a for a in grid if a.label == name)
     found, written = arm.settings(base), make_recipe(name, ["model.preset=160m"]).asked.resolved()
     assert found.boundary.rank == written.boundary.rank
     for section in ("boundary", "codec"):
         assert getattr(found, section) == getattr(written, section)
     assert found.optim == written.optim and found.optim.name == "muon"
+    assert found.model == written.model
 
 
 def test_rates_are_those_of_the_model_unless_set() -> None:
     tiny = with_rates({"model": {"preset": "tiny"}, "optim": {"matrix_lr": 9.0}})
     assert (tiny["optim"]["lr"], tiny["optim"]["matrix_lr"]) == (0.02, 9.0)
     adamw = {"model": {"preset": "tiny"}, "optim": {"name": "adamw"}}
-    assert with_rates(adamw) == adamw, "rates of Muon are for Muon alone"
+    assert with_rates(adamw) == adamw and preset_of(adamw) == "", "they are for Muon alone"
 
 
 def test_settings_behind_a_name_change_that_arm_alone() -> None:

@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=1, help="in a microbatch; default 1")
     parser.add_argument("--mode", default="subspace", choices=("subspace", "reparam"))
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--device", default="auto")
@@ -207,13 +208,15 @@ def main() -> None:
         "run": {"device": told.device, "precision": told.precision, "compile": told.compile},
         "boundary": {"mode": told.mode, "rank": told.rank},
         "pipeline": {"stages": told.stages, "microbatches": told.microbatches},
-        "train": {"batch": told.microbatches},
+        "train": {"batch": told.microbatches * told.sequences},
     }
     try:
         settings = Settings.from_plain(values)
     except ConfigError as error:
         parser.error(str(error))
-    print(f"{told.preset}, rank {told.rank}, {told.precision}, on {machine()}")
+    tokens = settings.microbatch_size * settings.model.context
+    shape = f"{told.preset}, rank {told.rank}, {tokens:,} tokens per microbatch"
+    print(f"{shape}, {told.precision}, on {machine()}")
     print(markdown_table(measure(settings)))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.recipes import BEST, RATES, SHEETS, rates_of
+from thinwire.recipes import BEST, RATES, SHEETS, rates_of, sized
 from thinwire.settings.tree import Settings, apply_override
 
 _OF_A_RECIPE = ("boundary", "codec", "optim")
@@ -33,7 +33,7 @@ def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
     values = {section: dict(sheet[section]) for section in _OF_A_RECIPE if section in sheet}
     about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
     if is_text and "optim" not in sheet and changes.get("optim", {}).get("name", "muon") == "muon":
-        values["optim"] = dict(RATES[rates_of(model.preset)])
+        values |= {"optim": RATES[rates_of(model.preset)]} | sized(name, model.preset)
         about += _about_rates(name, model.preset)
     for section, keys in changes.items():
         values[section] = values.get(section, {}) | keys
