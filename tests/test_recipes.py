@@ -98,21 +98,26 @@ def test_the_rank_follows_a_model_that_is_chosen_later(tmp_path: Path) -> None:
     assert not remarks(make_recipe(BEST, ["model.preset=160m"]).asked.resolved())
 
 
-def test_what_a_recipe_sets_for_one_size_stays_there_and_gives_way() -> None:
+def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change() -> None:
     def spread(*overrides: str) -> float:
         return make_recipe("exact32", list(overrides)).asked.resolved().model.embed_std
 
-    assert (spread("model.preset=160m"), spread()) == (0.3, 1.0)
-    assert spread("model.preset=160m", "model.embed_std=0.7") == 0.7
-    assert spread("model.preset=160m", "optim.name=adamw") == 0.02, "it was measured with Muon"
+    larger = "model.preset=160m"
+    assert (spread(larger), spread("model.preset=8b"), spread()) == (0.3, 0.3, 1.0)
+    assert spread(larger, "model.embed_std=0.7") == 0.7
+    assert spread(larger, "optim.name=adamw") == 0.02, "it was measured with Muon"
+    recipe = make_recipe("exact32", [larger, "model.embed_std=0.7", "model.context=64"])
+    assert "learning rates and model.embed_std are for 160m." in " ".join(recipe.about)
+    assert recipe.about[-1].endswith("do not apply: model.embed_std=0.7")
+    assert "do not apply" not in " ".join(make_recipe("exact32", ["model.embed_std=0.7"]).about)
 
 
-def test_rates_of_a_size_that_was_not_measured_are_named_as_such() -> None:
+def test_rates_that_were_not_tuned_for_a_size_are_named_as_such() -> None:
     for preset in ("mini", "8b"):
         recipe = make_recipe(BEST, [f"model.preset={preset}"])
         assert recipe.asked.optim.lr == RATES["160m"]["lr"]
-        assert "not measured at this size" in " ".join(recipe.about)
-    assert "not measured at this size" not in " ".join(make_recipe(BEST, []).about)
+        assert "not tuned at this size" in " ".join(recipe.about)
+    assert "not tuned at this size" not in " ".join(make_recipe(BEST, []).about)
 
 
 def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults() -> None:

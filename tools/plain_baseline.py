@@ -10,6 +10,7 @@ the model, the prepared text and the validation windows, so that the losses comp
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -177,16 +178,20 @@ def batches_of(
     "random" draws every beginning by itself, so that parts of a text come twice before others come
     once; "once" takes the windows that lie side by side in a shuffled order, all before any again.
     """
-    if windows == "random":
-        while True:
-            yield torch.randint(tokens - context, (batch,), generator=draw).tolist()
     count = (tokens - 1) // context
-    if count < batch:
-        sys.exit(f"the text has {count} windows of {context} tokens, and a batch is {batch}")
+    if count < 1:
+        sys.exit(f"the text has {tokens} tokens: too few for one window of {context} and a target")
+
+    def shuffled() -> Iterator[int]:
+        while True:
+            yield from (torch.randperm(count, generator=draw) * context).tolist()
+
+    each_once = shuffled()
     while True:
-        order = torch.randperm(count, generator=draw)[: count // batch * batch]
-        for row in (order * context).reshape(-1, batch):
-            yield row.tolist()
+        if windows == "once":
+            yield list(itertools.islice(each_once, batch))
+        else:
+            yield torch.randint(tokens - context, (batch,), generator=draw).tolist()
 
 
 def train(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:

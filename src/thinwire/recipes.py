@@ -17,5 +17,5 @@ def rates_of(preset: str) -> str:
 
 
 def sized(name: str, preset: str) -> dict[str, dict[str, Any]]:
-    """What a recipe sets beside its rates for a model of this size, and not for others."""
-    return SHEETS[name].get("sized", {}).get(rates_of(preset), {})
+    """What else of a recipe depends on the model, as the rates do; empty for most recipes."""
+    return SHEETS.get(name, {}).get("sized", {}).get(rates_of(preset), {})

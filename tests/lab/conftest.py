@@ -37,7 +37,7 @@ def write_log(tmp_path: Path) -> Callable[..., Path]:
         base = with_rates(BASE)
         lines = []
         for steps in lengths:
-            arms = recipe_grid("thin32,thin100", [0.02], [stages], seeds, steps)
+            arms = recipe_grid("thin32,thin100", base, [0.02], [stages], seeds, steps)
             ground = ground_of(arms[0], base, NoData())  # type: ignore[arg-type]
             for arm in arms:
                 step = arm.settings(base).tokens_per_step

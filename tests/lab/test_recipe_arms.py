@@ -11,7 +11,7 @@ from thinwire.boundary import ProjectedBoundary
 from thinwire.errors import ConfigError
 from thinwire.lab.experiment import EXPERIMENTS
 from thinwire.lab.pool import read_log
-from thinwire.lab.recipe_arms import preset_of, recipe_grid, with_rates
+from thinwire.lab.recipe_arms import recipe_grid, with_rates
 from thinwire.settings import Settings, make_recipe
 from thinwire.subspace import Space, random_basis
 
@@ -21,7 +21,7 @@ BASE = {"model": {"preset": "160m"}, "pipeline": {"microbatches": 1}}
 @pytest.mark.parametrize("name", ["thin32", "thin100", "exact32", "dense"])
 def test_an_arm_is_what_init_writes(name: str) -> None:
     base = with_rates(BASE)
-    grid = recipe_grid(name, [6e-4], [4], [0], 200, preset=preset_of(base))
+    grid = recipe_grid(name, base, [6e-4], [4], [0], 200)
     arm = next(a for a in grid if a.label == name)
     found, written = arm.settings(base), make_recipe(name, ["model.preset=160m"]).asked.resolved()
     assert found.boundary.rank == written.boundary.rank
@@ -35,23 +35,30 @@ def test_rates_are_those_of_the_model_unless_set() -> None:
     tiny = with_rates({"model": {"preset": "tiny"}, "optim": {"matrix_lr": 9.0}})
     assert (tiny["optim"]["lr"], tiny["optim"]["matrix_lr"]) == (0.02, 9.0)
     adamw = {"model": {"preset": "tiny"}, "optim": {"name": "adamw"}}
-    assert with_rates(adamw) == adamw and preset_of(adamw) == "", "they are for Muon alone"
+    assert with_rates(adamw) == adamw, "rates of Muon are for Muon alone"
+    spread = [
+        arm.get("model.embed_std")
+        for base in ({"model": {"preset": "160m"}}, adamw | {"model": {"preset": "160m"}})
+        for arm in recipe_grid("exact32", base, [1e-3], [4], [0], 20)
+        if arm.label == "exact32"
+    ]
+    assert spread == [0.3, None], "as is what goes with them"
 
 
 def test_settings_behind_a_name_change_that_arm_alone() -> None:
     lines = "thin32,thin32 boundary.table=128 codec.backward=int4(group=64,hadamard),thin300"
-    dense, plain, changed, thin300 = recipe_grid(lines, [6e-4], [4], [0], 200)
+    dense, plain, changed, thin300 = recipe_grid(lines, BASE, [6e-4], [4], [0], 200)
     assert dense.label == "dense" and plain.get("codec.backward") == "int4"
     assert changed.get("boundary.table") == 128
     assert changed.get("codec.backward") == "int4(group=64,hadamard)"
     assert changed.settings(BASE).boundary.rank == plain.settings(BASE).boundary.rank == 61
     assert thin300.settings(BASE).boundary.rank == 6
     with pytest.raises(ConfigError, match=r"a recipe is one of thin32, .*, dense\+tables"):
-        recipe_grid("thin33", [6e-4], [4], [0], 200)
+        recipe_grid("thin33", BASE, [6e-4], [4], [0], 200)
 
 
 def test_dense_is_trained_once_and_its_control_with_every_number_of_stages() -> None:
-    arms = recipe_grid("dense,dense+tables", [1e-3], [4, 8], [0], 20, dense_seeds=[0, 1])
+    arms = recipe_grid("dense,dense+tables", BASE, [1e-3], [4, 8], [0], 20, dense_seeds=[0, 1])
     assert [(a.label, a.get("pipeline.stages"), a.seed) for a in arms] == [
         ("dense", 4, 0), ("dense", 4, 1), ("dense+tables", 4, 0), ("dense+tables", 8, 0),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.optim import OptimConfig, learning_rate, rate_change
+from thinwire.optim import OptimConfig, learning_rate, rate_change, share_changes
 from thinwire.typed import from_plain
 
 PEAK = 0.5
@@ -129,3 +129,10 @@ def test_a_stretched_schedule_is_told_with_both_rates() -> None:
     assert "was 3.34e-05 at the checkpoint and continues at 0.0325" in text
     lower = dataclasses.replace(config, lr=0.01, schedule="constant")
     assert "continues at 0.01:" in rate_change(config, 100, lower, 100, 50)
+
+
+def test_a_share_that_follows_the_steps_is_told() -> None:
+    muon = OptimConfig(name="muon")
+    short, long = (muon.resolved(steps, own_tables=True) for steps in (900, 2000))
+    assert share_changes(short, long) == "optim.table_lr was 100 and is 30 now"
+    assert share_changes(short, short) == ""

@@ -225,10 +225,26 @@ def test_shares_left_open_are_those_that_were_measured() -> None:
     assert (muon.matrix_lr, muon.table_lr, muon.head_lr) == (3.0, 100.0, 10.0)
     chosen = OptimConfig(name="muon", table_lr=0.0)
     assert chosen.with_shares().table_lr == 0.0, "what is set stays"
-    assert chosen.with_shares(own_tables=True).table_lr == 0.0
-    own = OptimConfig(name="muon").with_shares(own_tables=True)
-    assert (own.matrix_lr, own.table_lr, own.head_lr) == (3.0, 30.0, 10.0)
-    assert OptimConfig(name="adamw").with_shares(own_tables=True).table_lr == 1.0
+    assert chosen.with_shares(has_slow_tables=True).table_lr == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "has_own_tables", "rate"),
+    [
+        ("muon", 1000, True, 100.0),
+        ("muon", 1001, True, 30.0),
+        ("muon", 1001, False, 100.0),
+        ("adamw", 1001, True, 1.0),
+    ],
+)
+def test_tables_of_stages_learn_slower_in_a_long_run(
+    name: str, steps: int, has_own_tables: bool, rate: float
+) -> None:
+    found = OptimConfig(name=name).resolved(steps, has_own_tables)
+    assert found.table_lr == rate
+    assert found.relaxed(steps, has_own_tables).table_lr == -1, "it is what -1 gives"
+    chosen = OptimConfig(name=name, table_lr=7.0).resolved(steps, has_own_tables)
+    assert chosen.table_lr == 7.0 == chosen.relaxed(steps, has_own_tables).table_lr
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])

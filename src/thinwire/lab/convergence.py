@@ -35,7 +35,7 @@ from thinwire.lab.decide import (
 from thinwire.lab.experiment import Say, sheet, steps_of
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.pool import Session, Trained, train_arms
-from thinwire.lab.recipe_arms import DENSE, preset_of, recipe_grid, with_rates
+from thinwire.lab.recipe_arms import DENSE, recipe_grid, with_rates
 from thinwire.plan import estimate_costs
 from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_corpus
@@ -65,8 +65,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         stages = options.stages
         if options.recipes:
             lrs = options.lrs or [Settings.as_asked(base).optim.lr]
-            preset = preset_of(base)
-            return recipe_grid(options.recipes, lrs, stages, seeds, steps, dense_seeds, preset)
+            return recipe_grid(options.recipes, base, lrs, stages, seeds, steps, dense_seeds)
         modes = (options.modes or MODES).split(",")
         ranks, lrs = options.ranks or parts, options.lrs or usual["lrs"]
         return grid(modes, ranks, lrs, stages, seeds, steps, dense_seeds)

@@ -171,22 +171,20 @@ def _on_the_gpu(*works: GpuWork) -> list[Row]:
     if not works:
         return []
     dense, narrow = works
+    in_a_row = f"{QUEUED} microbatches in a row, each"
+    parts = {
+        f"kernels alone with dense ends, {dense.launches} per microbatch": dense.kernels_s,
+        f"kernels alone with narrow ends, {narrow.launches} per microbatch": narrow.kernels_s,
+        f"dense ends, {in_a_row}": dense.queued_s,
+        f"narrow ends, {in_a_row}": narrow.queued_s,
+    }
+    extras = {
+        "encode and decode, kernels alone": (narrow.kernels_s, dense.kernels_s),
+        f"encode and decode, {in_a_row}": (narrow.queued_s, dense.queued_s),
+    }
     return [
-        {
-            "part": f"kernels alone with dense ends, {dense.launches} per microbatch",
-            "seconds": dense.kernels_s,
-        },
-        {
-            "part": f"kernels alone with narrow ends, {narrow.launches} per microbatch",
-            "seconds": narrow.kernels_s,
-            SHARE: narrow.kernels_s / dense.kernels_s - 1,
-        },
-        {"part": f"dense ends, {QUEUED} microbatches in a row, each", "seconds": dense.queued_s},
-        {
-            "part": f"narrow ends, {QUEUED} microbatches in a row, each",
-            "seconds": narrow.queued_s,
-            SHARE: narrow.queued_s / dense.queued_s - 1,
-        },
+        *({"part": part, "seconds": seconds} for part, seconds in parts.items()),
+        *({"part": p, "seconds": n - d, SHARE: n / d - 1} for p, (n, d) in extras.items()),
     ]
 
 

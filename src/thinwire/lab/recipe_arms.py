@@ -22,50 +22,52 @@ def with_rates(base: Values) -> Values:
 
     They are rates of Muon: a base with another optimizer stays as it is.
     """
-    preset = preset_of(base)
-    return merged({"optim": RATES[rates_of(preset)]}, base) if preset else base
+    if not _is_muon(base):
+        return base
+    return merged({"optim": RATES[rates_of(_preset(base))]}, base)
 
 
-def preset_of(base: Values) -> str:
-    """The model of a base that trains with the recipes' optimizer; none with another one."""
-    if base.get("optim", {}).get("name", "muon") != "muon":
-        return ""
+def _is_muon(base: Values) -> bool:
+    return base.get("optim", {}).get("name", "muon") == "muon"
+
+
+def _preset(base: Values) -> str:
     return Settings.as_asked({"model": base["model"]}).model.preset
 
 
 def recipe_grid(
     names: str,
+    base: Values,
     lrs: Sequence[float],
     stages: Sequence[int],
     seeds: Sequence[int],
     steps: int,
     dense_seeds: Sequence[int] = (),
-    preset: str = "",
 ) -> list[Arm]:
     """Each recipe at every number of stages, learning rate and seed; plain dense is in any grid.
 
     Plain dense is trained for the first number of stages only, where it shows the noise. What a
-    recipe sets for models of one size alone is set for `preset`, if that is named.
+    recipe sets by the size of the model is that of the base's, if it trains with Muon.
     """
     lines = [line for line in split_patterns(names) if line != DENSE]
     dense = itertools.product([DENSE], stages[:1], lrs, dense_seeds or seeds)
     others = itertools.product(lines, stages, lrs, seeds)
-    return [_arm(*choice, steps, preset) for choice in itertools.chain(dense, others)]
+    return [_arm(*choice, steps, base) for choice in itertools.chain(dense, others)]
 
 
-def _arm(line: str, stages: int, lr: float, seed: int, steps: int, preset: str) -> Arm:
-    changes = merged(_changes(line, preset), {"pipeline": {"stages": stages, "schedule": "gpipe"}})
+def _arm(line: str, stages: int, lr: float, seed: int, steps: int, base: Values) -> Arm:
+    changes = merged(_changes(line, base), {"pipeline": {"stages": stages, "schedule": "gpipe"}})
     return Arm(line, seed, steps, merged(changes, {"optim": {"lr": lr}}))
 
 
-def _changes(line: str, preset: str) -> Values:
+def _changes(line: str, base: Values) -> Values:
     """What a recipe sets at the cut and for this model, and the settings behind its name."""
     name, *own = line.split()
     known = SHEETS | sheet("convergence")["controls"]
     if name not in known:
         raise ConfigError(f'--recipes "{line}": a recipe is one of {", ".join(known)}')
     chosen = {section: known[name][section] for section in ("boundary", "codec")}
-    of_size = sized(name, preset) if preset and name in SHEETS else {}
+    of_size = sized(name, _preset(base)) if _is_muon(base) else {}
     changes = merged(merged(_OPEN, chosen), of_size)
     for override in own:
         apply_override(changes, override)

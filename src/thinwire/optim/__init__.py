@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from thinwire.lazy import on_first_use
-from thinwire.optim.config import OptimConfig, learning_rate, rate_change
+from thinwire.optim.config import OptimConfig, learning_rate, rate_change, share_changes
 
 if TYPE_CHECKING:
     from thinwire.optim.build import StageOptimizer
@@ -17,6 +17,7 @@ __all__ = [
     "SubspaceAdamW",
     "learning_rate",
     "rate_change",
+    "share_changes",
 ]
 
 __getattr__ = on_first_use(

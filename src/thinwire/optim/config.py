@@ -12,7 +12,8 @@ AUTO_WARMUP = 20  # steps, in a run of at least twice as many
 NOTICEABLE_CHANGE = 0.05  # of a learning rate, as a share
 EQUAL_SHARES = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
 MUON_SHARES = {"matrix_lr": 3.0, "table_lr": 100.0, "head_lr": 10.0}
-OWN_TABLES_LR = 30.0  # with muon, where every stage has a token table of its own
+SLOW_TABLES_LR = 30.0  # with muon, where every stage has a token table of its own, in a long run
+SHORT_RUN = 1000  # steps; longer runs want slower tables
 WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
@@ -48,7 +49,7 @@ class OptimConfig:
     table_lr: float = option(
         -1.0,
         "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
-        "100 with muon (30 with boundary.anchor = per-stage), else 1",
+        "100 with muon (30 with boundary.anchor = per-stage in more than 1,000 steps), else 1",
         least=0,
         auto=-1,
     )
@@ -74,18 +75,19 @@ class OptimConfig:
                 f"optim.warmup = {warmup} is longer than train.steps = {steps}: the learning rate "
                 "would never reach its peak"
             )
-        return dataclasses.replace(self.with_shares(own_tables), warmup=warmup)
+        has_slow_tables = own_tables and steps > SHORT_RUN
+        return dataclasses.replace(self.with_shares(has_slow_tables), warmup=warmup)
 
     @property
     def embed_std(self) -> float:
         """The spread of an embedding at the start that was best with this optimizer."""
         return 1.0 if self.name == "muon" else 0.02
 
-    def with_shares(self, own_tables: bool = False) -> "OptimConfig":
+    def with_shares(self, has_slow_tables: bool = False) -> "OptimConfig":
         """The same config with every rate that is a share of lr filled in."""
         auto = MUON_SHARES if self.name == "muon" else EQUAL_SHARES
-        if self.name == "muon" and own_tables:
-            auto = auto | {"table_lr": OWN_TABLES_LR}
+        if self.name == "muon" and has_slow_tables:
+            auto = auto | {"table_lr": SLOW_TABLES_LR}
         filled: dict[str, Any] = {k: share for k, share in auto.items() if getattr(self, k) == -1}
         return dataclasses.replace(self, **filled)
 
@@ -113,6 +115,15 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     if config.schedule == "wsd":
         return config.lr * min(1.0, (1 - progress) / WSD_DECAY_SHARE)
     return config.lr
+
+
+def share_changes(before: OptimConfig, now: OptimConfig) -> str:
+    """What becomes of the rates that are shares of lr; empty where they stay. One that was left
+    open may follow the number of steps.
+    """
+    changed = [key for key in EQUAL_SHARES if getattr(before, key) != getattr(now, key)]
+    told = [f"optim.{k} was {getattr(before, k):g} and is {getattr(now, k):g} now" for k in changed]
+    return ", ".join(told)
 
 
 def rate_change(

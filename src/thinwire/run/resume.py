@@ -6,7 +6,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.engine.cut import check_memory
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.optim import rate_change
+from thinwire.optim import rate_change, share_changes
 from thinwire.report import Display
 from thinwire.run.proof import choose_checkpoint
 from thinwire.run.start import adopted
@@ -51,6 +51,7 @@ def open_resume(
         *_inexact(saved, settings),
         *check_memory(settings, checkpoint),
         rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step),
+        share_changes(saved.optim, settings.optim),
     ]
     for note in filter(None, notes):
         display.note(note)

@@ -33,14 +33,31 @@ def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
     values = {section: dict(sheet[section]) for section in _OF_A_RECIPE if section in sheet}
     about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
     if is_text and "optim" not in sheet and changes.get("optim", {}).get("name", "muon") == "muon":
-        values |= {"optim": RATES[rates_of(model.preset)]} | sized(name, model.preset)
-        about += _about_rates(name, model.preset)
-    for section, keys in changes.items():
-        values[section] = values.get(section, {}) | keys
-    own = [change for change in overrides if change.partition(".")[0] in _OF_A_RECIPE]
+        of_size = sized(name, model.preset)
+        values = _merged(values, {"optim": RATES[rates_of(model.preset)]}, of_size)
+        about += _about_rates(name, model.preset, of_size)
+    else:
+        of_size = {}
+    values = _merged(values, changes)
+    own = [change for change in overrides if _is_of(change, of_size)]
     if own:
         about.append(f"Changed by --set, so these figures do not apply: {', '.join(own)}")
     return Recipe(name, Settings.as_asked(values), about)
+
+
+def _merged(*parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sections with the keys of all parts; of a key that several set, the last one's value."""
+    sections = dict.fromkeys(section for part in parts for section in part)
+    return {
+        section: {key: value for part in parts for key, value in part.get(section, {}).items()}
+        for section in sections
+    }
+
+
+def _is_of(change: str, of_size: dict[str, dict[str, Any]]) -> bool:
+    """Whether an override changes what the recipe was measured with."""
+    section, _, rest = change.partition(".")
+    return section in _OF_A_RECIPE or rest.partition("=")[0] in of_size.get(section, {})
 
 
 def stale_rates(settings: Settings) -> str:
@@ -57,10 +74,11 @@ def stale_rates(settings: Settings) -> str:
     return ""
 
 
-def _about_rates(name: str, preset: str) -> list[str]:
+def _about_rates(name: str, preset: str, of_size: dict[str, dict[str, Any]]) -> list[str]:
     source = rates_of(preset)
-    measured = "" if preset == source else f" (those of {source}: not measured at this size)"
+    tuned = "" if preset == source else f" (those of {source}: not tuned at this size)"
+    others = "".join(f" and {section}.{key}" for section, keys in of_size.items() for key in keys)
     return [
-        f"The learning rates are for {preset}{measured}. They do not follow model.preset",
+        f"The learning rates{others} are for {preset}{tuned}. They do not follow model.preset",
         f"as the rank does: use thinwire init --recipe {name} --set model.preset=NAME.",
     ]
