@@ -16,6 +16,11 @@ def rates_of(preset: str) -> str:
     return preset if preset in RATES else "160m"
 
 
+def is_muon(values: dict[str, dict[str, Any]]) -> bool:
+    """Whether plain settings train with the optimizer of the recipes, or leave that open."""
+    return values.get("optim", {}).get("name", "muon") == "muon"
+
+
 def sized(name: str, preset: str) -> dict[str, dict[str, Any]]:
     """What else of a recipe depends on the model, as the rates do; empty for most recipes."""
     return SHEETS.get(name, {}).get("sized", {}).get(rates_of(preset), {})

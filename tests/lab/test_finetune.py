@@ -8,10 +8,9 @@ import pytest
 from thinwire.data import Corpus
 from thinwire.errors import ConfigError
 from thinwire.lab import finetune as lab
-from thinwire.lab.arms import merged
 from thinwire.lab.experiment import sheet
 from thinwire.lab.pool import Trained
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 from trained import trained
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
 from thinwire.lab.experiment import EXPERIMENTS, sheet
-from thinwire.settings import Settings, apply_override, machine_cores, threads_per_stage
+from thinwire.settings import Settings, apply_override, machine_cores, merged, threads_per_stage
 
 if TYPE_CHECKING:
     from thinwire.engine.feed import Data
@@ -157,14 +157,6 @@ def own_settings(module: str, chosen: Values, quick: bool = False) -> Settings:
 def width_of(base: Values) -> int:
     """The width of a base's model."""
     return Settings.from_plain({"model": base["model"], "pipeline": {"stages": 1}}).model.dim
-
-
-def merged(base: Values, changes: Values) -> Values:
-    """Plain settings with some keys changed; the base stays as it is."""
-    values = {section: dict(keys) for section, keys in base.items()}
-    for section, keys in changes.items():
-        values.setdefault(section, {}).update(keys)
-    return values
 
 
 def check_arms(arms: Iterable[Arm], base: Values, overrides: Sequence[str]) -> None:

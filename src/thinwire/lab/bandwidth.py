@@ -22,7 +22,6 @@ from thinwire.lab.arms import (
     Values,
     base_of,
     check_arms,
-    merged,
     small_settings,
     width_of,
 )
@@ -34,7 +33,7 @@ from thinwire.lab.plots import canvas, shared_legend
 from thinwire.lab.pool import Trained, read_log
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 from thinwire.settings.crossing import frame_bytes, size_notes
 from thinwire.train import train
 

@@ -18,7 +18,7 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
-from thinwire.lab.arms import Values, merged
+from thinwire.lab.arms import Values
 from thinwire.lab.bench_link import BARE, SIZES, Row, show, show_goodput
 from thinwire.lab.bench_link import Path as LinkPath
 from thinwire.lab.experiment import sheet
@@ -26,7 +26,7 @@ from thinwire.model import Stage, architecture, token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_corpus
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 from thinwire.train import train
 
 CASES = sheet("bench")

@@ -31,7 +31,6 @@ from thinwire.lab.arms import (
     base_of,
     check_arms,
     ground_of,
-    merged,
     small_settings,
     split_patterns,
 )
@@ -43,7 +42,7 @@ from thinwire.lab.vision import CHARACTERS, MEAN, SPREAD, character_batch
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_corpus
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 
 GROUNDS = {"cifar": ("cifar",), "lm": ("scratch", "tune")}
 EXAMPLE_MEMORY_MB = 16_384  # a row of each CIFAR image at the first cut of ResNet-18: 6,554 MB

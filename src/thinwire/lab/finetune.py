@@ -34,7 +34,6 @@ from thinwire.lab.arms import (
     check_arms,
     chosen_lines,
     ground_of,
-    merged,
 )
 from thinwire.lab.codecs import steps_for
 from thinwire.lab.decide import at_best_rate, compared, noise_note, noise_of, one_seed, too_short
@@ -48,7 +47,7 @@ from thinwire.report import PlainDisplay
 from thinwire.run.commit import commit
 from thinwire.run.prepare import prepare_corpus
 from thinwire.run.start import adopted, make_start, open_origin
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 
 BASE_RATE = 3e-3  # of the first training; that of fine-tuning is a third
 LEAST_STEPS = 200  # shorter runs do not separate the arms

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from thinwire.engine.build import choose_device
 from thinwire.engine.weights import parameter_count
 from thinwire.errors import ConfigError
-from thinwire.lab.arms import Values, base_of, merged, split_patterns
+from thinwire.lab.arms import Values, base_of, split_patterns
 from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Say, sheet, words
 from thinwire.lab.logs import (
@@ -33,7 +33,7 @@ from thinwire.lab.stage_times import Times, costs_of, measure_stages
 from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count
 from thinwire.schedule import Costs, Network, build, simulate
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 from thinwire.settings.crossing import frame_bytes
 
 SMALL_FLOPS = 1e10  # of a microbatch's forward: a CPU times stages up to this size

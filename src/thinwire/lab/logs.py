@@ -10,12 +10,12 @@ from statistics import fmean
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.lab.arms import Values, merged
+from thinwire.lab.arms import Values
 from thinwire.lab.decide import at_best_rate, gap_to_dense
 from thinwire.lab.frontier import DENSE as DENSE_BF16
 from thinwire.lab.pool import Trained, read_log
 from thinwire.lab.recipe_arms import DENSE
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 
 DENSE_LABELS = (DENSE, DENSE_BF16)  # as lab convergence and lab frontier name it
 Curve = Sequence[tuple[float, float]]

@@ -8,10 +8,10 @@ import itertools
 from collections.abc import Sequence
 
 from thinwire.errors import ConfigError
-from thinwire.lab.arms import Arm, Values, merged, split_patterns
+from thinwire.lab.arms import Arm, Values, split_patterns
 from thinwire.lab.experiment import sheet
-from thinwire.recipes import RATES, SHEETS, rates_of, sized
-from thinwire.settings import Settings, apply_override
+from thinwire.recipes import RATES, SHEETS, is_muon, rates_of, sized
+from thinwire.settings import Settings, apply_override, merged
 
 DENSE = "dense"
 _OPEN: Values = {"boundary": {"rank": 0, "ratio": 0.0, "anchor": "auto"}}
@@ -22,13 +22,9 @@ def with_rates(base: Values) -> Values:
 
     They are rates of Muon: a base with another optimizer stays as it is.
     """
-    if not _is_muon(base):
+    if not is_muon(base):
         return base
     return merged({"optim": RATES[rates_of(_preset(base))]}, base)
-
-
-def _is_muon(base: Values) -> bool:
-    return base.get("optim", {}).get("name", "muon") == "muon"
 
 
 def _preset(base: Values) -> str:
@@ -67,7 +63,7 @@ def _changes(line: str, base: Values) -> Values:
     if name not in known:
         raise ConfigError(f'--recipes "{line}": a recipe is one of {", ".join(known)}')
     chosen = {section: known[name][section] for section in ("boundary", "codec")}
-    of_size = sized(name, _preset(base)) if _is_muon(base) else {}
+    of_size = sized(name, _preset(base)) if is_muon(base) else {}
     changes = merged(merged(_OPEN, chosen), of_size)
     for override in own:
         apply_override(changes, override)

@@ -24,14 +24,14 @@ from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import GATHER_SHARE
-from thinwire.lab.arms import Arm, merged
+from thinwire.lab.arms import Arm
 from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Say, sheet, steps_of, words
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.plots import BLUE, GREEN, GREY, ORANGE, RED, SKY, canvas, shared_legend
 from thinwire.paths import cache_folder
 from thinwire.report.plots import running_mean
-from thinwire.settings import Settings
+from thinwire.settings import Settings, merged
 from thinwire.subspace import captured_energy, principal_angles
 
 LEAST_STEPS = 500  # shorter runs have too few moves, and models that have hardly learned

@@ -9,6 +9,7 @@ from thinwire.settings.tree import (
     TrainConfig,
     apply_override,
     machine_cores,
+    merged,
     threads_per_stage,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "load_settings",
     "machine_cores",
     "make_recipe",
+    "merged",
     "read_toml",
     "threads_per_stage",
 ]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.recipes import BEST, RATES, SHEETS, rates_of, sized
-from thinwire.settings.tree import Settings, apply_override
+from thinwire.recipes import BEST, RATES, SHEETS, is_muon, rates_of, sized
+from thinwire.settings.tree import Settings, apply_override, merged
 
 _OF_A_RECIPE = ("boundary", "codec", "optim")
 
@@ -32,26 +32,16 @@ def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
     sheet = SHEETS[name]
     values = {section: dict(sheet[section]) for section in _OF_A_RECIPE if section in sheet}
     about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
-    if is_text and "optim" not in sheet and changes.get("optim", {}).get("name", "muon") == "muon":
+    of_size: dict[str, dict[str, Any]] = {}
+    if is_text and "optim" not in sheet and is_muon(changes):
         of_size = sized(name, model.preset)
-        values = _merged(values, {"optim": RATES[rates_of(model.preset)]}, of_size)
+        values = merged(values | {"optim": RATES[rates_of(model.preset)]}, of_size)
         about += _about_rates(name, model.preset, of_size)
-    else:
-        of_size = {}
-    values = _merged(values, changes)
+    values = merged(values, changes)
     own = [change for change in overrides if _is_of(change, of_size)]
     if own:
         about.append(f"Changed by --set, so these figures do not apply: {', '.join(own)}")
     return Recipe(name, Settings.as_asked(values), about)
-
-
-def _merged(*parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sections with the keys of all parts; of a key that several set, the last one's value."""
-    sections = dict.fromkeys(section for part in parts for section in part)
-    return {
-        section: {key: value for part in parts for key, value in part.get(section, {}).items()}
-        for section in sections
-    }
 
 
 def _is_of(change: str, of_size: dict[str, dict[str, Any]]) -> bool:

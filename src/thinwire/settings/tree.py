@@ -230,6 +230,16 @@ class Settings:
 _SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
 
 
+def merged(
+    base: dict[str, dict[str, Any]], changes: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Plain settings with some keys changed; the base stays as it is."""
+    values = {section: dict(keys) for section, keys in base.items()}
+    for section, keys in changes.items():
+        values.setdefault(section, {}).update(keys)
+    return values
+
+
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Put one `section.key=value` into the plain values, read as the key's own type."""
     place, equals, text = override.partition("=")
