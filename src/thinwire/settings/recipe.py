@@ -69,6 +69,7 @@ def _about_rates(name: str, preset: str, of_size: dict[str, dict[str, Any]]) -> 
     tuned = "" if preset == source else f" (those of {source}: not tuned at this size)"
     others = "".join(f" and {section}.{key}" for section, keys in of_size.items() for key in keys)
     return [
-        f"The learning rates{others} are for {preset}{tuned}. They do not follow model.preset",
-        f"as the rank does: use thinwire init --recipe {name} --set model.preset=NAME.",
+        f"The learning rates{others} are for {preset}{tuned}.",
+        "They do not follow model.preset as the rank does: use",
+        f"thinwire init --recipe {name} --set model.preset=NAME.",
     ]
