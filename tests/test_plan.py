@@ -158,6 +158,8 @@ def test_each_cut_is_planned_with_its_own_codecs(make_settings: MakeSettings) ->
     assert [(row["forward_bytes"], row["backward_bytes"]) for row in rows] == sizes
     packed = plan_text(make_plan(slow_link(make_settings, codec__forward="int4+zstd"), RATE))
     assert "each cut, per microbatch: at most " in packed
+    stepped = plan_text(make_plan(slow_link(make_settings, codec__forward="step(3)+zstd"), RATE))
+    assert "each cut, per microbatch: about " in stepped
     alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
     assert "each cut, per microbatch" in alike and "cut 0" not in alike
 
@@ -402,8 +404,13 @@ def test_very_many_microbatches_are_planned_in_a_few_lines(make_settings: MakeSe
 
 def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Callable) -> None:
     assert size_notes(make_settings()) == []
-    (varies,) = size_notes(make_settings(codec__forward="step(3)+zstd"))
+    (varies,) = size_notes(make_settings(codec__forward="int4+zstd"))
     assert "the most that these codecs may send" in varies
+    (expected,) = size_notes(make_settings(codec__forward="step(3)+zstd"))
+    assert "what these codecs are expected to send" in expected
+    both = {"codec__forward": "step(3)+zstd", "codec__backward": "int4+zstd"}
+    (varies,) = size_notes(make_settings(**both))
+    assert "the most that these codecs may send" in varies, "of one direction nothing is known"
     (differ,) = size_notes(make_settings(pipeline__stages=3, codec__cuts=["1: forward=int8"]))
     assert "of the first cut; codec.cuts" in differ
     (differ,) = size_notes(make_settings(**NARROW, boundary__ranks=["0: 7"]))

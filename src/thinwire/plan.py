@@ -25,7 +25,7 @@ from thinwire.settings.crossing import (
     basis_bytes,
     frame_bytes,
     network_of,
-    sizes_vary,
+    size_word,
     stream_width,
     wire_shape,
 )
@@ -263,10 +263,9 @@ def _cut_lines(settings: Settings) -> list[str]:
     for cut in cuts[:1] if alike else cuts:
         out, back = frame_bytes(settings, cut)
         which = "each cut" if alike else f"cut {cut}"
-        most = "at most " if sizes_vary(settings, cut) else ""
         ratio = 2 * BF16_BYTES * stream_width(settings, cut) * tokens / (out + back)
         lines.append(
-            f"{which}, per microbatch: {most}{human_bytes(out)} forward "
+            f"{which}, per microbatch: {size_word(settings, cut)}{human_bytes(out)} forward "
             f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )

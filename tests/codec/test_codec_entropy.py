@@ -66,6 +66,20 @@ def test_a_gaussian_tensor_comes_close_to_its_entropy(bits: int) -> None:
     assert bits * 0.98 < 8 * len(payload) / sent.numel() < bits * 1.07
 
 
+@pytest.mark.parametrize("shape", [(2, 32, 61), (4, 256, 17), (8, 512, 61)])
+@pytest.mark.parametrize("bits", [3, 4, 5])
+def test_a_plan_expects_about_what_is_sent(bits: int, shape: tuple[int, ...]) -> None:
+    codec, sent = parse_codec(f"step({bits})+zstd"), normal(shape)
+    expected = codec.expected_bytes(shape)
+    assert expected == pytest.approx(len(codec.pack(sent, FORWARD)), rel=0.06)
+    assert expected < codec.payload_limit(shape) / 2
+    small = (1, 3)  # where a frame's own bytes are most of it
+    assert codec.expected_bytes(small) == codec.payload_limit(small)
+    for name in (f"step({bits})", "int4", "int4+zstd"):
+        plain = parse_codec(name)
+        assert plain.expected_bytes(shape) == plain.payload_limit(shape)
+
+
 def test_a_higher_level_finds_more() -> None:
     sent = normal((64, 256))[torch.arange(400) % 64]
     sizes = [len(Zstd(parse_codec("int4"), level).pack(sent, FORWARD)) for level in (1, 19)]

@@ -202,3 +202,9 @@ def test_sizes_that_vary_are_measured(settings_with: Callable, corpus: Corpus) -
     cut.training = False
     cut.forward(torch.randn(spec.shape))
     assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3) / 3
+    cut.training, cut.weigh = True, False
+    cut.forward(torch.randn(spec.shape))
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3) / 3, "not weighed"
+    cut.weigh = True
+    cut.forward(torch.randn(spec.shape))  # the sixth: those between were handed over unpacked
+    assert cut.payload_bytes_per_token(Leg.FORWARD) == 64 + (1 + 2 + 3 + 6) / 4

@@ -166,6 +166,14 @@ class Codec(ABC):
         """The most bytes `pack` may need for this shape: a receiver refuses anything larger."""
         return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
 
+    def expected_bytes(self, shape: Shape) -> int:
+        """Bytes to plan with for this shape: what `pack` may need at most, unless more is known."""
+        return self.payload_limit(shape)
+
+    def coded_bytes(self, shape: Shape) -> int:
+        """What an entropy coder is expected to leave of a payload: all, unless more is known."""
+        return self.payload_limit(shape)
+
     # What users of codecs call.
 
     def pack(self, tensor: Tensor, place: Place) -> Payload:

@@ -66,3 +66,7 @@ class Zstd(Wrapper):
         # What cannot be compressed: blocks of 128 KiB as they are, each with a header of 3 bytes,
         # and magic (4), descriptor (1), window (1), size (8) and checksum (4) of the frame.
         return size + 3 * (size // 2**17 + 1) + 18
+
+    def expected_bytes(self, shape: Shape) -> int:
+        coded = self.inner.coded_bytes(shape)
+        return coded if coded < self.inner.payload_limit(shape) else self.payload_limit(shape)

@@ -142,8 +142,10 @@ class CutEnd:
 class Cut:
     """Both ends of a cut in one process, which holds the stage below and the stage above.
 
-    `at` is the step and the microbatch that cross next; bytes are counted of training alone.
-    `observe`, if set, is told of every crossing in training: the leg, what was sent, what arrived.
+    `at` is the step and the microbatch that cross next; bytes are counted of training alone, and
+    where the content decides them only while `weigh` is set: that takes packing, which changes
+    nothing else. `observe`, if set, is told of every crossing in training: the leg, what was sent,
+    what arrived.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Cut:
     ) -> None:
         self.at = 0, 0
         self.training = True
+        self.weigh = True
         self.observe: Callable[[Leg, Tensor, Tensor], None] | None = None
         self.lower = CutEnd.build(settings, index, True, spec, feed)
         self.upper = CutEnd.build(settings, index, False, spec, feed)
@@ -186,7 +189,8 @@ class Cut:
     def _arrival(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
         place = sender.place(leg, *self.at, self.training)
         codec, other = sender.codecs[leg], receiver.codecs[leg]
-        if not self.training or not codec.size_varies:
+        is_unpacked = codec.content_decides_size and not self.weigh
+        if not self.training or not codec.size_varies or is_unpacked:
             return cross(codec, other, tensor, place)
         self._crossings[leg] += 1
         if not codec.content_decides_size:

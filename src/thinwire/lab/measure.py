@@ -3,7 +3,8 @@ compression at test time and without it, and the bytes that crossed.
 
 Figures: loss and loss_off (compression on and off), accuracy and accuracy_off for images, curve
 (tokens and loss) where asked for, bytes_forward and bytes_backward (of one token or image at one
-cut, mean over the cuts, with frame headers), ratio (bf16 in both directions over these),
+cut, mean over the cuts, with frame headers; of steps spread over the run where the content decides
+sizes), ratio (bf16 in both directions over these),
 error_forward and error_backward (how far from what was sent lies what arrives, see `Errors`),
 seconds.
 """
@@ -29,6 +30,7 @@ from thinwire.wire import HEADER_BYTES
 
 BF16_BYTES = 2
 SAMPLES = 32  # steps whose crossings are looked at, at most
+WEIGHED = 100  # steps whose bytes are counted, at least, where the content decides them
 
 
 class Errors:
@@ -76,7 +78,7 @@ def train_measured(chain: Chain, points: int = 0) -> Row:
     """Train for as long as the settings say; with `points`, a curve of about so many losses too."""
     steps, errors = chain.settings.train.steps, Errors(chain.settings.train.steps)
     due = {steps, *range(0, steps, max(1, steps // points))} if points else set()
-    curve = []
+    curve, weighing = [], max(1, steps // WEIGHED)
     start = time.perf_counter()
     for step in range(steps + 1):
         if step in due:
@@ -84,6 +86,7 @@ def train_measured(chain: Chain, points: int = 0) -> Row:
         if step < steps:
             for cut in chain.cuts:
                 cut.observe = errors.add if errors.wants(step) else None
+                cut.weigh = step % weighing == 0
             chain.train_step(step)
     seconds = time.perf_counter() - start
     on, off = chain.score(), chain.score(compressed=False)

@@ -5,7 +5,7 @@ from typing import Any
 from thinwire.model import architecture
 from thinwire.remote.split import Split
 from thinwire.report.human import duration, human_bytes
-from thinwire.settings.crossing import sizes_vary
+from thinwire.settings.crossing import size_word
 
 
 def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
@@ -111,11 +111,10 @@ def _stage_lines(split: Split) -> list[str]:
 def _link_lines(split: Split) -> list[str]:
     lines = []
     for cut, crossing in enumerate(split.crossings):
-        most = "at most " if sizes_vary(split.settings, cut) else ""
         way = "relayed: neither can be reached" if crossing.is_relayed else "direct"
         lines.append(
             f"cut {cut}, {split.peers[cut].name} - {split.peers[cut + 1].name} ({way}), per step: "
-            f"{most}{human_bytes(crossing.forward_bytes)} forward, "
+            f"{size_word(split.settings, cut)}{human_bytes(crossing.forward_bytes)} forward, "
             f"{human_bytes(crossing.backward_bytes)} backward"
         )
     relayed = sum(c.forward_bytes + c.backward_bytes for c in split.crossings if c.is_relayed)

@@ -9,6 +9,11 @@ from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
+_SIZE_NOTES = {
+    "about ": "what these codecs are expected to send",
+    "at most ": "the most that these codecs may send",
+}
+
 
 def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
     """The shape of one microbatch's tensor at a cut."""
@@ -24,16 +29,24 @@ def stream_width(settings: Settings, cut: int) -> int:
 def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
     """Bytes of one microbatch's frame forward and backward at a cut, headers included.
 
-    Where sizes depend on the data (+zstd) they are the most that a frame can have.
+    Where sizes depend on the data they are what is expected, see `size_word`.
     """
     shape = wire_shape(settings, cut)
-    out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
+    out, back = (codec.expected_bytes(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
     return out, back
 
 
-def sizes_vary(settings: Settings, cut: int) -> bool:
-    """Whether the content decides how large the frames of a cut are."""
-    return any(codec.size_varies for codec in _codecs(settings, cut))
+def size_word(settings: Settings, cut: int) -> str:
+    """What to write before `frame_bytes` of a cut: nothing, "about " or "at most ".
+
+    Where sizes vary with the data, only integers of one step (`step(b)+zstd`) have an estimate.
+    """
+    shape = wire_shape(settings, cut)
+    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
+    if not varying:
+        return ""
+    known = all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
+    return "about " if known else "at most "
 
 
 def basis_bytes(settings: Settings, cut: int = 0) -> int:
@@ -47,8 +60,8 @@ def basis_bytes(settings: Settings, cut: int = 0) -> int:
 def size_notes(settings: Settings) -> list[str]:
     """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
     notes = []
-    if sizes_vary(settings, 0):
-        notes.append("bytes: the most that these codecs may send; the actual size varies")
+    if note := _SIZE_NOTES.get(size_word(settings, 0)):
+        notes.append(f"bytes: {note}; the actual size varies")
     for key, exceptions in (
         ("codec.cuts", settings.codec.cuts),
         ("boundary.ranks", settings.boundary.ranks),
