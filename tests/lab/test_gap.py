@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ConfigError
-from thinwire.lab.gap import published, rows_of, verdict
+from thinwire.lab.gap import figure, published, rows_of, verdict
 from thinwire.lab.logs import grounds_of, read_logs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,20 @@ def test_one_command_draws_logs_beside_the_literature(
     with pytest.raises(SystemExit):
         main(["lab", "gap", "--logs", str(tmp_path / "none.jsonl")])
     assert "no such log; name logs" in capsys.readouterr().err
+
+
+def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close() -> None:
+    log = ROOT / "docs" / "logs" / "recipes-160m-entropy.jsonl"
+    rows = rows_of(grounds_of(read_logs([log]))[0])
+    kinds = {row["method"]: row["kind"] for row in rows}
+    assert kinds["thin200"] == f"{kinds['thin100']}, entropy-coded"
+    (thin200,) = (row for row in rows if row["method"] == "thin200")
+    assert thin200["ratio"] == pytest.approx((231.95 + 225.07) / 2, abs=0.01), "the seeds' mean"
+    far = {**thin200, "method": "far", "gap": 0.05, "least": 0.05, "most": 0.05}
+    whole, close = figure([*rows, far], published()).axes
+    names = [{text.get_text() for text in axis.texts} for axis in (whole, close)]
+    assert names[0] == {"far"} and "far" not in names[1]
+    assert {"thin50", "thin200", "thin100 rank=33 step(4)/step(3), 8 stages"} <= names[1]
 
 
 def test_a_log_without_dense_is_refused(write_log: Callable[..., Path]) -> None:

@@ -17,6 +17,7 @@ from thinwire.schedule import Network, simulate
 from thinwire.settings import Settings
 
 SLOWER = {"dense": 1.0, "thin32": 1.25, "thin100": 1.5}
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = "pipeline.stages=4 pipeline.microbatches=8 pipeline.window=8 train.batch=16"
 TINY = f"model.preset=tiny run.precision=fp32 {SMALL}"
 
@@ -30,6 +31,16 @@ def headline(log: Path, sets: str, *more: str) -> Outcome:
     experiment = EXPERIMENTS["headline"]
     changes = [part for one in sets.split() for part in ("--set", one)]
     return experiment.run(experiment.parse("--logs", str(log), *changes, *more), print)
+
+
+def test_bytes_that_vary_are_named_as_expected() -> None:
+    log = ROOT / "docs" / "logs" / "recipes-160m-entropy.jsonl"
+    found = headline(log, "", "--tflops", "234", "--stages", "4", "--methods", "thin32,thin50")
+    rows = {row["method"]: row for row in found.rows if row["link"] == "80 Mbps + 25 ms"}
+    assert rows["thin50"]["ratio"] == pytest.approx(48.1, abs=0.1)
+    assert rows["thin50"]["times as fast"] > 1.4 * rows["thin32"]["times as fast"]
+    (note,) = (note for note in found.notes if "the actual size varies" in note)
+    assert note.startswith("thin50: bytes: what these codecs are expected to send")
 
 
 def test_time_is_simulated_seconds_times_measured_steps(

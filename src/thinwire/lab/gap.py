@@ -6,6 +6,7 @@ others have published, with their sources.
 
 import argparse
 import re
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,16 +14,18 @@ from matplotlib.figure import Figure
 
 from thinwire.engine.weights import parameter_count
 from thinwire.lab.experiment import Say, sheet, words
-from thinwire.lab.labels import Point, log_ticks, name_points
+from thinwire.lab.labels import log_ticks, name_points
 from thinwire.lab.logs import Method, dense_among, gap_at, grounds_of, methods_of, read_logs
 from thinwire.lab.outcome import Outcome, Row
-from thinwire.lab.plots import BLUE, GREEN, ORANGE, PINK, RED, SKY, canvas
+from thinwire.lab.plots import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, canvas, shared_legend
 from thinwire.lab.pool import Trained
+from thinwire.settings.crossing import size_word
 
 BARS = (8, 32, 100, 300)  # ratios that the verdict speaks of
 ABOUT = 0.9  # the share of such a ratio that is enough: headers and scales take theirs
 LEAST = 1.5  # a ratio below which an arm saves nothing worth a place in the picture
-COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK)
+CLOSE = 4.0  # the second panel shows what costs less than this, in percent
+COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK, BLACK)
 TABLES = {"trainable": " + receivers' tables", "per-stage": " + stages' own tables"}
 MODES = {"subspace": "the paper's subspace", "reparam": "reparam", "projected": "projected"}
 
@@ -60,10 +63,12 @@ def _row(method: Method, dense: Method, steps: int) -> Row:
     gaps = [gap_at(Method("", 0, {steps: [run]}), dense, steps) or 0.0 for run in runs]
     tables = TABLES.get(settings.boundary.anchor, "")
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
+    optimizer = settings.optim.name.replace("adamw", "AdamW").replace("muon", "Muon")
+    coded = ", entropy-coded" if size_word(settings, 0) else ""
     return {
         "method": method.label,
-        "kind": f"{mode}, {settings.optim.name.replace('adamw', 'AdamW').replace('muon', 'Muon')}",
-        "ratio": runs[0].figures["ratio"],
+        "kind": f"{mode}, {optimizer}{coded}",
+        "ratio": fmean(run.figures["ratio"] for run in runs),
         "gap": gap_at(method, dense, steps),
         "least": min(gaps),
         "most": max(gaps),
@@ -116,33 +121,54 @@ def verdict(ours: list[Row]) -> str:
 
 
 def figure(ours: list[Row], others: list[Row]) -> Figure:
-    """Gap over ratio: ours filled, others hollow; a bar reaches from the least to the most."""
-    plot, (axis,) = canvas("What fewer bytes cost in loss", (11, 6.5))
-    names: list[Point] = []
+    """Gap over ratio, whole and from close: ours filled, others hollow.
+
+    A bar reaches from the least to the most.
+    """
+    plot, axes = canvas("What fewer bytes cost in loss", (11, 11), rows=2)
     places = [(row["model"], row["stages"]) for row in ours]
     usual = max(places, key=places.count, default=("", 0))
-    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in ours)):
-        colour = COLOURS[number % len(COLOURS)]
+    for axis in axes:
+        _draw(axis, ours, others)
+        axis.axhline(0, color="0.4", linewidth=0.8)
+        axis.set(xscale="log", ylabel="validation loss above dense, %")
+        axis.margins(x=0.1)
+        log_ticks(axis.xaxis)
+    whole, close = axes
+    whole.set_title(
+        f"{usual[0]}, {usual[1]} stages unless named; bars: seeds, or a published range"
+    )
+    close.set(
+        xlabel="times fewer bytes at a cut than bf16, both ways",
+        title=f"below {CLOSE:g} %",
+        ylim=(min(-1.0, *(100 * row["least"] - 0.3 for row in ours)), CLOSE),
+    )
+    shared_legend(whole, 3)
+    plot.canvas.draw()  # the layout must be final before names are placed
+    colours = _colours(ours)
+    for axis, is_here in ((whole, CLOSE.__le__), (close, CLOSE.__gt__)):
+        points = [
+            (row["ratio"], 100 * row["gap"], _name(row, usual), colours[row["kind"]])
+            for row in ours
+            if is_here(100 * row["gap"])
+        ]
+        name_points(axis, points)
+    return plot
+
+
+def _colours(ours: list[Row]) -> dict[str, str]:
+    kinds = dict.fromkeys(row["kind"] for row in ours)
+    return {kind: COLOURS[number % len(COLOURS)] for number, kind in enumerate(kinds)}
+
+
+def _draw(axis: Axes, ours: list[Row], others: list[Row]) -> None:
+    for kind, colour in _colours(ours).items():
         rows = [row for row in ours if row["kind"] == kind]
         _points(axis, rows, {"color": colour, "fmt": "o", "label": kind})
-        names += [(row["ratio"], 100 * row["gap"], _name(row, usual), colour) for row in rows]
     for number, method in enumerate(dict.fromkeys(row["method"] for row in others)):
         rows = [row for row in others if row["method"] == method]
         style = {"color": "0.35", "fmt": "sD^v<>"[number % 6], "mfc": "white", "label": method}
         _points(axis, rows, style)
-    axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set(
-        xscale="log",
-        xlabel="times fewer bytes at a cut than bf16, both ways",
-        ylabel="validation loss above dense, %",
-        title=f"{usual[0]}, {usual[1]} stages unless named; bars: seeds, or a published range",
-    )
-    axis.margins(x=0.1)
-    log_ticks(axis.xaxis)
-    plot.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    plot.canvas.draw()  # the layout must be final before names are placed
-    name_points(axis, names)
-    return plot
 
 
 def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
@@ -155,7 +181,8 @@ def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
 
 def _name(row: Row, usual: tuple[str, int]) -> str:
     """The name at a point: its colour says the mode and its tables."""
-    method = re.sub(r" boundary\.anchor=\S+", "", row["method"])
+    method = re.sub(r" boundary\.anchor=\S+|\+zstd", "", row["method"])
+    method = re.sub(r"codec\.forward=(\S+) codec\.backward=(\S+)", r"\1/\2", method)
     first, _, rest = method.partition(" ")
     name = re.sub(r"\b\w+\.(\w+=)", r"\1", rest if first in MODES and rest else method)
     model = f", {row['model']}" if row["model"] != usual[0] else ""

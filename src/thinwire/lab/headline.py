@@ -34,7 +34,7 @@ from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count
 from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.settings import Settings, merged
-from thinwire.settings.crossing import frame_bytes
+from thinwire.settings.crossing import frame_bytes, size_notes
 
 SMALL_FLOPS = 1e10  # of a microbatch's forward: a CPU times stages up to this size
 LEAST_STEPS = 200  # of training: shorter runs say nothing of what a method costs
@@ -76,6 +76,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         figure=figure(rows),
         figures=figures,
     )
+    outcome.notes += [f"{arm}: {note}" for arm, told in arms.items() for note in size_notes(told)]
     if left_out:
         outcome.notes.append(f"left out: {left_out} arms of other models, texts or settings")
     return outcome

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Colours of Okabe and Ito: distinct with every common form of colour blindness.
-BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
+BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 GREY = "#808080"
 
