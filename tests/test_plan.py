@@ -160,6 +160,11 @@ def test_each_cut_is_planned_with_its_own_codecs(make_settings: MakeSettings) ->
     assert "each cut, per microbatch: at most " in packed
     stepped = plan_text(make_plan(slow_link(make_settings, codec__forward="step(3)+zstd"), RATE))
     assert "each cut, per microbatch: about " in stepped
+    kinds = {
+        name: plan_to_plain(make_plan(slow_link(make_settings, codec__forward=name), RATE))["cuts"]
+        for name in ("int4", "int4+zstd", "step(3)+zstd")
+    }
+    assert [rows[0]["bytes_are"] for rows in kinds.values()] == ["exact", "limits", "expected"]
     alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
     assert "each cut, per microbatch" in alike and "cut 0" not in alike
 
@@ -411,6 +416,9 @@ def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Ca
     both = {"codec__forward": "step(3)+zstd", "codec__backward": "int4+zstd"}
     (varies,) = size_notes(make_settings(**both))
     assert "the most that these codecs may send" in varies, "of one direction nothing is known"
+    limits = frame_bytes(make_settings(codec__forward="step(3)", codec__backward="int4+zstd"))
+    packed = frame_bytes(make_settings(**both))
+    assert packed[0] >= limits[0] and packed[1] == limits[1], "then both are limits"
     (differ,) = size_notes(make_settings(pipeline__stages=3, codec__cuts=["1: forward=int8"]))
     assert "of the first cut; codec.cuts" in differ
     (differ,) = size_notes(make_settings(**NARROW, boundary__ranks=["0: 7"]))

@@ -1,6 +1,7 @@
 """Recipes: each keeps what its name promises, can be planned and trained, and says its cost."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_the_plan_keeps_what_the_name_promises(name: str, preset: str) -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_a_recipe_says_what_it_is_at_the_smallest_size(name: str) -> None:
     about = " ".join(make_recipe(name, []).about)
-    assert f"(tiny: {planned_ratio(name, 'tiny'):.0f} times" in about
+    assert f"(tiny: {math.floor(planned_ratio(name, 'tiny') + 0.5)} times" in about
 
 
 @pytest.mark.parametrize(

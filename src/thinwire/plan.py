@@ -25,6 +25,7 @@ from thinwire.settings.crossing import (
     basis_bytes,
     frame_bytes,
     network_of,
+    size_kind,
     size_word,
     stream_width,
     wire_shape,
@@ -313,6 +314,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "cut": cut,
                 "forward_bytes": forward,
                 "backward_bytes": backward,
+                "bytes_are": size_kind(plan.settings, cut),
                 "basis_bytes": basis_bytes(plan.settings, cut),
             }
             for cut, (forward, backward) in enumerate(

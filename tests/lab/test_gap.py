@@ -63,6 +63,15 @@ def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close() -> No
     assert {"thin50", "thin200", "thin100 rank=33 step(4)/step(3), 8 stages"} <= names[1]
 
 
+def test_where_nothing_is_thin_only_the_literature_is_drawn(
+    write_log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["lab", "gap", "--logs", str(write_log(loss, [100])), "--stages", "7"]
+    main([*words, "--out", str(tmp_path)])
+    assert "No arm of the logs saves bytes." in capsys.readouterr().out
+    assert (tmp_path / "gap" / "plot.png").exists()
+
+
 def test_a_log_without_dense_is_refused(write_log: Callable[..., Path]) -> None:
     log = write_log(loss, [100])
     log.write_text("\n".join(line for line in log.read_text().splitlines() if "thin" in line))

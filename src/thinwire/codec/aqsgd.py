@@ -110,6 +110,12 @@ class AQSGD(Mirrored):
     def payload_limit(self, shape: Shape) -> int:
         return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
 
+    def expected_bytes(self, shape: Shape) -> int:
+        return self.payload_limit(shape)
+
+    def coded_bytes(self, shape: Shape) -> int:
+        return self.payload_limit(shape)
+
     def own_state(self) -> dict[str, Tensor]:
         return {} if self._memory is None else self._memory.state_tensors()
 

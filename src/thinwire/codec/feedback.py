@@ -209,6 +209,12 @@ class MixedErrorFeedback(Buffered):
         halves = self._on_tensor.payload_limit(shape) + self._on_error.payload_limit(shape)
         return max(halves, self.inner.payload_limit(shape))
 
+    def expected_bytes(self, shape: Shape) -> int:
+        return self.payload_limit(shape)
+
+    def coded_bytes(self, shape: Shape) -> int:
+        return self.payload_limit(shape)
+
 
 class Mirrored(Feedback):
     """Both ends know the same of a tensor, a: send C(x - a), then a += c; a is what arrives."""

@@ -27,7 +27,8 @@ _NAN_BITS = 0x7FC0  # NaN in bf16
 
 # Of `step`:
 _FEWEST_BITS, _MOST_BITS = 1.25, 12.0
-_CODED_EXCESS = 0.2  # bits per element above a Gaussian's entropy that +zstd was seen to need
+_CODED_BITS = 3.0, 8.0  # where +zstd comes close to the entropy; elsewhere nothing is estimated
+_CODED_MARGIN = 0.2  # bits per element above a Gaussian's entropy: from 3 to 6 bits it needs less
 _CODED_FRAME = 64  # bytes of a frame and of its table of codes, about
 _MOST_STEPS = 32_000  # the largest symbol: with the shift it stays within 16 bits
 _SHIFT = 128  # symbols from -128 to 127 have an upper byte of zero, which then costs nothing
@@ -187,7 +188,10 @@ class Step(Codec):
         return Part(torch.float32, min(count, 1)), plane, plane
 
     def coded_bytes(self, shape: Shape) -> int:
-        bits = elements(shape) * (self._bits + _CODED_EXCESS)
+        fewest, most = _CODED_BITS
+        if not fewest <= self._bits <= most:
+            return self.payload_limit(shape)
+        bits = elements(shape) * (self._bits + _CODED_MARGIN)
         return math.ceil(bits / 8) + _CODED_FRAME
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:

@@ -35,6 +35,12 @@ class Wrapper(Codec):
     def payload_limit(self, shape: Shape) -> int:
         return self.inner.payload_limit(shape)
 
+    def expected_bytes(self, shape: Shape) -> int:
+        return self.inner.expected_bytes(shape)
+
+    def coded_bytes(self, shape: Shape) -> int:
+        return self.inner.coded_bytes(shape)
+
     @property
     def content_decides_size(self) -> bool:
         return self.inner.content_decides_size

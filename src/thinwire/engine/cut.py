@@ -189,17 +189,17 @@ class Cut:
     def _arrival(self, leg: Leg, tensor: Tensor, sender: CutEnd, receiver: CutEnd) -> Tensor:
         place = sender.place(leg, *self.at, self.training)
         codec, other = sender.codecs[leg], receiver.codecs[leg]
-        is_unpacked = codec.content_decides_size and not self.weigh
-        if not self.training or not codec.size_varies or is_unpacked:
-            return cross(codec, other, tensor, place)
+        if codec.content_decides_size and self.training and self.weigh:
+            payload = codec.pack(tensor, place)
+            self._count(leg, len(payload))
+            return other.unpack(payload, spec_of(tensor), place)
+        if codec.size_varies and self.training and not codec.content_decides_size:
+            self._count(leg, sum(part.bytes for part in codec.layout(tuple(tensor.shape), place)))
+        return cross(codec, other, tensor, place)
+
+    def _count(self, leg: Leg, size: int) -> None:
         self._crossings[leg] += 1
-        if not codec.content_decides_size:
-            layout = codec.layout(tuple(tensor.shape), place)
-            self._bytes[leg] += sum(part.bytes for part in layout)
-            return cross(codec, other, tensor, place)
-        payload = codec.pack(tensor, place)
-        self._bytes[leg] += len(payload)
-        return other.unpack(payload, spec_of(tensor), place)
+        self._bytes[leg] += size
 
 
 def memory_prefix(block: int, leg: Leg, is_lower: bool) -> str:

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 
 from thinwire.engine.weights import parameter_count
 from thinwire.lab.experiment import Say, sheet, words
-from thinwire.lab.labels import log_ticks, name_points
+from thinwire.lab.labels import log_ticks, name_points, short_name
 from thinwire.lab.logs import Method, dense_among, gap_at, grounds_of, methods_of, read_logs
 from thinwire.lab.outcome import Outcome, Row
 from thinwire.lab.plots import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, canvas, shared_legend
 from thinwire.lab.pool import Trained
-from thinwire.settings.crossing import size_word
+from thinwire.settings.crossing import is_entropy_coded
 
 BARS = (8, 32, 100, 300)  # ratios that the verdict speaks of
 ABOUT = 0.9  # the share of such a ratio that is enough: headers and scales take theirs
@@ -64,7 +64,7 @@ def _row(method: Method, dense: Method, steps: int) -> Row:
     tables = TABLES.get(settings.boundary.anchor, "")
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
     optimizer = settings.optim.name.replace("adamw", "AdamW").replace("muon", "Muon")
-    coded = ", entropy-coded" if size_word(settings, 0) else ""
+    coded = ", entropy-coded" if is_entropy_coded(settings) else ""
     return {
         "method": method.label,
         "kind": f"{mode}, {optimizer}{coded}",
@@ -141,16 +141,16 @@ def figure(ours: list[Row], others: list[Row]) -> Figure:
     close.set(
         xlabel="times fewer bytes at a cut than bf16, both ways",
         title=f"below {CLOSE:g} %",
-        ylim=(min(-1.0, *(100 * row["least"] - 0.3 for row in ours)), CLOSE),
+        ylim=(min([-1.0, *(100 * row["least"] - 0.3 for row in ours)]), CLOSE),
     )
     shared_legend(whole, 3)
     plot.canvas.draw()  # the layout must be final before names are placed
     colours = _colours(ours)
-    for axis, is_here in ((whole, CLOSE.__le__), (close, CLOSE.__gt__)):
+    for axis in axes:
         points = [
             (row["ratio"], 100 * row["gap"], _name(row, usual), colours[row["kind"]])
             for row in ours
-            if is_here(100 * row["gap"])
+            if (100 * row["gap"] < CLOSE) == (axis is close)
         ]
         name_points(axis, points)
     return plot
@@ -181,9 +181,8 @@ def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
 
 def _name(row: Row, usual: tuple[str, int]) -> str:
     """The name at a point: its colour says the mode and its tables."""
-    method = re.sub(r" boundary\.anchor=\S+|\+zstd", "", row["method"])
-    method = re.sub(r"codec\.forward=(\S+) codec\.backward=(\S+)", r"\1/\2", method)
+    method = re.sub(r" boundary\.anchor=\S+", "", row["method"])
     first, _, rest = method.partition(" ")
-    name = re.sub(r"\b\w+\.(\w+=)", r"\1", rest if first in MODES and rest else method)
+    name = short_name(rest if first in MODES and rest else method)
     model = f", {row['model']}" if row["model"] != usual[0] else ""
     return name + model + (f", {row['stages']} stages" if row["stages"] != usual[1] else "")

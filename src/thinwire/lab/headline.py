@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.arms import Values, base_of, split_patterns
 from thinwire.lab.decide import too_short
 from thinwire.lab.experiment import Say, sheet, words
+from thinwire.lab.labels import short_name
 from thinwire.lab.logs import (
     Method,
     dense_among,
@@ -76,10 +77,19 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         figure=figure(rows),
         figures=figures,
     )
-    outcome.notes += [f"{arm}: {note}" for arm, told in arms.items() for note in size_notes(told)]
+    outcome.notes += _size_notes(arms)
     if left_out:
         outcome.notes.append(f"left out: {left_out} arms of other models, texts or settings")
     return outcome
+
+
+def _size_notes(arms: dict[str, Settings]) -> list[str]:
+    """What to know of the bytes of arms, those together of which the same is to be known."""
+    known: dict[str, list[str]] = {}
+    for arm, settings in arms.items():
+        for note in size_notes(settings):
+            known.setdefault(note, []).append(arm)
+    return [f"{', '.join(own)}: {note}" for note, own in known.items()]
 
 
 def _other_stages(methods: list[Method], arms: dict[str, Settings]) -> str:
@@ -333,7 +343,7 @@ def figure(rows: list[Row]) -> Figure:
     plot, axes = canvas("Time to the same loss", size, columns=len(links))
     for axis, link in zip(axes, links, strict=True):
         own = [row for row in rows if row["link"] == link][::-1]
-        names = [row["method"] for row in own]
+        names = [short_name(row["method"]) for row in own]
         colours = [BLUE if "M tokens to loss" in row else GREY for row in own]
         bars = axis.barh(names, [row["seconds"] for row in own], color=colours)
         told = [f" {row['seconds']:,.0f} s, {row['times as fast']:.1f}x" for row in own]

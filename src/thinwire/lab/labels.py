@@ -1,5 +1,6 @@
 """Names beside the points of a plot, where they hide each other least, and legends below it."""
 
+import re
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -39,6 +40,12 @@ def name_points(axis: Axes, points: Sequence[Point], size: float = 7) -> None:
             fontsize=size,
             color=color,
         )
+
+
+def short_name(method: str) -> str:
+    """The label of an arm as a picture shows it: settings without their sections, codecs as a/b."""
+    method = re.sub(r"codec\.forward=(\S+) codec\.backward=(\S+)", r"\1/\2", method)
+    return re.sub(r"\b\w+\.(\w+=)", r"\1", method.replace("+zstd", ""))
 
 
 def legend_below(axis: Axes, columns: int = 3) -> None:

@@ -30,7 +30,7 @@ from thinwire.wire import HEADER_BYTES
 
 BF16_BYTES = 2
 SAMPLES = 32  # steps whose crossings are looked at, at most
-WEIGHED = 100  # steps whose bytes are counted, at least, where the content decides them
+WEIGHED = 100  # steps whose bytes are counted, of a longer run, where the content decides them
 
 
 class Errors:

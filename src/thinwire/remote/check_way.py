@@ -197,6 +197,6 @@ def _check_rate(invite: Invite, ways: list[Route]) -> Finding:
             here,
             "Each step waits for the slowest uplink of the run; this one may be it.",
             "use a cable instead of wireless, and stop other uploads; the host can choose thinner "
-            "cuts: thinwire init --recipe thin100",
+            "cuts: thinwire init --recipe thin100 or thin200",
         )
     return fine(here)

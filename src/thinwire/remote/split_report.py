@@ -5,7 +5,7 @@ from typing import Any
 from thinwire.model import architecture
 from thinwire.remote.split import Split
 from thinwire.report.human import duration, human_bytes
-from thinwire.settings.crossing import size_word
+from thinwire.settings.crossing import size_kind, size_word
 
 
 def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
@@ -74,6 +74,7 @@ def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dic
                 "below": split.peers[cut].name,
                 "above": split.peers[cut + 1].name,
                 "forward_bytes_per_step": crossing.forward_bytes,
+                "bytes_are": size_kind(split.settings, cut),
                 "backward_bytes_per_step": crossing.backward_bytes,
                 "relayed": crossing.is_relayed,
             }
@@ -117,11 +118,13 @@ def _link_lines(split: Split) -> list[str]:
             f"{size_word(split.settings, cut)}{human_bytes(crossing.forward_bytes)} forward, "
             f"{human_bytes(crossing.backward_bytes)} backward"
         )
-    relayed = sum(c.forward_bytes + c.backward_bytes for c in split.crossings if c.is_relayed)
+    relayed = {cut: c for cut, c in enumerate(split.crossings) if c.is_relayed}
     if relayed:
+        size = sum(c.forward_bytes + c.backward_bytes for c in relayed.values())
+        word = max((size_word(split.settings, cut) for cut in relayed), key=len)
         lines.append(
-            f"the relay, or the host without one, carries {human_bytes(relayed)} per step; its own "
-            "rate is not in the estimate"
+            f"the relay, or the host without one, carries {word}{human_bytes(size)} per step; its "
+            "own rate is not in the estimate"
         )
     return lines
 

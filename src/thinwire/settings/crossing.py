@@ -9,9 +9,10 @@ from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
+_SIZE_WORDS = {"exact": "", "expected": "about ", "limits": "at most "}
 _SIZE_NOTES = {
-    "about ": "what these codecs are expected to send",
-    "at most ": "the most that these codecs may send",
+    "expected": "what these codecs are expected to send",
+    "limits": "the most that these codecs may send",
 }
 
 
@@ -29,24 +30,35 @@ def stream_width(settings: Settings, cut: int) -> int:
 def frame_bytes(settings: Settings, cut: int = 0) -> tuple[int, int]:
     """Bytes of one microbatch's frame forward and backward at a cut, headers included.
 
-    Where sizes depend on the data they are what is expected, see `size_word`.
+    Where sizes depend on the data they are what is expected, or the most, see `size_kind`.
     """
-    shape = wire_shape(settings, cut)
-    out, back = (codec.expected_bytes(shape) + HEADER_BYTES for codec in _codecs(settings, cut))
+    shape, codecs = wire_shape(settings, cut), _codecs(settings, cut)
+    if _are_expected(settings, cut):
+        out, back = (codec.expected_bytes(shape) + HEADER_BYTES for codec in codecs)
+    else:
+        out, back = (codec.payload_limit(shape) + HEADER_BYTES for codec in codecs)
     return out, back
 
 
-def size_word(settings: Settings, cut: int) -> str:
-    """What to write before `frame_bytes` of a cut: nothing, "about " or "at most ".
+def size_kind(settings: Settings, cut: int) -> str:
+    """What `frame_bytes` of a cut are: exact, expected or limits.
 
-    Where sizes vary with the data, only integers of one step (`step(b)+zstd`) have an estimate.
+    Where sizes vary with the data, only multiples of one step (`step(b)+zstd`) have an estimate.
     """
-    shape = wire_shape(settings, cut)
-    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
-    if not varying:
-        return ""
-    known = all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
-    return "about " if known else "at most "
+    if not any(codec.size_varies for codec in _codecs(settings, cut)):
+        return "exact"
+    return "expected" if _are_expected(settings, cut) else "limits"
+
+
+def size_word(settings: Settings, cut: int) -> str:
+    """What to write before `frame_bytes` of a cut, with a space behind it; often nothing."""
+    return _SIZE_WORDS[size_kind(settings, cut)]
+
+
+def is_entropy_coded(settings: Settings) -> bool:
+    """Whether a codec of any cut packs by content."""
+    cuts = range(settings.pipeline.stages - 1)
+    return any(codec.content_decides_size for cut in cuts for codec in _codecs(settings, cut))
 
 
 def basis_bytes(settings: Settings, cut: int = 0) -> int:
@@ -60,7 +72,7 @@ def basis_bytes(settings: Settings, cut: int = 0) -> int:
 def size_notes(settings: Settings) -> list[str]:
     """What to know of `frame_bytes` of the first cut, taken as the size of all frames."""
     notes = []
-    if note := _SIZE_NOTES.get(size_word(settings, 0)):
+    if note := _SIZE_NOTES.get(size_kind(settings, 0)):
         notes.append(f"bytes: {note}; the actual size varies")
     for key, exceptions in (
         ("codec.cuts", settings.codec.cuts),
@@ -82,6 +94,13 @@ def network_of(settings: Settings) -> Network | None:
 def _stream_shape(settings: Settings, cut: int) -> tuple[int, ...]:
     block = settings.split()[cut].stop
     return architecture(settings.model).stream_shape(block, settings.microbatch_size)
+
+
+def _are_expected(settings: Settings, cut: int) -> bool:
+    """Whether both directions of a cut have sizes, or estimates, and not one of them a limit."""
+    shape = wire_shape(settings, cut)
+    varying = [codec for codec in _codecs(settings, cut) if codec.size_varies]
+    return all(codec.expected_bytes(shape) < codec.payload_limit(shape) for codec in varying)
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:
