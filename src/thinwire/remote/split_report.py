@@ -74,8 +74,8 @@ def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dic
                 "below": split.peers[cut].name,
                 "above": split.peers[cut + 1].name,
                 "forward_bytes_per_step": crossing.forward_bytes,
-                "bytes_are": size_kind(split.settings, cut),
                 "backward_bytes_per_step": crossing.backward_bytes,
+                "bytes_are": size_kind(split.settings, cut),
                 "relayed": crossing.is_relayed,
             }
             for cut, crossing in enumerate(split.crossings)
