@@ -362,6 +362,22 @@ def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
     assert (plain["forward_bytes"], plain["backward_bytes"]) == frame_bytes(settings)
 
 
+def test_what_is_emulated_is_measured_in_small(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    family = architecture(make_settings().model)
+    probe = type(family).probe
+    monkeypatch.setattr(
+        type(family), "probe", lambda self, *words: asked.append(words[1]) or probe(self, *words)
+    )
+    settings = make_settings(run__precision="fp32")
+    measure_flops(settings, repeats=0)
+    monkeypatch.setattr("thinwire.plan.is_emulated", lambda precision, device: True)
+    measure_flops(settings)
+    assert asked[1] == asked[0] / 100
+
+
 def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettings) -> None:
     settings = make_settings(run__precision="fp32")
     threads = torch.get_num_threads()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.build import autocast_for, choose_device
+from thinwire.engine.build import autocast_for, choose_device, is_emulated
 from thinwire.engine.weights import Weights, stage_weights
 from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_flops
@@ -150,10 +150,13 @@ def measure_flops(settings: Settings, repeats: int = 3) -> float:
     """The rate at which this machine trains one block, forward and backward together.
 
     On a CPU with as many threads as each stage of a local run has; large models are measured on
-    a part of a microbatch, which flatters nobody: rates grow with size.
+    a part of a microbatch, which flatters nobody: rates grow with size. What is emulated is
+    measured once, on a hundredth of that.
     """
     device, dtype = choose_device(settings.run.device, 0), WEIGHT_TYPES[settings.run.precision]
     most = _MEASURE_FLOPS / (1 + BACKWARD_PER_FORWARD)
+    if is_emulated(settings.run.precision, device):
+        most, repeats = most / 100, 0
     probe = architecture(settings.model).probe(settings.microbatch_size, most)
     block = probe.plan.make().to(device, dtype)
     x = torch.randn(probe.shape, device=device, dtype=dtype, requires_grad=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.engine.build import check_devices
+from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
@@ -25,6 +25,11 @@ from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
 from thinwire.run.start import adopted, make_start, open_origin
 from thinwire.settings import Settings
+
+EMULATED = (
+    "this CPU has no instructions for bf16 and emulates it, which takes a hundred times as long as "
+    'fp32 or longer: set run.precision = "fp32"'
+)
 
 
 def train(
@@ -41,6 +46,8 @@ def train(
     for line in describe(settings):
         display.phase("config", line)
     check_devices(settings)
+    if is_emulated(settings.run.precision, choose_device(settings.run.device, 0)):
+        display.note(EMULATED)
     folder = Path(settings.run.out) / settings.run.name
     checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
     weights = checkpoint or open_origin(settings, display, allow_plugins)

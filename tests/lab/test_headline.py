@@ -132,7 +132,7 @@ def test_a_small_model_is_timed_by_stages_and_a_large_one_by_a_block(
     assert found.holds is None and found.too_small.startswith("100 steps")
     assert {row["method"] for row in found.rows} >= {"dense", "thin32", "thin100"}
     assert len(found.figures) == 3 * 4 and all(row["forward"] > 0 for row in found.figures)
-    large = headline(log, SMALL, "--device", "cpu")
+    large = headline(log, f"run.precision=fp32 {SMALL}", "--device", "cpu")
     assert any("measured with one block on this machine" in note for note in large.notes)
 
 

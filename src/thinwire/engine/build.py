@@ -49,6 +49,15 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def is_emulated(precision: str, device: torch.device) -> bool:
+    """Whether this machine only emulates a precision: a CPU without instructions for bf16.
+
+    Matrix products then take a hundred times as long as in fp32, or longer.
+    """
+    has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    return precision == "bf16" and device.type == "cpu" and not has_bf16()
+
+
 def _check_precision(precision: str, device: torch.device) -> None:
     if device.type == "mps" and precision == "fp64":
         raise ConfigError('run.precision = "fp64" does not exist on mps: use run.device = "cpu"')
