@@ -25,8 +25,10 @@ from thinwire.settings.crossing import (
     basis_bytes,
     frame_bytes,
     network_of,
+    row_bytes,
     size_kind,
     size_word,
+    step_bytes,
     stream_width,
     wire_shape,
 )
@@ -99,8 +101,8 @@ def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> 
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    bases = [basis_bytes(settings, cut) for cut in range(len(sizes))]
-    return Costs(forward, backward, update, out, back, bases)
+    once = [step_bytes(settings, cut) for cut in range(len(sizes))]
+    return Costs(forward, backward, update, out, back, once)
 
 
 def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
@@ -132,7 +134,9 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
     if settings.pipeline.recompute:
         streams = [math.prod(family.stream_shape(block, batch)) for block in blocks]
         is_between_cuts = blocks.start > 0 and blocks.stop < model.layers
-        if settings.boundary.own_tables and is_between_cuts and len(blocks) > 1:
+        boundary = settings.boundary
+        has_known = boundary.own_tables or boundary.shares_embedding
+        if has_known and is_between_cuts and len(blocks) > 1:
             streams.append(streams[0])  # rows of the table, from the first layer to the last
         kept = sum(streams) * width
     else:
@@ -142,6 +146,8 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
         activations += family.logits(batch) * (compute_width + 2 * 4)
     fixed = settings.boundary.anchor == "fixed"
     table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
+    if settings.boundary.shares_embedding:  # gradients of rows that are not due yet
+        table = model.vocab * model.dim * width
     rounded = weights.trained * compute_width if compute_width < width else 0
     return weights.bytes + weights.trained * width * states + rounded + table + activations
 
@@ -278,6 +284,15 @@ def _cut_lines(settings: Settings) -> list[str]:
                 f"{which}, per step: {human_bytes(basis_bytes(settings, cut))} each way for its "
                 "learned basis"
             )
+    if rows := row_bytes(settings):
+        share = rows / settings.tokens_per_step
+        out, back = frame_bytes(settings, cuts[0])
+        width = 2 * BF16_BYTES * stream_width(settings, cuts[0])
+        ratio = width / ((out + back) / tokens + 2 * share)
+        lines.append(
+            f"each cut, per step: at most {human_bytes(rows)} each way for rows of the embedding "
+            f"({share:,.1f} bytes per {settings.unit}); with them {against_bf16(ratio)}"
+        )
     return lines
 
 
@@ -319,6 +334,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "backward_bytes": backward,
                 "bytes_are": size_kind(plan.settings, cut),
                 "basis_bytes": basis_bytes(plan.settings, cut),
+                "row_bytes": row_bytes(plan.settings),
             }
             for cut, (forward, backward) in enumerate(
                 zip(plan.costs.forward_bytes, plan.costs.backward_bytes, strict=True)

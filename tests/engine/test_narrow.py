@@ -85,6 +85,18 @@ MODES = {
     },
 }
 
+EMBEDDING = {
+    f"{mode}-embedding": {
+        "boundary__mode": mode,
+        "boundary__rank": 6,
+        "boundary__anchor": "embedding",
+        "boundary__row_tokens": 20,
+        "boundary__row_steps": 5,
+    }
+    for mode in ("subspace", "reparam")
+}
+"""Whose rows have updates of their own: tests/engine/test_shared_rows.py has the plain loop."""
+
 
 def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict]:
     """One process, one graph: stages chained by autograd, and an Adam written out by hand."""
@@ -195,13 +207,16 @@ def test_pipeline_equals_one_process(
         assert (weight - parameters[name]).abs().max().item() < 1e-9, name
 
 
-@pytest.mark.parametrize("mode", ["subspace", "subspace-moving", "reparam", "reparam-moving"])
+@pytest.mark.parametrize(
+    "mode", ["subspace", "subspace-moving", "reparam", "reparam-moving", *EMBEDDING]
+)
 def test_constrained_modes_do_not_depend_on_the_split(
     mode: str, make_settings: Callable, run_in_threads: Callable
 ) -> None:
     """The cut loses nothing: 1, 2 and 4 stages agree to rounding in float64."""
+    changes = (MODES | EMBEDDING)[mode] | {"codec__rows": "fp64"}
     runs = [
-        run_in_threads(make_settings(pipeline__stages=n, boundary__free_layers=1, **MODES[mode]))
+        run_in_threads(make_settings(pipeline__stages=n, boundary__free_layers=1, **changes))
         for n in (1, 2, 4)
     ]
     for other in runs[1:]:
@@ -217,13 +232,15 @@ def test_projected_cuts_lose_something(make_settings: Callable, run_in_threads: 
     assert abs(runs[1].losses()[0] - runs[2].losses()[0]) > 1e-4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *EMBEDDING])
 def test_resume_is_bitwise_across_a_move(
     mode: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Checkpoints before, at and after a move of the basis, gathered gradients included."""
+    """Checkpoints before, at and after a move of the basis, gathered gradients included; so are
+    those of rows that are not due yet.
+    """
     changes = {
-        **MODES[mode],
+        **(MODES | EMBEDDING)[mode],
         "train__steps": 7,
         "train__checkpoint_every": 1,
         "run__precision": "fp32",

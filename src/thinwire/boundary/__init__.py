@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from thinwire.boundary.base import Boundary
     from thinwire.boundary.dense import DenseBoundary
     from thinwire.boundary.image import ImageBoundary
-    from thinwire.boundary.narrow import ProjectedBoundary, SubspaceBoundary
+    from thinwire.boundary.narrow import EmbeddedBoundary, ProjectedBoundary, SubspaceBoundary
 
 __all__ = [
     "Boundary",
     "BoundaryConfig",
     "DenseBoundary",
+    "EmbeddedBoundary",
     "ImageBoundary",
     "ProjectedBoundary",
     "SubspaceBoundary",
@@ -26,6 +27,6 @@ __getattr__ = on_first_use(
         "base": ("Boundary",),
         "dense": ("DenseBoundary",),
         "image": ("ImageBoundary",),
-        "narrow": ("ProjectedBoundary", "SubspaceBoundary"),
+        "narrow": ("EmbeddedBoundary", "ProjectedBoundary", "SubspaceBoundary"),
     },
 )

@@ -44,6 +44,10 @@ class Boundary(nn.Module, ABC):
         """What the receiving stage knows of each token by itself, where stages have own tables."""
         return None
 
+    def copy_of_embedding(self) -> nn.Parameter | None:
+        """The receiver's copy of the model's embedding, where stages share that."""
+        return None
+
     def shared(self) -> list[nn.Parameter]:
         """What both ends hold: the sender updates it, with the gradients of both ends, and sends
         it to the receiver.

@@ -11,6 +11,7 @@ from thinwire.typed import by_cut, option
 NARROW = ("subspace", "reparam", "projected")
 CONSTRAINED = ("subspace", "reparam")
 TABLES = ("trainable", "per-stage")
+EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,22 @@ class BoundaryConfig:
     anchor: str = option(
         "auto",
         "token table that both sides know and need not send: none; fixed (random); trainable, "
-        "added by the receiver; per-stage, taken off again where that stage sends; auto = fixed "
+        "added by the receiver; per-stage, taken off again where that stage sends; embedding "
+        "(subspace, reparam), the model's own, of which all stages have a copy; auto = fixed "
         "for subspace and reparam, none for projected",
-        ("auto", "none", "fixed", *TABLES),
+        ("auto", "none", "fixed", *TABLES, EMBEDDING),
+    )
+    row_tokens: int = option(
+        16,
+        "anchor = embedding: a row is updated on all stages once its token was seen so often",
+        least=1,
+        most=10**9,
+    )
+    row_steps: int = option(
+        100,
+        "anchor = embedding: steps after which a row is updated if it was seen at all",
+        least=1,
+        most=10**9,
     )
     table: int = option(
         0,
@@ -87,6 +101,11 @@ class BoundaryConfig:
     def has_tables(self) -> bool:
         """Whether the receiver of each cut has a trainable token table."""
         return self.anchor in TABLES
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether every stage has a copy of the embedding, which all of them train together."""
+        return self.anchor == EMBEDDING
 
     @property
     def own_tables(self) -> bool:
@@ -143,6 +162,11 @@ class BoundaryConfig:
                 'boundary.anchor = "per-stage" cannot work with boundary.basis = "calibrated", '
                 "whose tables start from what crosses in a model that takes nothing off: use "
                 '"trainable"'
+            )
+        if self.shares_embedding:
+            raise ConfigError(
+                'boundary.anchor = "embedding" cannot work with boundary.mode = "projected", whose '
+                'weights write outside the basis too: use subspace, or anchor = "per-stage"'
             )
         anchor = "none" if self.anchor == "auto" else self.anchor
         table = (self.table or dim) if self.has_tables else 0
@@ -209,11 +233,16 @@ class BoundaryConfig:
         return dataclasses.replace(self, anchor="none", free_layers=0)
 
     def _resolved_constrained(self, last_stage: int) -> "BoundaryConfig":
-        if self.anchor not in ("auto", "fixed"):
+        if self.anchor not in ("auto", "fixed", EMBEDDING):
             raise ConfigError(
-                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": the '
-                "embedding is the fixed table plus a part in the subspace, so one side must "
-                'subtract that table and the other add it; set it to "auto"'
+                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": all '
+                "stages must know of each token what lies outside the subspace, a fixed table or "
+                'the embedding; set it to "auto" or "embedding"'
+            )
+        if self.shares_embedding and self.basis_update_every:
+            raise ConfigError(
+                'boundary.basis_update_every cannot work with boundary.anchor = "embedding": leave '
+                "it at 0"
             )
         if self.learn or self.basis != "shared":
             raise ConfigError(
@@ -226,4 +255,5 @@ class BoundaryConfig:
                 f"boundary.free_layers = {free}, but only the {last_stage} blocks of the last "
                 "stage may be free: what a block below the last cut writes must lie in the subspace"
             )
-        return dataclasses.replace(self, anchor="fixed", free_layers=free)
+        anchor = EMBEDDING if self.shares_embedding else "fixed"
+        return dataclasses.replace(self, anchor=anchor, free_layers=free)

@@ -75,6 +75,37 @@ class SubspaceBoundary(Boundary):
             self.space.anchor_coordinates()
 
 
+class EmbeddedBoundary(SubspaceBoundary):
+    """The exact cut around the model's own embedding, of which every stage has a copy.
+
+    A copy is added where the stream enters a stage and taken off where it leaves, so what crosses
+    is what blocks have written. As these write into the subspace, nothing is lost, and as copies
+    stay equal (engine/rows.py), the model is a plain one whose embedding is trained whole.
+    """
+
+    own_tables = True
+
+    def __init__(self, space: Space, copy: tuple[int, int] | None):
+        """`copy` is the shape of the receiver's copy; a sender needs none here."""
+        super().__init__(space, anchored=False)
+        self.needs_ids = True
+        self.copy = None
+        if copy is not None:
+            self.copy = nn.Parameter(space.basis_DK.new_zeros(copy))
+
+    def known(self, ids_BT: Tensor | None) -> Tensor | None:
+        if self.copy is None:
+            return None
+        assert ids_BT is not None, "an anchored boundary reads token ids"
+        return F.embedding(ids_BT, self.copy)
+
+    def copy_of_embedding(self) -> nn.Parameter | None:
+        return self.copy
+
+    def copied(self) -> list[nn.Parameter]:
+        return [] if self.copy is None else [self.copy]
+
+
 class ProjectedBoundary(SubspaceBoundary):
     """A narrow cut between free weights: what lies outside the basis is lost here.
 

@@ -102,6 +102,11 @@ def _check_microbatches(grid: Grid) -> None:
 
 
 def _check_settings(settings: Settings, grid: Grid) -> None:
+    if settings.boundary.shares_embedding:
+        raise ConfigError(
+            'boundary.anchor = "embedding" does not work on a cluster yet: rows of the embedding '
+            'would have to cross between its ranks. Use "auto", or thinwire train and join'
+        )
     if grid.schedule in ("zero-bubble", "zbv"):
         for key, is_on in (
             ("run.compile", settings.run.compile),

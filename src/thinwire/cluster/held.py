@@ -24,7 +24,7 @@ class Held:
         settings = builder.settings
         self.index = index
         self.stage = builder.build(index)
-        self.update = StageUpdate.build(builder, self.stage)
+        self.update = StageUpdate.build(builder, self.stage, index)
         self.sightings = Sightings()
         scratch = scratch_folder(folder) / f"stage-{index}"
 

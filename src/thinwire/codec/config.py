@@ -31,6 +31,10 @@ class CodecConfig:
         "bf16",
         "codec of gradients: the same, and topk(shared), with the positions of forward",
     )
+    rows: str = option(
+        "int4",
+        "boundary.anchor = embedding: codec of the embedding's rows and of their gradients",
+    )
     cuts: list[str] = option(  # noqa: RUF009 -- option makes a fresh list each time
         [], 'exceptions for single cuts, counted from 0, such as "2: forward=int8 backward=bf16"'
     )
@@ -53,9 +57,16 @@ class CodecConfig:
     def check(self, cuts: int) -> None:
         """Import the plugins, then refuse codecs that do not exist, of cuts that do not exist."""
         self._import_plugins()
-        if {self.forward, self.backward} <= set(PLAIN) and not self.cuts:
+        if {self.forward, self.backward, self.rows} <= set(PLAIN) and not self.cuts:
             return
-        from thinwire.codec.parse import build_codecs
+        from thinwire.codec.parse import build_codecs, parse_codec
+
+        rows = parse_codec(self.rows, "codec.rows")
+        if rows.remembers or rows.size_varies:
+            raise ConfigError(
+                f'codec.rows = "{self.rows}": other rows cross in every step, so their codec can '
+                f"neither remember nor vary in size; use one of {', '.join(PLAIN)}"
+            )
 
         build_codecs(self.forward, self.backward)
         for place, cut in enumerate(self._overrides(cuts)):

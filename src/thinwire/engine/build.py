@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from thinwire.boundary import Boundary, ProjectedBoundary, SubspaceBoundary
+from thinwire.boundary import Boundary, EmbeddedBoundary, ProjectedBoundary, SubspaceBoundary
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
 from thinwire.model import Narrow, Stage, architecture
@@ -104,7 +104,8 @@ class StageBuilder:
         narrow = None
         if self.space is not None and settings.boundary.is_constrained:
             held = settings.model.layers - settings.boundary.free_layers
-            narrow = Narrow(self.space, held, settings.boundary.mode == "reparam")
+            is_free = settings.boundary.shares_embedding
+            narrow = Narrow(self.space, held, settings.boundary.mode == "reparam", is_free)
         # Made on the CPU, whose rounding is the reference for rotary tables, or with no memory.
         with torch.device("meta" if self.device.type == "meta" else "cpu"):
             stage = Stage(
@@ -170,6 +171,9 @@ class StageBuilder:
         config, space = self.settings.boundary, self.space
         if space is None:
             return self.architecture.dense()
+        if config.shares_embedding:
+            model = self.settings.model
+            return EmbeddedBoundary(space, (model.vocab, model.dim) if receives else None)
         if config.is_constrained:
             return SubspaceBoundary(space)
         rank = config.rank_at(cut)

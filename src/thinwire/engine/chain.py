@@ -28,6 +28,7 @@ from thinwire.engine.verdict import global_norm
 from thinwire.model import Past, Score
 from thinwire.optim import learning_rate
 from thinwire.settings import Settings
+from thinwire.wire import HEADER_BYTES
 
 Told = Callable[[int, int], None]
 """Called after every batch of a validation: how many are done, of how many."""
@@ -115,7 +116,10 @@ class Chain(Joined):
         self.feed = feed
         for stage in self.stages:
             self.builder.initialise(stage)
-        self.updates = [StageUpdate.build(self.builder, stage) for stage in self.stages]
+        self.updates = [
+            StageUpdate.build(self.builder, stage, index) for index, stage in enumerate(self.stages)
+        ]
+        self.row_bytes = dict.fromkeys(Leg, 0)  # that crossed each cut for a shared embedding
         self.done = 0
         self.move_jumps: list[float] | None = None
         """Set to a list to have the change of validation loss by each move of the basis."""
@@ -135,6 +139,8 @@ class Chain(Joined):
             for microbatch in range(count):
                 batch = self.feed.training(step, microbatch)
                 self.go_to(step, microbatch, training=True)
+                for update in self.updates:
+                    update.see(batch.inputs)
                 logits = self.logits(batch.inputs)
                 with self._autocast():
                     loss = batch.loss(self.stages[-1], logits, count)
@@ -150,6 +156,7 @@ class Chain(Joined):
             update.project()
         for below, above in itertools.pairwise(self.updates):
             below.add_lent_gradients(above.take_borrowed_gradients())
+        self._add_rows(step)
         moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
         basis_DK = self.keepers[-1].propose() if moves else None
         norm = global_norm([square for update in self.updates for square in update.squared_norms()])
@@ -160,11 +167,34 @@ class Chain(Joined):
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
         for update in self.updates:
             update.commit(step, lr, norm)
+        self._change_rows(step)
         if basis_DK is not None:
             self._switch(basis_DK)
         for stage, above in zip(self.stages, self.updates[1:], strict=False):
             above.follow_lender(stage.lent())
         return True
+
+    def _add_rows(self, step: int) -> None:
+        """Gradients of due rows down the stages, each adding its own."""
+        rows = [update.rows for update in self.updates if update.rows is not None]
+        payload = None
+        for own in reversed(rows):
+            own.choose(step)
+            if payload is not None and len(own.rows_R):
+                own.add(step, payload)
+                self.row_bytes[Leg.BACKWARD] += len(payload) + HEADER_BYTES
+            payload = own.gradients(step) if own.index and len(own.rows_R) else None
+
+    def _change_rows(self, step: int) -> None:
+        """Changes of due rows from the first stage up to all."""
+        rows = [update.rows for update in self.updates if update.rows is not None]
+        if rows and len(rows[0].rows_R):
+            payload = rows[0].changes(step, self.updates[0].version)
+            for own in rows:
+                own.follow(step, payload)
+            self.row_bytes[Leg.FORWARD] += (len(rows) - 1) * (len(payload) + HEADER_BYTES)
+        for own in rows:
+            own.commit()
 
     def _switch(self, basis_DK: Tensor) -> None:
         """All stages share one space here: it moves once, and every stage's weights follow."""
@@ -187,9 +217,11 @@ class Chain(Joined):
         return self.validate(self.feed, self.done, compressed)
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
-        """Mean over the cuts of what one token costs on this leg, without frame headers.
+        """Mean over the cuts of what one token costs on this leg, without frame headers; rows of a
+        shared embedding included.
 
         An image counts as one token.
         """
         total = sum(cut.payload_bytes_per_token(leg) for cut in self.cuts)
+        total += self.row_bytes[leg] / max(1, self.done * self.settings.tokens_per_step)
         return total / max(1, len(self.cuts))

@@ -7,7 +7,7 @@ from thinwire.engine.verdict import TALLY_BYTES, VERDICT_BYTES
 from thinwire.schedule import Kind, Schedule
 from thinwire.wire import SEAL_BYTES, FrameKind
 
-FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways a BASIS message may take within a step, its number
+FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of a BASIS or ROWS message in a step, its number
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,19 @@ class Due:
     sender: int
     kinds: frozenset[FrameKind]
     steps_ahead: int
-    basis_way: int
+    way: int  # of a basis or of rows
     signers: Mapping[FrameKind, range] = field(default_factory=dict)  # one part of each stage
     first_step: int = 0
     validation_batches: int = 0
     basis_bytes: frozenset[int] = frozenset()
+    row_bytes: int = 0  # at most, of rows of the embedding; 0 = none cross
     answers_before: tuple[int, ...] | None = None  # for each forward, gradients sent back before
 
     def most_bytes(self, kind: FrameKind) -> int:
         """The largest message of a kind, signatures included."""
         content = {
             FrameKind.BASIS: max(self.basis_bytes, default=0),
+            FrameKind.ROWS: self.row_bytes,
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
         return content + len(self.signers[kind]) * SEAL_BYTES
@@ -44,52 +46,68 @@ class Due:
         validation_batches: int,
         basis_bytes: set[int],
         schedule: Schedule | None = None,
+        row_bytes: int = 0,
     ) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts.
 
-        The first stage has signed verdicts; a basis comes from the stage below itself. By the
-        schedule it keeps a window: it sends another activation only after so many gradients.
+        The first stage has signed verdicts and the changes of rows; a basis comes from the stage
+        below itself. By the schedule it keeps a window: it sends another activation only after so
+        many gradients.
         """
         kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
         kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
         kinds |= {FrameKind.PROBE} if basis_bytes else set()
+        kinds |= {FrameKind.ROWS} if row_bytes else set()
         first, below = range(1), range(stage - 1, stage)
         return cls(
             sender=stage - 1,
             kinds=frozenset(kinds),
             steps_ahead=1,
-            basis_way=FROM_BELOW,
+            way=FROM_BELOW,
             signers={
                 FrameKind.VERDICT: first,
                 FrameKind.VALIDATED: first,
                 FrameKind.BASIS: below,
+                FrameKind.ROWS: first,
             },
             first_step=first_step,
             validation_batches=validation_batches,
             basis_bytes=frozenset(basis_bytes),
+            row_bytes=row_bytes,
             answers_before=_answers_before(schedule, stage - 1) if schedule else None,
         )
 
     @classmethod
     def from_above(
-        cls, stage: int, stages: int, first_step: int, basis_bytes: set[int], basis_is_shared: bool
+        cls,
+        stage: int,
+        stages: int,
+        first_step: int,
+        basis_bytes: set[int],
+        basis_is_shared: bool,
+        row_bytes: int = 0,
     ) -> "Due":
         """What the stage above sends: gradients and tallies, to which each stage adds its own.
 
         A shared basis moves as the last stage says; otherwise the stage above has signed a basis.
+        It has also signed gradients of rows, to which it has added its own.
         """
         above = range(stage + 1, stages)
+        kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
+        kinds |= {FrameKind.ROWS} if row_bytes else set()
         return cls(
             sender=stage + 1,
-            kinds=frozenset({FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}),
+            kinds=frozenset(kinds),
             steps_ahead=0,
-            basis_way=FROM_ABOVE,
+            way=FROM_ABOVE,
             signers={
                 FrameKind.TALLY: above,
                 FrameKind.BASIS: above[-1:] if basis_is_shared else above[:1],
+                FrameKind.ROWS: above[:1],
             },
             first_step=first_step,
             basis_bytes=frozenset(basis_bytes),
+            row_bytes=row_bytes,
         )
 
 

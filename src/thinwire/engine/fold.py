@@ -106,7 +106,8 @@ class Folded(Source):
     @property
     def _anchored(self) -> str:
         """The embedding to which a fixed table belongs, if one does."""
-        if not self._source.settings.boundary.is_constrained:
+        boundary = self._source.settings.boundary
+        if not boundary.is_constrained or boundary.shares_embedding:
             return ""
         return f"{architecture(self._settings.model).layers()[0].name}.weight"
 

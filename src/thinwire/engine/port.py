@@ -27,6 +27,7 @@ _LEGS = {
 _TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 _MADE = {FrameKind.FORWARD: FORWARD, FrameKind.BACKWARD: BACKWARD}
 _ARRIVED = {FrameKind.FORWARD: INPUT, FrameKind.BACKWARD: GRADIENT}
+_TENSORS = (FrameKind.BASIS, FrameKind.ROWS)  # that go both ways, without a cut's codecs
 PROBES = 2  # a move of the basis is scored just before it and just after
 _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
     FrameKind.TALLY: unpack_tally,
@@ -210,7 +211,7 @@ class Port:
     def _on_message(self, frame: Frame) -> None:
         kind, step, number = frame.kind, frame.step, frame.microbatch
         ends_validation = kind is FrameKind.VALIDATED
-        due_number = self._due.basis_way if kind is FrameKind.BASIS else 0
+        due_number = self._due.way if kind in _TENSORS else 0
         if number != due_number or (ends_validation and step != self._open_step + 1):
             raise WireError(f"{self._described(frame)} does not exist")
         with self._gate:
@@ -225,7 +226,7 @@ class Port:
             content = self._seal.check(self._due.signers[kind], kind, step, travels, number)
             if kind is FrameKind.BASIS:
                 self._check_basis(content)
-            else:
+            elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
                 said = _MESSAGE_CHECKS[kind](content)
                 if isinstance(said, list) and not all(map(math.isfinite, said)):
                     self._sightings.note(step, NORMS)

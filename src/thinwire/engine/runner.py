@@ -25,6 +25,7 @@ from thinwire.engine.keeper import Keeper
 from thinwire.engine.port import Message, Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import StageCosts
+from thinwire.engine.rows import SharedRows
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
@@ -164,6 +165,7 @@ class Runner:
         if batch.wait is not None:
             with self.trace.span("wait", f"ids{microbatch}"):
                 batch.wait()
+        self._update.see(batch.inputs)
         received = None
         if self._below is not None:
             with self.trace.span("wait", f"F{microbatch}"):
@@ -220,6 +222,8 @@ class Runner:
             update.add_lent_gradients(lent)
             if keeper.moves_after(step):
                 new_basis_DK = self._pass_move_down(step, keeper)
+        if update.rows is not None:
+            self._pass_rows_down(step, update.rows)
         with self.trace.span("compute", "norm"):
             tally = update.squared_norms()
             if not all(map(math.isfinite, tally)):
@@ -239,6 +243,8 @@ class Runner:
             lenders = self._take_basis(self._below, step, self.stage.borrowed(), FROM_BELOW)
             self._check_basis(step, lenders, self._index - 1)
             update.follow_lender(lenders)
+            if update.rows is not None:
+                self._pass_rows_up(step, update.rows)
             with self.trace.span("compute", "U"):
                 update.check(step)
         return verdict
@@ -286,6 +292,35 @@ class Runner:
         if self._below is not None:
             self._below.send_message(FrameKind.BASIS, step, message.travels, FROM_ABOVE)
         return basis_DK
+
+    def _pass_rows_down(self, step: int, rows: SharedRows) -> None:
+        """Gradients of the rows that are due: those of the stages above, and this one's."""
+        with self.trace.span("compute", "norm"):
+            rows.choose(step)
+        if not len(rows.rows_R):
+            return
+        if self._above is not None:
+            with self.trace.span("wait", "rows"):
+                message = self._above.take_message(FrameKind.ROWS, step, FROM_ABOVE)
+            rows.add(step, message.content)
+        if self._below is not None:
+            signed = self._seal.sign(FrameKind.ROWS, step, rows.gradients(step), FROM_ABOVE)
+            self._below.send_message(FrameKind.ROWS, step, signed, FROM_ABOVE)
+
+    def _pass_rows_up(self, step: int, rows: SharedRows) -> None:
+        """What the first stage makes of them, for all copies; then they are no longer due."""
+        if len(rows.rows_R):
+            if self._below is None:
+                content = rows.changes(step, self._update.version)
+                travels = self._seal.sign(FrameKind.ROWS, step, content, FROM_BELOW)
+            else:
+                with self.trace.span("wait", "rows"):
+                    content, travels = self._below.take_message(FrameKind.ROWS, step, FROM_BELOW)
+            if self._above is not None:
+                self._above.send_message(FrameKind.ROWS, step, travels, FROM_BELOW)
+            with self.trace.span("compute", "U"):
+                rows.follow(step, content)
+        rows.commit()
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""

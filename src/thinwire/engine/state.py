@@ -14,6 +14,7 @@ from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.cut import CutEnd, memory_prefix
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
+from thinwire.engine.rows import names_of_rows
 from thinwire.engine.source import Snapshot, Source
 from thinwire.engine.update import StageUpdate
 from thinwire.errors import CheckpointError
@@ -50,6 +51,8 @@ class StageState:
         }
         if update.keeper is not None:
             tensors |= update.keeper.state_tensors()
+        if update.rows is not None:
+            tensors |= update.rows.state_tensors()
         for end in self._ends:
             tensors |= end.state_tensors()
         return tensors
@@ -73,6 +76,8 @@ class StageState:
         optimizer.load_state_tensors(_moments(source, optimizer.remembered()))
         if keeper is not None:
             keeper.load(source)
+        if self._update.rows is not None:
+            self._update.rows.load(source)
         for end in self._ends:
             end.load(source)
         self._update.version = source.versions.weight_version
@@ -101,8 +106,9 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
     shared = {BASIS, NEXT_BASIS} | (
         {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
     )
-    begins = tuple(prefixes)
-    return {name for name in names if name in exact | shared or name.startswith(begins)}
+    begins, names = tuple(prefixes), set(names)
+    found = {name for name in names if name in exact | shared or name.startswith(begins)}
+    return found | names_of_rows(settings, stage, names)
 
 
 @torch.no_grad()

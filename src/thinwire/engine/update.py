@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.keeper import Keeper
+from thinwire.engine.rows import SharedRows
 from thinwire.engine.source import Versions
 from thinwire.errors import StageError
 from thinwire.model import Stage
@@ -26,10 +27,16 @@ class StageUpdate:
     """One stage's weights, with all that changes them or takes the change back."""
 
     def __init__(
-        self, stage: Stage, optimizer: StageOptimizer, clip: float, keeper: Keeper | None = None
+        self,
+        stage: Stage,
+        optimizer: StageOptimizer,
+        clip: float,
+        keeper: Keeper | None = None,
+        rows: SharedRows | None = None,
     ):
         self.optimizer = optimizer
         self.keeper = keeper
+        self.rows = rows
         self.version = 0  # updates committed
         self._stage = stage
         self._clip = clip
@@ -37,12 +44,16 @@ class StageUpdate:
         self._buffers_before: dict[str, Tensor] = {}
 
     @classmethod
-    def build(cls, builder: StageBuilder, stage: Stage) -> "StageUpdate":
-        """With the optimizer that the settings name, and a keeper where stages share a space."""
+    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
+        """With the optimizer that the settings name, a keeper where stages share a space, and rows
+        where they share the embedding.
+        """
         settings, constraint = builder.settings, builder.constraint_in_training(stage)
+        by_rows = settings.boundary.shares_embedding
         optimizer = StageOptimizer(
-            stage.trained_parameters(), stage.roles(), settings.optim, constraint
+            stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
+        rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
         keeper = None
         if builder.space is not None:
             keeper = Keeper(
@@ -53,7 +64,7 @@ class StageUpdate:
                 constraint,
                 settings.train.steps,
             )
-        return cls(stage, optimizer, settings.optim.clip, keeper)
+        return cls(stage, optimizer, settings.optim.clip, keeper, rows)
 
     @property
     def versions(self) -> Versions:
@@ -65,6 +76,11 @@ class StageUpdate:
         self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
         if self.keeper is not None:
             self.keeper.begin_step(step)
+
+    def see(self, ids: Tensor) -> None:
+        """Of each training microbatch, where that matters: which tokens it has."""
+        if self.rows is not None:
+            self.rows.see(ids)
 
     def project(self) -> None:
         """Drop what leads out of the shared space: before the norm, clipping and the moments."""
@@ -115,6 +131,8 @@ class StageUpdate:
         self.optimizer.zero_grad()
         if self.keeper is not None:
             self.keeper.withdraw(step)
+        if self.rows is not None:
+            self.rows.withdraw()
         for name, before in self._buffers_before.items():
             self._buffers[name].copy_(before)
 

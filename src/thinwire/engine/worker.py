@@ -90,7 +90,7 @@ class Worker:
         prepare_torch(settings, self.device)
         self.builder = StageBuilder(settings, self.device)
         self.stage = self.builder.build(self.index)
-        self.update = StageUpdate.build(self.builder, self.stage)
+        self.update = StageUpdate.build(self.builder, self.stage, self.index)
         self.below, self.above = self._end(self.index - 1), self._end(self.index)
         self.state = StageState(settings, self.stage, self.update, self._ends())
         if assignment.resume is None:
@@ -123,13 +123,15 @@ class Worker:
             "corpus": self.data.fingerprint,
             "first_step": self.state.step,
             **(self.builder.space.fingerprints() if self.builder.space else {}),
+            **({"token_table": self.update.rows.fingerprint()} if self.update.rows else {}),
         }
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
         largest = max((end.payload_limit() for end in self._ends()), default=0)
         basis = 8 * self.settings.model.dim * self.settings.boundary.widest
-        return max(largest, basis) + 65536
+        rows = self.update.rows.limit() if self.update.rows else 0
+        return max(largest, basis, rows) + 65536
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
         """Train from the first step to the last, reporting as it goes.
@@ -231,10 +233,11 @@ class Worker:
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count
         sizes = keeper.basis_bytes() if keeper else set()
+        rows = self.update.rows.limit() if self.update.rows else 0
         step, is_shared = self.state.step, not self.settings.boundary.learn
         schedule = self.settings.schedule()
-        from_below = Due.from_below(self.index, step, batches, sizes, schedule)
-        from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared)
+        from_below = Due.from_below(self.index, step, batches, sizes, schedule, rows)
+        from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared, rows)
         return Runner(
             self.stage,
             self.feed,
@@ -272,6 +275,7 @@ def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, fl
     """What a training step sent, as spans of its trace; validations and goodbyes are left out."""
     labels = {"FORWARD": "F{}>", "BACKWARD": "<B{}"}
     labels |= {"TALLY": "tally", "VERDICT": "verdict", "BASIS": "basis", "PROBE": "probe"}
+    labels |= {"ROWS": "rows"}
     return [
         ("send", labels[kind].format(microbatch), start, end)
         for kind, step, microbatch, start, end in sent

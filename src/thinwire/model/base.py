@@ -14,6 +14,9 @@ from thinwire.model.config import ModelConfig
 from thinwire.model.narrow import Narrow
 from thinwire.optim.roles import Role
 
+EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
+
 
 @dataclass(frozen=True)
 class LayerPlan:

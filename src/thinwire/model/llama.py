@@ -15,14 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.model.adapter import initialise_adapter
-from thinwire.model.base import Architecture, LayerPlan, Probe, generator_of
+from thinwire.model.base import (
+    EMBEDDING,
+    EMBEDDING_WEIGHT,
+    Architecture,
+    LayerPlan,
+    Probe,
+    generator_of,
+)
 from thinwire.model.config import MATRIX_STD, ModelConfig
 from thinwire.model.narrow import Narrow
 from thinwire.model.past import KeyValues
 from thinwire.model.rope import RopeScaling
 from thinwire.optim.roles import Role
 
-EMBEDDING = "model.embed_tokens"
 WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -165,7 +171,7 @@ class Llama(Architecture):
         config = self._config
 
         def embedding() -> nn.Module:
-            if narrow is not None:
+            if narrow is not None and not narrow.free_embedding:
                 return narrow.embedding(config.vocab, config.dim)
             # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
             empty_VD = torch.empty(config.vocab, config.dim)
@@ -201,7 +207,7 @@ class Llama(Architecture):
         spread = MATRIX_STD
         if name.endswith(WRITERS):
             spread /= (2 * self._config.layers) ** 0.5
-        elif name == f"{EMBEDDING}.weight":
+        elif name == EMBEDDING_WEIGHT:
             spread = self._config.embed_std
         with torch.no_grad():
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))

@@ -51,6 +51,12 @@ class LoraConfig:
                 f"lora.rank = {self.rank} cannot work with images: adapters stand beside the "
                 "matrices of a transformer; leave it at 0"
             )
+        if boundary.shares_embedding:
+            raise ConfigError(
+                f"lora.rank = {self.rank} leaves the embedding frozen, so "
+                'boundary.anchor = "embedding", which trains it on all stages, has no meaning; set '
+                'it to "auto"'
+            )
         if boundary.is_constrained and boundary.basis_update_every:
             raise ConfigError(
                 f"boundary.basis_update_every = {boundary.basis_update_every} cannot work with "

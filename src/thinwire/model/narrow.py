@@ -15,11 +15,15 @@ from thinwire.subspace import Space
 
 @dataclass(frozen=True)
 class Narrow:
-    """How a model is narrowed: the space, and how many of its first blocks write into it."""
+    """How a model is narrowed: the space, and how many of its first blocks write into it.
+
+    The embedding is in it too, beside a fixed table, unless all stages have copies of it.
+    """
 
     space: Space
     blocks: int
     reparam: bool
+    free_embedding: bool = False
 
     def writer(self, inputs: int, dim: int) -> nn.Module:
         """A matrix that writes into the space."""

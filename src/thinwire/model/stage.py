@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.boundary import Boundary
-from thinwire.model.base import LayerPlan
+from thinwire.model.base import EMBEDDING, EMBEDDING_WEIGHT, LayerPlan
 from thinwire.model.config import ModelConfig
 from thinwire.model.family import architecture
 from thinwire.model.llama import Block
@@ -169,11 +169,19 @@ class Stage(nn.Module):
         A boundary's own parameters are named after the block that follows the cut.
         """
         named = [*zip(self.names, self.layers, strict=True), *self._ends().items()]
+        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
         return {
-            f"{name}.{local}": parameter
+            (EMBEDDING_WEIGHT if parameter is copy else f"{name}.{local}"): parameter
             for name, module in named
             for local, parameter in module.named_parameters()
         }
+
+    def embedding_copy(self) -> nn.Parameter | None:
+        """Where stages share the embedding: it on the first stage, this stage's copy on others."""
+        if self.incoming is not None:
+            return self.incoming.copy_of_embedding()
+        weight = self.layers[0].weight if self.names[0] == EMBEDDING else None
+        return weight if isinstance(weight, nn.Parameter) else None
 
     def roles(self) -> dict[str, Role]:
         """What parameters are to an optimizer, by global name, of those that have a role."""
@@ -232,6 +240,9 @@ class Stage(nn.Module):
         A reparametrised layer takes the part in S of what the full layer would start with.
         """
         family = architecture(config)
+        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
+        if copy is not None:
+            family.initialise(EMBEDDING_WEIGHT, copy, seed)
         for name, layer in zip(self.names, self.layers, strict=True):
             for local, module in layer.named_modules():
                 prefix = f"{name}.{local}" if local else name

@@ -8,11 +8,13 @@ from thinwire.optim.config import OptimConfig, learning_rate, rate_change, share
 if TYPE_CHECKING:
     from thinwire.optim.build import StageOptimizer
     from thinwire.optim.muon import Muon
+    from thinwire.optim.rows import RowAdamW
     from thinwire.optim.subspace import SubspaceAdamW
 
 __all__ = [
     "Muon",
     "OptimConfig",
+    "RowAdamW",
     "StageOptimizer",
     "SubspaceAdamW",
     "learning_rate",
@@ -22,5 +24,10 @@ __all__ = [
 
 __getattr__ = on_first_use(
     __name__,
-    {"build": ("StageOptimizer",), "muon": ("Muon",), "subspace": ("SubspaceAdamW",)},
+    {
+        "build": ("StageOptimizer",),
+        "muon": ("Muon",),
+        "rows": ("RowAdamW",),
+        "subspace": ("SubspaceAdamW",),
+    },
 )

@@ -14,6 +14,7 @@ from thinwire.errors import CheckpointError
 from thinwire.optim.config import OptimConfig
 from thinwire.optim.muon import Muon
 from thinwire.optim.roles import Role
+from thinwire.optim.rows import RowAdamW
 from thinwire.optim.subspace import SubspaceAdamW
 from thinwire.subspace import Constraint
 
@@ -29,13 +30,14 @@ class StageOptimizer:
         roles: Mapping[str, Role],
         config: OptimConfig,
         constraint: Constraint | None = None,
+        by_rows: bool = False,
     ):
         """`roles` names the parameters that have one. `constraint` holds some in a subspace; their
-        updates stay there.
+        updates stay there. `by_rows`: rows of token tables are updated one by one (`row_changes`).
         """
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
-        self._optimizers = _build(parameters, roles, config.with_shares(), constraint)
+        self._optimizers = _build(parameters, roles, config.with_shares(), constraint, by_rows)
         self._keeps_state = config.name != "sgd" or config.momentum > 0
 
     def step(self, lr: float) -> None:
@@ -45,6 +47,13 @@ class StageOptimizer:
                 group["lr"] = lr * group.get("lr_share", 1.0)
             optimizer.step()
         self.zero_grad()
+
+    def row_changes(
+        self, table_VD: nn.Parameter, rows_R: Tensor, gradient_RD: Tensor, update: int
+    ) -> Tensor:
+        """What to add to rows of a token table, at the learning rate of the last `step`."""
+        (optimizer,) = (found for found in self._optimizers if isinstance(found, RowAdamW))
+        return optimizer.changes(table_VD, rows_R, gradient_RD, update)
 
     def zero_grad(self) -> None:
         """Forget the gradients: after an update, or when a step is not committed."""
@@ -106,6 +115,8 @@ def _state_shapes(
     shape = tuple(parameter.shape)
     if isinstance(optimizer, Muon | torch.optim.SGD):
         return {"momentum_buffer": shape}
+    if isinstance(optimizer, RowAdamW):
+        return {"exp_avg": shape, "exp_avg_sq": shape, "updated": shape[:1]}
     second = shape
     if isinstance(optimizer, SubspaceAdamW):
         second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
@@ -126,6 +137,7 @@ def _build(
     roles: Mapping[str, Role],
     config: OptimConfig,
     constraint: Constraint | None,
+    by_rows: bool,
 ) -> list[torch.optim.Optimizer]:
     """As few optimizers and groups as there are ways to update a parameter, for speed."""
     axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
@@ -137,7 +149,9 @@ def _build(
             "lr_share": _share(role, config),
             "weight_decay": config.weight_decay if _decays(role, parameter, config) else 0.0,
         }
-        if config.name == "sgd":
+        if by_rows and role is Role.TABLE:
+            kind = RowAdamW
+        elif config.name == "sgd":
             kind = torch.optim.SGD
         elif config.name == "muon" and role is Role.MATRIX:
             kind = Muon
@@ -153,6 +167,7 @@ def _build(
         torch.optim.SGD: {"momentum": config.momentum},
         torch.optim.AdamW: {"betas": BETAS, "fused": fused},
         SubspaceAdamW: {"betas": BETAS},
+        RowAdamW: {"betas": BETAS},
         Muon: {},
     }
     return [kind([*kinds[kind].values()], **common[kind]) for kind in common if kind in kinds]

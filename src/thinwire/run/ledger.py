@@ -22,8 +22,8 @@ from thinwire.settings.crossing import network_of, stream_width
 
 BF16_BYTES = 2
 FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
-_FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS")
-_BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS")
+_FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS", "ROWS")
+_BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS", "ROWS")
 _LAST_RECORDS = 16  # more than the steps without a good gradient after which a run ends
 _LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
 _LAST_SECONDS = 20  # steps over which the speed on display is taken

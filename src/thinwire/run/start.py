@@ -116,7 +116,7 @@ def make_start(
             transfer.fill(builder, stage)
             if calibration is not None:
                 calibration.pass_through(index, stage, transfer.fresh)
-            state = StageState(eager, stage, StageUpdate.build(builder, stage), [])
+            state = StageState(eager, stage, StageUpdate.build(builder, stage, index), [])
             shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
             display.progress("start", index + 1, stages, "stages from earlier weights")
         facts = {

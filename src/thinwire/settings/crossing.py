@@ -2,7 +2,7 @@
 
 import math
 
-from thinwire.codec import Codec, build_codecs
+from thinwire.codec import Codec, build_codecs, parse_codec
 from thinwire.model import architecture
 from thinwire.schedule import Network
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -67,6 +67,26 @@ def basis_bytes(settings: Settings, cut: int = 0) -> int:
         return 0
     numbers = settings.model.dim * settings.boundary.rank_at(cut)
     return numbers * WEIGHT_TYPES[settings.run.precision].itemsize + HEADER_BYTES
+
+
+def row_bytes(settings: Settings) -> int:
+    """At most, in the mean: bytes of the frame that carries rows of a shared embedding up, or their
+    gradients down, in each step.
+
+    A row that is due for its tokens has used so many of them up; the others take turns.
+    """
+    if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
+        return 0
+    boundary, model = settings.boundary, settings.model
+    by_tokens = settings.tokens_per_step / boundary.row_tokens
+    rows = min(model.vocab, math.ceil(by_tokens + model.vocab / boundary.row_steps))
+    codec = parse_codec(settings.codec.rows)
+    return codec.payload_limit((rows, model.dim)) + HEADER_BYTES
+
+
+def step_bytes(settings: Settings, cut: int) -> int:
+    """Bytes that cross a cut once a step each way, beside microbatches: a basis, rows."""
+    return basis_bytes(settings, cut) + row_bytes(settings)
 
 
 def size_notes(settings: Settings) -> list[str]:

@@ -294,6 +294,11 @@ def _check(settings: Settings) -> None:
             'boundary.basis = "calibrated" needs train.init_from: it is found from the activations '
             'of a trained model. From the seed use "shared" or "per-cut"'
         )
+    if settings.boundary.shares_embedding and settings.optim.name == "sgd":
+        raise ConfigError(
+            'boundary.anchor = "embedding" needs optim.name = "muon" or "adamw", which update rows '
+            "of the embedding one by one; sgd does not"
+        )
     settings.schedule()
     settings.codec.check(pipeline.stages - 1)
     settings.lora.check(settings.model.task is TEXT, settings.boundary)

@@ -43,6 +43,7 @@ class FrameKind(enum.IntEnum):
     VALIDATED = 11  # the verdict that ends a validation: apart, for it is no part of a step
     TOKENS = 12  # token ids of a microbatch, for a stage without the corpus; empty: asks for them
     PIECE = 13  # the next bytes of a file
+    ROWS = 14  # rows of the embedding: their gradients on the way down, their changes up
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,175 @@
+"""The embedding as a table that every stage has a copy of, updated row by row.
+
+With `boundary.anchor = "embedding"` the stream at a cut is the embedding of its token plus what
+blocks have written into the subspace, so every stage must know the embedding, and all of them find
+gradients for it. A row is due once its token was seen `boundary.row_tokens` times since its last
+update, and after `boundary.row_steps` steps if it was seen at all; which rows these are follows
+from the token ids, which all stages have. At the end of a step the gradients of due rows ride down
+the pipeline ahead of the tallies, and each stage adds its own. The first stage turns the sum into
+changes (optim/rows.py), which ride up behind the verdict. Everybody adds what arrives there, the
+first stage too, so copies stay equal to the bit, and the model is a plain one at every moment.
+
+Shapes: V vocabulary, D model width, R rows that are due.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import Leg, Place, TensorSpec, parse_codec
+from thinwire.engine.finite import is_finite
+from thinwire.engine.source import Source
+from thinwire.errors import WireError
+from thinwire.model import Stage, architecture
+from thinwire.optim import StageOptimizer
+from thinwire.settings import Settings
+
+ROWS = "rows/"
+"""Gradients of rows that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE."""
+SEEN = ROWS + "seen"
+_DOWN, _UP = 1, 2  # salts of the rounding, which is stochastic both ways
+
+
+class SharedRows:
+    """One stage's copy of the embedding between two steps and at the end of one."""
+
+    def __init__(self, settings: Settings, index: int, stage: Stage, optimizer: StageOptimizer):
+        table_VD = stage.embedding_copy()
+        assert table_VD is not None, "every stage has the embedding, or a copy"
+        self.table_VD = table_VD
+        self.index = index
+        self.rows_R = torch.zeros(0, dtype=torch.int64, device=table_VD.device)
+        """The rows that are due in the step under way, once `choose` has looked."""
+        self.codec = parse_codec(settings.codec.rows)
+        self._seed = settings.run.seed
+        self._boundary = settings.boundary
+        self._name = ROWS + stage.names[0]
+        self._others = _names_of_others(settings, index)
+        self._optimizer = optimizer
+        size = table_VD.shape[0]
+        self._seen_V = torch.zeros(size, dtype=torch.int64, device=table_VD.device)
+        self._pending_VD = torch.zeros_like(table_VD)
+        self._seen_now_V = torch.zeros_like(self._seen_V)  # in the step under way
+        self._found_VD: Tensor | None = None  # the gradient of the step under way
+        self._sum_RD: Tensor | None = None  # of the due rows' gradients, here and above
+
+    def see(self, ids: Tensor) -> None:
+        """Count the tokens of a microbatch."""
+        self._seen_now_V += torch.bincount(ids.flatten(), minlength=len(self._seen_V))
+
+    @torch.no_grad()
+    def choose(self, step: int) -> None:
+        """Which rows are due at the end of this step; their gradient so far is this stage's.
+
+        The gradient of the step leaves the table: neither the norm nor clipping knows it.
+        """
+        seen_V = self._seen_V + self._seen_now_V
+        latest = self._boundary.row_steps
+        turn_V = (torch.arange(len(seen_V), device=seen_V.device) + step + 1) % latest == 0
+        due_V = (seen_V >= self._boundary.row_tokens) | (turn_V & (seen_V > 0))
+        self.rows_R = due_V.nonzero()[:, 0]
+        self._found_VD = self.table_VD.grad
+        self.table_VD.grad = None
+        self._sum_RD = self._pending_VD[self.rows_R]
+        if self._found_VD is not None:
+            self._sum_RD += self._found_VD[self.rows_R]
+
+    def fingerprint(self) -> str:
+        """Of the copy: neighbours compare theirs before the first step."""
+        digest = hashlib.sha256(self.table_VD.detach().cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+    def limit(self) -> int:
+        """The most bytes of one message, if all rows were due at once."""
+        return self.codec.payload_limit(tuple(self.table_VD.shape))
+
+    def gradients(self, step: int) -> bytes:
+        """What goes down: the sum so far."""
+        assert self._sum_RD is not None, "rows are chosen first"
+        return bytes(self.codec.pack(self._sum_RD, self._at(step, _DOWN, self.index)))
+
+    def add(self, step: int, payload: bytes) -> None:
+        """Add what the stage above sent."""
+        assert self._sum_RD is not None, "rows are chosen first"
+        self._sum_RD += self._unpack(payload, self._at(step, _DOWN, self.index + 1))
+
+    def changes(self, step: int, update: int) -> bytes:
+        """On the first stage, once the step is committed: what goes up to all."""
+        assert self._sum_RD is not None, "rows are chosen first"
+        change_RD = self._optimizer.row_changes(self.table_VD, self.rows_R, self._sum_RD, update)
+        return bytes(self.codec.pack(change_RD, self._at(step, _UP, 0)))
+
+    @torch.no_grad()
+    def follow(self, step: int, payload: bytes) -> None:
+        """Add the changes to the rows: the same on all stages."""
+        change_RD = self._unpack(payload, self._at(step, _UP, 0))
+        if not is_finite(change_RD):
+            raise WireError(f"rows of the embedding are not finite after step {step + 1}")
+        self.table_VD[self.rows_R] += change_RD
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """The step counts: what is not due yet waits, what was due begins anew."""
+        if self._found_VD is not None:
+            self._pending_VD += self._found_VD
+        self._seen_V += self._seen_now_V
+        self._pending_VD[self.rows_R] = 0
+        self._seen_V[self.rows_R] = 0
+        self._end()
+
+    def withdraw(self) -> None:
+        """The step is refused: nothing of it was seen."""
+        self.table_VD.grad = None
+        self._end()
+
+    def _end(self) -> None:
+        self._seen_now_V.zero_()
+        self._found_VD = self._sum_RD = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What waits between two steps; the counts are the same on all stages."""
+        tensors = {self._name: self._pending_VD}
+        if self.index == 0:
+            tensors[SEEN] = self._seen_V
+        return tensors
+
+    def load(self, source: Source) -> None:
+        """Go on where the source stopped. The first stage takes what nobody else has."""
+        names = source.names()
+        self._pending_VD.zero_()
+        self._seen_V.zero_()
+        if SEEN not in names:
+            return
+        self._seen_V.copy_(source.tensors([SEEN])[SEEN])
+        mine = {self._name} & names
+        if self.index == 0:
+            mine = {n for n in names if n.startswith(ROWS)} - {SEEN} - self._others
+        for tensor in source.tensors(mine).values():
+            self._pending_VD += tensor.to(self._pending_VD.device)
+
+    def _unpack(self, payload: bytes, place: Place) -> Tensor:
+        shape = (len(self.rows_R), self.table_VD.shape[1])
+        spec = TensorSpec(shape, self.table_VD.dtype, self.table_VD.device)
+        return self.codec.unpack(payload, spec, place)
+
+    def _at(self, step: int, salt: int, stage: int) -> Place:
+        return Place(Leg.BACKWARD, step, 0, cut=stage, seed=self._seed, salt=salt)
+
+
+def names_of_rows(settings: Settings, stage: int, names: Sequence[str] | set[str]) -> set[str]:
+    """Those of a state's tensors that a stage of these settings restores its rows from."""
+    rows = {name for name in names if name.startswith(ROWS)}
+    if stage == 0:
+        return rows - _names_of_others(settings, 0)
+    return rows & {SEEN, _name_of(settings, stage)}
+
+
+def _name_of(settings: Settings, stage: int) -> str:
+    return ROWS + architecture(settings.model).block_name(settings.split()[stage].start)
+
+
+def _names_of_others(settings: Settings, index: int) -> set[str]:
+    """Under which the stages above the first save theirs."""
+    return {_name_of(settings, s) for s in range(1, settings.pipeline.stages) if s != index}

@@ -1,0 +1,313 @@
+"""The embedding that all stages have a copy of: every row is updated when it is due, on all alike.
+
+`boundary.anchor = "embedding"`; what becomes of a row is in optim/rows.py, which has its own tests.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import commit_all
+from torch import Tensor
+
+from thinwire.data import Corpus, Order
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.engine.fold import Folded
+from thinwire.engine.rows import SharedRows
+from thinwire.engine.source import Source
+from thinwire.errors import ConfigError
+from thinwire.model import Stage, token_loss
+from thinwire.settings import Settings
+from thinwire.settings.crossing import row_bytes
+from thinwire.wire import HEADER_BYTES
+
+SHARED = {
+    "boundary__mode": "subspace",
+    "boundary__rank": 6,
+    "boundary__anchor": "embedding",
+    "boundary__row_tokens": 20,
+    "boundary__row_steps": 5,
+    "train__steps": 7,
+}
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def settings_for(make_settings: Callable) -> Callable[..., Settings]:
+    def make(**changes: object) -> Settings:
+        return make_settings(**(SHARED | {"pipeline__stages": 4, "codec__rows": "fp64"} | changes))
+
+    return make
+
+
+def copies(stages: list[Stage]) -> list[Tensor]:
+    return [stage.embedding_copy().detach() for stage in stages]
+
+
+def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, Tensor]]:
+    """One plain model: the writers below the last cut stay in S, and rows wait by hand."""
+    torch.set_num_threads(1)
+    boundary, optim, steps = settings.boundary, settings.optim, settings.train.steps
+    builder = StageBuilder(settings, torch.device("cpu"))
+    held = {h.name for i in range(4) for h in builder.build(i).held_parameters()}
+    whole = settings_of_one_stage(settings)
+    model = StageBuilder(whole, torch.device("cpu")).build(0)
+    StageBuilder(whole, torch.device("cpu")).initialise(model)
+    parameters, basis_DK = model.global_parameters(), builder.space.basis_DK
+    inside_DD = basis_DK @ basis_DK.T
+    with torch.no_grad():
+        for name in held:
+            parameters[name].copy_(inside_DD @ parameters[name])
+    moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in parameters.items()}
+    embedding = parameters.pop(EMBEDDING)
+    waiting, seen, last = torch.zeros_like(embedding), [0] * len(embedding), [0] * len(embedding)
+    order = Order(corpus.train, settings.model.context, settings.train.batch,
+                  settings.pipeline.microbatches, settings.run.seed)  # fmt: skip
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for m in range(settings.pipeline.microbatches):
+            batch = order.microbatch(step, m)
+            loss = token_loss(model(torch.from_numpy(batch.inputs_BT)),
+                              torch.from_numpy(batch.targets_BT))  # fmt: skip
+            (loss / settings.pipeline.microbatches).backward()
+            total += loss.item() / settings.pipeline.microbatches
+            for token in batch.inputs_BT.flatten().tolist():
+                seen[token] += 1
+        losses.append(total)
+        progress = (step - optim.warmup) / (steps - optim.warmup)
+        lr = optim.lr * (
+            (step + 1) / optim.warmup
+            if step < optim.warmup
+            else 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+        )
+        with torch.no_grad():
+            for name in held:
+                parameters[name].grad = inside_DD @ parameters[name].grad
+            norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
+            clip = min(1.0, optim.clip / (norm + 1e-6))
+            for name, p in parameters.items():
+                g, (mean, square) = p.grad * clip, moments[name]
+                second = (g**2).mean(0, keepdim=True).expand_as(g) if name in held else g**2
+                mean.mul_(0.9).add_(0.1 * g)
+                square.mul_(0.95).add_(0.05 * second)
+                decay = optim.weight_decay if p.ndim > 1 else 0.0
+                scale = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+                p.mul_(1 - lr * decay).sub_(lr * mean / (1 - 0.9 ** (step + 1)) / scale)
+                p.grad = None
+            waiting += embedding.grad
+            embedding.grad = None
+            for row in range(len(embedding)):
+                has_turn = (row + step + 1) % boundary.row_steps == 0
+                if seen[row] < boundary.row_tokens and not (has_turn and seen[row]):
+                    continue
+                (mean, square), g = (moment[row] for moment in moments[EMBEDDING]), waiting[row]
+                passed = step + 1 - last[row]
+                mean.mul_(0.9**passed).add_(0.1 * g)
+                square.mul_(0.95**passed).add_(0.05 * g**2)
+                scale = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+                as_long = sum((0.9 / 0.95**0.5) ** k for k in range(passed))
+                embedding[row] *= (1 - lr * optim.weight_decay) ** passed
+                embedding[row] -= lr * as_long * mean / (1 - 0.9 ** (step + 1)) / scale
+                waiting[row], seen[row], last[row] = 0.0, 0, step + 1
+    return losses, parameters | {EMBEDDING: embedding}
+
+
+def settings_of_one_stage(settings: Settings) -> Settings:
+    """The plain dense model of the same shape."""
+    plain = settings.to_plain()
+    plain["pipeline"] |= {"stages": 1, "split": []}
+    plain["boundary"] = {"mode": "dense"}
+    return Settings.from_plain(plain)
+
+
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
+    stages: int, settings_for: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    """Losses and every weight in float64, the embedding among them, on every stage."""
+    settings = settings_for(pipeline__stages=4)
+    losses, weights = plain_training(settings, corpus)
+    outcome = run_in_threads(settings_for(pipeline__stages=stages, boundary__free_layers=1))
+    assert outcome.losses() == pytest.approx(losses, abs=1e-10)
+    for name, weight in outcome.weights().items():
+        assert (weight - weights[name]).abs().max().item() < 1e-9, name
+    for copy in copies([worker.stage for worker in outcome.workers]):
+        assert (copy - weights[EMBEDDING]).abs().max().item() < 1e-9
+
+
+def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
+    settings_for: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = settings_for(codec__rows="int4", run__precision="fp32",
+                            codec__forward="int8", codec__backward="int4")  # fmt: skip
+    outcome = run_in_threads(settings)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    losses = [chain.train_step(step) for step in range(settings.train.steps)]
+    assert outcome.losses() == losses
+    first, *others = copies([worker.stage for worker in outcome.workers])
+    for copy in (*others, *copies(chain.stages)):
+        assert torch.equal(copy, first)
+    start = StageBuilder(settings, torch.device("cpu"))
+    stage = start.build(0)
+    start.initialise(stage)
+    assert not torch.equal(stage.embedding_copy(), first)
+
+
+class State(Source):
+    """The state of stages in memory."""
+
+    def __init__(self, settings: Settings, stages: list[Stage]):
+        super().__init__(0, None)  # type: ignore[arg-type]
+        self._settings = settings
+        self._tensors = {n: p for s in stages for n, p in s.owned_parameters().items()}
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name].detach().clone() for name in names}
+
+
+@pytest.mark.parametrize("mode", ["subspace", "reparam"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
+    mode: str,
+    equal: bool,
+    settings_for: Callable,
+    corpus: Corpus,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Folded after three steps, rows still waiting; where a stage misses the changes, it is not."""
+    if not equal:
+        followed = SharedRows.follow
+        monkeypatch.setattr(
+            SharedRows, "follow", lambda own, *told: own.index == 2 or followed(own, *told)
+        )
+    settings = settings_for(boundary__mode=mode)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    for step in range(3):
+        chain.train_step(step)
+    folded = Folded(State(settings, chain.stages))
+    plain = StageBuilder(settings_of_one_stage(settings), torch.device("cpu")).build(0)
+    with torch.no_grad():
+        for name, parameter in plain.global_parameters().items():
+            parameter.copy_(folded.tensors([name])[name])
+        ids_BT = chain.feed.training(0, 0).inputs
+        apart = (chain.logits(ids_BT) - plain(ids_BT)).abs().max()
+    assert (apart < 1e-12) == equal
+
+
+def test_a_run_goes_on_in_another_split_with_all_that_waits(
+    settings_for: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The first stage takes over the gradients of stages that are no more."""
+    settings = settings_for(train__checkpoint_every=1, boundary__free_layers=1)
+    whole = run_in_threads(settings)
+    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    for stages in (1, 2, 3):
+        other = settings_for(pipeline__stages=stages, boundary__free_layers=1)
+        resumed = run_in_threads(other, resume=saved[3], folder=tmp_path / f"in-{stages}")
+        assert resumed.losses() == pytest.approx(whole.losses()[3:], abs=1e-10)
+
+
+def test_what_waits_matters(
+    settings_for: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The failing side: without the gradients that waited a resumed run is another one."""
+    settings = settings_for(train__checkpoint_every=1)
+    whole = run_in_threads(settings)
+    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    monkeypatch.setattr(SharedRows, "load", lambda own, source: None)
+    resumed = run_in_threads(settings, resume=saved[3], folder=tmp_path / "other")
+    assert resumed.losses()[-1] != pytest.approx(whole.losses()[-1], abs=1e-10)
+
+
+def test_a_refused_step_changes_nothing(
+    settings_for: Callable, corpus: Corpus
+) -> None:
+    settings = settings_for()
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    for step in range(2):
+        chain.train_step(step)
+
+    def state() -> list[Tensor]:
+        found = [update.rows.state_tensors() for update in chain.updates]
+        found += [stage.global_parameters() for stage in chain.stages]
+        return [tensor.detach().clone() for tensors in found for tensor in tensors.values()]
+
+    before, forward = state(), chain.stages[2].forward
+    chain.stages[2].forward = lambda *given: forward(*given) * math.nan  # type: ignore[method-assign]
+    chain.train_step(2)
+    chain.stages[2].forward = forward  # type: ignore[method-assign]
+    for then, now in zip(before, state(), strict=True):
+        assert torch.equal(then, now)
+    chain.train_step(3)
+    assert not all(map(torch.equal, before, state()))
+
+
+def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
+    settings_for: Callable, run_in_threads: Callable, corpus: Corpus
+) -> None:
+    settings = settings_for(codec__rows="int4", run__precision="fp32",
+                            codec__forward="fp32", codec__backward="fp32")  # fmt: skip
+    outcome = run_in_threads(settings)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    for step in range(settings.train.steps):
+        chain.train_step(step)
+    up = sum(sent_rows(outcome.steps(cut)[-1].meters[f"cut-{cut}"]) for cut in range(3))
+    down = sum(sent_rows(outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]) for cut in range(3))
+    assert up == down > 0
+    assert {leg.value: size for leg, size in chain.row_bytes.items()} == {
+        "forward": up,
+        "backward": down,
+    }
+    assert up / 3 <= settings.train.steps * row_bytes(settings)
+
+
+def sent_rows(meter: dict) -> int:
+    counted = meter["sent"]["ROWS"]
+    return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
+
+
+def test_every_step_and_every_token_is_the_finest_choice(
+    settings_for: Callable, corpus: Corpus
+) -> None:
+    """With row_tokens = 1 nothing ever waits; with a high number and late turns much does."""
+    for tokens, steps, waits in ((1, 10**9, False), (10**9, 1, False), (10**6, 10**6, True)):
+        settings = settings_for(boundary__row_tokens=tokens, boundary__row_steps=steps)
+        chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+        for step in range(2):
+            chain.train_step(step)
+        state = chain.updates[1].rows.state_tensors()
+        assert any(bool(tensor.any()) for tensor in state.values()) == waits
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"boundary__mode": "projected"}, 'cannot work with boundary.mode = "projected"'),
+        ({"boundary__basis_update_every": 5}, "basis_update_every cannot work"),
+        ({"optim__name": "sgd"}, 'needs optim.name = "muon" or "adamw"'),
+        ({"lora__rank": 2}, "leaves the embedding frozen"),
+        ({"codec__rows": "int4+zstd"}, "can neither remember nor vary in size"),
+        ({"codec__rows": "topk(0.1)+ef21"}, "can neither remember nor vary in size"),
+        ({"codec__rows": "int9"}, "codec.rows"),
+        ({"boundary__row_tokens": 0}, "row_tokens"),
+        ({"boundary__anchor": "per-stage"}, 'set it to "auto" or "embedding"'),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    changes: dict, message: str, settings_for: Callable
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_for(**changes)

@@ -1,0 +1,68 @@
+"""Rows of a table, updated when their gradient comes, move as AdamW would have moved them."""
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.optim import RowAdamW
+
+LR, DECAY = 0.01, 0.1
+
+
+def row_updates(table_VD: nn.Parameter, gradients: list[torch.Tensor | None]) -> None:
+    optimizer = RowAdamW([table_VD], lr=LR, weight_decay=DECAY)
+    rows_R = torch.arange(len(table_VD))
+    for update, gradient_VD in enumerate(gradients, start=1):
+        if gradient_VD is not None:
+            table_VD.data += optimizer.changes(table_VD, rows_R, gradient_VD, update)
+
+
+def adamw_updates(table_VD: nn.Parameter, gradients: list[torch.Tensor | None]) -> None:
+    optimizer = torch.optim.AdamW([table_VD], lr=LR, betas=(0.9, 0.95), weight_decay=DECAY)
+    for gradient_VD in gradients:
+        table_VD.grad = torch.zeros_like(table_VD) if gradient_VD is None else gradient_VD
+        optimizer.step()
+
+
+def both(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    start = torch.randn(5, 8, dtype=torch.float64)
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    row_updates(ours, gradients)
+    adamw_updates(theirs, gradients)
+    return start, ours.detach(), theirs.detach()
+
+
+def test_rows_updated_every_time_are_updated_as_by_adamw() -> None:
+    torch.manual_seed(1)
+    gradients = [torch.randn(5, 8, dtype=torch.float64) for _ in range(20)]
+    _, ours, theirs = both(gradients)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("pause", [1, 4, 9])
+def test_a_row_that_waits_goes_as_far_as_adamw_takes_it(pause: int) -> None:
+    """A gradient now and then, late in a run: as far as with AdamW, which goes on in between."""
+    torch.manual_seed(1)
+    warm: list[torch.Tensor | None] = [torch.randn(5, 8, dtype=torch.float64) for _ in range(100)]
+    gradient_VD = torch.randn(5, 8, dtype=torch.float64)
+    start, ours, theirs = both([*warm, *(([None] * pause + [gradient_VD]) * 40)])
+    _, far, _ = both([*warm, *([gradient_VD] * 40)])
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.2 * moved
+    assert (far - theirs).norm() > 2 * (ours - theirs).norm() or pause == 1
+
+
+def test_other_rows_and_their_state_are_not_touched() -> None:
+    table_VD = nn.Parameter(torch.randn(5, 8))
+    optimizer = RowAdamW([table_VD], lr=LR)
+    rows_R = torch.tensor([1, 3])
+    change_RD = optimizer.changes(table_VD, rows_R, torch.ones(2, 8), 1)
+    assert change_RD.shape == (2, 8) and bool((change_RD < 0).all())
+    state = optimizer.state[table_VD]
+    assert state["updated"].tolist() == [0, 1, 0, 1, 0]
+    assert not state["exp_avg"][[0, 2, 4]].any() and bool(state["exp_avg"][rows_R].all())
+    table_VD.grad = torch.ones(5, 8)
+    before = table_VD.detach().clone()
+    optimizer.step()
+    assert torch.equal(table_VD, before)
