@@ -23,6 +23,7 @@ from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_tabl
 from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
     basis_bytes,
+    bytes_per_token,
     frame_bytes,
     network_of,
     row_bytes,
@@ -285,13 +286,11 @@ def _cut_lines(settings: Settings) -> list[str]:
                 "learned basis"
             )
     if rows := row_bytes(settings):
-        share = rows / settings.tokens_per_step
-        out, back = frame_bytes(settings, cuts[0])
-        width = 2 * BF16_BYTES * stream_width(settings, cuts[0])
-        ratio = width / ((out + back) / tokens + 2 * share)
+        ratio = 2 * BF16_BYTES * stream_width(settings, 0) / bytes_per_token(settings)
         lines.append(
-            f"each cut, per step: at most {human_bytes(rows)} each way for rows of the embedding "
-            f"({share:,.1f} bytes per {settings.unit}); with them {against_bf16(ratio)}"
+            f"each cut, per step: about {human_bytes(rows)} each way for rows of the embedding "
+            f"({rows / settings.tokens_per_step:,.1f} bytes per {settings.unit}); with them "
+            f"{against_bf16(ratio)}"
         )
     return lines
 

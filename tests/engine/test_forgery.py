@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from thinwire.engine.due import FROM_ABOVE
 from thinwire.engine.port import Port
 from thinwire.engine.verdict import Verdict
 from thinwire.engine.worker import Worker
@@ -48,6 +49,11 @@ def turned_basis(content: bytes) -> bytes:
     return (-np.frombuffer(content, "<f8")).tobytes()
 
 
+def turned_rows(content: bytes) -> bytes:
+    """Stage 2 would have another embedding than the others."""
+    return (-np.frombuffer(content, "<f8")).tobytes()
+
+
 def early_stop(content: bytes) -> bytes:
     return Verdict(0.0, commit=False, checkpoint=False, stop=True).to_bytes()
 
@@ -63,7 +69,9 @@ def forge(worker: Worker, forged: FrameKind, change: Callable[[bytes], bytes]) -
         send = port.send_message
 
         def send_forged(kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
-            if kind is forged and step == 1:
+            # Gradients of rows are its own to add to; only what it passes on is a forgery.
+            is_own = kind is FrameKind.ROWS and number == FROM_ABOVE
+            if kind is forged and step == 1 and not is_own:
                 payload = forgery(worker, kind, payload, number, change)
             send(kind, step, payload, number)
 
@@ -90,15 +98,25 @@ KINDS = [
     (FrameKind.VERDICT, other_norm, 2, "stage 0 has not signed this"),
     (FrameKind.TALLY, large_norms, 0, "stage 2 has not signed this"),
     (FrameKind.BASIS, turned_basis, 0, "stage 2 has not signed this"),
+    (FrameKind.ROWS, turned_rows, 2, "stage 0 has not signed this"),
 ]
 MOVING = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2}
+SHARING = {
+    "boundary__mode": "subspace",
+    "boundary__rank": 6,
+    "boundary__anchor": "embedding",
+    "boundary__row_tokens": 1,
+    "codec__rows": "fp64",
+}
 
 
 @pytest.fixture
 def run_with_forger(
     make_settings: Callable, run_in_threads: Callable, identities: list[Identity]
 ) -> Callable[..., tuple[Any, list[Worker]]]:
-    """Three stages whose basis moves after step 2; the middle one may forge, all may sign."""
+    """Three stages whose basis moves after step 2, or that share the embedding; the middle one may
+    forge, all may sign.
+    """
 
     def run(sealed: bool, *forgery: Any, **changes: Any) -> tuple[Any, list[Worker]]:
         workers: list[Worker] = []
@@ -110,7 +128,8 @@ def run_with_forger(
             if forgery and worker.index == FORGER:
                 forge(worker, *forgery)
 
-        settings = make_settings(pipeline__stages=3, train__steps=3, **MOVING, **changes)
+        mode = SHARING if FrameKind.ROWS in forgery else MOVING
+        settings = make_settings(pipeline__stages=3, train__steps=3, **(mode | changes))
         try:
             return run_in_threads(settings, prepare_worker=prepare), workers
         except WireError as error:
@@ -127,7 +146,7 @@ def test_without_signatures_a_middle_stage_forges_unnoticed(
     words: str,
     run_with_forger: Callable,
 ) -> None:
-    honest, _ = run_with_forger(False)
+    honest, _ = run_with_forger(False, kind, lambda content: content)
     forged, _ = run_with_forger(False, kind, change)
     assert [report.committed for report in forged.steps(0)] == [True] * 3
     ours, theirs = honest.weights(), forged.weights()

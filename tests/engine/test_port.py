@@ -11,7 +11,7 @@ import torch
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.due import FROM_ABOVE, Due
+from thinwire.engine.due import FROM_ABOVE, FROM_BELOW, Due
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import EVALUATION_WINDOW, Port
 from thinwire.engine.source import Versions
@@ -25,6 +25,7 @@ SHAPE = (2, 4, 8)
 MICROBATCHES = 3
 VALIDATION_BATCHES = 40
 BASIS_BYTES = 24
+ROW_BYTES = 40
 MADE_WITH = Versions(weight_version=7, basis_version=1)
 
 
@@ -43,10 +44,11 @@ class Pair:
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
-        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, basis_is_shared=True)
+        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, True, ROW_BYTES)
         self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
-        from_below = Due.from_below(1, first_step, VALIDATION_BATCHES, {BASIS_BYTES}, schedule)
+        batches = VALIDATION_BATCHES
+        from_below = Due.from_below(1, first_step, batches, {BASIS_BYTES}, schedule, ROW_BYTES)
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
@@ -266,6 +268,8 @@ def verdict_frame(step: int, microbatch: int = 0, kind: FrameKind = FrameKind.VE
         verdict_frame(5, kind=FrameKind.VALIDATED),
         verdict_frame(6, microbatch=1, kind=FrameKind.VALIDATED),
         Frame(FrameKind.BASIS, step=5, microbatch=2, payload=bytes(BASIS_BYTES)),
+        Frame(FrameKind.ROWS, step=7, microbatch=FROM_BELOW, payload=bytes(8)),
+        Frame(FrameKind.ROWS, step=5, microbatch=FROM_ABOVE, payload=bytes(8)),
         # it would have been taken for the move of the basis that comes from above
         Frame(FrameKind.BASIS, step=5, microbatch=FROM_ABOVE, payload=bytes(BASIS_BYTES)),
         Frame(
@@ -287,7 +291,8 @@ def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
 @pytest.mark.parametrize(
     "frame",
     [tensor_frame(FrameKind.FORWARD, 5, 1), tensor_frame(FrameKind.PROBE, 5), verdict_frame(5),
-     Frame(FrameKind.BASIS, step=5, microbatch=1, payload=bytes(BASIS_BYTES))],
+     Frame(FrameKind.BASIS, step=5, microbatch=1, payload=bytes(BASIS_BYTES)),
+     Frame(FrameKind.ROWS, step=5, microbatch=1, payload=bytes(ROW_BYTES))],
     ids=lambda frame: frame.kind.name,
 )  # fmt: skip
 def test_nothing_comes_twice(frame: Frame) -> None:
@@ -374,6 +379,7 @@ def test_the_stage_above_cannot_be_a_step_ahead() -> None:
             bytes(BASIS_BYTES + 4),
             "a basis of 28 bytes arrived, but 24 were agreed",
         ),
+        (FrameKind.ROWS, bytes(ROW_BYTES + 500), "has 540 bytes, but at most .* were agreed"),
     ],
 )
 def test_a_malformed_message_from_above_convicts_its_sender(

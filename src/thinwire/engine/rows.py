@@ -90,10 +90,16 @@ class SharedRows:
         assert self._sum_RD is not None, "rows are chosen first"
         return bytes(self.codec.pack(self._sum_RD, self._at(step, _DOWN, self.index)))
 
-    def add(self, step: int, payload: bytes) -> None:
-        """Add what the stage above sent."""
+    def add(self, step: int, payload: bytes) -> Tensor:
+        """Add what the stage above sent, and return that."""
         assert self._sum_RD is not None, "rows are chosen first"
-        self._sum_RD += self._unpack(payload, self._at(step, _DOWN, self.index + 1))
+        found_RD = self._unpack(payload, self._at(step, _DOWN, self.index + 1))
+        self._sum_RD += found_RD
+        return found_RD
+
+    def is_finite(self) -> bool:
+        """Whether the sum is; if not, all stages refuse the step."""
+        return self._sum_RD is None or is_finite(self._sum_RD)
 
     def changes(self, step: int, update: int) -> bytes:
         """On the first stage, once the step is committed: what goes up to all."""
@@ -106,7 +112,9 @@ class SharedRows:
         """Add the changes to the rows: the same on all stages."""
         change_RD = self._unpack(payload, self._at(step, _UP, 0))
         if not is_finite(change_RD):
-            raise WireError(f"rows of the embedding are not finite after step {step + 1}")
+            raise WireError(
+                f"stage 0 sent changes of the embedding that are not finite after step {step + 1}"
+            )
         self.table_VD[self.rows_R] += change_RD
 
     @torch.no_grad()
@@ -152,7 +160,13 @@ class SharedRows:
     def _unpack(self, payload: bytes, place: Place) -> Tensor:
         shape = (len(self.rows_R), self.table_VD.shape[1])
         spec = TensorSpec(shape, self.table_VD.dtype, self.table_VD.device)
-        return self.codec.unpack(payload, spec, place)
+        try:
+            return self.codec.unpack(payload, spec, place)
+        except WireError as error:
+            raise WireError(
+                f"stage {place.cut} sent rows of the embedding that are not those that are due in "
+                f"step {place.step + 1}: {error}"
+            ) from None
 
     def _at(self, step: int, salt: int, stage: int) -> Place:
         return Place(Leg.BACKWARD, step, 0, cut=stage, seed=self._seed, salt=salt)

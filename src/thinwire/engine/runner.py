@@ -302,7 +302,7 @@ class Runner:
         if self._above is not None:
             with self.trace.span("wait", "rows"):
                 message = self._above.take_message(FrameKind.ROWS, step, FROM_ABOVE)
-            rows.add(step, message.content)
+            self._look(step, GRADIENT, [rows.add(step, message.content)])
         if self._below is not None:
             signed = self._seal.sign(FrameKind.ROWS, step, rows.gradients(step), FROM_ABOVE)
             self._below.send_message(FrameKind.ROWS, step, signed, FROM_ABOVE)

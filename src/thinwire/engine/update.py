@@ -109,10 +109,14 @@ class StageUpdate:
             parameter.copy_(value)
 
     def squared_norms(self) -> list[float]:
-        """The squared gradient norm of each parameter, in float64."""
+        """The squared gradient norm of each parameter, in float64; rows of a shared embedding only
+        count where they are not finite.
+        """
         gradients = [p.grad for p in self._stage.owned_parameters().values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        return [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
+        squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
+        is_bad = self.rows is not None and not self.rows.is_finite()
+        return [*squares, math.inf] if is_bad else squares
 
     def commit(self, step: int, lr: float, norm: float) -> None:
         """Change the weights; `norm` is that of the gradients of all stages.

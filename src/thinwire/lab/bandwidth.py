@@ -34,7 +34,7 @@ from thinwire.lab.pool import Trained, read_log
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.settings import Settings, merged
-from thinwire.settings.crossing import frame_bytes, size_notes
+from thinwire.settings.crossing import bytes_per_token, size_notes
 from thinwire.train import train
 
 DENSE = "dense"
@@ -173,7 +173,7 @@ def table(
     rows: list[Row] = []
     for arm, own in speeds.items():
         settings = study.settings(arm)
-        per_token = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
+        per_token = bytes_per_token(settings)
         for rate in own["simulated"]:
             row: Row = {"mode": arm, "link": _rate(rate), "bytes per token": per_token}
             for kind in KINDS:

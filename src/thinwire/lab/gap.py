@@ -17,7 +17,19 @@ from thinwire.lab.experiment import Say, sheet, words
 from thinwire.lab.labels import log_ticks, name_points, short_name
 from thinwire.lab.logs import Method, dense_among, gap_at, grounds_of, methods_of, read_logs
 from thinwire.lab.outcome import Outcome, Row
-from thinwire.lab.plots import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, canvas, shared_legend
+from thinwire.lab.plots import (
+    BLACK,
+    BLUE,
+    BROWN,
+    GREEN,
+    ORANGE,
+    PINK,
+    PURPLE,
+    RED,
+    SKY,
+    canvas,
+    shared_legend,
+)
 from thinwire.lab.pool import Trained
 from thinwire.settings.crossing import is_entropy_coded
 
@@ -25,8 +37,12 @@ BARS = (8, 32, 100, 300)  # ratios that the verdict speaks of
 ABOUT = 0.9  # the share of such a ratio that is enough: headers and scales take theirs
 LEAST = 1.5  # a ratio below which an arm saves nothing worth a place in the picture
 CLOSE = 4.0  # the second panel shows what costs less than this, in percent
-COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK, BLACK)
-TABLES = {"trainable": " + receivers' tables", "per-stage": " + stages' own tables"}
+COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK, BLACK, PURPLE, BROWN)
+TABLES = {
+    "trainable": " + receivers' tables",
+    "per-stage": " + stages' own tables",
+    "embedding": " around a shared embedding",
+}
 MODES = {"subspace": "the paper's subspace", "reparam": "reparam", "projected": "projected"}
 
 

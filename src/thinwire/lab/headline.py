@@ -35,7 +35,7 @@ from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count
 from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.settings import Settings, merged
-from thinwire.settings.crossing import frame_bytes, size_notes
+from thinwire.settings.crossing import bytes_per_token, size_notes
 
 SMALL_FLOPS = 1e10  # of a microbatch's forward: a CPU times stages up to this size
 LEAST_STEPS = 200  # of training: shorter runs say nothing of what a method costs
@@ -237,7 +237,7 @@ def link_rows(
         seconds, window, bound = fastest(settings, costs[arm], network)
         share = goal.tokens[arm] / goal.tokens[dense]
         steps = public["dense_steps"] * share
-        per_token = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
+        per_token = bytes_per_token(settings)
         rows.append(
             {
                 "link": link["name"],

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 GREY = "#808080"
+PURPLE, BROWN = "#7A4FA3", "#7F5539"  # beside those, where there are more kinds
 
 
 def canvas(

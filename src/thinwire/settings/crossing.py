@@ -70,18 +70,30 @@ def basis_bytes(settings: Settings, cut: int = 0) -> int:
 
 
 def row_bytes(settings: Settings) -> int:
-    """At most, in the mean: bytes of the frame that carries rows of a shared embedding up, or their
-    gradients down, in each step.
+    """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
+    down, in the mean step.
 
-    A row that is due for its tokens has used so many of them up; the others take turns.
+    Tokens are taken to be as frequent as their rank among them is low (Zipf's law): those down to
+    some rank are due in every step, others as often as they have come up `row_tokens` times; and
+    every row has its turn.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
-    boundary, model = settings.boundary, settings.model
-    by_tokens = settings.tokens_per_step / boundary.row_tokens
-    rows = min(model.vocab, math.ceil(by_tokens + model.vocab / boundary.row_steps))
-    codec = parse_codec(settings.codec.rows)
-    return codec.payload_limit((rows, model.dim)) + HEADER_BYTES
+    boundary, vocab = settings.boundary, settings.model.vocab
+    harmonic = math.log(vocab) + 0.58
+    every_step = settings.tokens_per_step / boundary.row_tokens / harmonic
+    rows = vocab / boundary.row_steps + min(1.0, every_step)
+    if every_step > 1:
+        often = min(every_step, vocab)
+        rows += often - 1 + often * math.log(vocab / often)
+    shape = (min(vocab, math.ceil(rows)), settings.model.dim)
+    return parse_codec(settings.codec.rows).payload_limit(shape) + HEADER_BYTES
+
+
+def bytes_per_token(settings: Settings, cut: int = 0) -> float:
+    """What one token costs at a cut, both ways: frames of microbatches, and rows if there are."""
+    frames = sum(frame_bytes(settings, cut)) / settings.tokens_per_microbatch
+    return frames + 2 * row_bytes(settings) / settings.tokens_per_step
 
 
 def step_bytes(settings: Settings, cut: int) -> int:
