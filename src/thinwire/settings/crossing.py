@@ -73,19 +73,18 @@ def row_bytes(settings: Settings) -> int:
     """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
     down, in the mean step.
 
-    Tokens are taken to be as frequent as their rank among them is low (Zipf's law): those down to
-    some rank are due in every step, others as often as they have come up `row_tokens` times; and
-    every row has its turn.
+    Tokens are taken to be as frequent as their rank among them is low (Zipf's law). Those down to
+    some rank come up `row_tokens` times in every step, further ones in several steps, and the rest
+    not before it is their turn, which every row has.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
     boundary, vocab = settings.boundary, settings.model.vocab
     harmonic = math.log(vocab) + 0.58
-    every_step = settings.tokens_per_step / boundary.row_tokens / harmonic
-    rows = vocab / boundary.row_steps + min(1.0, every_step)
-    if every_step > 1:
-        often = min(every_step, vocab)
-        rows += often - 1 + often * math.log(vocab / often)
+    at_once = settings.tokens_per_step / boundary.row_tokens / harmonic  # the rank of the first
+    in_time = min(vocab, at_once * boundary.row_steps)  # and of the second
+    often = min(at_once, vocab)
+    rows = often * (1 + math.log(in_time / often)) + vocab / boundary.row_steps
     shape = (min(vocab, math.ceil(rows)), settings.model.dim)
     return parse_codec(settings.codec.rows).payload_limit(shape) + HEADER_BYTES
 
