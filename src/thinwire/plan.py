@@ -29,7 +29,6 @@ from thinwire.settings.crossing import (
     row_bytes,
     size_kind,
     size_word,
-    step_bytes,
     stream_width,
     wire_shape,
 )
@@ -102,8 +101,9 @@ def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> 
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    once = [step_bytes(settings, cut) for cut in range(len(sizes))]
-    return Costs(forward, backward, update, out, back, once)
+    bases = [basis_bytes(settings, cut) for cut in range(len(sizes))]
+    rows = [row_bytes(settings)] * len(sizes) if settings.boundary.shares_embedding else []
+    return Costs(forward, backward, update, out, back, bases, rows)
 
 
 def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
@@ -147,8 +147,10 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
         activations += family.logits(batch) * (compute_width + 2 * 4)
     fixed = settings.boundary.anchor == "fixed"
     table = model.vocab * model.dim * TABLE_BYTES if fixed else 0
-    if settings.boundary.shares_embedding:  # gradients of rows that are not due yet
-        table = model.vocab * model.dim * width
+    if settings.boundary.shares_embedding:
+        # A gradient, and those of rows that wait; on the first stage two moments too.
+        needed = 4 if blocks.start == 0 else 2
+        table = (needed - states) * model.vocab * model.dim * width
     rounded = weights.trained * compute_width if compute_width < width else 0
     return weights.bytes + weights.trained * width * states + rounded + table + activations
 

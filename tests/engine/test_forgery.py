@@ -70,7 +70,7 @@ def forge(worker: Worker, forged: FrameKind, change: Callable[[bytes], bytes]) -
 
         def send_forged(kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
             # Gradients of rows are its own to add to; only what it passes on is a forgery.
-            is_own = kind is FrameKind.ROWS and number == FROM_ABOVE
+            is_own = kind is FrameKind.ROWS and number % 2 == FROM_ABOVE
             if kind is forged and step == 1 and not is_own:
                 payload = forgery(worker, kind, payload, number, change)
             send(kind, step, payload, number)

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.due import FROM_ABOVE, FROM_BELOW, Due
+from thinwire.engine.due import FROM_ABOVE, FROM_BELOW, Due, row_number
 from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.port import EVALUATION_WINDOW, Port
 from thinwire.engine.source import Versions
@@ -44,11 +44,11 @@ class Pair:
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
-        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, True, ROW_BYTES)
+        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, True, (3, ROW_BYTES))
         self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
         batches = VALIDATION_BATCHES
-        from_below = Due.from_below(1, first_step, batches, {BASIS_BYTES}, schedule, ROW_BYTES)
+        from_below = Due.from_below(1, first_step, batches, {BASIS_BYTES}, schedule, (3, ROW_BYTES))
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
@@ -270,6 +270,7 @@ def verdict_frame(step: int, microbatch: int = 0, kind: FrameKind = FrameKind.VE
         Frame(FrameKind.BASIS, step=5, microbatch=2, payload=bytes(BASIS_BYTES)),
         Frame(FrameKind.ROWS, step=7, microbatch=FROM_BELOW, payload=bytes(8)),
         Frame(FrameKind.ROWS, step=5, microbatch=FROM_ABOVE, payload=bytes(8)),
+        Frame(FrameKind.ROWS, step=5, microbatch=row_number(3, FROM_BELOW), payload=bytes(8)),
         # it would have been taken for the move of the basis that comes from above
         Frame(FrameKind.BASIS, step=5, microbatch=FROM_ABOVE, payload=bytes(BASIS_BYTES)),
         Frame(

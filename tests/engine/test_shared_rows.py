@@ -3,6 +3,7 @@
 `boundary.anchor = "embedding"`; what becomes of a row is in optim/rows.py, which has its own tests.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +14,19 @@ from test_resume import commit_all
 from torch import Tensor
 
 from thinwire.data import Corpus, Order
+from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.fold import Folded
-from thinwire.engine.rows import ROWS, SharedRows
+from thinwire.engine.rows import ROWS, SEEN, SharedRows
 from thinwire.engine.source import Snapshot, Source
 from thinwire.engine.state import StageState, names_for_stage
-from thinwire.errors import ConfigError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Stage, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
+from thinwire.subspace import fixed_table
 from thinwire.wire import HEADER_BYTES
 
 SHARED = {
@@ -35,6 +38,7 @@ SHARED = {
     "train__steps": 7,
 }
 EMBEDDING = "model.embed_tokens.weight"
+START = "1a4db81442d5ec89"  # the first bytes of the hash of what seed 0 draws
 
 
 @pytest.fixture
@@ -58,6 +62,10 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
     whole = settings_of_one_stage(settings)
     model = StageBuilder(whole, torch.device("cpu")).build(0)
     StageBuilder(whole, torch.device("cpu")).initialise(model)
+    with torch.no_grad():  # which all machines draw alike
+        model.embedding_copy().copy_(
+            fixed_table(*model.embedding_copy().shape, settings.run.seed, settings.model.embed_std)
+        )
     parameters, basis_DK = model.global_parameters(), builder.space.basis_DK
     inside_DD = basis_DK @ basis_DK.T
     with torch.no_grad():
@@ -126,6 +134,14 @@ def settings_of_one_stage(settings: Settings) -> Settings:
     return Settings.from_plain(plain)
 
 
+@pytest.fixture(params=[1, 7, 10**6], ids=lambda rows: f"{rows} rows in a frame")
+def frames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows travel in frames of so many: one by one, in several, all together."""
+    bytes_of_a_row = 8 * 32  # float64
+    monkeypatch.setattr(rows, "ROW_FRAME_BYTES", request.param * bytes_of_a_row)
+
+
+@pytest.mark.usefixtures("frames")
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_pipeline_trains_what_a_plain_model_with_waiting_rows_trains(
     stages: int, settings_for: Callable, run_in_threads: Callable, corpus: Corpus
@@ -319,6 +335,62 @@ def test_every_step_and_every_token_is_the_finest_choice(
             chain.train_step(step)
         state = chain.updates[1].rows.state_tensors()
         assert any(bool(tensor.any()) for tensor in state.values()) == waits
+
+
+def test_a_run_without_a_due_row_resumes(
+    settings_for: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    late = {"boundary__row_tokens": 10**6, "boundary__row_steps": 10**6}
+    settings = settings_for(train__checkpoint_every=1, **late)
+    whole = run_in_threads(settings)
+    saved = commit_all(whole, settings, tmp_path / "run", corpus)
+    resumed = run_in_threads(settings, resume=saved[3], folder=tmp_path / "on")
+    assert resumed.losses() == whole.losses()[3:]
+
+
+def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus: Corpus) -> None:
+    """Also of a row that is not due: it would refuse all steps once it is."""
+    settings = settings_for(boundary__row_tokens=10**6, boundary__row_steps=10**6)
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    chain.train_step(0)
+    before = [update.rows.state_tensors() for update in chain.updates]
+    before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]
+    copy_VD = chain.stages[2].embedding_copy()
+    hook = copy_VD.register_hook(
+        lambda gradient: gradient.index_fill(0, torch.tensor([7]), math.inf)
+    )
+    chain.train_step(1)
+    assert [update.version for update in chain.updates] == [1] * 4
+    for update, state in zip(chain.updates, before, strict=True):
+        for name, tensor in update.rows.state_tensors().items():
+            assert torch.equal(tensor, state[name])
+    hook.remove()
+    chain.train_step(2)
+    assert [update.version for update in chain.updates] == [2] * 4
+
+
+def test_a_state_that_lacks_what_waits_is_refused(settings_for: Callable, corpus: Corpus) -> None:
+    settings = settings_for()
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    chain.train_step(0)
+    state = StageState(settings, chain.stages[1], chain.updates[1], [])
+    for lost in (SEEN, ROWS + chain.stages[1].names[0]):
+        kept = {name: t.clone() for name, t in state.tensors().items() if name != lost}
+        with pytest.raises(CheckpointError, match=f"1 tensors are missing.*{lost}"):
+            state.restore(Snapshot(kept, settings, 1, chain.updates[1].versions))
+
+
+def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for: Callable) -> None:
+    """Machines of different kinds draw their own copies: torch's normal numbers would differ."""
+    settings = settings_for(run__precision="fp32", codec__forward="fp32", codec__backward="fp32",
+                            codec__rows="fp32", model__embed_std=0.3)  # fmt: skip
+    builder = StageBuilder(settings, torch.device("cpu"))
+    for index in range(4):
+        stage = builder.build(index)
+        builder.initialise(stage)
+        table_VD = stage.embedding_copy().detach()
+        assert hashlib.sha256(table_VD.numpy().tobytes()).hexdigest()[:16] == START
+        assert table_VD.std().item() == pytest.approx(0.3, rel=0.05)
 
 
 @pytest.mark.parametrize(

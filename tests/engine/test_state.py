@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_narrow import MODES
+from test_narrow import EMBEDDING, MODES
 from torch import Tensor
 
 from thinwire.data import Corpus
@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "remembering": {**EXACT, **MEMORY},
     "muon": {**EXACT, "optim__name": "muon"},
     **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "learned" in mode},
+    **{mode: {**EXACT, **changes} for mode, changes in EMBEDDING.items()},
     "moving and remembering": {**EXACT, **MODES["subspace-moving"], **MEMORY},
 }
 IMAGES: dict[str, dict[str, Any]] = {

@@ -105,7 +105,8 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
     if settings.boundary.shares_embedding:
         raise ConfigError(
             'boundary.anchor = "embedding" does not work on a cluster yet: rows of the embedding '
-            'would have to cross between its ranks. Use "auto", or thinwire train and join'
+            'would have to cross between its ranks. Use "fixed" (with boundary.ratio = 12.5 it was '
+            "measured), or train with thinwire train or join"
         )
     if grid.schedule in ("zero-bubble", "zbv"):
         for key, is_on in (

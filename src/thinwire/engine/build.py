@@ -126,7 +126,15 @@ class StageBuilder:
 
     def initialise(self, stage: Stage) -> None:
         """Starting weights: a function of the seed and the parameters' names."""
-        stage.initialise(self.settings.model, self.settings.run.seed)
+        settings, model = self.settings, self.settings.model
+        stage.initialise(model, settings.run.seed)
+        if settings.boundary.shares_embedding:
+            # Every machine draws its own copy, so it must come out the same on all of them.
+            copy_VD = stage.embedding_copy()
+            assert copy_VD is not None, "every stage has the embedding, or a copy"
+            start_VD = fixed_table(model.vocab, model.dim, settings.run.seed, model.embed_std)
+            with torch.no_grad():
+                copy_VD.copy_(start_VD)
         constraint = self.constraint(stage)
         if constraint is not None:
             constraint.project_weights()

@@ -119,7 +119,7 @@ class Chain(Joined):
         self.updates = [
             StageUpdate.build(self.builder, stage, index) for index, stage in enumerate(self.stages)
         ]
-        self.row_bytes = dict.fromkeys(Leg, 0)  # that crossed each cut for a shared embedding
+        self.row_bytes = dict.fromkeys(Leg, 0)  # that crossed all cuts for a shared embedding
         self.done = 0
         self.move_jumps: list[float] | None = None
         """Set to a list to have the change of validation loss by each move of the basis."""
@@ -177,21 +177,21 @@ class Chain(Joined):
     def _add_rows(self, step: int) -> None:
         """Gradients of due rows down the stages, each adding its own."""
         rows = [update.rows for update in self.updates if update.rows is not None]
-        payload = None
+        payloads: list[bytes] = []
         for own in reversed(rows):
             own.choose(step)
-            if payload is not None and len(own.rows_R):
-                own.add(step, payload)
+            for frame, payload in enumerate(payloads):
+                own.add(step, frame, payload)
                 self.row_bytes[Leg.BACKWARD] += len(payload) + HEADER_BYTES
-            payload = own.gradients(step) if own.index and len(own.rows_R) else None
+            payloads = [own.gradients(step, frame) for frame in range(own.frames)]
 
     def _change_rows(self, step: int) -> None:
         """Changes of due rows from the first stage up to all."""
         rows = [update.rows for update in self.updates if update.rows is not None]
-        if rows and len(rows[0].rows_R):
-            payload = rows[0].changes(step, self.updates[0].version)
+        payloads = rows[0].changes(step, self.updates[0].version) if rows and rows[0].frames else []
+        for frame, payload in enumerate(payloads):
             for own in rows:
-                own.follow(step, payload)
+                own.follow(step, frame, payload)
             self.row_bytes[Leg.FORWARD] += (len(rows) - 1) * (len(payload) + HEADER_BYTES)
         for own in rows:
             own.commit()
@@ -218,7 +218,7 @@ class Chain(Joined):
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
         """Mean over the cuts of what one token costs on this leg, without frame headers; rows of a
-        shared embedding included.
+        shared embedding are included, with theirs.
 
         An image counts as one token.
         """

@@ -7,7 +7,12 @@ from thinwire.engine.verdict import TALLY_BYTES, VERDICT_BYTES
 from thinwire.schedule import Kind, Schedule
 from thinwire.wire import SEAL_BYTES, FrameKind
 
-FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of a BASIS or ROWS message in a step, its number
+FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of a BASIS message in a step, its number
+
+
+def row_number(frame: int, way: int) -> int:
+    """The number of a ROWS message: one for each frame of rows and way."""
+    return 2 * frame + way
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,21 @@ class Due:
     first_step: int = 0
     validation_batches: int = 0
     basis_bytes: frozenset[int] = frozenset()
-    row_bytes: int = 0  # at most, of rows of the embedding; 0 = none cross
+    rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
     answers_before: tuple[int, ...] | None = None  # for each forward, gradients sent back before
+
+    def has_number(self, kind: FrameKind, number: int) -> bool:
+        """Whether there is a message of this kind and number, of those that no codec packs."""
+        if kind is FrameKind.ROWS:
+            frame, way = divmod(number, 2)
+            return way == self.way and frame < self.rows[0]
+        return number == (self.way if kind is FrameKind.BASIS else 0)
 
     def most_bytes(self, kind: FrameKind) -> int:
         """The largest message of a kind, signatures included."""
         content = {
             FrameKind.BASIS: max(self.basis_bytes, default=0),
-            FrameKind.ROWS: self.row_bytes,
+            FrameKind.ROWS: self.rows[1],
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
         return content + len(self.signers[kind]) * SEAL_BYTES
@@ -46,7 +58,7 @@ class Due:
         validation_batches: int,
         basis_bytes: set[int],
         schedule: Schedule | None = None,
-        row_bytes: int = 0,
+        rows: tuple[int, int] = (0, 0),
     ) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts.
 
@@ -57,7 +69,7 @@ class Due:
         kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
         kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
         kinds |= {FrameKind.PROBE} if basis_bytes else set()
-        kinds |= {FrameKind.ROWS} if row_bytes else set()
+        kinds |= {FrameKind.ROWS} if rows[0] else set()
         first, below = range(1), range(stage - 1, stage)
         return cls(
             sender=stage - 1,
@@ -73,7 +85,7 @@ class Due:
             first_step=first_step,
             validation_batches=validation_batches,
             basis_bytes=frozenset(basis_bytes),
-            row_bytes=row_bytes,
+            rows=rows,
             answers_before=_answers_before(schedule, stage - 1) if schedule else None,
         )
 
@@ -85,7 +97,7 @@ class Due:
         first_step: int,
         basis_bytes: set[int],
         basis_is_shared: bool,
-        row_bytes: int = 0,
+        rows: tuple[int, int] = (0, 0),
     ) -> "Due":
         """What the stage above sends: gradients and tallies, to which each stage adds its own.
 
@@ -94,7 +106,7 @@ class Due:
         """
         above = range(stage + 1, stages)
         kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
-        kinds |= {FrameKind.ROWS} if row_bytes else set()
+        kinds |= {FrameKind.ROWS} if rows[0] else set()
         return cls(
             sender=stage + 1,
             kinds=frozenset(kinds),
@@ -107,7 +119,7 @@ class Due:
             },
             first_step=first_step,
             basis_bytes=frozenset(basis_bytes),
-            row_bytes=row_bytes,
+            rows=rows,
         )
 
 

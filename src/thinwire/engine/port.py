@@ -27,7 +27,6 @@ _LEGS = {
 _TRAINING = (FrameKind.FORWARD, FrameKind.BACKWARD)  # of the others no codec remembers anything
 _MADE = {FrameKind.FORWARD: FORWARD, FrameKind.BACKWARD: BACKWARD}
 _ARRIVED = {FrameKind.FORWARD: INPUT, FrameKind.BACKWARD: GRADIENT}
-_TENSORS = (FrameKind.BASIS, FrameKind.ROWS)  # that go both ways, without a cut's codecs
 PROBES = 2  # a move of the basis is scored just before it and just after
 _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
     FrameKind.TALLY: unpack_tally,
@@ -211,8 +210,8 @@ class Port:
     def _on_message(self, frame: Frame) -> None:
         kind, step, number = frame.kind, frame.step, frame.microbatch
         ends_validation = kind is FrameKind.VALIDATED
-        due_number = self._due.way if kind in _TENSORS else 0
-        if number != due_number or (ends_validation and step != self._open_step + 1):
+        exists = self._due.has_number(kind, number)
+        if not exists or (ends_validation and step != self._open_step + 1):
             raise WireError(f"{self._described(frame)} does not exist")
         with self._gate:
             self._check_first(frame)

@@ -13,6 +13,7 @@ Shapes: V vocabulary, D model width, R rows that are due.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.finite import is_finite
 from thinwire.engine.source import Source
-from thinwire.errors import WireError
+from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, architecture
 from thinwire.optim import StageOptimizer
+from thinwire.schedule import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
 ROWS = "rows/"
@@ -43,10 +45,13 @@ class SharedRows:
         self.rows_R = torch.zeros(0, dtype=torch.int64, device=table_VD.device)
         """The rows that are due in the step under way, once `choose` has looked."""
         self.codec = parse_codec(settings.codec.rows)
+        row = self.codec.payload_limit((1, table_VD.shape[1]))
+        self._rows_per_frame = max(1, ROW_FRAME_BYTES // row)
         self._seed = settings.run.seed
         self._boundary = settings.boundary
         self._name = ROWS + stage.names[0]
         self._others = _names_of_others(settings, index)
+        self._split = settings.split()
         self._optimizer = optimizer
         size = table_VD.shape[0]
         self._seen_V = torch.zeros(size, dtype=torch.int64, device=table_VD.device)
@@ -81,41 +86,58 @@ class SharedRows:
         digest = hashlib.sha256(self.table_VD.detach().cpu().contiguous().numpy().data)
         return digest.hexdigest()[:16]
 
-    def limit(self) -> int:
-        """The most bytes of one message, if all rows were due at once."""
-        return self.codec.payload_limit(tuple(self.table_VD.shape))
+    @property
+    def frames(self) -> int:
+        """In how many frames the rows that are due travel: a stage hands on what it has so far."""
+        return math.ceil(len(self.rows_R) / self._rows_per_frame)
 
-    def gradients(self, step: int) -> bytes:
+    def limits(self) -> tuple[int, int]:
+        """The most frames in a step, if all rows were due at once, and the most bytes of one."""
+        rows, width = self.table_VD.shape
+        largest = self.codec.payload_limit((self._rows_per_frame, width))
+        return math.ceil(rows / self._rows_per_frame), largest
+
+    def gradients(self, step: int, frame: int) -> bytes:
         """What goes down: the sum so far."""
-        assert self._sum_RD is not None, "rows are chosen first"
-        return bytes(self.codec.pack(self._sum_RD, self._at(step, _DOWN, self.index)))
+        return bytes(self.codec.pack(self._sum(frame), self._at(step, frame, _DOWN, self.index)))
 
-    def add(self, step: int, payload: bytes) -> Tensor:
+    def add(self, step: int, frame: int, payload: bytes) -> Tensor:
         """Add what the stage above sent, and return that."""
-        assert self._sum_RD is not None, "rows are chosen first"
-        found_RD = self._unpack(payload, self._at(step, _DOWN, self.index + 1))
-        self._sum_RD += found_RD
+        sum_RD = self._sum(frame)
+        found_RD = self._unpack(payload, len(sum_RD), self._at(step, frame, _DOWN, self.index + 1))
+        sum_RD += found_RD
         return found_RD
 
     def is_finite(self) -> bool:
-        """Whether the sum is; if not, all stages refuse the step."""
-        return self._sum_RD is None or is_finite(self._sum_RD)
+        """Whether what this step found and the sum are; if not, all stages refuse the step."""
+        found = (self._found_VD, self._sum_RD)
+        return all(tensor is None or is_finite(tensor) for tensor in found)
 
-    def changes(self, step: int, update: int) -> bytes:
-        """On the first stage, once the step is committed: what goes up to all."""
+    def changes(self, step: int, update: int) -> list[bytes]:
+        """On the first stage, once the step is committed: what goes up to all, frame by frame."""
         assert self._sum_RD is not None, "rows are chosen first"
         change_RD = self._optimizer.row_changes(self.table_VD, self.rows_R, self._sum_RD, update)
-        return bytes(self.codec.pack(change_RD, self._at(step, _UP, 0)))
+        if not is_finite(change_RD):
+            raise StageError(
+                f"rows of the embedding are not finite after step {step + 1}: the update "
+                "overflowed. No checkpoint contains it. Resume with a lower optim.lr"
+            )
+        parts = change_RD.split(self._rows_per_frame)
+        return [
+            bytes(self.codec.pack(part, self._at(step, frame, _UP, 0)))
+            for frame, part in enumerate(parts)
+        ]
 
     @torch.no_grad()
-    def follow(self, step: int, payload: bytes) -> None:
+    def follow(self, step: int, frame: int, payload: bytes) -> None:
         """Add the changes to the rows: the same on all stages."""
-        change_RD = self._unpack(payload, self._at(step, _UP, 0))
+        rows_R = self.rows_R[self._of(frame)]
+        change_RD = self._unpack(payload, len(rows_R), self._at(step, frame, _UP, 0))
         if not is_finite(change_RD):
             raise WireError(
                 f"stage 0 sent changes of the embedding that are not finite after step {step + 1}"
             )
-        self.table_VD[self.rows_R] += change_RD
+        self.table_VD[rows_R] += change_RD
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -138,28 +160,32 @@ class SharedRows:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What waits between two steps; the counts are the same on all stages."""
-        tensors = {self._name: self._pending_VD}
-        if self.index == 0:
-            tensors[SEEN] = self._seen_V
-        return tensors
+        return {self._name: self._pending_VD, SEEN: self._seen_V}
 
     def load(self, source: Source) -> None:
         """Go on where the source stopped. The first stage takes what nobody else has."""
         names = source.names()
-        self._pending_VD.zero_()
-        self._seen_V.zero_()
-        if SEEN not in names:
-            return
-        self._seen_V.copy_(source.tensors([SEEN])[SEEN])
         mine = {self._name} & names
         if self.index == 0:
             mine = {n for n in names if n.startswith(ROWS)} - {SEEN} - self._others
+        if source.settings.split() == self._split:
+            mine.add(self._name)  # which is missed if it is not there
+        self._seen_V.copy_(source.tensors([SEEN])[SEEN])
+        self._pending_VD.zero_()
         for tensor in source.tensors(mine).values():
             self._pending_VD += tensor.to(self._pending_VD.device)
 
-    def _unpack(self, payload: bytes, place: Place) -> Tensor:
-        shape = (len(self.rows_R), self.table_VD.shape[1])
-        spec = TensorSpec(shape, self.table_VD.dtype, self.table_VD.device)
+    def _sum(self, frame: int) -> Tensor:
+        """A view of the rows of one frame."""
+        assert self._sum_RD is not None, "rows are chosen first"
+        return self._sum_RD[self._of(frame)]
+
+    def _of(self, frame: int) -> slice:
+        return slice(frame * self._rows_per_frame, (frame + 1) * self._rows_per_frame)
+
+    def _unpack(self, payload: bytes, rows: int, place: Place) -> Tensor:
+        table_VD = self.table_VD
+        spec = TensorSpec((rows, table_VD.shape[1]), table_VD.dtype, table_VD.device)
         try:
             return self.codec.unpack(payload, spec, place)
         except WireError as error:
@@ -168,8 +194,8 @@ class SharedRows:
                 f"step {place.step + 1}: {error}"
             ) from None
 
-    def _at(self, step: int, salt: int, stage: int) -> Place:
-        return Place(Leg.BACKWARD, step, 0, cut=stage, seed=self._seed, salt=salt)
+    def _at(self, step: int, frame: int, salt: int, stage: int) -> Place:
+        return Place(Leg.BACKWARD, step, frame, cut=stage, seed=self._seed, salt=salt)
 
 
 def names_of_rows(settings: Settings, stage: int, names: Sequence[str] | set[str]) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.build import weights_rounded_once
-from thinwire.engine.due import FROM_ABOVE, FROM_BELOW
+from thinwire.engine.due import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, Sightings, is_finite
 from thinwire.engine.keeper import Keeper
@@ -297,29 +297,32 @@ class Runner:
         """Gradients of the rows that are due: those of the stages above, and this one's."""
         with self.trace.span("compute", "norm"):
             rows.choose(step)
-        if not len(rows.rows_R):
-            return
-        if self._above is not None:
-            with self.trace.span("wait", "rows"):
-                message = self._above.take_message(FrameKind.ROWS, step, FROM_ABOVE)
-            self._look(step, GRADIENT, [rows.add(step, message.content)])
-        if self._below is not None:
-            signed = self._seal.sign(FrameKind.ROWS, step, rows.gradients(step), FROM_ABOVE)
-            self._below.send_message(FrameKind.ROWS, step, signed, FROM_ABOVE)
+        for frame in range(rows.frames):
+            number = row_number(frame, FROM_ABOVE)
+            if self._above is not None:
+                with self.trace.span("wait", "rows"):
+                    message = self._above.take_message(FrameKind.ROWS, step, number)
+                self._look(step, GRADIENT, [rows.add(step, frame, message.content)])
+            if self._below is not None:
+                content = rows.gradients(step, frame)
+                signed = self._seal.sign(FrameKind.ROWS, step, content, number)
+                self._below.send_message(FrameKind.ROWS, step, signed, number)
 
     def _pass_rows_up(self, step: int, rows: SharedRows) -> None:
         """What the first stage makes of them, for all copies; then they are no longer due."""
-        if len(rows.rows_R):
+        made = rows.changes(step, self._update.version) if self._below is None else []
+        for frame in range(rows.frames):
+            number = row_number(frame, FROM_BELOW)
             if self._below is None:
-                content = rows.changes(step, self._update.version)
-                travels = self._seal.sign(FrameKind.ROWS, step, content, FROM_BELOW)
+                content = made[frame]
+                travels = self._seal.sign(FrameKind.ROWS, step, content, number)
             else:
                 with self.trace.span("wait", "rows"):
-                    content, travels = self._below.take_message(FrameKind.ROWS, step, FROM_BELOW)
+                    content, travels = self._below.take_message(FrameKind.ROWS, step, number)
             if self._above is not None:
-                self._above.send_message(FrameKind.ROWS, step, travels, FROM_BELOW)
+                self._above.send_message(FrameKind.ROWS, step, travels, number)
             with self.trace.span("compute", "U"):
-                rows.follow(step, content)
+                rows.follow(step, frame, content)
         rows.commit()
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:

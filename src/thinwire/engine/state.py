@@ -14,7 +14,7 @@ from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.cut import CutEnd, memory_prefix
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
-from thinwire.engine.rows import names_of_rows
+from thinwire.engine.rows import SEEN, names_of_rows
 from thinwire.engine.source import Snapshot, Source
 from thinwire.engine.update import StageUpdate
 from thinwire.errors import CheckpointError
@@ -61,7 +61,7 @@ class StageState:
         """What this stage saves: all but its copies of what the stage below saves."""
         copies = self._stage.global_parameters().keys() - self._stage.owned_parameters().keys()
         if self._stage.incoming is not None:
-            copies |= {BASIS}
+            copies |= {BASIS, SEEN}
         return {name: tensor for name, tensor in self.tensors().items() if name not in copies}
 
     def snapshot(self) -> Snapshot:

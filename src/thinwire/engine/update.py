@@ -153,6 +153,8 @@ class StageUpdate:
                 "No checkpoint contains it. Resume with a lower optim.lr"
             )
         state = not_finite(self.optimizer.state_tensors())
+        if state is None and self.rows is not None:
+            state = not_finite(self.rows.state_tensors())
         if state is not None:
             raise StageError(
                 f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "

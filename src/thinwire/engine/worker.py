@@ -130,7 +130,7 @@ class Worker:
         """The largest payload that a neighbour may send."""
         largest = max((end.payload_limit() for end in self._ends()), default=0)
         basis = 8 * self.settings.model.dim * self.settings.boundary.widest
-        rows = self.update.rows.limit() if self.update.rows else 0
+        rows = self.update.rows.limits()[1] if self.update.rows else 0
         return max(largest, basis, rows) + 65536
 
     def run(self, below: Link | None, above: Link | None, tell: Tell) -> None:
@@ -233,7 +233,7 @@ class Worker:
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count
         sizes = keeper.basis_bytes() if keeper else set()
-        rows = self.update.rows.limit() if self.update.rows else 0
+        rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, is_shared = self.state.step, not self.settings.boundary.learn
         schedule = self.settings.schedule()
         from_below = Due.from_below(self.index, step, batches, sizes, schedule, rows)

@@ -128,6 +128,8 @@ def _cuts(settings: Settings) -> str:
     if boundary.mode == "dense":
         return f"{count}, dense"
     anchor = f", token table `{boundary.anchor}`" if boundary.anchor != "none" else ""
+    if boundary.shares_embedding:
+        anchor = ", around the embedding that all stages share"
     return f"{count}, `{boundary.mode}` of rank {boundary.rank}{anchor}"
 
 

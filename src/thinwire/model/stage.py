@@ -240,9 +240,6 @@ class Stage(nn.Module):
         A reparametrised layer takes the part in S of what the full layer would start with.
         """
         family = architecture(config)
-        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
-        if copy is not None:
-            family.initialise(EMBEDDING_WEIGHT, copy, seed)
         for name, layer in zip(self.names, self.layers, strict=True):
             for local, module in layer.named_modules():
                 prefix = f"{name}.{local}" if local else name

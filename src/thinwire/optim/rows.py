@@ -18,7 +18,7 @@ from torch import Tensor, nn
 class RowAdamW(torch.optim.Optimizer):
     """Gives the changes of rows; whoever holds the table adds them, so that copies stay equal.
 
-    `step` does nothing: a table without a gradient of its own is not touched by it.
+    `step` changes no table.
     """
 
     def __init__(
@@ -33,8 +33,20 @@ class RowAdamW(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for table_VD in group["params"]:
+                self._state_of(table_VD)  # which a checkpoint has, whether or not a row was due
         return None if closure is None else closure()
+
+    def _state_of(self, table_VD: nn.Parameter) -> dict[str, Tensor]:
+        state = self.state[table_VD]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(table_VD)
+            state["exp_avg_sq"] = torch.zeros_like(table_VD)
+            state["updated"] = torch.zeros(len(table_VD), dtype=torch.int64, device=table_VD.device)
+        return state
 
     @torch.no_grad()
     def changes(
@@ -42,11 +54,7 @@ class RowAdamW(torch.optim.Optimizer):
     ) -> Tensor:
         """What to add to these rows in update number `update` (from 1) of the run."""
         (group,) = (g for g in self.param_groups if any(p is table_VD for p in g["params"]))
-        (beta1, beta2), lr, state = group["betas"], group["lr"], self.state[table_VD]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(table_VD)
-            state["exp_avg_sq"] = torch.zeros_like(table_VD)
-            state["updated"] = torch.zeros(len(table_VD), dtype=torch.int64, device=rows_R.device)
+        (beta1, beta2), lr, state = group["betas"], group["lr"], self._state_of(table_VD)
         passed_R1 = (update - state["updated"][rows_R])[:, None].to(gradient_RD.dtype)
         first_RD = state["exp_avg"][rows_R].mul_(beta1**passed_R1)
         first_RD.add_(gradient_RD, alpha=1 - beta1)

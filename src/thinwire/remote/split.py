@@ -136,11 +136,11 @@ def _crossings(figures: StageFigures, chosen: Placement) -> list[Crossing]:
     costs, microbatches = figures.costs(chosen.order, chosen.counts), figures.schedule.microbatches
     peers = [figures.peers[peer] for peer in chosen.order]
     return [
-        Crossing(forward * microbatches + basis, backward * microbatches + basis, is_relayed(*ends))
-        for forward, backward, basis, ends in zip(
+        Crossing(forward * microbatches + once, backward * microbatches + once, is_relayed(*ends))
+        for forward, backward, once, ends in zip(
             costs.forward_bytes,
             costs.backward_bytes,
-            costs.basis_bytes,
+            map(costs.each_step, range(len(costs.forward_bytes))),
             itertools.pairwise(peers),
             strict=True,
         )

@@ -10,12 +10,13 @@ from thinwire.schedule.build import (
     stage_window,
     validate,
 )
-from thinwire.schedule.play import CONTROL_BYTES, Costs, Links, Network, Span
+from thinwire.schedule.play import CONTROL_BYTES, ROW_FRAME_BYTES, Costs, Links, Network, Span
 from thinwire.schedule.simulate import Simulation, simulate, window_table
 
 __all__ = [
     "CONTROL_BYTES",
     "NO_MICROBATCH",
+    "ROW_FRAME_BYTES",
     "Action",
     "Costs",
     "Kind",

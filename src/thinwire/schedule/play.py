@@ -18,6 +18,8 @@ from thinwire.schedule.action import Action, Kind, Schedule
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
 TALLY, VERDICT = "tally", "verdict"
 BASIS_GRADIENT, NEW_BASIS = "basis gradient", "basis"  # messages of a learned basis
+ROW_GRADIENTS, ROW_CHANGES = "row gradients", "rows"  # and of a shared embedding
+ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what it has so far
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class Costs:
     """Seconds per action of each stage, and bytes per microbatch over each cut.
 
     Cut b lies between stage b and stage b + 1, so there is one fewer than stages. A learned
-    basis also crosses once a step: its gradient down, and after the update the basis up.
+    basis also crosses once a step: its gradient down, and after the update the basis up. So do rows
+    of a shared embedding, but from stage to stage: each adds its own to gradients before they go
+    on, and changes of the first stage go up to all.
     """
 
     forward: list[float]
@@ -34,12 +38,13 @@ class Costs:
     forward_bytes: list[int]
     backward_bytes: list[int]
     basis_bytes: list[int] = field(default_factory=list)  # none = no cut learns its basis
+    row_bytes: list[int] = field(default_factory=list)  # none = no embedding is shared
 
     def check(self, stages: int) -> None:
         """Refuse lists of the wrong length and numbers that are no amount."""
         for name, values in vars(self).items():
             wanted = stages - 1 if name.endswith("bytes") else stages
-            if len(values) != wanted and (values or name != "basis_bytes"):
+            if len(values) != wanted and (values or name not in ("basis_bytes", "row_bytes")):
                 raise ConfigError(
                     f"costs.{name} has {len(values)} numbers, {stages} stages need {wanted}"
                 )
@@ -50,6 +55,10 @@ class Costs:
         """Seconds that this action takes on a core of its own."""
         times = {Kind.F: self.forward, Kind.B: self.backward, Kind.U: self.update}
         return times[action.kind][action.stage]
+
+    def each_step(self, cut: int) -> int:
+        """Bytes that cross a cut once a step, each way: a basis, rows."""
+        return sum(sizes[cut] for sizes in (self.basis_bytes, self.row_bytes) if sizes)
 
     def basis_below(self, stage: int) -> int:
         """Bytes of the learned basis of the cut below a stage; 0 where there is none."""
@@ -145,6 +154,7 @@ def _turns(schedule: Schedule, stage: int, costs: Costs) -> list[_Turn]:
         turns[-1].sends.append(_Message(stage - 1, BASIS_GRADIENT, below))
     above = costs.basis_below(stage + 1) if stage < top else 0
     from_above = [TALLY, BASIS_GRADIENT] if above else [TALLY] if stage < top else []
+    turns += _row_turns(costs, stage, stage + 1, stage - 1, ROW_GRADIENTS)
     verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
     if stage > 0:
         turns.append(_Turn(from_above, None, [_Message(stage - 1, TALLY, CONTROL_BYTES)]))
@@ -152,6 +162,19 @@ def _turns(schedule: Schedule, stage: int, costs: Costs) -> list[_Turn]:
     else:
         turns.append(_Turn(from_above, None, verdict))
     turns.append(_Turn([], update, [_Message(stage + 1, NEW_BASIS, above)] if above else []))
+    return turns + _row_turns(costs, stage, stage - 1, stage + 1, ROW_CHANGES)
+
+
+def _row_turns(costs: Costs, stage: int, source: int, target: int, label: str) -> list[_Turn]:
+    """Rows of a shared embedding, frame by frame: from the stage `source` on to `target`."""
+    if not costs.row_bytes:
+        return []
+    stages, turns = range(len(costs.row_bytes) + 1), []
+    size = costs.row_bytes[min(stage, target) if target in stages else min(stage, source)]
+    for frame in range(math.ceil(size / ROW_FRAME_BYTES)):
+        name, part = f"{label} {frame}", min(ROW_FRAME_BYTES, size - frame * ROW_FRAME_BYTES)
+        sends = [_Message(target, name, part)] if target in stages else []
+        turns.append(_Turn([name] if source in stages else [], None, sends))
     return turns
 
 

@@ -80,24 +80,24 @@ def row_bytes(settings: Settings) -> int:
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
     boundary, vocab = settings.boundary, settings.model.vocab
-    harmonic = math.log(vocab) + 0.58
-    at_once = settings.tokens_per_step / boundary.row_tokens / harmonic  # the rank of the first
-    in_time = min(vocab, at_once * boundary.row_steps)  # and of the second
-    often = min(at_once, vocab)
-    rows = often * (1 + math.log(in_time / often)) + vocab / boundary.row_steps
-    shape = (min(vocab, math.ceil(rows)), settings.model.dim)
+    once = settings.tokens_per_step / (math.log(vocab) + 0.58)  # the rank seen once in a step
+    often = once / boundary.row_tokens
+    by_tokens = _zipf(often, min(vocab, often * boundary.row_steps))
+    by_turn = _zipf(once * boundary.row_steps, vocab) / boundary.row_steps
+    rows = min(by_tokens + by_turn, _zipf(once, vocab))
+    shape = (math.ceil(rows), settings.model.dim)
     return parse_codec(settings.codec.rows).payload_limit(shape) + HEADER_BYTES
+
+
+def _zipf(always: float, last: float) -> float:
+    """Rows down to the rank `last` that come up, of which those down to `always` always do."""
+    return last if always >= last else always * (1 + math.log(last / always))
 
 
 def bytes_per_token(settings: Settings, cut: int = 0) -> float:
     """What one token costs at a cut, both ways: frames of microbatches, and rows if there are."""
     frames = sum(frame_bytes(settings, cut)) / settings.tokens_per_microbatch
     return frames + 2 * row_bytes(settings) / settings.tokens_per_step
-
-
-def step_bytes(settings: Settings, cut: int) -> int:
-    """Bytes that cross a cut once a step each way, beside microbatches: a basis, rows."""
-    return basis_bytes(settings, cut) + row_bytes(settings)
 
 
 def size_notes(settings: Settings) -> list[str]:
