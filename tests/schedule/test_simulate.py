@@ -1,10 +1,14 @@
 """Cases whose step can be worked out by hand."""
 
+import dataclasses
+from collections import Counter
+
 import pytest
 
 from thinwire.errors import ConfigError, ScheduleError
 from thinwire.schedule import (
     CONTROL_BYTES,
+    ROW_FRAME_BYTES,
     Costs,
     Network,
     Schedule,
@@ -258,3 +262,19 @@ def test_impossible_networks(bad):
 def test_a_broken_schedule_is_refused_before_it_is_played():
     with pytest.raises(ScheduleError, match="0B0: missing"):
         simulate(Schedule.parse("x stages=1 microbatches=1 window=1\n0F0 0U"), costs(1))
+
+
+@pytest.mark.parametrize("frames", [1, 8])
+def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames: int) -> None:
+    """Down three cuts and up again; a stage sends on what it has while the rest still comes."""
+    size, rate = frames * ROW_FRAME_BYTES, 80.0
+    free = Costs([0.0] * 4, [0.0] * 4, [0.0] * 4, [0] * 3, [0] * 3)
+    shared = dataclasses.replace(free, row_bytes=[size] * 3)
+    schedule, network = build("gpipe", 4, 2), Network(rate, rate)
+    simulation = simulate(schedule, shared, network)
+    more = simulation.step_seconds - simulate(schedule, free, network).step_seconds
+    frame_s = ROW_FRAME_BYTES * 8 / rate / 1e6
+    assert more == pytest.approx((2 * (frames + 2)) * frame_s, rel=0.01)
+    labels = [span.label for span in simulation.spans if "row" in span.label]
+    sent = Counter(label.rstrip("0123456789> ") for label in labels)
+    assert sent == {"<row gradients": 3 * frames, "rows": 3 * frames}
