@@ -13,8 +13,8 @@ from thinwire.errors import ConfigError
         ({"mode": "subspace", "rank": 32}, "nothing is saved"),
         ({"mode": "subspace", "rank": 0}, "between 1 and"),
         ({"mode": "dense", "learn": True}, "no basis"),
-        ({"mode": "subspace", "rank": 4, "anchor": "trainable"}, "one side must subtract"),
-        ({"mode": "reparam", "rank": 4, "anchor": "per-stage"}, "one side must subtract"),
+        ({"mode": "subspace", "rank": 4, "anchor": "trainable"}, 'set it to "auto" or "embedding"'),
+        ({"mode": "reparam", "rank": 4, "anchor": "per-stage"}, 'set it to "auto" or "embedding"'),
         (
             {"mode": "projected", "rank": 4, "basis": "calibrated", "anchor": "per-stage"},
             "a model that takes nothing off",

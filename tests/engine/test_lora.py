@@ -17,6 +17,7 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.merge import merged
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
+from thinwire.engine.update import StageUpdate
 from thinwire.errors import ConfigError
 from thinwire.model.adapter import is_adapter
 from thinwire.settings import Settings
@@ -147,9 +148,10 @@ def test_a_step_at_full_rank_is_a_step_of_the_matrix_itself(
                 if ".lora_A." in name:
                     parameter.copy_(torch.eye(*parameter.shape))
         if not frozen:
-            for stage, update in zip(chain.stages, chain.updates, strict=True):
+            for index, stage in enumerate(chain.stages):
                 stage.requires_grad_(True)
-                update.optimizer = type(update).build(chain.builder, stage).optimizer
+                built = StageUpdate.build(chain.builder, stage, index)
+                chain.updates[index].optimizer = built.optimizer
         chain.train_step(0)
         weights.append(found)
     plain, adapted = weights

@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
 TABLES = {**NARROW, "boundary__anchor": "trainable", "boundary__table": 8}
 FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
+SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 
 
 def joined(corpus: Corpus, settings: Settings, stage: int) -> tuple[TokenServer, FetchedCorpus]:
@@ -70,8 +71,9 @@ def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Co
         (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
         (TABLES, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
         (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
+        (SHARED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
     ],
-    ids=["dense", "narrow", "tables", "fixed"],
+    ids=["dense", "narrow", "tables", "fixed", "shared"],
 )
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
     changes: dict[str, Any],

@@ -23,6 +23,7 @@ from thinwire.engine.build import (
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
+from thinwire.engine.rows import SharedRows
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import global_norm
 from thinwire.model import Past, Score
@@ -139,8 +140,8 @@ class Chain(Joined):
             for microbatch in range(count):
                 batch = self.feed.training(step, microbatch)
                 self.go_to(step, microbatch, training=True)
-                for update in self.updates:
-                    update.see(batch.inputs)
+                for rows in self._rows():
+                    rows.see(batch.inputs)
                 logits = self.logits(batch.inputs)
                 with self._autocast():
                     loss = batch.loss(self.stages[-1], logits, count)
@@ -174,11 +175,14 @@ class Chain(Joined):
             above.follow_lender(stage.lent())
         return True
 
+    def _rows(self) -> list[SharedRows]:
+        """Of each stage, where they share the embedding."""
+        return [update.rows for update in self.updates if update.rows is not None]
+
     def _add_rows(self, step: int) -> None:
         """Gradients of due rows down the stages, each adding its own."""
-        rows = [update.rows for update in self.updates if update.rows is not None]
         payloads: list[bytes] = []
-        for own in reversed(rows):
+        for own in reversed(self._rows()):
             own.choose(step)
             for frame, payload in enumerate(payloads):
                 own.add(step, frame, payload)
@@ -187,7 +191,7 @@ class Chain(Joined):
 
     def _change_rows(self, step: int) -> None:
         """Changes of due rows from the first stage up to all."""
-        rows = [update.rows for update in self.updates if update.rows is not None]
+        rows = self._rows()
         payloads = rows[0].changes(step, self.updates[0].version) if rows and rows[0].frames else []
         for frame, payload in enumerate(payloads):
             for own in rows:

@@ -165,7 +165,8 @@ class Runner:
         if batch.wait is not None:
             with self.trace.span("wait", f"ids{microbatch}"):
                 batch.wait()
-        self._update.see(batch.inputs)
+        if self._update.rows is not None:
+            self._update.rows.see(batch.inputs)
         received = None
         if self._below is not None:
             with self.trace.span("wait", f"F{microbatch}"):

@@ -77,11 +77,6 @@ class StageUpdate:
         if self.keeper is not None:
             self.keeper.begin_step(step)
 
-    def see(self, ids: Tensor) -> None:
-        """Of each training microbatch, where that matters: which tokens it has."""
-        if self.rows is not None:
-            self.rows.see(ids)
-
     def project(self) -> None:
         """Drop what leads out of the shared space: before the norm, clipping and the moments."""
         if self.keeper is not None:
