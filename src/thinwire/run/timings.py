@@ -14,7 +14,8 @@ from thinwire.report import TraceSpan
 
 WAITS = ("neighbour", "link", "basis", "verdict")
 """What a stage waits for: the neighbour still computes what is needed; it is done, and the tensor
-is packed, queued, sent or on its way; a basis, or rows of a shared embedding; the verdict that ends the step.
+is packed, queued, sent or on its way; a basis, or rows of a shared embedding; the verdict that
+ends the step.
 """
 _WARMUP_STEPS = 2  # first steps pay for allocations and caches
 _LAST_TRACES = 16  # steps of which one is drawn
