@@ -29,14 +29,7 @@ from thinwire.plan import (
 )
 from thinwire.schedule import build
 from thinwire.settings import Settings, machine_cores
-from thinwire.settings.crossing import (
-    basis_bytes,
-    bytes_per_token,
-    frame_bytes,
-    row_bytes,
-    size_notes,
-    wire_shape,
-)
+from thinwire.settings.crossing import basis_bytes, frame_bytes, size_notes, wire_shape
 from thinwire.typed import to_toml
 from thinwire.wire import Frame, FrameKind, encode
 
@@ -110,36 +103,6 @@ def test_the_frames_of_a_learned_basis_are_counted(make_settings: MakeSettings) 
     assert plan_to_plain(with_basis)["cuts"][0]["basis_bytes"] == size
     assert "each way for its learned basis" in plan_text(with_basis)
     assert "basis" not in plan_text(without)
-
-
-def test_rows_of_a_shared_embedding_are_counted(make_settings: MakeSettings) -> None:
-    shared = {"boundary__mode": "subspace", "boundary__rank": 5, "boundary__anchor": "embedding"}
-    settings = slow_link(make_settings, **shared, codec__rows="fp64", boundary__row_steps=10)
-    size = row_bytes(settings)
-    rows = (size - 64) // (8 * 32)
-    assert size == 64 + 8 * 32 * rows and 300 / 10 < rows < 60  # all take turns, few come often
-    plan = make_plan(settings, RATE)
-    assert (plan.costs.row_bytes, plan.costs.basis_bytes) == ([size], [0])
-    told = plan_to_plain(plan)["cuts"][0]
-    assert (told["row_bytes"], told["basis_bytes"]) == (size, 0)
-    per_token = size / settings.tokens_per_step
-    assert f"for rows of the embedding ({per_token:,.1f} bytes per token)" in plan_text(plan)
-    fixed = slow_link(make_settings, **{**shared, "boundary__anchor": "fixed"})
-    assert row_bytes(fixed) == 0 and "embedding" not in plan_text(make_plan(fixed, RATE))
-    frames = sum(frame_bytes(settings)) / settings.tokens_per_microbatch
-    assert bytes_per_token(settings) == pytest.approx(frames + 2 * per_token)
-    assert bytes_per_token(fixed) == pytest.approx(frames)
-
-
-@pytest.mark.parametrize(
-    "finer", [{"row_tokens": 1}, {"row_steps": 1}, {"row_tokens": 4}, {"row_steps": 20}]
-)
-def test_finer_choices_of_rows_cost_more(finer: dict, make_settings: MakeSettings) -> None:
-    changes = {f"boundary__{key}": value for key, value in finer.items()}
-    shared = {"boundary__mode": "subspace", "boundary__rank": 5, "boundary__anchor": "embedding"}
-    usual = slow_link(make_settings, **shared)
-    chosen = slow_link(make_settings, **shared, **changes)
-    assert row_bytes(usual) < row_bytes(chosen) <= 64 + 300 * (32 // 2 + 2)  # all rows, in int4
 
 
 def test_a_plan_from_a_given_rate_repeats_exactly(make_settings: MakeSettings) -> None:

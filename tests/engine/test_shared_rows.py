@@ -20,7 +20,7 @@ from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.fold import Folded
 from thinwire.engine.rows import ROWS, SEEN, SharedRows
-from thinwire.engine.source import Snapshot, Source
+from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState, names_for_stage
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import Stage, token_loss
@@ -51,6 +51,13 @@ def settings_for(make_settings: Callable) -> Callable[..., Settings]:
 
 def copies(stages: list[Stage]) -> list[Tensor]:
     return [stage.embedding_copy().detach() for stage in stages]
+
+
+def trained_chain(settings: Settings, corpus: Corpus, steps: int) -> Chain:
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    for step in range(steps):
+        chain.train_step(step)
+    return chain
 
 
 def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dict[str, Tensor]]:
@@ -175,25 +182,6 @@ def test_copies_stay_equal_to_the_bit_and_the_chain_trains_the_same(
     assert not torch.equal(stage.embedding_copy(), first)
 
 
-class State(Source):
-    """The state of stages in memory."""
-
-    def __init__(self, settings: Settings, stages: list[Stage]):
-        super().__init__(0, None)  # type: ignore[arg-type]
-        self._settings = settings
-        self._tensors = {n: p for s in stages for n, p in s.owned_parameters().items()}
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name].detach().clone() for name in names}
-
-
 @pytest.mark.parametrize("mode", ["subspace", "reparam"])
 @pytest.mark.parametrize("equal", [True, False])
 def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
@@ -210,10 +198,9 @@ def test_at_every_step_it_is_a_plain_model_as_long_as_copies_are_equal(
             SharedRows, "follow", lambda own, *told: own.index == 2 or followed(own, *told)
         )
     settings = settings_for(boundary__mode=mode)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(3):
-        chain.train_step(step)
-    folded = Folded(State(settings, chain.stages))
+    chain = trained_chain(settings, corpus, 3)
+    weights = {n: p for stage in chain.stages for n, p in stage.owned_parameters().items()}
+    folded = Folded(Snapshot(weights, settings, 3, chain.updates[0].versions))
     plain = StageBuilder(settings_of_one_stage(settings), torch.device("cpu")).build(0)
     with torch.no_grad():
         for name, parameter in plain.global_parameters().items():
@@ -241,9 +228,7 @@ def test_a_stage_restores_from_the_tensors_that_are_fetched_for_it(
 ) -> None:
     """Those of its seat alone, in this split and in others; all that waits is somebody's."""
     settings = settings_for()
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(3):
-        chain.train_step(step)
+    chain = trained_chain(settings, corpus, 3)
     waits = sum(update.rows.state_tensors()[name] for update, name in zip(
         chain.updates, [ROWS + stage.names[0] for stage in chain.stages], strict=True
     ))  # fmt: skip
@@ -281,9 +266,7 @@ def test_what_waits_matters(
 
 def test_a_refused_step_changes_nothing(settings_for: Callable, corpus: Corpus) -> None:
     settings = settings_for()
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(2):
-        chain.train_step(step)
+    chain = trained_chain(settings, corpus, 2)
 
     def state() -> list[Tensor]:
         found = [update.rows.state_tensors() for update in chain.updates]
@@ -306,9 +289,7 @@ def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
     settings = settings_for(codec__rows="int4", run__precision="fp32",
                             codec__forward="fp32", codec__backward="fp32")  # fmt: skip
     outcome = run_in_threads(settings)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    for step in range(settings.train.steps):
-        chain.train_step(step)
+    chain = trained_chain(settings, corpus, settings.train.steps)
     up = sum(sent_rows(outcome.steps(cut)[-1].meters[f"cut-{cut}"]) for cut in range(3))
     down = sum(sent_rows(outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]) for cut in range(3))
     assert up == down > 0
@@ -330,9 +311,7 @@ def test_every_step_and_every_token_is_the_finest_choice(
     """With row_tokens = 1 nothing ever waits; with a high number and late turns much does."""
     for tokens, steps, waits in ((1, 10**9, False), (10**9, 1, False), (10**6, 10**6, True)):
         settings = settings_for(boundary__row_tokens=tokens, boundary__row_steps=steps)
-        chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-        for step in range(2):
-            chain.train_step(step)
+        chain = trained_chain(settings, corpus, 2)
         state = chain.updates[1].rows.state_tensors()
         assert any(bool(tensor.any()) for tensor in state.values()) == waits
 
@@ -351,8 +330,7 @@ def test_a_run_without_a_due_row_resumes(
 def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus: Corpus) -> None:
     """Also of a row that is not due: it would refuse all steps once it is."""
     settings = settings_for(boundary__row_tokens=10**6, boundary__row_steps=10**6)
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    chain.train_step(0)
+    chain = trained_chain(settings, corpus, 1)
     before = [update.rows.state_tensors() for update in chain.updates]
     before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]
     copy_VD = chain.stages[2].embedding_copy()
@@ -371,8 +349,7 @@ def test_gradients_that_are_not_finite_never_wait(settings_for: Callable, corpus
 
 def test_a_state_that_lacks_what_waits_is_refused(settings_for: Callable, corpus: Corpus) -> None:
     settings = settings_for()
-    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
-    chain.train_step(0)
+    chain = trained_chain(settings, corpus, 1)
     state = StageState(settings, chain.stages[1], chain.updates[1], [])
     for lost in (SEEN, ROWS + chain.stages[1].names[0]):
         kept = {name: t.clone() for name, t in state.tensors().items() if name != lost}

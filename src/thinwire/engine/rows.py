@@ -14,7 +14,6 @@ Shapes: V vocabulary, D model width, R rows that are due.
 
 import hashlib
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -198,7 +197,7 @@ class SharedRows:
         return Place(Leg.BACKWARD, step, frame, cut=stage, seed=self._seed, salt=salt)
 
 
-def names_of_rows(settings: Settings, stage: int, names: Sequence[str] | set[str]) -> set[str]:
+def names_of_rows(settings: Settings, stage: int, names: set[str]) -> set[str]:
     """Those of a state's tensors that a stage of these settings restores its rows from."""
     rows = {name for name in names if name.startswith(ROWS)}
     if stage == 0:
