@@ -112,9 +112,21 @@ def test_what_goes_with_the_rates_of_a_size_gives_way_to_a_change() -> None:
     assert spread(larger, "model.embed_std=0.7") == 0.7
     assert spread(larger, "optim.name=adamw") == 0.02, "it was measured with Muon"
     recipe = make_recipe("exact32", [larger, "model.embed_std=0.7", "model.context=64"])
-    assert "learning rates and model.embed_std are for 160m." in " ".join(recipe.about)
+    measured_with = "learning rates and model.qk_norm and model.embed_std are for 160m."
+    assert measured_with in " ".join(recipe.about)
     assert recipe.about[-1].endswith("do not apply: model.embed_std=0.7")
     assert "do not apply" not in " ".join(make_recipe("exact32", ["model.embed_std=0.7"]).about)
+
+
+@pytest.mark.parametrize("name", FROM_SEED)
+def test_queries_and_keys_have_norms_at_the_rates_that_need_them(name: str) -> None:
+    def has_norms(*overrides: str) -> bool:
+        return make_recipe(name, list(overrides)).asked.resolved().model.qk_norm
+
+    assert has_norms("model.preset=160m") and has_norms("model.preset=8b") and not has_norms()
+    assert not has_norms("model.preset=160m", "optim.name=adamw")
+    assert not has_norms("model.preset=160m", "model.qk_norm=false")
+    assert not make_recipe("finetune", ["model.preset=160m"]).asked.resolved().model.qk_norm
 
 
 def test_rates_that_were_not_tuned_for_a_size_are_named_as_such() -> None:

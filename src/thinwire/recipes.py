@@ -22,5 +22,8 @@ def is_muon(values: dict[str, dict[str, Any]]) -> bool:
 
 
 def sized(name: str, preset: str) -> dict[str, dict[str, Any]]:
-    """What else of a recipe depends on the model, as the rates do; empty for most recipes."""
-    return SHEETS.get(name, {}).get("sized", {}).get(rates_of(preset), {})
+    """What else depends on the model, as the rates do: for all recipes, and for this one."""
+    size = rates_of(preset)
+    beside, own = _SHEET["beside_rates"].get(size, {}), SHEETS.get(name, {}).get("sized", {})
+    of_size = own.get(size, {})
+    return {key: beside.get(key, {}) | of_size.get(key, {}) for key in beside | of_size}

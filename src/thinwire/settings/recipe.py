@@ -67,9 +67,9 @@ def stale_rates(settings: Settings) -> str:
 def _about_rates(name: str, preset: str, of_size: dict[str, dict[str, Any]]) -> list[str]:
     source = rates_of(preset)
     tuned = "" if preset == source else f" (those of {source}: not tuned at this size)"
-    others = "".join(f" and {section}.{key}" for section, keys in of_size.items() for key in keys)
+    own = ["The learning rates", *(f"{part}.{key}" for part in of_size for key in of_size[part])]
     return [
-        f"The learning rates{others} are for {preset}{tuned}.",
+        f"{' and '.join(own)} are for {preset}{tuned}.",
         "They do not follow model.preset as the rank does: use",
         f"thinwire init --recipe {name} --set model.preset=NAME.",
     ]
