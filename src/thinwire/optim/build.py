@@ -82,6 +82,17 @@ class StageOptimizer:
             for key, value in state.items()
         }
 
+    def state_like(self) -> dict[str, Tensor]:
+        """What `state_tensors` gives once there was an update, as tensors without memory."""
+        return {
+            f"{self._names[parameter]}/{key}": value
+            for optimizer in self._optimizers
+            if self._keeps_state
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for key, value in _state_like(optimizer, group, parameter).items()
+        }
+
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `state_tensors` gave, in place of what there is.
 
@@ -97,7 +108,7 @@ class StageOptimizer:
                     name = self._names[parameter]
                     optimizer.state.pop(parameter, None)
                     if name in loaded:
-                        _check_state(name, loaded[name], _state_shapes(optimizer, group, parameter))
+                        _check_state(name, loaded[name], _state_like(optimizer, group, parameter))
                         # A step counter stays on the CPU, unless one kernel reads it too.
                         counter = parameter.device if group.get("fused") else torch.device("cpu")
                         optimizer.state[parameter] = {
@@ -108,23 +119,31 @@ class StageOptimizer:
                         }
 
 
-def _state_shapes(
+def _state_like(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
-) -> dict[str, tuple[int, ...]]:
-    """What each kind of optimizer keeps of a parameter."""
+) -> dict[str, Tensor]:
+    """What each kind of optimizer keeps of a parameter, as tensors without memory."""
+
+    def like(shape: tuple[int, ...], dtype: torch.dtype = parameter.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
     shape = tuple(parameter.shape)
     if isinstance(optimizer, Muon | torch.optim.SGD):
-        return {"momentum_buffer": shape}
+        return {"momentum_buffer": like(shape)}
     if isinstance(optimizer, RowAdamW):
-        return {"exp_avg": shape, "exp_avg_sq": shape, "updated": shape[:1]}
+        updated = like(shape[:1], torch.int64)
+        return {"exp_avg": like(shape), "exp_avg_sq": like(shape), "updated": updated}
     second = shape
     if isinstance(optimizer, SubspaceAdamW):
         second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
-    return {"step": (), "exp_avg": shape, "exp_avg_sq": second}
+    step = like((), torch.float32)
+    return {"step": step, "exp_avg": like(shape), "exp_avg_sq": like(second)}
 
 
-def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> None:
-    found = {key: tuple(value.shape) for key, value in state.items()}
+def _check_state(name: str, state: dict[str, Tensor], like: dict[str, Tensor]) -> None:
+    found, expected = (
+        {key: tuple(value.shape) for key, value in tensors.items()} for tensors in (state, like)
+    )
     if found != expected:
         raise CheckpointError(
             f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer keeps "

@@ -25,6 +25,7 @@ from thinwire.run.events import (
     Lost,
     PartArrived,
     PartLost,
+    PartRefused,
     Record,
     Said,
     Say,
@@ -87,7 +88,8 @@ class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
     With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    PartArrived follows its ShardWritten, and the run ends after the last of them.
+    PartArrived follows its ShardWritten, and the run ends after the last of them. A stage whose
+    part is refused is at fault, also when it has finished.
     """
 
     def __init__(
@@ -180,6 +182,8 @@ class Coordinator:
                 return self._on_absence(event, now)
             case PartArrived() | PartLost():
                 return self._on_travelled(event)
+            case PartRefused(stage=stage, error=error):
+                self._suspect(Lost(stage, error, in_breach=True), now)
             case StopAsked():
                 return self._on_stop()
             case Tick():
@@ -300,6 +304,9 @@ class Coordinator:
         if failures:
             return [Discard(step, failures[0])]
         written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
+        if len({part.versions for part in written}) > 1:
+            counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
+            return [Discard(step, f"stages do not agree on what they have saved: {counted}")]
         if difference := disagreement(step, [p.agreements for p in written]):
             return [Discard(step), self._end(StageError(difference))]
         return [Commit(step, written)]

@@ -49,7 +49,7 @@ class Back:
 
 @dataclass(frozen=True)
 class PartArrived:
-    """The part of a checkpoint that a stage has reported is on this machine, with its hash."""
+    """The part of a checkpoint that a stage has reported is on this machine, and was opened."""
 
     stage: int
     step: int
@@ -58,6 +58,15 @@ class PartArrived:
 @dataclass(frozen=True)
 class PartLost:
     """The part of a checkpoint that a stage has reported will not come."""
+
+    stage: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class PartRefused:
+    """The part of a checkpoint that a stage has sent is not its state: the stage is at fault."""
 
     stage: int
     step: int
@@ -74,7 +83,7 @@ class Tick:
     """Time passes, and nothing else happened."""
 
 
-Event = Said | Exited | Lost | PartArrived | PartLost | Away | Back | StopAsked | Tick
+Event = Said | Exited | Lost | PartArrived | PartLost | PartRefused | Away | Back | StopAsked | Tick
 
 
 @dataclass(frozen=True)

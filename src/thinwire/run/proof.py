@@ -7,6 +7,7 @@ checkpoint of a run that ended in good order is taken on trust; it never displac
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,3 +95,29 @@ def choose_checkpoint(place: Path) -> tuple[Path, str]:
     return good[-1], (
         f"{unproven}: continuing from {good[-1]}. To use the other, name it: --resume {found[-1]}"
     )
+
+
+def open_newest(
+    place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
+) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint to continue from, opened and verified; and notes on the choice.
+
+    A checkpoint that is named must open. In a run's folder one that does not is passed over for
+    the one before: CheckpointError only if none opens.
+    """
+    chosen, why = choose_checkpoint(place)
+    found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
+    newest = found[-1] if found and chosen == place else chosen
+    before = sorted((p for p in found if p < newest), key=lambda p: (is_proven(p), p), reverse=True)
+    notes, first = [why] if why else [], None
+    for path in [newest, *before]:
+        try:
+            checkpoint = Checkpoint.open(path, allow_plugins, trusted_plugins)
+            checkpoint.verify()
+        except CheckpointError as error:
+            first = first or error
+            notes.append(f"{path} is passed over, for it does not open: {error}")
+        else:
+            return checkpoint, [*notes, f"continuing from {path}"] if first else notes
+    assert first is not None, "one was tried"
+    raise first

@@ -27,7 +27,7 @@ from thinwire.model.adapter import is_adapter
 from thinwire.paths import expanded
 from thinwire.report import Display
 from thinwire.run.commit import ORIGIN, commit, discard_partial
-from thinwire.run.proof import choose_checkpoint
+from thinwire.run.proof import open_newest
 from thinwire.settings import Settings
 
 FREE = {"preset", "context", "embed_std"}
@@ -164,16 +164,14 @@ def _verified(place: Path, settings: Settings, display: Display, allow_plugins: 
             f"`thinwire import {place} --to models/NAME`"
         )
     try:
-        chosen, why = choose_checkpoint(place)
-        origin = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
-        origin.verify()
+        origin, choice = open_newest(place, allow_plugins, settings.codec.plugins)
     except CheckpointError as error:
         raise CheckpointError(
             f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
             "folder of another run"
         ) from error
-    if why:
-        display.note(why)
+    for note in choice:
+        display.note(note)
     return origin
 
 
