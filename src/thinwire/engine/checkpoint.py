@@ -41,7 +41,6 @@ from thinwire.settings import Settings
 from thinwire.typed import Exact, from_plain
 
 FORMAT = 2
-UNSEALED = 1  # an earlier format, whose manifest has no hash of its own
 SEAL = "manifest_sha256"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -181,15 +180,6 @@ class Checkpoint(Source):
         manifest, shards = _read_manifest(folder / MANIFEST)
         return cls(folder, manifest, shards, allow_plugins, trusted_plugins)
 
-    def weaknesses(self) -> list[str]:
-        """What cannot be checked of this checkpoint, because of its age."""
-        if self.manifest["format"] > UNSEALED:
-            return []
-        return [
-            f"{self.folder} has an earlier format, without a hash of its manifest: its tensors "
-            "are checked, but altered settings or step numbers would not be noticed"
-        ]
-
     @functools.cached_property
     def settings(self) -> Settings:
         """The settings of the run that wrote this, as this thinwire understands them."""
@@ -283,10 +273,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         if not isinstance(manifest, dict):
             raise ValueError("it is not an object")
         format = manifest.get("format")
-        if type(format) is not int or format not in (UNSEALED, FORMAT):
+        if type(format) is not int or format != FORMAT:
             raise CheckpointError(
-                f"{path} has checkpoint format {format!r}, this thinwire reads formats "
-                f"{UNSEALED} and {FORMAT}: use the version that wrote it"
+                f"{path} has checkpoint format {format!r}, this thinwire reads format {FORMAT}: "
+                "use the version that wrote it"
             )
         for key, kind in FACTS.items():
             if type(manifest.get(key)) is not kind or (kind is int and manifest[key] < 0):
@@ -299,7 +289,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         for shard in shards:
             if Path(shard.file).name != shard.file:
                 raise ValueError(f"{shard.file!r} is not the name of a file beside it")
-        if format >= FORMAT and manifest.get(SEAL) != content_hash(manifest):
+        if manifest.get(SEAL) != content_hash(manifest):
             raise ValueError("its content does not match its hash")
         named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)
         if named and int(named[1]) != manifest["step"]:

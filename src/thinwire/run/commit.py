@@ -30,7 +30,7 @@ from thinwire.engine.feed import Data
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, StageError
-from thinwire.folders import next_free_name, put_in_place, write_file
+from thinwire.folders import discard_replacements, next_free_name, put_in_place, write_file
 from thinwire.report import Display
 from thinwire.run.proof import Proof, begin_proof, is_proven
 from thinwire.settings import Settings
@@ -191,6 +191,9 @@ def discard_partial(run_folder: Path, step: int | None = None) -> None:
     for kind in ("partial", "pruned"):
         for leftover in folder.glob(f".{kind}-{which}"):
             shutil.rmtree(leftover, ignore_errors=True)
+    if step is None:
+        discard_replacements(run_folder)
+        discard_replacements(folder)
 
 
 def prune(run_folder: Path, keep: int, latest: Path, proven: Path | None = None) -> None:

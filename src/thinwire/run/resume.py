@@ -45,7 +45,6 @@ def open_resume(
     _refuse_changes(checkpoint, adopted(settings, saved))
     steps = saved.train.steps, settings.train.steps
     notes = [
-        *checkpoint.weaknesses(),
         *_inexact(saved, settings),
         *check_memory(settings, checkpoint),
         rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step),

@@ -53,7 +53,7 @@ def open_origin(
             f"{origin.folder} cannot become a model with boundary.mode = "
             f'"{settings.boundary.mode}": {why}. Use dense or projected'
         )
-    for note in [*origin.weaknesses(), *_notes(origin, settings)]:
+    for note in _notes(origin, settings):
         display.note(note)
     if origin.tokenizer is not None and not settings.data.tokenizer:
         display.phase("data", f"tokenizer of {origin.folder}, which its weights were trained with")
