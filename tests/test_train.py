@@ -234,13 +234,20 @@ def test_metrics_on_a_full_disk_cost_no_run(replay: Callable) -> None:
     run, peers, stream = replay()
 
     def fill_the_disk(position: int) -> None:
+        metrics = run.record._metrics
         if position == 0:
-            run.record._metrics._file = open("/dev/full", "w")  # noqa: SIM115
+            disks.append(metrics._file)
+            metrics._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        elif metrics.missing == 3:
+            metrics._file = disks[0]
 
+    disks: list[Any] = []
     peers.before_each = fill_the_disk
     run.follow()
     assert run.finish()["steps"] == 4
-    assert stream.getvalue().count("metrics are no longer written") == 1
+    text = " ".join(stream.getvalue().split())
+    assert text.count("metrics could not be written, training continues") == 1
+    assert text.count("metrics are written again; a row of metrics.jsonl says that 3 are") == 1
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
 
 

@@ -1,6 +1,5 @@
 """What is kept and shown of a run: metrics and checkpoints on the way, then summary and plots."""
 
-import contextlib
 import json
 import math
 import time
@@ -199,16 +198,19 @@ class RunRecord:
         self.display.evaluation(record)
 
     def _write(self, write: Callable[..., None], *values: Any) -> None:
-        """Give the metrics something to write; a full disk costs them, but not the training."""
-        if self._metrics is None:
+        """Give the metrics something to write; a full disk costs rows, but not the training."""
+        if (metrics := self._metrics) is None:
             return
+        missing = metrics.missing
         try:
-            write(self._metrics, *values)
+            write(metrics, *values)
         except Exception as error:  # TensorBoard has errors of its own
-            self.display.note(f"metrics are no longer written, training continues: {error}")
-            with contextlib.suppress(Exception):
-                self._metrics.close()
-            self._metrics = None
+            if not missing:
+                self.display.note(f"metrics could not be written, training continues: {error}")
+        if missing and not metrics.missing:
+            self.display.note(
+                f"metrics are written again; a row of metrics.jsonl says that {missing} are missing"
+            )
 
     def _trouble(self) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""
