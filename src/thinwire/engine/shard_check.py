@@ -23,6 +23,7 @@ from thinwire.engine.source import Source, Versions
 from thinwire.engine.state import OPTIMIZER, StageState
 from thinwire.engine.update import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
+from thinwire.optim import state_like
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
@@ -102,10 +103,10 @@ def shard_like(
     """
     builder = StageBuilder(settings, torch.device("meta"))
     built = builder.build(stage)
-    update = StageUpdate.build(builder, built, stage)
+    update = StageUpdate.build(builder, built, stage, _Moments)  # type: ignore[arg-type]
     needed = StageState(settings, built, update, ()).shard()
-    if versions.weight_version > 0:
-        needed |= {OPTIMIZER + name: t for name, t in update.optimizer.state_like().items()}
+    if versions.weight_version == 0:
+        needed = {name: t for name, t in needed.items() if not name.startswith(OPTIMIZER)}
     if builder.space is None or built.outgoing is not None:
         return needed, {}
     basis_DK = builder.space.basis_DK  # its next move is the last stage's to save
@@ -115,6 +116,16 @@ def shard_like(
         NEXT_MEASURES: torch.empty(3, dtype=torch.float64, device="meta"),
     }
     return needed, allowed
+
+
+class _Moments:
+    """Stands for the optimizer of a stage: its state after an update, and nothing else."""
+
+    def __init__(self, *arguments: Any):
+        self._arguments = arguments
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return state_like(*self._arguments)
 
 
 def _described(tensor: Tensor) -> str:
