@@ -24,6 +24,7 @@ from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Commit
+from thinwire.run.explosion import watch_losses
 from thinwire.run.messages import Assign, Way
 from thinwire.run.order import tokens_name
 from thinwire.run.peers import lead
@@ -72,6 +73,7 @@ class Epoch:
             Assign({}, "", "", ""),
             parts_travel=True,
             outage=settings.link.outage,
+            losses=watch_losses(settings, base.folder, checkpoint),
         )
         self.record = RunRecord(
             settings, base.folder, base.data, checkpoint, base.display, goes_on=True

@@ -126,6 +126,20 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Exploded:
+    """The loss is far above its own past: what is saved from now on proves nothing."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """It is not any more."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Commit:
     """All stages have written their parts of a checkpoint, and they agree: complete it."""
 
@@ -167,4 +181,4 @@ class End:
     culprit: Suspect | None = None
 
 
-Command = Tell | Say | Starting | Begin | Record | Commit | Discard | End
+Command = Tell | Say | Starting | Begin | Record | Exploded | Recovered | Commit | Discard | End
