@@ -493,12 +493,9 @@ def test_a_run_goes_on_in_its_own_folder(
     assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
 
 
-@pytest.mark.parametrize("answer", ["warn", "stop"])
-def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(
-    answer: str, replay: Callable
-) -> None:
+def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay: Callable) -> None:
     """The loss of all steps and validations after the second is 99, with the least kept."""
-    run, peers, stream = replay(train__keep=1, run__on_explosion=answer)
+    run, peers, stream = replay(train__keep=1)
     for kind, first in ((Step, 2), (Evaluation, 3)):
         spoil(peers, kind, first, loss=99.0)
     run.follow()
