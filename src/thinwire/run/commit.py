@@ -145,21 +145,19 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint of the best validation."""
-        return next((p for p in self._all() if step_of(p) == self._proof.best), None)
-
-    def _all(self) -> list[Path]:
-        return list_checkpoints(self._folder)
+        paths = list_checkpoints(self._folder)
+        return next((path for path in paths if step_of(path) == self._proof.best), None)
 
     def _choose_best(self) -> bool:
-        """Look for the checkpoint of the best validation, and whether it is another one now.
+        """Look for the checkpoint of the best validation; whether it is another one now.
 
-        A validation is of the newest checkpoint up to its step: one saved after it, and followed
-        by none, may be ruined.
+        Where steps of the two do not meet, the first validation after a checkpoint is its own: one
+        before it says nothing of what came in between.
         """
         before = self._proof
         if self.best() is None:
             self._proof = replace(self._proof, best=None, best_loss=math.inf)
-        for path in self._all():
+        for path in list_checkpoints(self._folder):
             later = [step for step in self._validations if step >= step_of(path)]
             loss = self._validations[min(later)] if later else math.inf
             if loss < math.inf and loss <= self._proof.best_loss:
