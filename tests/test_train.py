@@ -26,6 +26,7 @@ from thinwire.report import PlainDisplay
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Event, Said, StopAsked
 from thinwire.run.messages import Assign, Finished, Hello, Linked, Ready
+from thinwire.run.proof import open_newest, read_proof
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume
 from thinwire.run.signals import Interrupted
@@ -234,13 +235,20 @@ def test_metrics_on_a_full_disk_cost_no_run(replay: Callable) -> None:
     run, peers, stream = replay()
 
     def fill_the_disk(position: int) -> None:
+        metrics = run.record._metrics
         if position == 0:
-            run.record._metrics._file = open("/dev/full", "w")  # noqa: SIM115
+            disks.append(metrics._file)
+            metrics._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        elif metrics.missing == 3:
+            metrics._file = disks[0]
 
+    disks: list[Any] = []
     peers.before_each = fill_the_disk
     run.follow()
     assert run.finish()["steps"] == 4
-    assert stream.getvalue().count("metrics are no longer written") == 1
+    text = " ".join(stream.getvalue().split())
+    assert text.count("metrics could not be written, training continues") == 1
+    assert text.count("metrics are written again; a row of metrics.jsonl says that 3 are") == 1
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["2", "4"]
 
 
@@ -483,6 +491,23 @@ def test_a_run_goes_on_in_its_own_folder(
     assert "abandoned-step-00000003" in stream.getvalue()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [r["step"] for r in map(json.loads, lines) if r["kind"] == "step"] == [1, 2]
+
+
+def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay: Callable) -> None:
+    """The loss of all steps and validations after the second is 99, with the least kept."""
+    run, peers, stream = replay(train__keep=1)
+    for kind, first in ((Step, 2), (Evaluation, 3)):
+        spoil(peers, kind, first, loss=99.0)
+    run.follow()
+    with pytest.raises(StageError, match="the loss has exploded by step 4") as caught:
+        run.finish()
+    best = checkpoints_folder(run.folder) / "step-00000002"
+    assert f"best validation are in {best}. Resume from there" in str(caught.value)
+    assert "the loss has exploded by step 4: that of validation is 99" in stream.getvalue()
+    assert kept(run.folder) == ["step-00000002", "step-00000004"]
+    proof = read_proof(run.folder)
+    assert proof is not None and (proof.best, proof.step, proof.ended) == (2, 2, 0)
+    assert open_newest(run.folder)[0].folder == best
 
 
 def test_divergence_costs_no_good_checkpoint(

@@ -16,6 +16,7 @@ from thinwire.engine.worker import scratch
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
 from thinwire.run.coordinator import Coordinator
+from thinwire.run.explosion import watch_losses
 from thinwire.run.launch import LocalPeers
 from thinwire.run.messages import Assign
 from thinwire.run.peers import Peers, lead
@@ -69,7 +70,11 @@ def train(
             resume=str(origin.resolve()) if origin else "",
         )
         coordinator = Coordinator(
-            stages, settings.run.patience, assignment, outage=settings.link.outage
+            stages,
+            settings.run.patience,
+            assignment,
+            outage=settings.link.outage,
+            losses=watch_losses(settings, folder, checkpoint),
         )
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
+from thinwire.engine.reports import ShardWritten
+from thinwire.engine.source import Versions
 from thinwire.errors import WireError
 from thinwire.remote.pieces import PIECE_BYTES, Frame, Pace, Talk, Want
 from thinwire.remote.store import (
@@ -31,13 +33,16 @@ class Host:
     def __init__(self, folder: Path, patience: float = 0.0):
         self.folder = folder
         self.said: list[tuple] = []
+        self.objection = ""  # to what is in a file
         self.progress: list[tuple[int, int]] = []
         self._changed = threading.Condition()
         self.collector = ShardCollector(
             folder,
             [LIMIT, LIMIT],
+            lambda stage, written, path: self.objection,
             lambda stage, step: self._note(("arrived", stage, step)),
             lambda stage, step, error: self._note(("lost", stage, step, error)),
+            lambda stage, step, error: self._note(("refused", stage, step, error)),
             patience,
             on_progress=lambda done, total: self.progress.append((done, total)),
         )
@@ -46,6 +51,9 @@ class Host:
         with self._changed:
             self.said.append(what)
             self._changed.notify_all()
+
+    def announce(self, stage: int, step: int, shard: Shard) -> None:
+        self.collector.announce(stage, ShardWritten(step, Versions(step, 0), shard, {}))
 
     def wait(self, count: int) -> list[tuple]:
         with self._changed:
@@ -84,7 +92,7 @@ def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
     shards = [write(tmp_path / f"member-{stage}", stage, 10) for stage in (0, 1)]
     for stage in (0, 1):
         host.join(f"peer-{stage}", ShardSender(tmp_path / f"member-{stage}", Pace()), [stage])
-        host.collector.announce(stage, 10, shards[stage])
+        host.announce(stage, 10, shards[stage])
     assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
     assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
     moved = host.collector.meter.snapshot()["received"]["PIECE"]
@@ -99,7 +107,7 @@ def test_one_machine_may_hold_several_stages(host: Host, tmp_path: Path) -> None
     shards = [write(member, stage, 10) for stage in (0, 1)]
     host.join("peer", ShardSender(member, Pace()), [0, 1])
     for stage in (1, 0):
-        host.collector.announce(stage, 10, shards[stage])
+        host.announce(stage, 10, shards[stage])
     host.wait(2)
     assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
 
@@ -109,8 +117,8 @@ def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> 
     member = tmp_path / "member"
     for step in (10, 20, 30):
         for stage in (0, 1):
-            host.collector.announce(stage, step, write(member, stage, step))
-    host.collector.announce(0, 40, write(member, 0, 40))
+            host.announce(stage, step, write(member, stage, step))
+    host.announce(0, 40, write(member, 0, 40))
     assert host.said == [] and host.collector.underway() == [0, 1]
     host.join("peer", ShardSender(member, Pace()), [0, 1])
     said = host.wait(6)
@@ -120,7 +128,7 @@ def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> 
         ("lost", 0, 20, why), ("lost", 1, 20, why),
         ("arrived", 0, 30), ("arrived", 1, 30),
     ]  # fmt: skip
-    host.collector.announce(1, 40, write(member, 1, 40))
+    host.announce(1, 40, write(member, 1, 40))
     assert host.wait(8)[6:] == [("arrived", 0, 40), ("arrived", 1, 40)]
 
 
@@ -130,14 +138,14 @@ def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> No
         for stage in (0, 1):
             shard = write(member, stage, step)
             if step == 20:
-                host.collector.announce(stage, step, shard)
+                host.announce(stage, step, shard)
     there = host.join("peer", ShardSender(member, Pace()), [0, 1])
     host.wait(2)
     assert len(list(incoming_folder(host.folder).iterdir())) == 2
     host.collector.settled(20)
     assert list(incoming_folder(host.folder).iterdir()) == []
     for stage in (0, 1):
-        host.collector.announce(stage, 30, write(member, stage, 30))
+        host.announce(stage, 30, write(member, stage, 30))
     host.wait(4)
     assert not partial_folder(member, 10).exists()
     assert partial_folder(member, 20).exists() and partial_folder(member, 30).exists()
@@ -147,10 +155,10 @@ def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> No
 def test_a_stage_that_could_not_write_ends_the_checkpoint_for_all(
     host: Host, tmp_path: Path
 ) -> None:
-    host.collector.announce(0, 10, write(tmp_path, 0, 10))
+    host.announce(0, 10, write(tmp_path, 0, 10))
     host.collector.give_up(10, "disk full")
     assert host.said == [("lost", 0, 10, "disk full")]
-    host.collector.announce(1, 10, write(tmp_path, 1, 10))
+    host.announce(1, 10, write(tmp_path, 1, 10))
     assert host.said[1:] == [("lost", 1, 10, "disk full")]
     assert host.collector.underway() == []
 
@@ -170,7 +178,7 @@ def test_what_a_stage_cannot_have_written_is_not_asked_for(
     change: dict, words: str, host: Host, tmp_path: Path
 ) -> None:
     shard = write(tmp_path, 0, 10, 1000)
-    host.collector.announce(0, 10, Shard(**{**vars(shard), **change}))
+    host.announce(0, 10, Shard(**{**vars(shard), **change}))
     ((what, stage, step, error),) = host.said
     assert (what, stage, step) == ("lost", 0, 10) and words in error
     assert not host.folder.exists(), "nothing is written for it"
@@ -179,7 +187,7 @@ def test_what_a_stage_cannot_have_written_is_not_asked_for(
 def test_a_shard_that_is_not_there_or_wrong_is_named(host: Host, tmp_path: Path) -> None:
     member = tmp_path / "member"
     for stage in (0, 1):
-        host.collector.announce(stage, 10, write(member, stage, 10))
+        host.announce(stage, 10, write(member, stage, 10))
     changed = partial_folder(member, 10) / "stage-0.safetensors"
     changed.write_bytes(bytes(changed.stat().st_size))
     host.join("peer-a", ShardSender(member, Pace()), [0, 1])
@@ -188,8 +196,21 @@ def test_a_shard_that_is_not_there_or_wrong_is_named(host: Host, tmp_path: Path)
     assert "the shard of stage 0 from peer-a: it arrived with the hash" in said[0][3]
     assert said[0][3].endswith("twice")
     for stage in (0, 1):
-        host.collector.announce(stage, 20, write(tmp_path / "elsewhere", stage, 20))
+        host.announce(stage, 20, write(tmp_path / "elsewhere", stage, 20))
     assert "no shard of stage 0 and step 20" in host.wait(4)[2][3]
+
+
+def test_a_shard_counts_only_once_it_was_opened(host: Host, tmp_path: Path) -> None:
+    """Its size and hash are right, and its content is not: the peer that sent it is named."""
+    member = tmp_path / "member"
+    host.objection = "it cannot be opened"
+    for stage in (0, 1):
+        host.announce(stage, 10, write(member, stage, 10))
+    host.join("peer-a", ShardSender(member, Pace()), [0, 1])
+    why = "the shard of stage 0 from peer-a is not its state: it cannot be opened"
+    assert host.wait(3) == [("refused", 0, 10, why), ("lost", 0, 10, why), ("lost", 1, 10, why)]
+    assert arrived(host, 0, 10) == "missing"
+    assert list(incoming_folder(host.folder).iterdir()) == []
 
 
 class Cut(Pipe):
@@ -221,7 +242,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
     shards = [write(member, stage, 10, pieces * PIECE_BYTES) for stage in (0, 1)]
     host = Host(tmp_path / "host")
     for stage in (0, 1):
-        host.collector.announce(stage, 10, shards[stage])
+        host.announce(stage, 10, shards[stage])
     sender = ShardSender(member, Pace())
     here, there = memory_pair(1)
     on_daemon_thread("member", lambda: sender.serve(Cut(there, 5)))
@@ -231,7 +252,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
 
     again = Host(tmp_path / "host")  # the run was formed again, and wrote the same bits
     for stage in (0, 1):
-        again.collector.announce(stage, 10, shards[stage])
+        again.announce(stage, 10, shards[stage])
     second = ShardSender(member, Pace())
     again.join("peer", second, [0, 1])
     again.wait(2)
@@ -242,7 +263,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
 
     third = Host(tmp_path / "host")  # and again, before that checkpoint was complete
     for stage in (0, 1):
-        third.collector.announce(stage, 10, shards[stage])
+        third.announce(stage, 10, shards[stage])
     last = ShardSender(member, Pace())
     third.join("peer", last, [0, 1])
     third.wait(2)
@@ -253,7 +274,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
 def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path: Path) -> None:
     host = Host(tmp_path / "host", patience=0.2)
     for stage in (0, 1):
-        host.collector.announce(stage, 10, write(tmp_path / "member", stage, 10))
+        host.announce(stage, 10, write(tmp_path / "member", stage, 10))
     said = host.wait(2)
     assert [what[:3] for what in said] == [("lost", 0, 10), ("lost", 1, 10)]
     assert "nothing of the shard of stage 0, stage 1 has come for" in said[0][3]
@@ -293,7 +314,7 @@ def test_over_grpc_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.Monk
     on_daemon_thread("member", lambda: sender.keep_serving(connect))
     shards = [write(member, stage, 10, 6 * PIECE_BYTES) for stage in (0, 1)]
     for stage in (0, 1):
-        host.collector.announce(stage, 10, shards[stage])
+        host.announce(stage, 10, shards[stage])
     host.wait(2)
     assert next(dials) >= 2
     assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
@@ -331,7 +352,7 @@ def test_members_remove_what_was_given_up_and_keep_the_last_complete(
     for step in (10, 20, 30, 40):
         shards = [write(member, stage, step) for stage in (0, 1)]
         if step in (20, 30):
-            host.collector.announce(0, step, shards[0])
+            host.announce(0, step, shards[0])
             host.collector.give_up(step, "the disk is full")
     host.collector.settled(10)
     there = host.join("peer", ShardSender(member, Pace()), [0, 1])
@@ -347,7 +368,7 @@ def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:
     """Step 20 is settled while step 10 has not been fetched."""
     member = tmp_path / "member"
     for stage in (0, 1):
-        host.collector.announce(stage, 10, write(member, stage, 10))
+        host.announce(stage, 10, write(member, stage, 10))
     host.collector.settled(20)
     host.join("peer", ShardSender(member, Pace()), [0, 1])
     assert host.wait(2) == [("arrived", 0, 10), ("arrived", 1, 10)]
@@ -357,7 +378,7 @@ def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:
 def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Path) -> None:
     member, begun = tmp_path / "member", threading.Event()
     for stage in (0, 1):
-        host.collector.announce(stage, 10, write(member, stage, 10, 8 * PIECE_BYTES))
+        host.announce(stage, 10, write(member, stage, 10, 8 * PIECE_BYTES))
 
     def slowly(seconds: float) -> None:
         begun.set()
@@ -378,6 +399,6 @@ def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Pa
     assert pieces_sent(sender) < 8
     if why == "given up":
         for stage in (0, 1):
-            host.collector.announce(stage, 20, write(member, stage, 20))
+            host.announce(stage, 20, write(member, stage, 20))
         host.join("peer", ShardSender(member, Pace()), [0, 1])
         assert host.wait(4)[2:] == [("arrived", 0, 20), ("arrived", 1, 20)]

@@ -1,5 +1,8 @@
+import contextlib
 import json
 import math
+import resource
+import signal
 import sys
 import tracemalloc
 
@@ -75,15 +78,46 @@ def test_writing_on_after_a_cut_off_line_damages_nothing(
     assert [record.step for record in steps] == [1, 2, 4]
 
 
-def test_damage_in_the_middle_is_an_error_that_names_the_line(
-    tmp_path, make_record, without_tensorboard
-):
+def test_a_torn_line_in_the_middle_is_left_out(tmp_path, make_record, without_tensorboard):
     write_run(tmp_path, make_record, 3)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], "{broken", *lines[2:]]))
-    with pytest.raises(ThinwireError, match=r"line 2 of .*metrics\.jsonl"):
-        read_metrics(tmp_path)
+    path.write_text("\n".join([lines[0], '{"kind": "st' + lines[1], *lines[2:], ""]))
+    assert [record.step for record in read_metrics(tmp_path)[0]] == [1, 3]
+    MetricsWriter(tmp_path, resume_step=1).close()
+    assert [record.step for record in read_metrics(tmp_path)[0]] == [1]
+
+
+@contextlib.contextmanager
+def limited_to(size):
+    """No file of this process may grow beyond so many bytes: a write is cut short, then fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, make_record, without_tensorboard):
+    """The file may grow to a size and no further, as on a full disk; then there is space again."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(make_record(1))
+        size = path.stat().st_size
+        with limited_to(size + 40):
+            for step in (2, 3):
+                with pytest.raises(OSError):
+                    writer.step(make_record(step))
+                assert path.stat().st_size == size, "no half line stays"
+        assert writer.missing == 2
+        writer.step(make_record(4))
+        assert writer.missing == 0
+    kinds = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kinds[1] == {"kind": "missing", "step": 4, "rows": 2}
+    assert [record.step for record in read_metrics(tmp_path)[0]] == [1, 4]
 
 
 @pytest.mark.parametrize("line", ['{"kind": "step", "step": 1}', "[1]", '"text"', "{}"])

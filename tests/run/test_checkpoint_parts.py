@@ -1,10 +1,13 @@
 """The parts of a checkpoint, as the coordinator hears of them: written, travelled, lost."""
 
+import dataclasses
+
 import pytest
 from leading import METERS, Lead, part, step
 
 from thinwire.engine.reports import (
     ShardFailed,
+    Versions,
 )
 from thinwire.run.coordinator import (
     Phase,
@@ -17,6 +20,7 @@ from thinwire.run.events import (
     Exited,
     PartArrived,
     PartLost,
+    PartRefused,
     Record,
     Say,
     StopAsked,
@@ -101,6 +105,31 @@ def test_a_last_part_that_is_lost_ends_the_run_too() -> None:
         lead.say(stage, part(stage, 1), Finished(METERS))
     lead.on(PartArrived(0, 1))
     assert lead.on(PartLost(1, 1, "gone")) == [Discard(1, "gone"), End()]
+
+
+@pytest.mark.parametrize("moment", ["while training goes on", "when all is done"])
+def test_a_part_that_is_not_the_state_of_its_stage_convicts_it(moment: str) -> None:
+    lead = Lead(parts_travel=True).until(Phase.TRAINING)
+    for stage in (0, 1):
+        lead.say(stage, part(stage, 1))
+        if moment == "when all is done":
+            lead.say(stage, Finished(METERS))
+    assert lead.on(PartArrived(0, 1)) == []
+    assert lead.on(PartRefused(1, 1, "it holds NaN")) == []
+    assert lead.on(PartLost(1, 1, "it holds NaN")) == [], "the run does not end in good order"
+    end = lead.settled()
+    assert end.culprit is not None
+    assert (end.culprit.stage, end.culprit.deed) == (1, "broke the contract")
+    assert "it holds NaN" in str(end.error)
+
+
+def test_parts_of_different_updates_make_no_checkpoint() -> None:
+    """A stage that says it was never updated need not save moments: others know better."""
+    lead = Lead().until(Phase.TRAINING)
+    lead.say(0, part(0, 2))
+    other = dataclasses.replace(part(1, 2), versions=Versions(0, 0))
+    (discard,) = lead.say(1, other)
+    assert isinstance(discard, Discard) and "stage 1: weight version 0" in discard.error
 
 
 def test_whoever_will_not_wait_for_the_last_part_asks_twice() -> None:

@@ -6,20 +6,29 @@ import pytest
 import torch
 
 from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder, partial_folder, write_shard
+from thinwire.errors import CheckpointError
 from thinwire.run.commit import commit, prune
-from thinwire.run.proof import Proof, begin_proof, choose_checkpoint, is_proven, read_proof
+from thinwire.run.proof import (
+    Proof,
+    begin_proof,
+    choose_checkpoint,
+    is_proven,
+    open_newest,
+    read_proof,
+)
+
+FACTS = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> dict[int, Path]:
     """Checkpoints of steps 2, 4 and 6 of a run in `tmp_path`."""
-    facts = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
     return {
         step: commit(
             tmp_path,
             step,
             [write_shard(partial_folder(tmp_path, step), 0, {"w": torch.zeros(2)})],
-            facts,
+            FACTS,
             None,
         )
         for step in (2, 4, 6)
@@ -49,6 +58,27 @@ def test_the_newest_good_checkpoint_is_resumed(
         assert Checkpoint.open(found).folder == saved[chosen or 6]
         assert words in why and bool(words) == bool(why)
     assert choose_checkpoint(saved[6]) == (saved[6], ""), "what is named is taken"
+
+
+def test_a_checkpoint_that_does_not_open_is_passed_over(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    """A lost file, and NaN: the run goes on from the one before, and says so."""
+    nan = write_shard(partial_folder(tmp_path, 8), 0, {"w": torch.tensor([0.0, torch.nan])})
+    ruined = commit(tmp_path, 8, [nan], FACTS, None)
+    Proof(8).write(tmp_path)
+    (saved[6] / "stage-0.safetensors").unlink()
+    checkpoint, notes = open_newest(tmp_path)
+    assert checkpoint.folder == saved[4]
+    for path, note in zip((ruined, saved[6], saved[4]), notes, strict=True):
+        assert str(path) in note
+    assert "w in" in notes[0] and "not finite" in notes[0] and "no file" in notes[1]
+    with pytest.raises(CheckpointError, match="not finite"):
+        open_newest(ruined)  # what is named is not replaced by another
+    for step in (2, 4):
+        (saved[step] / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not finite"):
+        open_newest(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}', '{"step": 6}'])

@@ -17,7 +17,7 @@ from thinwire.typed import Scope, to_toml
 from thinwire.wire import LinkConfig
 
 KEEPING = {
-    ("run", "name"), ("run", "out"), ("run", "patience"), ("run", "wandb"),
+    ("run", "name"), ("run", "out"), ("run", "patience"), ("run", "on_explosion"), ("run", "wandb"),
     ("train", "keep"), ("train", "checkpoint_every"),
 }  # fmt: skip
 MACHINE = {

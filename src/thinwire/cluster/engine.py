@@ -24,7 +24,8 @@ from thinwire.errors import ConfigError, StageError
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
 from thinwire.run.coordinator import disagreement
-from thinwire.run.events import Begin, Commit, Discard, Record
+from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
+from thinwire.run.explosion import LossWatch, watch_losses
 from thinwire.run.messages import Finished, Ready, pack, unpack
 from thinwire.run.peer import versions
 from thinwire.run.prepare import describe, prepare_data
@@ -103,16 +104,20 @@ def run(
         record = None
         if world.leads:
             record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
-        return Rank(trainer, record, started).live()
+        losses = watch_losses(settings, folder, checkpoint)
+        return Rank(trainer, record, started, losses).live()
 
 
 class Rank:
     """The life of a rank once all is prepared: steps, validations, checkpoints."""
 
-    def __init__(self, trainer: Trainer, record: RunRecord | None, started: float):
+    def __init__(
+        self, trainer: Trainer, record: RunRecord | None, started: float, losses: LossWatch
+    ):
         self._trainer = trainer
         self._world = trainer.world
         self._record = record
+        self._losses = losses
         self._started = started
 
     def live(self) -> dict[str, Any] | None:
@@ -176,8 +181,13 @@ class Rank:
             self._record.carry_out(Commit(step, written))
 
     def _keep(self, stage: int, report: Step | Evaluation | Finished) -> None:
-        if self._record is not None:
-            self._record.carry_out(Record(stage, report))
+        if self._record is None:
+            return
+        self._record.carry_out(Record(stage, report))
+        for change in [] if isinstance(report, Finished) else self._losses.hear(report):
+            self._record.carry_out(change)
+            if isinstance(change, Exploded) and self._losses.stops:
+                self._trainer.ending.stop_requested = True
 
     def _gather(self, said: Said) -> Said:
         """What all stages say, in their order, where the record is kept."""

@@ -122,6 +122,11 @@ class Buffered(Feedback):
                 f"{self.name} needs a buffer of shape {expected.shape}, but was given one of "
                 f"{tuple(buffer.shape)}: with feedback the size of microbatches cannot change"
             )
+        if buffer is not None and expected is not None and buffer.dtype != working(expected.dtype):
+            raise ValueError(
+                f"{self.name} needs a buffer of {working(expected.dtype)}, but was given one of "
+                f"{buffer.dtype}: with feedback the precision cannot change"
+            )
         self._buffer = buffer
 
 

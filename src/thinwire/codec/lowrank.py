@@ -13,6 +13,7 @@ from thinwire.codec.base import (
     Place,
     Shape,
     Stateful,
+    Surroundings,
     TensorSpec,
     elements,
     working,
@@ -49,6 +50,7 @@ class LowRank(Stateful):
             raise ConfigError(f"lowrank({rank}): the rank must be an integer, 1 or more")
         self.rank = int(rank)
         self._last_Q: Tensor | None = None
+        self._columns: int | None = None  # of the tensors to come, where they are known
 
     @property
     def name(self) -> str:
@@ -93,13 +95,23 @@ class LowRank(Stateful):
         P, Q = (factor.to(torch.float64) for factor in factors)
         return _from_matrix((P @ Q.T).to(spec.dtype), spec.shape).to(spec.device)
 
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        super().prepare(spec, surroundings)
+        self._columns = _matrix_shape(spec.shape)[1]
+
     def own_state(self) -> dict[str, Tensor]:
         return {} if self._last_Q is None else {"q": self._last_Q}
 
     def load_own_state(self, tensors: dict[str, Tensor]) -> None:
         if tensors.keys() - {"q"}:
             raise ValueError(f"{self.name} remembers Q, but was given {sorted(tensors)}")
-        self._last_Q = tensors.get("q")
+        Q = tensors.get("q")
+        if Q is not None and self._columns is not None and Q.shape != (self._columns, self.rank):
+            raise ValueError(
+                f"{self.name} needs a Q of shape {(self._columns, self.rank)}, but was given one "
+                f"of {tuple(Q.shape)}: tensors must keep their width"
+            )
+        self._last_Q = Q
 
     def _whole(self, shape: Shape) -> bool:
         rows, columns = _matrix_shape(shape)

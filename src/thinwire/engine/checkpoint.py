@@ -32,6 +32,8 @@ from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data.template import CONFIG
+from thinwire.engine.finite import is_finite
+from thinwire.engine.keeper import COVARIANCE, NEXT_MEASURES
 from thinwire.engine.source import Source, Versions
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush
@@ -39,7 +41,6 @@ from thinwire.settings import Settings
 from thinwire.typed import Exact, from_plain
 
 FORMAT = 2
-UNSEALED = 1  # an earlier format, whose manifest has no hash of its own
 SEAL = "manifest_sha256"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -52,6 +53,7 @@ FACTS = {
     "shards": list,
 }
 """What every manifest says, beside its format."""
+_PIECE = 1 << 22  # numbers that are looked at in one go
 MUON_BEFORE = {
     "model": {"embed_std": 0.02},
     "optim": {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0},
@@ -93,6 +95,20 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
             f"stage {stage} cannot write its part of the checkpoint to {folder}: {error}. "
             "Earlier checkpoints are untouched; free some space or choose another run.out"
         ) from error
+
+
+def not_finite_in(file: Any) -> str | None:
+    """The first tensor of an open safetensors file with an entry that is not finite, if any.
+
+    Piece by piece: the file may be larger than the memory. What was gathered for the next move of
+    a basis does not count, for no move is made of it unless it is finite.
+    """
+    for name in sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES}):
+        tensor = file.get_tensor(name)
+        pieces = tensor.flatten().split(_PIECE) if tensor.is_floating_point() else ()
+        if not all(map(is_finite, pieces)):
+            return str(name)
+    return None
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -164,15 +180,6 @@ class Checkpoint(Source):
         manifest, shards = _read_manifest(folder / MANIFEST)
         return cls(folder, manifest, shards, allow_plugins, trusted_plugins)
 
-    def weaknesses(self) -> list[str]:
-        """What cannot be checked of this checkpoint, because of its age."""
-        if self.manifest["format"] > UNSEALED:
-            return []
-        return [
-            f"{self.folder} has an earlier format, without a hash of its manifest: its tensors "
-            "are checked, but altered settings or step numbers would not be noticed"
-        ]
-
     @functools.cached_property
     def settings(self) -> Settings:
         """The settings of the run that wrote this, as this thinwire understands them."""
@@ -203,7 +210,10 @@ class Checkpoint(Source):
         )
 
     def verify(self) -> None:
-        """Check every file against its size and hash; CheckpointError names what differs."""
+        """Check every file against its size and hash, and that all in it is finite.
+
+        CheckpointError names what differs.
+        """
         for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
@@ -218,6 +228,8 @@ class Checkpoint(Source):
             with self._opened(shard) as file:
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
+                if (name := not_finite_in(file)) is not None:
+                    raise CheckpointError(f"{name} in {path} has values that are not finite")
         for name, key in ((TOKENIZER, "tokenizer_sha256"), (CONFIG, "template_sha256")):
             expected = self.manifest.get(key)
             if expected and sha256_of(self.folder / name) != expected:
@@ -261,10 +273,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         if not isinstance(manifest, dict):
             raise ValueError("it is not an object")
         format = manifest.get("format")
-        if type(format) is not int or format not in (UNSEALED, FORMAT):
+        if type(format) is not int or format != FORMAT:
             raise CheckpointError(
-                f"{path} has checkpoint format {format!r}, this thinwire reads formats "
-                f"{UNSEALED} and {FORMAT}: use the version that wrote it"
+                f"{path} has checkpoint format {format!r}, this thinwire reads format {FORMAT}: "
+                "use the version that wrote it"
             )
         for key, kind in FACTS.items():
             if type(manifest.get(key)) is not kind or (kind is int and manifest[key] < 0):
@@ -277,7 +289,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[Shard]]:
         for shard in shards:
             if Path(shard.file).name != shard.file:
                 raise ValueError(f"{shard.file!r} is not the name of a file beside it")
-        if format >= FORMAT and manifest.get(SEAL) != content_hash(manifest):
+        if manifest.get(SEAL) != content_hash(manifest):
             raise ValueError("its content does not match its hash")
         named = re.fullmatch(r"(?:abandoned-)?step-(\d{8})(?:-\d+)?", path.parent.name)
         if named and int(named[1]) != manifest["step"]:

@@ -9,7 +9,7 @@ train the same weights.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -44,13 +44,19 @@ class StageUpdate:
         self._buffers_before: dict[str, Tensor] = {}
 
     @classmethod
-    def build(cls, builder: StageBuilder, stage: Stage, index: int) -> "StageUpdate":
+    def build(
+        cls,
+        builder: StageBuilder,
+        stage: Stage,
+        index: int,
+        make_optimizer: Callable[..., StageOptimizer] = StageOptimizer,
+    ) -> "StageUpdate":
         """With the optimizer that the settings name, a keeper where stages share a space, and rows
         where they share the embedding.
         """
         settings, constraint = builder.settings, builder.constraint_in_training(stage)
         by_rows = settings.boundary.shares_embedding
-        optimizer = StageOptimizer(
+        optimizer = make_optimizer(
             stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
         )
         rows = SharedRows(settings, index, stage, optimizer) if by_rows else None

@@ -56,8 +56,6 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "models can be exported"
         )
     checkpoint.verify()
-    for weakness in checkpoint.weaknesses():
-        display.note(weakness)
     tokenizer = tokenizer_files(checkpoint, wanted.tokenizer)
     why_not = why_not_folded(settings)
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)

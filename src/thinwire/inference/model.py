@@ -65,13 +65,11 @@ class Model(Joined, TextModel):
             "a codec of this run reads more than one token, so every new token recomputes the "
             "whole window; --compression off is faster"
         )
-        return self.checkpoint.weaknesses() + ([] if self.crosses_by_token else [slow])
+        return [] if self.crosses_by_token else [slow]
 
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
         """Loss on the run's own validation data, over as many microbatches as training used."""
         settings = self.settings
-        for weakness in self.checkpoint.weaknesses():
-            display.note(weakness)
         trained_on = self.checkpoint.manifest["corpus"]
         if not trained_on:  # it was imported: any text is new to us
             own = dataclasses.replace(settings.data, tokenizer=str(self.checkpoint.tokenizer))
@@ -96,8 +94,6 @@ class Model(Joined, TextModel):
         self, path: Path, display: Display, batches: int = 0, text_key: str = "text"
     ) -> dict[str, Any]:
         """Loss on all of another text, or on its first `batches` microbatches."""
-        for weakness in self.checkpoint.weaknesses():
-            display.note(weakness)
         display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
         shape = self.settings.model
         text = OtherText(path, self.tokenizer(), text_key, shape.context, shape.vocab)

@@ -99,8 +99,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
             "a codec of this run reads more than one token, so every new token sends the whole "
             "window across every cut"
         )
-        by_token = crosses_by_token(self.settings)
-        return self.checkpoint.weaknesses() + ([] if by_token else [slow])
+        return [] if crosses_by_token(self.settings) else [slow]
 
     def tokens_behind(
         self, ids: Sequence[int], sampling: Sampling, cache: bool = True

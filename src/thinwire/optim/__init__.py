@@ -6,7 +6,7 @@ from thinwire.lazy import on_first_use
 from thinwire.optim.config import OptimConfig, learning_rate, rate_change, share_changes
 
 if TYPE_CHECKING:
-    from thinwire.optim.build import StageOptimizer
+    from thinwire.optim.build import StageOptimizer, state_like
     from thinwire.optim.muon import Muon
     from thinwire.optim.rows import RowAdamW
     from thinwire.optim.subspace import SubspaceAdamW
@@ -20,12 +20,13 @@ __all__ = [
     "learning_rate",
     "rate_change",
     "share_changes",
+    "state_like",
 ]
 
 __getattr__ = on_first_use(
     __name__,
     {
-        "build": ("StageOptimizer",),
+        "build": ("StageOptimizer", "state_like"),
         "muon": ("Muon",),
         "rows": ("RowAdamW",),
         "subspace": ("SubspaceAdamW",),

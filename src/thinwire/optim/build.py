@@ -38,7 +38,7 @@ class StageOptimizer:
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
         self._optimizers = _build(parameters, roles, config.with_shares(), constraint, by_rows)
-        self._keeps_state = config.name != "sgd" or config.momentum > 0
+        self._keeps_state = _keeps_state(config)
 
     def step(self, lr: float) -> None:
         """One update at this learning rate; gradients are cleared afterwards."""
@@ -97,7 +97,9 @@ class StageOptimizer:
                     name = self._names[parameter]
                     optimizer.state.pop(parameter, None)
                     if name in loaded:
-                        _check_state(name, loaded[name], _state_shapes(optimizer, group, parameter))
+                        _check_state(
+                            name, loaded[name], _state_like(type(optimizer), group, parameter)
+                        )
                         # A step counter stays on the CPU, unless one kernel reads it too.
                         counter = parameter.device if group.get("fused") else torch.device("cpu")
                         optimizer.state[parameter] = {
@@ -108,23 +110,59 @@ class StageOptimizer:
                         }
 
 
-def _state_shapes(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
-) -> dict[str, tuple[int, ...]]:
-    """What each kind of optimizer keeps of a parameter."""
+def state_like(
+    parameters: dict[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    constraint: Constraint | None = None,
+    by_rows: bool = False,
+) -> dict[str, Tensor]:
+    """What `StageOptimizer.state_tensors` gives after an update, as tensors without memory.
+
+    Without an optimizer: what torch imports to make the first one takes seconds.
+    """
+    if not _keeps_state(config):
+        return {}
+    names = {p: name for name, p in parameters.items()}
+    kinds = _grouped(parameters, roles, config.with_shares(), constraint, by_rows)
+    return {
+        f"{names[parameter]}/{key}": value
+        for kind, groups in kinds.items()
+        for group in groups
+        for parameter in group["params"]
+        for key, value in _state_like(kind, group, parameter).items()
+    }
+
+
+def _keeps_state(config: OptimConfig) -> bool:
+    return config.name != "sgd" or config.momentum > 0
+
+
+def _state_like(
+    kind: type[torch.optim.Optimizer], group: dict[str, Any], parameter: Tensor
+) -> dict[str, Tensor]:
+    """What each kind of optimizer keeps of a parameter, as tensors without memory."""
+
+    def like(shape: tuple[int, ...], dtype: torch.dtype = parameter.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
     shape = tuple(parameter.shape)
-    if isinstance(optimizer, Muon | torch.optim.SGD):
-        return {"momentum_buffer": shape}
-    if isinstance(optimizer, RowAdamW):
-        return {"exp_avg": shape, "exp_avg_sq": shape, "updated": shape[:1]}
+    if issubclass(kind, Muon | torch.optim.SGD):
+        return {"momentum_buffer": like(shape)}
+    if issubclass(kind, RowAdamW):
+        updated = like(shape[:1], torch.int64)
+        return {"exp_avg": like(shape), "exp_avg_sq": like(shape), "updated": updated}
     second = shape
-    if isinstance(optimizer, SubspaceAdamW):
+    if issubclass(kind, SubspaceAdamW):
         second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
-    return {"step": (), "exp_avg": shape, "exp_avg_sq": second}
+    step = like((), torch.float32)
+    return {"step": step, "exp_avg": like(shape), "exp_avg_sq": like(second)}
 
 
-def _check_state(name: str, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> None:
-    found = {key: tuple(value.shape) for key, value in state.items()}
+def _check_state(name: str, state: dict[str, Tensor], like: dict[str, Tensor]) -> None:
+    found, expected = (
+        {key: tuple(value.shape) for key, value in tensors.items()} for tensors in (state, like)
+    )
     if found != expected:
         raise CheckpointError(
             f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer keeps "
@@ -140,6 +178,26 @@ def _build(
     by_rows: bool,
 ) -> list[torch.optim.Optimizer]:
     """As few optimizers and groups as there are ways to update a parameter, for speed."""
+    kinds = _grouped(parameters, roles, config, constraint, by_rows)
+    fused = all(p.is_cuda for p in parameters.values())
+    common: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+        torch.optim.SGD: {"momentum": config.momentum},
+        torch.optim.AdamW: {"betas": BETAS, "fused": fused},
+        SubspaceAdamW: {"betas": BETAS},
+        RowAdamW: {"betas": BETAS},
+        Muon: {},
+    }
+    return [kind(kinds[kind], **common[kind]) for kind in common if kind in kinds]
+
+
+def _grouped(
+    parameters: dict[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    constraint: Constraint | None,
+    by_rows: bool,
+) -> dict[type[torch.optim.Optimizer], list[dict[str, Any]]]:
+    """Which kind of optimizer updates which parameters, in groups with the same options."""
     axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
     kinds: dict[type[torch.optim.Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {}
     for name, parameter in parameters.items():
@@ -162,15 +220,7 @@ def _build(
         groups = kinds.setdefault(kind, {})
         group = groups.setdefault(tuple(options.values()), {"params": [], **options})
         group["params"].append(parameter)
-    fused = all(p.is_cuda for p in parameters.values())
-    common: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
-        torch.optim.SGD: {"momentum": config.momentum},
-        torch.optim.AdamW: {"betas": BETAS, "fused": fused},
-        SubspaceAdamW: {"betas": BETAS},
-        RowAdamW: {"betas": BETAS},
-        Muon: {},
-    }
-    return [kind([*kinds[kind].values()], **common[kind]) for kind in common if kind in kinds]
+    return {kind: [*groups.values()] for kind, groups in kinds.items()}
 
 
 def _share(role: Role | None, config: OptimConfig) -> float:

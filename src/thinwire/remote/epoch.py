@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Data
+from thinwire.engine.shard_check import ShardCheck
 from thinwire.errors import ThinwireError
 from thinwire.remote.fetch import SeatServer
 from thinwire.remote.lobby import Guest, Lobby
@@ -18,11 +19,12 @@ from thinwire.remote.news import SharedDisplay
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
-from thinwire.remote.store import ShardCollector, most_shard_bytes
+from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Commit
+from thinwire.run.explosion import watch_losses
 from thinwire.run.messages import Assign, Way
 from thinwire.run.order import tokens_name
 from thinwire.run.peers import lead
@@ -71,6 +73,7 @@ class Epoch:
             Assign({}, "", "", ""),
             parts_travel=True,
             outage=settings.link.outage,
+            losses=watch_losses(settings, base.folder, checkpoint),
         )
         self.record = RunRecord(
             settings, base.folder, base.data, checkpoint, base.display, goes_on=True
@@ -103,6 +106,7 @@ class Epoch:
         doors = self._doors()
         ways = Ways(base.run_id, base.token, doors, base.meeting)
         limits = [most_shard_bytes(settings, stage) for stage in range(len(self._seats))]
+        check = ShardCheck(settings, base.data, incoming_folder(base.folder))
         peers = RemotePeers(
             self._formation,
             base.lobby,
@@ -113,6 +117,7 @@ class Epoch:
                 ShardCollector,
                 base.folder,
                 limits,
+                check.objection,
                 patience=settings.run.patience,
                 meter=base.beside["checkpoints"],
                 on_progress=self._show_last_checkpoint,

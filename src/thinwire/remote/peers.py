@@ -13,7 +13,16 @@ from thinwire.remote.seats import Formation
 from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.run.control import lasting_control
-from thinwire.run.events import Away, Back, Exited, Lost, PartArrived, PartLost, Suspect
+from thinwire.run.events import (
+    Away,
+    Back,
+    Exited,
+    Lost,
+    PartArrived,
+    PartLost,
+    PartRefused,
+    Suspect,
+)
 from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer
 from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
@@ -53,6 +62,7 @@ class RemotePeers(Peers):
         self.collector = collect(
             on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
             on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
+            on_refused=lambda stage, step, why: self.said.note(PartRefused(stage, step, why)),
         )
         lobby.on_happening = self._on_happening
 
@@ -120,8 +130,8 @@ class RemotePeers(Peers):
         super()._hear(stage, message)
         self._standing.heard(stage, message)
         match message:
-            case ShardWritten(step=step, shard=shard):
-                self.collector.announce(stage, step, shard)
+            case ShardWritten():
+                self.collector.announce(stage, message)
             case ShardFailed(step=step, error=error):
                 self.collector.give_up(step, error)
             case Failed():

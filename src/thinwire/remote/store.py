@@ -5,8 +5,10 @@ The host then fetches the file, at a bounded share of the member's uplink, while
 
 On the host: one `ShardCollector` for each epoch. RemotePeers tells it of each ShardWritten
 (`announce`) and ShardFailed (`give_up`) that a control stream brings, *and* passes both on to the
-coordinator, which was made with `parts_travel=True`. The collector's `on_arrived` and `on_lost`
-become the events PartArrived and PartLost (`said.note`). For each connection `store-NAME` that is
+coordinator, which was made with `parts_travel=True`. The collector's `on_arrived`, `on_lost` and
+`on_refused` become the events PartArrived, PartLost and PartRefused (`said.note`). A file counts
+once it was opened and `objection` has nothing against it (engine/shard_check.py); that happens on
+the thread of its connection, while training goes on. For each connection `store-NAME` that is
 accepted, again and again (`is_replaceable=True`), a thread calls
 `collect_from(NAME, stages, pipe)`, which returns when the connection is lost. After the Commit of
 a step call `settled(step)`, and at the end of the epoch `close()`.
@@ -38,7 +40,8 @@ import torch
 from thinwire.codec import build_codecs
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import Shard, checkpoints_folder, partial_folder
-from thinwire.errors import CheckpointError, ThinwireError, WireError, printable
+from thinwire.engine.reports import ShardWritten
+from thinwire.errors import CheckpointError, ConfigError, ThinwireError, WireError, printable
 from thinwire.remote.pieces import (
     SILENCE_S,
     Done,
@@ -63,7 +66,9 @@ _STATES = 3  # of the size of a parameter at most: itself and two moments
 Told = Callable[[int, int], None]
 """Of a stage and a step: its shard is here."""
 Lost = Callable[[int, int, str], None]
-"""Of a stage and a step: its shard will not come, and why."""
+"""Of a stage and a step: its shard will not come, or is not what it must be, and why."""
+Objection = Callable[[int, ShardWritten, Path], str]
+"""Why a file is not the part that a stage has reported; empty if it is."""
 
 
 def incoming_folder(run_folder: Path) -> Path:
@@ -114,8 +119,10 @@ class ShardCollector:
         self,
         run_folder: Path,
         limits: Collection[int],
+        objection: Objection,
         on_arrived: Told,
         on_lost: Lost,
+        on_refused: Lost,
         patience: float = 900.0,
         silence: float = SILENCE_S,
         meter: Meter | None = None,
@@ -126,10 +133,11 @@ class ShardCollector:
         self._run_folder = run_folder
         self._incoming = incoming_folder(run_folder)
         self._limits = list(limits)
-        self._on_arrived, self._on_lost = on_arrived, on_lost
+        self._objection_to = objection
+        self._on_arrived, self._on_lost, self._on_refused = on_arrived, on_lost, on_refused
         self._patience, self._silence = patience, silence
         self._changed = threading.Condition()  # guards all that follows
-        self._announced: dict[int, dict[int, Shard]] = {}  # by step and stage
+        self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
         self._given_up: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._current: int | None = None  # the step whose shards travel
         self._missing: set[int] = set()  # its stages whose shards are not here
@@ -141,12 +149,12 @@ class ShardCollector:
         if patience:
             threading.Thread(target=self._watch, name="thinwire shards", daemon=True).start()
 
-    def announce(self, stage: int, step: int, shard: Shard) -> None:
+    def announce(self, stage: int, written: ShardWritten) -> None:
         """A stage says that it has written its shard of a step."""
-        objection = self._objection(stage, shard)
+        step, objection = written.step, self._objection(stage, written.shard)
         with self._changed:
             reason = self._given_up.get(step, "")
-            self._announced.setdefault(step, {})[stage] = shard
+            self._announced.setdefault(step, {})[stage] = written
             if objection or reason:
                 self._give_up(step, reason or objection)
             self._choose()
@@ -197,28 +205,40 @@ class ShardCollector:
         finally:
             pipe.close(0)
 
-    def _fetch(self, talk: Talk, member: str, step: int, stage: int, shard: Shard) -> None:
+    def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
+        step = written.step
         try:
-            self._take(talk, step, stage, shard)
-        except CheckpointError as error:
+            refused = self._take(talk, stage, written)
+        except (CheckpointError, ConfigError) as error:
             self.give_up(step, f"the shard of stage {stage} from {member}: {error}")
         except OSError as error:
             self.give_up(step, f"the shard of stage {stage} cannot be kept: {error}")
         else:
-            self._arrive(step, stage)
+            if refused:
+                reason = f"the shard of stage {stage} from {member} is not its state: {refused}"
+                self._on_refused(stage, step, reason)
+                self.give_up(step, reason)
+            else:
+                self._arrive(step, stage)
         finally:
             with self._changed:
                 self._taken.discard(stage)
                 self._changed.notify_all()
 
-    def _take(self, talk: Talk, step: int, stage: int, shard: Shard) -> None:
+    def _take(self, talk: Talk, stage: int, written: ShardWritten) -> str:
+        """Fetch a shard and put it where its checkpoint is made; or why it must not be there."""
+        step, shard = written.step, written.shard
         part = self._part(step, stage, shard)
         want = Want(step, stage, shard.sha256, shard.bytes, 0)
         take(talk, want, part, lambda done: self._note_progress(step, stage, done), self._silence)
+        if refused := self._objection_to(stage, written, part):
+            part.unlink()
+            return refused
         place = partial_folder(self._run_folder, step) / f"stage-{stage}.safetensors"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.unlink(missing_ok=True)
         link_or_copy(part, place)  # the part stays, in case this epoch ends before its checkpoint
+        return ""
 
     def _part(self, step: int, stage: int, shard: Shard) -> Path:
         """Where a shard arrives: what there is of it from before, and of no other of this stage."""
@@ -245,15 +265,14 @@ class ShardCollector:
 
     def _next_job(
         self, stages: Collection[int], told: "_Told"
-    ) -> tuple[int, int, Shard] | Done | Dropped | None:
+    ) -> tuple[int, ShardWritten] | Done | Dropped | None:
         """What a member is asked for next, or told; None once all is over."""
         with self._changed:
             while not self._closed:
                 waiting = sorted((self._missing & set(stages)) - self._taken)
                 if self._current is not None and waiting:
                     self._taken.add(waiting[0])
-                    shard = self._announced[self._current][waiting[0]]
-                    return self._current, waiting[0], shard
+                    return waiting[0], self._announced[self._current][waiting[0]]
                 done = min([self._settled, *self._announced])  # what may travel yet is kept
                 if done > told.done:
                     told.done = done
@@ -307,7 +326,7 @@ class ShardCollector:
                 # The rest would keep the uplink from what is wanted now; the member dials again.
                 raise WireError(f"the checkpoint of step {step} is no longer waited for")
             self._have[stage] = done
-            total = sum(shard.bytes for shard in self._announced[step].values())
+            total = sum(part.shard.bytes for part in self._announced[step].values())
             here = sum(self._have.values())
         self._on_progress(here, total)
 

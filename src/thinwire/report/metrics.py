@@ -6,13 +6,14 @@ are a convenience on top and may be missing.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from thinwire.errors import ThinwireError
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
@@ -29,6 +30,9 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
     `resume_step=k` drops what an interrupted run wrote after step k, so that a curve has
     each step once. `tensorboard` says whether event files are written too; `wandb` gets the same.
+
+    A row that a full disk does not take is an OSError and leaves nothing behind. Once there is
+    space again, a row of kind "missing" says how many are, and writing goes on.
     """
 
     def __init__(
@@ -40,7 +44,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _drop_after(folder / FILE_NAME, resume_step)
-        self._file = (folder / FILE_NAME).open("a", encoding="utf-8")
+        self.missing = 0  # rows that could not be written since the last one that was
+        self._file: IO[bytes] = (folder / FILE_NAME).open("ab", buffering=0)
         self._scalars = _tensorboard_writer(folder / TENSORBOARD_FOLDER, resume_step)
         self.tensorboard: bool = self._scalars is not None
         self._wandb = wandb
@@ -86,18 +91,32 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self.close()
 
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
-        values = {"kind": kind, **dataclasses.asdict(record)}
-        self._file.write(json.dumps(without_nan(values), allow_nan=False) + "\n")
-        self._file.flush()
+        rows: list[dict[str, Any]] = [{"kind": kind, **dataclasses.asdict(record)}]
+        if self.missing:
+            rows.insert(0, {"kind": "missing", "step": record.step, "rows": self.missing})
+        text = "".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows)
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text.encode()) < len(text.encode()):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self.missing += 1
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # half a line would spoil the next one
+            raise
+        self.missing = 0
 
     def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
         # where a number is not finite, a gap reads better than a broken axis
         finite = {n: v for n, v in scalars.items() if v is not None and math.isfinite(v)}
         if self._wandb is not None:
             self._wandb.add(finite, step)
-        if self._scalars is not None:
-            for name, value in finite.items():
+        try:
+            for name, value in finite.items() if self._scalars is not None else ():
                 self._scalars.add_scalar(name, value, step)
+        except Exception:  # it has errors of its own, and does not recover from them
+            self._scalars = None
+            raise
 
 
 def without_nan(value: Any) -> Any:
@@ -112,7 +131,7 @@ def without_nan(value: Any) -> Any:
 
 
 def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationRecord]]:
-    """The steps and evaluations in a run's folder, by step; an incomplete last line is left out."""
+    """The steps and evaluations in a run's folder, by step; incomplete lines are left out."""
     steps: dict[int, StepRecord] = {}
     evaluations: dict[int, EvaluationRecord] = {}
     for record in metrics_of(folder):
@@ -152,7 +171,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                values = _record_in(line, is_last=not file.peek(1))
+                values = _record_in(line)
             except ValueError as error:
                 raise _damaged(path, number, str(error)) from None
             if values is not None:
@@ -184,7 +203,7 @@ def _end_of(last_step: int | None, content: mmap.mmap, path: Path) -> int:
     while end > 0:
         start = content.rfind(b"\n", 0, end) + 1
         try:
-            values = _record_in(content[start:end], is_last=end >= len(content) - 1)
+            values = _record_in(content[start:end])
         except ValueError as error:
             raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
         if values is not None and (last_step is None or values["step"] <= last_step):
@@ -193,16 +212,12 @@ def _end_of(last_step: int | None, content: mmap.mmap, path: Path) -> int:
     return 0
 
 
-def _record_in(line: bytes, is_last: bool) -> dict[str, Any] | None:
-    """The object in a line; None in an empty one, and in a last one that a crash has cut off."""
-    if not line.strip():
-        return None
+def _record_in(line: bytes) -> dict[str, Any] | None:
+    """The object in a line; None in an empty one, and in one that was cut off on its way."""
     try:
         values = json.loads(line)
     except ValueError:
-        if is_last:
-            return None
-        raise ValueError("it is not JSON") from None
+        return None
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("it is not the record of a step")
     return values

@@ -7,7 +7,9 @@ renamed to a hidden name, so a folder called `step-` is always whole.
 
 import contextlib
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from thinwire.engine.feed import Data
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, StageError
-from thinwire.folders import next_free_name, put_in_place, write_file
+from thinwire.folders import discard_replacements, next_free_name, put_in_place, write_file
 from thinwire.report import Display
 from thinwire.run.proof import Proof, begin_proof, is_proven
 from thinwire.settings import Settings
@@ -64,6 +66,7 @@ class Checkpoints:
         self._resumed = resumed
         self._display = display
         self._proof, self._proof_is_due = Proof(), False
+        self._validations: dict[int, float] = {}  # losses, by step
 
     def begin(self) -> None:
         """Training begins: later checkpoints are set aside and prove nothing."""
@@ -95,6 +98,7 @@ class Checkpoints:
         except CheckpointError as error:
             self.drop(step, str(error))
             return
+        self._choose_best()
         self._settle()
         self._display.phase("save", f"checkpoint of step {step} in {self.latest}")
 
@@ -109,9 +113,22 @@ class Checkpoints:
 
     def prove(self, step: int) -> None:
         """Weights after `step` updates have trained: checkpoints up to there are good."""
-        self._proof = Proof(max(step, self._proof.step))
+        self._proof = replace(self._proof, step=max(step, self._proof.step))
         if self._proof_is_due:
             self._settle()
+
+    def doubt(self) -> None:
+        """The loss has exploded: nothing after the best validation counts as good."""
+        if self.best() is not None:
+            self._proof = replace(self._proof, step=min(self._proof.step, self._proof.best or 0))
+            self._settle()
+
+    def validated(self, step: int, loss: float) -> None:
+        """A validation of the weights after `step` updates."""
+        if math.isfinite(loss):
+            self._validations[step] = loss
+            if self._choose_best():
+                self._settle()
 
     def end(self, step: int) -> None:
         """The run ended in good order after `step` updates."""
@@ -126,17 +143,38 @@ class Checkpoints:
             return resumed.folder
         return None
 
+    def best(self) -> Path | None:
+        """The checkpoint of the best validation."""
+        paths = list_checkpoints(self._folder)
+        return next((path for path in paths if step_of(path) == self._proof.best), None)
+
+    def _choose_best(self) -> bool:
+        """Look for the checkpoint of the best validation; whether it is another one now.
+
+        Where steps of the two do not meet, the first validation after a checkpoint is its own: one
+        before it says nothing of what came in between.
+        """
+        before = self._proof
+        if self.best() is None:
+            self._proof = replace(self._proof, best=None, best_loss=math.inf)
+        for path in list_checkpoints(self._folder):
+            later = [step for step in self._validations if step >= step_of(path)]
+            loss = self._validations[min(later)] if later else math.inf
+            if loss < math.inf and loss <= self._proof.best_loss:
+                self._proof = replace(self._proof, best=step_of(path), best_loss=loss)
+        return self._proof != before
+
     def _settle(self) -> None:
         """Write down which checkpoints are good, and remove those that are no longer needed."""
         good = self._proof.newest(self._folder)
         self._proof_is_due = [good] != list_checkpoints(self._folder)[-1:]
         self._write_proof()
         if self.latest is not None:
-            prune(self._folder, self._settings.train.keep, self.latest, good)
+            prune(self._folder, self._settings.train.keep, self.latest, good, self.best())
 
     def _write_proof(self, ended: int = 0) -> None:
         try:
-            Proof(self._proof.step, ended).write(self._folder)
+            replace(self._proof, ended=ended).write(self._folder)
         except CheckpointError as error:
             self._display.note(str(error))
 
@@ -191,13 +229,16 @@ def discard_partial(run_folder: Path, step: int | None = None) -> None:
     for kind in ("partial", "pruned"):
         for leftover in folder.glob(f".{kind}-{which}"):
             shutil.rmtree(leftover, ignore_errors=True)
+    if step is None:
+        discard_replacements(run_folder)
+        discard_replacements(folder)
 
 
-def prune(run_folder: Path, keep: int, latest: Path, proven: Path | None = None) -> None:
-    """Keep `latest` and the newest of the others, `keep` in all; `proven` stays in any case."""
+def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> None:
+    """Keep `latest` and the newest of the others, `keep` in all; `needed` stay in any case."""
     others = [path for path in list_checkpoints(run_folder) if path != latest]
     for old in others[: max(0, len(others) - (keep - 1))]:
-        if old == proven:
+        if old in needed:
             continue
         pruned = _hidden(old, "pruned")
         with contextlib.suppress(OSError):  # one too many is no reason to stop training

@@ -22,9 +22,11 @@ from thinwire.run.events import (
     End,
     Event,
     Exited,
+    Exploded,
     Lost,
     PartArrived,
     PartLost,
+    PartRefused,
     Record,
     Said,
     Say,
@@ -34,6 +36,7 @@ from thinwire.run.events import (
     Tell,
     Tick,
 )
+from thinwire.run.explosion import LossWatch
 from thinwire.run.messages import (
     Assign,
     Connect,
@@ -87,7 +90,8 @@ class Coordinator:
     """A run as a state machine: `on` takes an event and the time, and returns commands.
 
     With `parts_travel`, what a stage writes is on its own machine. A part then counts when
-    PartArrived follows its ShardWritten, and the run ends after the last of them.
+    PartArrived follows its ShardWritten, and the run ends after the last of them. A stage whose
+    part is refused is at fault, also when it has finished.
     """
 
     def __init__(
@@ -97,12 +101,14 @@ class Coordinator:
         assignment: Assign,
         parts_travel: bool = False,
         outage: float = 0.0,
+        losses: LossWatch | None = None,
     ):
         self.phase = Phase.GATHERING
         self.stop_asked = False
         self._all = range(stages)
         self._assignment = assignment
         self._watch = Watch(stages, patience, outage)
+        self._losses = losses or LossWatch()
         microbatches = assignment.settings.get("pipeline", {}).get(
             "microbatches", MOST_MICROBATCHES
         )
@@ -180,6 +186,8 @@ class Coordinator:
                 return self._on_absence(event, now)
             case PartArrived() | PartLost():
                 return self._on_travelled(event)
+            case PartRefused(stage=stage, error=error):
+                self._suspect(Lost(stage, error, in_breach=True), now)
             case StopAsked():
                 return self._on_stop()
             case Tick():
@@ -208,11 +216,24 @@ class Coordinator:
         assert isinstance(message, Step | Evaluation | Finished), "all else was not due"
         self._watch.result()
         commands: list[Command] = [Record(stage, message)]
-        if isinstance(message, Finished):
+        if not isinstance(message, Finished):
+            commands += self._on_loss(message)
+        else:
             self._finished.add(stage)
             self._watch.dismiss(stage)
             commands += self._end_if_done()
         return commands
+
+    def _on_loss(self, report: Step | Evaluation) -> list[Command]:
+        """What follows from the loss in a report: the run stops where it exploded, if asked to."""
+        commands: list[Command] = [*self._losses.hear(report)]
+        exploded = any(isinstance(command, Exploded) for command in commands)
+        if not exploded or not self._losses.stops or self.stop_asked or 0 in self._finished:
+            return commands
+        self.stop_asked = True
+        self._enter(Phase.STOPPING)
+        why = 'stopping after this step, because run.on_explosion = "stop"'
+        return [*commands, *self._tell_all(Stop()), Say(why)]
 
     def _end_if_done(self) -> list[Command]:
         """The end of the run, once all stages have finished and no part is on its way."""
@@ -300,6 +321,9 @@ class Coordinator:
         if failures:
             return [Discard(step, failures[0])]
         written = [p for _, p in sorted(parts.items()) if isinstance(p, ShardWritten)]
+        if len({part.versions for part in written}) > 1:
+            counted = "; ".join(f"stage {s}: {part.versions}" for s, part in enumerate(written))
+            return [Discard(step, f"stages do not agree on what they have saved: {counted}")]
         if difference := disagreement(step, [p.agreements for p in written]):
             return [Discard(step), self._end(StageError(difference))]
         return [Commit(step, written)]

@@ -49,7 +49,7 @@ class Back:
 
 @dataclass(frozen=True)
 class PartArrived:
-    """The part of a checkpoint that a stage has reported is on this machine, with its hash."""
+    """The part of a checkpoint that a stage has reported is on this machine, and was opened."""
 
     stage: int
     step: int
@@ -58,6 +58,15 @@ class PartArrived:
 @dataclass(frozen=True)
 class PartLost:
     """The part of a checkpoint that a stage has reported will not come."""
+
+    stage: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class PartRefused:
+    """The part of a checkpoint that a stage has sent is not its state: the stage is at fault."""
 
     stage: int
     step: int
@@ -74,7 +83,7 @@ class Tick:
     """Time passes, and nothing else happened."""
 
 
-Event = Said | Exited | Lost | PartArrived | PartLost | Away | Back | StopAsked | Tick
+Event = Said | Exited | Lost | PartArrived | PartLost | PartRefused | Away | Back | StopAsked | Tick
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,20 @@ class Record:
 
     stage: int
     report: Step | Evaluation | LinkUp | Finished
+
+
+@dataclass(frozen=True)
+class Exploded:
+    """The loss is far above its own past: what is saved from now on proves nothing."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """It is not any more."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -158,4 +181,4 @@ class End:
     culprit: Suspect | None = None
 
 
-Command = Tell | Say | Starting | Begin | Record | Commit | Discard | End
+Command = Tell | Say | Starting | Begin | Record | Exploded | Recovered | Commit | Discard | End

@@ -4,9 +4,15 @@ Weights can be ruined and still be finite, and so can the loss that they give. O
 it: the next step's gradients are not finite, and no stage commits it. So a checkpoint counts as
 proven once a step that began with its weights, or with later ones, was committed. The last
 checkpoint of a run that ended in good order is taken on trust; it never displaces a proven one.
+
+A loss can also explode and stay finite. So it is written down too which checkpoint has the best
+validation: one of its own step, or else the next one.
 """
 
+import dataclasses
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +36,8 @@ class Proof:
 
     step: int = 0  # those of up to so many updates are proven
     ended: int = 0  # the run ended in good order with so many
+    best: int | None = None  # that of the best validation, and its loss
+    best_loss: float = math.inf
 
     def covers(self, checkpoint: Path) -> bool:
         """Whether a run may continue from this checkpoint without being told to."""
@@ -44,7 +52,8 @@ class Proof:
         """Keep this for whoever resumes; in one rename, so that it is never half written."""
         path = checkpoints_folder(run_folder) / FILE
         try:
-            replace_file(path, json.dumps(vars(self)).encode())
+            known = {key: value for key, value in vars(self).items() if value != math.inf}
+            replace_file(path, json.dumps(known).encode())
         except OSError as error:
             raise CheckpointError(
                 f"cannot record in {path} which checkpoints are good: {error}"
@@ -56,8 +65,11 @@ def read_proof(run_folder: Path) -> Proof | None:
     try:
         values = json.loads((checkpoints_folder(run_folder) / FILE).read_text(encoding="utf-8"))
         proof = Proof(values["step"], values["ended"])
-    except (OSError, ValueError, TypeError, KeyError):
+        best, loss = values.get("best"), values.get("best_loss")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+    if type(best) is int and type(loss) is float:
+        proof = dataclasses.replace(proof, best=best, best_loss=loss)
     return proof if type(proof.step) is int and type(proof.ended) is int else None
 
 
@@ -66,7 +78,11 @@ def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
     if resumed is None or not resumed.folder.resolve().is_relative_to(run_folder.resolve()):
         return Proof()
     before = read_proof(run_folder)
-    return Proof(resumed.step if before is None else min(before.step, resumed.step))
+    if before is None:
+        return Proof(resumed.step)
+    if before.best is not None and before.best > resumed.step:
+        before = Proof(before.step)
+    return dataclasses.replace(before, step=min(before.step, resumed.step), ended=0)
 
 
 def is_proven(checkpoint: Path) -> bool:
@@ -94,3 +110,29 @@ def choose_checkpoint(place: Path) -> tuple[Path, str]:
     return good[-1], (
         f"{unproven}: continuing from {good[-1]}. To use the other, name it: --resume {found[-1]}"
     )
+
+
+def open_newest(
+    place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
+) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint to continue from, opened and verified; and notes on the choice.
+
+    A checkpoint that is named must open. In a run's folder one that does not is passed over for
+    the one before: CheckpointError only if none opens.
+    """
+    chosen, why = choose_checkpoint(place)
+    found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
+    newest = found[-1] if found and chosen == place else chosen
+    before = sorted((p for p in found if p < newest), key=lambda p: (is_proven(p), p), reverse=True)
+    notes, first = [why] if why else [], None
+    for path in [newest, *before]:
+        try:
+            checkpoint = Checkpoint.open(path, allow_plugins, trusted_plugins)
+            checkpoint.verify()
+        except CheckpointError as error:
+            first = first or error
+            notes.append(f"{path} is passed over, for it does not open: {error}")
+        else:
+            return checkpoint, [*notes, f"continuing from {path}"] if first else notes
+    assert first is not None, "one was tried"
+    raise first

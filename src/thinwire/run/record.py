@@ -1,6 +1,5 @@
 """What is kept and shown of a run: metrics and checkpoints on the way, then summary and plots."""
 
-import contextlib
 import json
 import math
 import time
@@ -25,7 +24,17 @@ from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_time
 from thinwire.report.metrics import without_nan
 from thinwire.report.wandb import WandbLog
 from thinwire.run.commit import Checkpoints, divergence, origin_in, way_back
-from thinwire.run.events import Begin, Command, Commit, Discard, Record, Say, Starting
+from thinwire.run.events import (
+    Begin,
+    Command,
+    Commit,
+    Discard,
+    Exploded,
+    Record,
+    Recovered,
+    Say,
+    Starting,
+)
 from thinwire.run.ledger import Ledger, bits_per_byte
 from thinwire.run.messages import Finished, LinkUp
 from thinwire.run.signals import Interrupted
@@ -59,6 +68,7 @@ class RunRecord:
         self._began = time.monotonic()
         self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
+        self._explosion = ""  # of the loss, as long as it lasts
         self._is_drawing = self._in_haste = False
 
     def carry_out(self, command: Command) -> None:
@@ -74,6 +84,13 @@ class RunRecord:
                 self._on_step(stage, report)
             case Record(_, Evaluation() as report):
                 self._on_evaluation(report)
+            case Exploded(text):
+                self._explosion = text
+                self.checkpoints.doubt()
+                self.display.note(f"{text}; {self._way_back()}")
+            case Recovered(text):
+                self._explosion = ""
+                self.display.note(text)
             case Record(_, LinkUp(cut, seconds)):
                 self.ledger.add_outage(cut, seconds)
             case Record(stage, Finished(meters)):
@@ -92,7 +109,10 @@ class RunRecord:
         """All stages stopped in good order, and the run goes on later, with others perhaps."""
         if (trouble := self._trouble()) is not None:
             raise trouble
-        self.checkpoints.end(self.ledger.done)
+        if self._explosion and self.settings.run.on_explosion == "stop":
+            raise self._exploded()
+        if not self._explosion:
+            self.checkpoints.end(self.ledger.done)
 
     def finish(
         self,
@@ -106,7 +126,7 @@ class RunRecord:
         `beside_bytes`: what travelled beside the cuts to peers on other machines, by what it was.
         """
         steps, ledger = self.settings.train.steps, self.ledger
-        trouble = self._trouble()
+        trouble = self._trouble() or (self._exploded() if self._explosion else None)
         if trouble is None:
             self.checkpoints.end(ledger.done)
         latest = self.checkpoints.latest
@@ -181,7 +201,7 @@ class RunRecord:
         record = self.ledger.add_step(stage, report)
         if record is None:
             return
-        if math.isfinite(record.loss) and not self.ledger.refused:
+        if math.isfinite(record.loss) and not self.ledger.refused and not self._explosion:
             # The loss was measured before the update of its step.
             self.checkpoints.prove(record.step - 1)
         self._write(MetricsWriter.step, record)
@@ -193,22 +213,26 @@ class RunRecord:
 
     def _on_evaluation(self, report: Evaluation) -> None:
         self.ledger.add_evaluation(report)
+        self.checkpoints.validated(report.step, report.loss)
         ratio = bits_per_byte(report.loss, *self._feed.validation_text)
         record = EvaluationRecord(report.step, report.loss, ratio, report.accuracy)
         self._write(MetricsWriter.evaluation, record)
         self.display.evaluation(record)
 
     def _write(self, write: Callable[..., None], *values: Any) -> None:
-        """Give the metrics something to write; a full disk costs them, but not the training."""
-        if self._metrics is None:
+        """Give the metrics something to write; a full disk costs rows, but not the training."""
+        if (metrics := self._metrics) is None:
             return
+        missing = metrics.missing
         try:
-            write(self._metrics, *values)
+            write(metrics, *values)
         except Exception as error:  # TensorBoard has errors of its own
-            self.display.note(f"metrics are no longer written, training continues: {error}")
-            with contextlib.suppress(Exception):
-                self._metrics.close()
-            self._metrics = None
+            if not missing:
+                self.display.note(f"metrics could not be written, training continues: {error}")
+        if missing and not metrics.missing:
+            self.display.note(
+                f"metrics are written again; a row of metrics.jsonl says that {missing} are missing"
+            )
 
     def _trouble(self) -> ThinwireError | None:
         """What a user must know about a run whose last weights are lost or no good."""
@@ -222,6 +246,14 @@ class RunRecord:
             )
         failed = self.checkpoints.failed.get(done)
         return CheckpointError(failed) if failed is not None else None
+
+    def _exploded(self) -> StageError:
+        return StageError(f"{self._explosion}; {self._way_back()} with a lower optim.lr")
+
+    def _way_back(self) -> str:
+        if (best := self.checkpoints.best()) is None:
+            return way_back(self.checkpoints.last_good())
+        return f"the weights of the best validation are in {best}. Resume from there"
 
     def _draw(self) -> None:
         try:

@@ -8,7 +8,7 @@ from thinwire.engine.cut import check_memory
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.optim import rate_change, share_changes
 from thinwire.report import Display
-from thinwire.run.proof import choose_checkpoint
+from thinwire.run.proof import open_newest
 from thinwire.run.start import adopted
 from thinwire.settings import Settings, threads_per_stage
 
@@ -38,16 +38,13 @@ def open_resume(
     place: Path, settings: Settings, display: Display, allow_plugins: bool = False
 ) -> Checkpoint:
     """The checkpoint to continue from, verified and compatible with the settings."""
-    chosen, why = choose_checkpoint(place)
-    if why:
-        display.note(why)
-    checkpoint = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
-    checkpoint.verify()
+    checkpoint, choice = open_newest(place, allow_plugins, settings.codec.plugins)
+    for note in choice:
+        display.note(note)
     saved = checkpoint.settings
     _refuse_changes(checkpoint, adopted(settings, saved))
     steps = saved.train.steps, settings.train.steps
     notes = [
-        *checkpoint.weaknesses(),
         *_inexact(saved, settings),
         *check_memory(settings, checkpoint),
         rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step),

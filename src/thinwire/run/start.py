@@ -27,7 +27,7 @@ from thinwire.model.adapter import is_adapter
 from thinwire.paths import expanded
 from thinwire.report import Display
 from thinwire.run.commit import ORIGIN, commit, discard_partial
-from thinwire.run.proof import choose_checkpoint
+from thinwire.run.proof import open_newest
 from thinwire.settings import Settings
 
 FREE = {"preset", "context", "embed_std"}
@@ -53,7 +53,7 @@ def open_origin(
             f"{origin.folder} cannot become a model with boundary.mode = "
             f'"{settings.boundary.mode}": {why}. Use dense or projected'
         )
-    for note in [*origin.weaknesses(), *_notes(origin, settings)]:
+    for note in _notes(origin, settings):
         display.note(note)
     if origin.tokenizer is not None and not settings.data.tokenizer:
         display.phase("data", f"tokenizer of {origin.folder}, which its weights were trained with")
@@ -164,16 +164,14 @@ def _verified(place: Path, settings: Settings, display: Display, allow_plugins: 
             f"`thinwire import {place} --to models/NAME`"
         )
     try:
-        chosen, why = choose_checkpoint(place)
-        origin = Checkpoint.open(chosen, allow_plugins, settings.codec.plugins)
-        origin.verify()
+        origin, choice = open_newest(place, allow_plugins, settings.codec.plugins)
     except CheckpointError as error:
         raise CheckpointError(
             f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
             "folder of another run"
         ) from error
-    if why:
-        display.note(why)
+    for note in choice:
+        display.note(note)
     return origin
 
 

@@ -58,6 +58,13 @@ class RunConfig:
         least=0,
         scope="keeping",
     )
+    on_explosion: str = option(
+        "warn",
+        "when the loss rises far above its own past: warn (and exit with an error if it ends so), "
+        "or stop",
+        ("warn", "stop"),
+        scope="keeping",
+    )
     compile: bool = option(
         False, "compile the layers with torch.compile: slower start, faster steps on a GPU"
     )
@@ -100,7 +107,8 @@ class TrainConfig:
     )
     keep: int = option(
         3,
-        "checkpoints to keep; older ones are deleted, but never the last known good one",
+        "checkpoints to keep; older ones are deleted, but never the last known good one or that "
+        "of the best validation",
         least=1,
         most=10**6,
         scope="keeping",

@@ -1,0 +1,153 @@
+"""Whether a file is a stage's part of a checkpoint: for files that come from other machines.
+
+A checkpoint is only as good as what is in it. So a file is opened before it counts: it must hold
+the tensors that a stage of these settings saves and no others, of these shapes and types, all of
+them finite, and codec memories that a stage can restore and that are those it reported.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from thinwire.codec import TensorSpec
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import not_finite_in
+from thinwire.engine.cut import MEMORY, CutEnd
+from thinwire.engine.feed import Data, Feed
+from thinwire.engine.keeper import COVARIANCE, NEXT_BASIS, NEXT_MEASURES
+from thinwire.engine.reports import ShardWritten
+from thinwire.engine.source import Source, Versions
+from thinwire.engine.state import OPTIMIZER, StageState
+from thinwire.engine.update import StageUpdate
+from thinwire.errors import CheckpointError, ConfigError, printable
+from thinwire.optim import state_like
+from thinwire.settings import Settings
+from thinwire.settings.crossing import wire_shape
+from thinwire.settings.precision import WEIGHT_TYPES
+
+
+class ShardCheck:
+    """Checks the parts that the stages of a run send; safe to call from several threads."""
+
+    def __init__(self, settings: Settings, data: Data, scratch: Path):
+        """`scratch`: where codec memories that are too large for memory are restored."""
+        self._settings = settings
+        self._feed = Feed(data, settings, torch.device("cpu"))
+        self._scratch = scratch
+
+    def objection(self, stage: int, part: ShardWritten, path: Path) -> str:
+        """Why this file is not the part that the stage reported; empty if it is.
+
+        OSError or ConfigError: it cannot be checked on this machine. The file is mapped and read
+        tensor by tensor, so a large one takes time, but little memory.
+        """
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                self._check(stage, part, file)
+        except (OSError, ConfigError):
+            raise  # this machine cannot read it, or has no room: the file may be good
+        except Exception as error:  # whatever a library stumbles over is in the file
+            return printable(str(error), 500)
+        return ""
+
+    def _check(self, stage: int, part: ShardWritten, file: Any) -> None:
+        names = set(file.keys())
+        if names != set(part.shard.tensors):
+            raise CheckpointError("it holds other tensors than its stage listed")
+        needed, allowed = shard_like(self._settings, stage, part.versions)
+        needed |= self._memories(stage, part, file)
+        if missing := needed.keys() - names:
+            raise CheckpointError(f"{len(missing)} tensors are missing, such as {min(missing)}")
+        like = {**needed, **allowed}
+        if unknown := names - like.keys():
+            raise CheckpointError(
+                f"it holds {len(unknown)} tensors that its stage does not save, such as "
+                f"{min(unknown)}"
+            )
+        for name in sorted(names):
+            found, wanted = _described(file.get_tensor(name)), _described(like[name])
+            if found != wanted:
+                raise CheckpointError(f"{name} is {found}, its stage has {wanted}")
+        if (name := not_finite_in(file)) is not None:
+            raise CheckpointError(f"{name} has values that are not finite")
+
+    def _memories(self, stage: int, part: ShardWritten, file: Any) -> dict[str, Tensor]:
+        """What the codecs at the cuts of a stage remember when they are restored from the file."""
+        source, found, agreements = _Memories(file, self._settings, part), {}, {}
+        for cut, is_lower in ((stage - 1, False), (stage, True)):
+            if 0 <= cut < self._settings.pipeline.stages - 1:
+                end = CutEnd.build(
+                    self._settings, cut, is_lower, self._spec(cut), self._feed, self._scratch
+                )
+                end.load(source)
+                agreements[str(cut)] = end.agreements()
+                found |= end.state_tensors()
+        if agreements != part.agreements:
+            raise CheckpointError("its codecs do not remember what its stage reported")
+        return found
+
+    def _spec(self, cut: int) -> TensorSpec:
+        dtype = WEIGHT_TYPES[self._settings.run.precision]
+        return TensorSpec(wire_shape(self._settings, cut), dtype, torch.device("cpu"))
+
+
+def shard_like(
+    settings: Settings, stage: int, versions: Versions
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a stage saves, codec memories aside: all that it must, and what it may beside that.
+
+    As tensors without memory.
+    """
+    builder = StageBuilder(settings, torch.device("meta"))
+    built = builder.build(stage)
+    update = StageUpdate.build(builder, built, stage, _Moments)  # type: ignore[arg-type]
+    needed = StageState(settings, built, update, ()).shard()
+    if versions.weight_version == 0:
+        needed = {name: t for name, t in needed.items() if not name.startswith(OPTIMIZER)}
+    if builder.space is None or built.outgoing is not None:
+        return needed, {}
+    basis_DK = builder.space.basis_DK  # its next move is the last stage's to save
+    allowed = {
+        COVARIANCE: basis_DK.new_empty(2 * basis_DK.shape[:1]),
+        NEXT_BASIS: basis_DK,
+        NEXT_MEASURES: torch.empty(3, dtype=torch.float64, device="meta"),
+    }
+    return needed, allowed
+
+
+class _Moments:
+    """Stands for the optimizer of a stage: its state after an update, and nothing else."""
+
+    def __init__(self, *arguments: Any):
+        self._arguments = arguments
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return state_like(*self._arguments)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+class _Memories(Source):
+    """The codec memories in a file, as a stage restores them."""
+
+    def __init__(self, file: Any, settings: Settings, part: ShardWritten):
+        super().__init__(part.step, part.versions)
+        self._file, self._settings = file, settings
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    def names(self) -> set[str]:
+        return {name for name in self._file.keys() if name.startswith(MEMORY)}  # noqa: SIM118
+
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._file.get_tensor(name) for name in names}
+
+    def __str__(self) -> str:
+        return "the file"

@@ -1,0 +1,154 @@
+"""A part of a checkpoint counts only once it was opened: what stages save passes, nothing else."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from thinwire.data import Corpus, ImageSet
+from thinwire.engine.checkpoint import partial_folder, write_shard
+from thinwire.engine.reports import ShardWritten
+from thinwire.engine.shard_check import ShardCheck
+
+SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
+EMBEDDING = {
+    **SUBSPACE,
+    "boundary__anchor": "embedding",
+    "boundary__row_tokens": 1,
+    "codec__rows": "fp32",
+    "run__precision": "fp32",
+    "codec__forward": "fp32",
+    "codec__backward": "fp32",
+}
+
+
+def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str]:
+    """What is said of all that the stages of a run have saved."""
+    check = ShardCheck(settings, data, folder / "scratch")
+    return [
+        check.objection(stage, part, partial_folder(folder / "run", step) / part.shard.file)
+        for step, parts in outcome.shards().items()
+        for stage, part in enumerate(parts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run__precision": "bf16", "optim__name": "muon"},
+        {"run__precision": "bf16", "lora__rank": 3},
+        {**SUBSPACE, "boundary__basis_update_every": 4},
+        {"boundary__mode": "reparam", "boundary__rank": 6, "optim__name": "muon"},
+        {
+            "boundary__mode": "projected",
+            "boundary__rank": 6,
+            "boundary__learn": True,
+            "boundary__basis": "per-cut",
+        },
+        {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"},
+        EMBEDDING,
+        {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef-mixed"},
+        {"codec__forward": "int8+aqsgd", "codec__backward": "lowrank(2)", "train__batch": 128},
+    ],
+)
+def test_what_stages_save_passes(
+    changes: dict[str, Any],
+    make_settings: Callable,
+    run_in_threads: Callable,
+    corpus: Corpus,
+    tmp_path: Path,
+) -> None:
+    settings = make_settings(pipeline__stages=3, train__checkpoint_every=3, **changes)
+    assert objections(run_in_threads(settings), settings, corpus, tmp_path) == [""] * 6
+
+
+def test_what_stages_of_images_save_passes(
+    image_settings: Callable, run_images: Callable, images: ImageSet, tmp_path: Path
+) -> None:
+    settings = image_settings(optim__momentum=0.9)
+    assert objections(run_images(settings), settings, images, tmp_path) == ["", ""]
+
+
+def weight(tensors: dict[str, Tensor]) -> str:
+    """The first that is neither a moment nor a codec's memory."""
+    return min(name for name in tensors if "/" not in name)
+
+
+def drop_weight(tensors: dict[str, Tensor]) -> None:
+    tensors.pop(weight(tensors))
+
+
+def drop_moments(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("optimizer/")]:
+        tensors.pop(name)
+
+
+def add_of_another_stage(tensors: dict[str, Tensor]) -> None:
+    tensors["embedding.weight"] = torch.zeros(2, 2)
+
+
+def halve(tensors: dict[str, Tensor]) -> None:
+    name = min(name for name in tensors if name.endswith("exp_avg"))
+    tensors[name] = tensors[name].float()
+
+
+def narrow_memory(tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if name.startswith("codec/"))
+    tensors[name] = tensors[name][:1]
+
+
+def other_memory(tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if name.startswith("codec/"))
+    tensors[name] = tensors[name] + 1
+
+
+def spoil(value: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[weight(tensors)].view(-1)[-1] = value
+
+    return change
+
+
+HARMS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
+    "a weight is missing": (drop_weight, "1 tensors are missing, such as"),
+    "no moments": (drop_moments, "tensors are missing, such as optimizer/"),
+    "one too many": (add_of_another_stage, "1 tensors that its stage does not save, such as embed"),
+    "another type": (halve, "is torch.float32 of shape"),
+    "a memory of another shape": (narrow_memory, "does not fit this run"),
+    "a memory of another course": (other_memory, "do not remember what its stage reported"),
+    "NaN": (spoil(float("nan")), "has values that are not finite"),
+    "infinity": (spoil(float("inf")), "has values that are not finite"),
+}
+
+
+def test_all_else_is_refused(
+    make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = make_settings(codec__forward="topk(0.2)+ef21")
+    ((_, honest),) = run_in_threads(settings).shards().values()
+    folder = partial_folder(tmp_path / "run", 4)
+    path = folder / honest.shard.file
+    check = ShardCheck(settings, corpus, tmp_path / "scratch")
+
+    def said(part: ShardWritten) -> str:
+        return check.objection(1, part, path)
+
+    saved = load_file(path)
+    for harm, (change, words) in HARMS.items():
+        tensors = {name: tensor.clone() for name, tensor in saved.items()}
+        change(tensors)
+        shard = write_shard(folder, 1, tensors)
+        assert words in said(dataclasses.replace(honest, shard=shard)), harm
+    write_shard(folder, 1, saved)
+    assert said(honest) == ""
+    listed = dataclasses.replace(honest.shard, tensors=honest.shard.tensors[1:])
+    assert "other tensors than its stage listed" in said(dataclasses.replace(honest, shard=listed))
+    for content in (bytes(800), b"\xff" * 800, json.dumps({}).encode()):
+        path.write_bytes(content)
+        assert said(honest), "it cannot even be opened"

@@ -1,0 +1,122 @@
+"""A loss that explodes and stays finite is seen; noise, warm-ups and overfitting are not that."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from leading import ASSIGN, Lead, step
+
+from thinwire.data import Corpus
+from thinwire.engine.chain import Chain
+from thinwire.engine.feed import Feed
+from thinwire.engine.reports import Evaluation
+from thinwire.run.coordinator import Coordinator, Phase
+from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
+from thinwire.run.explosion import LATEST, STRETCH, LossWatch
+from thinwire.run.messages import Stop
+
+LOGS = Path(__file__).parents[2] / "docs" / "logs"
+
+
+def trained(losses: list[float], watch: LossWatch) -> list[Command]:
+    """What is said of these losses of training steps."""
+    reports = (dataclasses.replace(step(1, n), loss=loss) for n, loss in enumerate(losses))
+    return [said for report in reports for said in watch.hear(report)]
+
+
+def validated(losses: list[float], watch: LossWatch) -> list[Command]:
+    return [s for n, loss in enumerate(losses) for s in watch.hear(Evaluation(n, loss, None, 1.0))]
+
+
+def curves() -> list[list[float]]:
+    """The validations of all runs that docs/logs holds, on which docs/results.md rests."""
+    lines = [json.loads(line) for path in LOGS.glob("*.jsonl") for line in path.open()]
+    kept = [line.get("curve") or line.get("figures", {}).get("curve") for line in lines]
+    return [[loss for _, loss in curve] for curve in kept if curve]
+
+
+def test_no_alarm_on_the_validations_of_real_runs() -> None:
+    assert len(curves()) > 100
+    for curve in curves():
+        watch = LossWatch()
+        for loss in curve:  # as if the training loss were that of the validation before
+            assert validated([loss], watch) + trained([loss], watch) == [], curve
+
+
+def test_a_real_run_that_explodes_is_seen_and_its_noise_is_not(
+    make_settings: Callable, corpus: Corpus
+) -> None:
+    """One short sequence a step, from the seed through a warm-up; then again with lr = 3."""
+    settings = make_settings(
+        run__precision="fp32",
+        pipeline__stages=1,
+        pipeline__microbatches=1,
+        train__batch=1,
+        train__steps=400,
+        optim__lr=1e-2,
+        optim__warmup=100,
+    )
+    chain = Chain(settings, Feed(corpus, settings, torch.device("cpu")))
+    calm = [chain.train_step(number) for number in range(200)]
+    watch = LossWatch()
+    assert max(calm[20:]) > 1.2 * min(calm[20:]), "it is noisy"
+    assert trained(calm, watch) == []
+    ruinous = dataclasses.replace(settings.optim, lr=3.0, warmup=0, clip=0.0)
+    chain.settings = dataclasses.replace(settings, optim=ruinous)
+    wild = [chain.train_step(200 + number) for number in range(60)]
+    (alarm,) = trained(wild, watch)
+    assert isinstance(alarm, Exploded) and "that of training is" in alarm.text
+
+
+def test_noise_warm_ups_and_spikes_are_no_explosion() -> None:
+    draw = random.Random(0)
+    spread = [draw.choice([0.1, 0.1, 0.1, 4.0, 5.0]) for _ in range(2000)]  # easy and hard examples
+    falling = [10.8 - 7 * min(1.0, n / 300) + draw.gauss(0, 0.5) for n in range(1000)]
+    warming = [2.0 + 2 * min(n, 60 - n) / 60 for n in range(60)] + falling[300:]
+    spikes = [30.0 if n % 50 < 4 else 3.0 for n in range(1000)]
+    for losses in (spread, falling, warming, spikes):
+        assert trained(losses, LossWatch()) == []
+
+
+def test_a_slow_rise_is_seen_and_so_is_the_way_back() -> None:
+    watch = LossWatch()
+    rise = [3.0] * (STRETCH + LATEST) + [3.0 + n / 100 for n in range(500)]
+    (alarm,) = trained(rise, watch)
+    assert isinstance(alarm, Exploded)
+    (recovery,) = trained([3.0] * LATEST, watch)
+    assert isinstance(recovery, Recovered)
+
+
+def test_validations_count_against_the_best_also_that_of_before() -> None:
+    watch = LossWatch(best=3.4)  # a run that goes on
+    assert validated([10.6], watch) == [], "it is not known yet what training says"
+    (alarm,) = trained([10.5], watch)
+    assert "that of validation is 10.6, and was 3.4" in alarm.text
+    (recovery,) = validated([3.6], watch)
+    assert isinstance(recovery, Recovered)
+
+
+def test_overfitting_and_what_is_not_finite_are_no_explosion() -> None:
+    watch = LossWatch()
+    for training, validation in ((2.0, 1.5), (0.5, 2.0), (0.1, 3.5), (float("nan"), float("inf"))):
+        assert trained([training] * LATEST, watch) + validated([validation], watch) == []
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_stops_where_it_explodes_if_that_is_asked_for(stops: bool) -> None:
+    lead = Lead()
+    lead.coordinator = Coordinator(2, 100.0, ASSIGN, losses=LossWatch(stops))
+    lead.until(Phase.TRAINING)
+    for number, loss in enumerate((4.26, 71.0)):
+        lead.say(0, step(0, number))
+        lead.say(1, dataclasses.replace(step(1, number), loss=loss))
+        said = lead.say(1, Evaluation(number + 1, loss, None, 1.0))
+    assert isinstance(said[1], Exploded)
+    told: list[Any] = [Tell(stage, Stop()) for stage in (0, 1)]
+    assert said[2:-1] == (told if stops else []) and isinstance(said[-1], Say | Exploded)
+    assert lead.coordinator.phase is (Phase.STOPPING if stops else Phase.TRAINING)
