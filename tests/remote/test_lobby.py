@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 import thinwire
+from thinwire.data import Corpus
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
 from thinwire.remote.identity import identity_of
@@ -41,6 +43,7 @@ from thinwire.remote.messages import (
     lobby_name,
     returncode_of,
 )
+from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
@@ -216,6 +219,22 @@ def test_who_declines_or_leaves_gets_no_seat_until_it_arrives_anew(house: House)
     }
     ana.arrive()
     until(lambda: [guest.name for guest in house.lobby.here()] == ["ana"])
+
+
+def test_a_declined_seat_ends_the_forming_at_once_with_the_reason(
+    house: House, make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    house.join("ana")
+    ben = house.join("ben")
+    display = SharedDisplay(
+        PlainDisplay(io.StringIO()), house.lobby.tell_all, Standing("test", "abc", "host")
+    )
+    base = Base(house.lobby, house.listener, "abc", "", [], tmp_path, corpus, display)
+    epoch = Epoch(base, Formation(1, ["ana", "ben"]), make_settings(), None)
+    gathering = on_daemon_thread("gather", epoch.gather)
+    until(lambda: any(isinstance(message, TakeSeat) for message in ben.heard))
+    ben.channel.send(Declined(1, "that is not the data of this run"))
+    assert gathering.result(20) == "ben cannot take its seat: that is not the data of this run"
 
 
 def test_a_peer_that_goes_away_before_its_stage_dials_is_lost(

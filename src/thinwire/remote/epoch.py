@@ -162,9 +162,8 @@ class Epoch:
     def _wait_until_prepared(self) -> str:
         base, told = self._base, ""
         while True:
-            if base.lobby.wait(self._is_prepared, LOOK_SECONDS):
-                return ""
-            if lacking := self._lacking():
+            is_settled = base.lobby.wait(self._is_settled, LOOK_SECONDS)
+            if (lacking := self._lacking()) or is_settled:
                 return lacking
             waits = "; ".join(
                 f"{guest.name} {guest.doing or 'prepares its stage'}"
@@ -179,9 +178,9 @@ class Epoch:
     def _guests(self) -> list[Guest]:
         return [guest for guest in self._base.lobby.guests() if guest.name in self._seats]
 
-    def _is_prepared(self) -> bool:
-        guests = self._guests()
-        return bool(self._lacking()) or all(guest.is_prepared for guest in guests)
+    def _is_settled(self) -> bool:
+        """Whether all peers are prepared, or one of them cannot take its seat."""
+        return bool(self._lacking()) or all(guest.is_prepared for guest in self._guests())
 
     def _lacking(self) -> str:
         """Which peer cannot take its seat, and why."""

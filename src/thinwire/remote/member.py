@@ -10,6 +10,7 @@ import queue
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,6 +288,10 @@ class Member:
             holding.prepare(lambda: self._touch.dial(name), say)
         except ThinwireError as error:
             self._events.put(_Ready(holding, error))
+        except Exception as error:  # the host waits for an answer, whatever went wrong here
+            traceback.print_exc()
+            unexpected = f"an unexpected {type(error).__name__}, which its terminal explains"
+            self._events.put(_Ready(holding, StageError(unexpected)))
         else:
             self._events.put(_Ready(holding, None))
 
@@ -302,7 +307,10 @@ class Member:
             self._launch(self._launch_due)
 
     def _decline(self, epoch: int, error: ThinwireError) -> None:
-        self._display.note(f"this machine cannot take the seat: {error}")
+        self._display.note(
+            f"this machine cannot take the seat: {error}. Mend that, then end this command "
+            "(Ctrl-C) and join again"
+        )
         self._say(Declined(epoch, str(error)))
         self._give_up_seat()
 
