@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import thinwire
 from thinwire.data import Corpus
-from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
+from thinwire.errors import AdmissionError, ConfigError, DataError, StageError, WireError
 from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
@@ -23,6 +23,7 @@ from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
+from thinwire.remote.host_console import HostConsole
 from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
@@ -47,7 +48,7 @@ from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
-from thinwire.remote.seats import Formation, fill_seats, read_formation, write_formation
+from thinwire.remote.seats import Failures, Formation, fill_seats, read_formation, write_formation
 from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
@@ -372,20 +373,65 @@ def test_settings_of_another_version_are_refused_with_the_cause(
         own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
 
 
-@pytest.mark.parametrize(("deed", "rounds"), [("died", 3), ("failed", 3), ("was lost", None)])
-def test_stages_that_keep_dying_end_a_run_and_lost_peers_do_not(
-    deed: str, rounds: int | None
+@pytest.fixture
+def hosting(house: House) -> Any:
+    """A host's judgement of the two peers in its seats, without the rest of a host."""
+    made = object.__new__(host_module._Hosting)
+    made._lobby, made._failures = house.lobby, Failures()
+    made._formation = Formation(1, ["ana", "ben"])
+    made._display = PlainDisplay(io.StringIO())  # type: ignore[assignment]
+    return made
+
+
+def failure(deed: str) -> StageFailedError:
+    return StageFailedError("stage 1 ended", Suspect(0, 1, deed, "no such device", known=True))
+
+
+def unfit(house: House) -> dict[str, str]:
+    return {guest.name: guest.why_unfit for guest in house.lobby.guests()}
+
+
+@pytest.mark.parametrize(
+    ("deed", "most"), [("failed", 3), ("broke the contract", 3), ("was lost", 10)]
+)
+def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
+    house: House, hosting: Any, make_settings: Callable[..., Settings], deed: str, most: int
 ) -> None:
-    hosting = SimpleNamespace(
-        _failed=0, _formation=Formation(seats=["ana", "ben"]), _prefer_others=lambda *_: None
+    """Also with an error of settings or data, which is that machine's as long as others have none.
+
+    Steps that are trained again are no progress; a later checkpoint is.
+    """
+    house.join("ana")
+    ben = house.join("ben")
+    for step in (10, *[20] * most):
+        assert unfit(house)["ben"] == "", "it gets its seat again"
+        hosting._failures.start_from(step)
+        hosting._judge(failure(deed))
+    why = (
+        f"it {deed} {most} times and the run got no further, last: no such device. It gets one "
+        "again when the host is started anew"
     )
-    epoch = SimpleNamespace(record=SimpleNamespace(), peers=None)
-    error = StageFailedError("stage 1 ended", Suspect(0, 1, deed, "no memory"))
-    ended_after = None
-    for number in range(1, 6):
-        try:
-            host_module._Hosting._judge(hosting, epoch, error, 0)  # type: ignore[arg-type]
-        except StageFailedError:
-            ended_after = number
-            break
-    assert ended_after == rounds
+    assert unfit(house) == {"ana": "", "ben": why}
+    ben.hears(News(f"this machine gets no seat: {why}"))
+    ben.arrive()
+    ben.hears(News(f"this machine gets no seat: {why}"))
+    assert unfit(house)["ben"] == why, "arriving anew does not help"
+    console = HostConsole(
+        Standing("test", "abc", "host"),
+        house.lobby,
+        house.book,
+        lambda: hosting._formation,
+        make_settings,
+        lambda: house.invite,
+    )
+    states = {peer["name"]: peer["state"] for peer in console.handlers()["status"]({})["peers"]}
+    assert states == {"ana": "waiting for a seat", "ben": f"gets no seat: {why}"}
+    assert [guest.name for guest in house.lobby.here()] == ["ana"]
+
+
+def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting: Any) -> None:
+    error = StageError("the two ends of cut 0 no longer remember the same")
+    hosting._judge(error)
+    hosting._judge(error)
+    with pytest.raises(StageError, match="no longer remember"):
+        hosting._judge(error)

@@ -59,6 +59,7 @@ class Guest:
     is_launched: bool = False
     has_ended: bool = False  # the process of its seat
     why_unfit: str = ""  # it declined, or failed; another arrival may change that
+    set_aside: str = ""  # why it gets no seat, however often it arrives
     is_leaving: bool = False  # it said so, and may still be here for a moment
     pace: Pace = field(init=False)  # over all its streams
 
@@ -188,7 +189,15 @@ class Lobby:
         """Give a peer no seat until it arrives anew."""
         with self._changed:
             if name in self._guests:
-                self._guests[name].why_unfit = reason
+                self._guests[name].why_unfit = self._guests[name].why_unfit or reason
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Give a peer no seat any more, and tell it why."""
+        with self._changed:
+            if name in self._guests:
+                guest = self._guests[name]
+                guest.set_aside = guest.why_unfit = reason
+                self._tell_unfit(guest)
 
     def _look_for_peers(self) -> None:
         while not self._is_over:
@@ -254,9 +263,8 @@ class Lobby:
         epoch = guest.seat.epoch if guest.seat else 0
         match message:
             case Arrive():
-                guest.arrived, guest.since, guest.why_unfit = message, time.monotonic(), ""
-                guest.is_leaving = False
-                guest.why_unfit = _other_version(message.versions)
+                guest.arrived, guest.since, guest.is_leaving = message, time.monotonic(), False
+                guest.why_unfit = guest.set_aside or _other_version(message.versions)
                 return self._welcome(guest, message)
             case Doing(said, text) if said == epoch:
                 guest.doing = one_line(text)
@@ -278,7 +286,7 @@ class Lobby:
     def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:
         """Tell a peer that has come, or come back, what it is to do."""
         if guest.is_unfit:
-            self._send(guest, News(f"this machine gets no seat: {guest.why_unfit}"))
+            self._tell_unfit(guest)
         seat = guest.seat
         if seat is None:
             if arrived.epoch:
@@ -291,6 +299,9 @@ class Lobby:
         elif guest.is_launched and not arrived.is_running and not guest.has_ended:
             self._send(guest, Launch(seat.epoch))
         return None
+
+    def _tell_unfit(self, guest: Guest) -> None:
+        self._send(guest, News(f"this machine gets no seat: {guest.why_unfit}"))
 
     def _renew(self, guest: Guest, request: str) -> None:
         with contextlib.suppress(ThinwireError):  # also of a full disk: it asks again

@@ -14,7 +14,7 @@ from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.run.control import lasting_control
 from thinwire.run.events import Away, Back, Exited, Lost, PartArrived, PartLost, Suspect
-from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer
+from thinwire.run.messages import Connect, FromCoordinator, FromPeer
 from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
 from thinwire.wire import Pipe
@@ -49,7 +49,6 @@ class RemotePeers(Peers):
         self._is_over = threading.Event()
         self.leaving = ""  # the peer that asked to leave
         self.is_stopping = False
-        self.failures: dict[int, Failed] = {}
         self.collector = collect(
             on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
             on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
@@ -124,8 +123,6 @@ class RemotePeers(Peers):
                 self.collector.announce(stage, step, shard)
             case ShardFailed(step=step, error=error):
                 self.collector.give_up(step, error)
-            case Failed():
-                self.failures[stage] = message
 
     def _on_happening(self, name: str, what: Happening) -> None:
         if name not in self._formation.seats:

@@ -133,8 +133,10 @@ class Coordinator:
         if not self.is_over:
             if complaint := self._watch.complaint():
                 commands.append(Say(complaint))
-            if verdict := self._watch.verdict():
-                commands.append(self._end(StageError(verdict)))
+            verdict, stuck = self._watch.verdict()
+            if verdict:
+                culprit = None if stuck is None else Suspect(3, stuck, "got stuck", verdict, True)
+                commands.append(self._end(StageError(verdict), culprit))
         return commands
 
     @property

@@ -89,10 +89,15 @@ class RunRecord:
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
-        """All stages stopped in good order, and the run goes on later, with others perhaps."""
-        if (trouble := self._trouble()) is not None:
+        """All stages stopped in good order, and the run goes on later, with others perhaps.
+
+        If the checkpoint of this stop was lost, which was said, it goes on from an earlier one.
+        """
+        trouble = self._trouble()
+        if trouble is None:
+            self.checkpoints.end(self.ledger.done)
+        elif not isinstance(trouble, CheckpointError):
             raise trouble
-        self.checkpoints.end(self.ledger.done)
 
     def finish(
         self,
