@@ -15,6 +15,7 @@ from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
+from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.launch import LocalPeers
 from thinwire.run.messages import Assign
@@ -69,7 +70,11 @@ def train(
             resume=str(origin.resolve()) if origin else "",
         )
         coordinator = Coordinator(
-            stages, settings.run.patience, assignment, outage=settings.link.outage
+            stages,
+            settings.run.patience,
+            assignment,
+            outage=settings.link.outage,
+            course=Course(settings, checkpoint.step if checkpoint else 0, stages),
         )
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (

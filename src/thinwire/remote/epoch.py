@@ -21,6 +21,7 @@ from thinwire.remote.seats import Formation
 from thinwire.remote.store import ShardCollector, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all
+from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Commit
 from thinwire.run.messages import Assign, Way
@@ -71,6 +72,7 @@ class Epoch:
             Assign({}, "", "", ""),
             parts_travel=True,
             outage=settings.link.outage,
+            course=Course(settings, checkpoint.step if checkpoint else 0, len(self._seats)),
         )
         self.record = RunRecord(
             settings, base.folder, base.data, checkpoint, base.display, goes_on=True
@@ -94,10 +96,10 @@ class Epoch:
             if server is not None:
                 server.close()
 
-    def run(self, on_stop: Callable[[], None]) -> Coordinator:
+    def run(self, on_stop: Callable[[], None]) -> None:
         """Train with these peers to the end; raises what ends it early.
 
-        `on_stop` is told when this host is asked to stop; returns the coordinator, which is over.
+        `on_stop` is told when this host is asked to stop.
         """
         base, settings = self._base, self._settings
         doors = self._doors()
@@ -133,7 +135,6 @@ class Epoch:
                 lead(self._coordinator, peers, partial(self._carry_out, peers.collector))
             finally:
                 self.record.close()
-        return self._coordinator
 
     def abandon(self, reason: str) -> None:
         """The epoch cannot begin: its peers wait for another."""

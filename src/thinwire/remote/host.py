@@ -181,7 +181,7 @@ class _Hosting:
                     self._count_failure(guest.name, "declined its seat", guest.why_unfit)
             return None
         try:
-            coordinator = epoch.run(self._on_stop)
+            epoch.run(self._on_stop)
         except Interrupted:
             if self._stop_asked:
                 raise
@@ -193,12 +193,12 @@ class _Hosting:
             self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
             self._judge(error)
             return None
-        return self._conclude(epoch, coordinator.stop_asked)
+        return self._conclude(epoch)
 
-    def _conclude(self, epoch: Epoch, stopped: bool) -> dict[str, Any] | None:
+    def _conclude(self, epoch: Epoch) -> dict[str, Any] | None:
         """All stages ended in good order: the run is over, or it goes on without who left."""
         record = epoch.record
-        if stopped and not self._stop_asked and record.ledger.done < self._settings.train.steps:
+        if not self._stop_asked and record.ledger.done < self._settings.train.steps:
             record.pause()
             self._display.note(f"{_leaver(epoch)} left after step {record.ledger.done}")
             return None
