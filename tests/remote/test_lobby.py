@@ -6,7 +6,7 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
     LOBBY,
+    Alive,
     Arrive,
+    AskAlive,
     Declined,
     Dismiss,
     Doing,
@@ -68,7 +70,10 @@ from thinwire.wire.tls import new_key, signing_request
 class Joined:
     """A peer's end of its stream to the host, without the rest of a peer."""
 
-    def __init__(self, listener: Listener, identity: Identity):
+    def __init__(
+        self, listener: Listener, identity: Identity, process: str = "", is_frozen: bool = True
+    ):
+        self.process, self._is_frozen = process, is_frozen
         pipe = dial(
             listener.address, lobby_name(identity.name), identity, "coordinator", 10, MAX_MESSAGE
         )
@@ -78,14 +83,20 @@ class Joined:
             pipe,
             "lobby",
             FromHost,
-            on_message=self.heard.append,
+            on_message=self._hear,
             on_lost=lambda error: self.lost.set(),
             words=LOBBY,
             on_end=self.lost.set,
         )
 
+    def _hear(self, message: object) -> None:
+        self.heard.append(message)
+        if message == AskAlive() and not self._is_frozen:
+            self.channel.send(Alive())
+
     def arrive(self, epoch: int = 0, is_running: bool = False, version: str = "") -> None:
-        self.channel.send(arrival(epoch, is_running, version))
+        said = arrival(epoch, is_running, version)
+        self.channel.send(replace(said, process=self.process, place=f"place {self.process}"))
 
     def hears(self, wanted: object) -> None:
         until(lambda: wanted in self.heard)
@@ -187,6 +198,49 @@ def test_a_peer_is_told_again_what_it_is_to_do_when_its_stream_is_back(house: Ho
     fifth = Joined(house.listener, identity)
     fifth.arrive(epoch=3, is_running=True)  # it was away when the epoch ended
     fifth.hears(Vacate(3, "the run was formed again meanwhile"))
+
+
+def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
+    house: House,
+) -> None:
+    notes: list[str] = []
+    house.lobby.note = notes.append
+    identity = house.enrol("ana")
+    first = Joined(house.listener, identity, "one", is_frozen=False)
+    first.arrive()
+    until(house.lobby.here)
+    house.lobby.give_seats({"ana": seat(1)})
+    second = Joined(house.listener, identity, "two", is_frozen=False)
+    second.arrive()
+    assert second.lost.wait(20)
+    (told,) = second.heard
+    assert told == Dismiss(
+        "ana takes part in this run already (place one; this is place two): end that one first, or "
+        "join as a further peer with another --folder and --name",
+        in_order=False,
+    )
+    until(lambda: notes)
+    assert notes == [
+        "two processes join with the key of ana: place one stays, place two was refused"
+    ]
+    first.channel.send(Prepared(1, False))
+    assert house.lobby.wait(lambda: house.lobby.here()[0].is_prepared, 20), "the first is heard"
+    assert not first.lost.is_set()
+
+
+def test_a_process_that_was_started_anew_takes_the_place_of_one_that_does_not_answer(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lobby_module, "ALIVE_SECONDS", 0.1)
+    identity = house.enrol("ana")
+    first = Joined(house.listener, identity, "one", is_frozen=True)
+    first.arrive()
+    until(house.lobby.here)
+    house.lobby.give_seats({"ana": seat(1)})
+    second = Joined(house.listener, identity, "two", is_frozen=False)
+    second.arrive()
+    second.hears(seat(1))
+    assert first.lost.wait(20)
 
 
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:

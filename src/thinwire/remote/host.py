@@ -106,6 +106,7 @@ class _Hosting:
         self._lobby = opened.enter_context(Lobby(door.listener, book))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
+        self._lobby.note = self._display.note
         console = HostConsole(
             self._standing,
             self._lobby,

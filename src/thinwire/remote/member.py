@@ -6,7 +6,10 @@ queue of what happens; others only wait for something and put it there.
 """
 
 import contextlib
+import os
+import platform
 import queue
+import secrets
 import subprocess
 import threading
 import time
@@ -118,13 +121,12 @@ class Member:
         self._launch_due = 0  # the epoch whose process may start
         self._pace = Pace()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
+        self._serves_shards = False
+        self._process = secrets.token_hex(8)
 
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
         self._begin(self._touch.keep)
-        self._begin(
-            self._shards.keep_serving, lambda: self._touch.dial(store_name(self.identity.name))
-        )
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -235,6 +237,8 @@ class Member:
                 held.epoch if held else 0,
                 held.stage if held else 0,
                 held.is_running if held else False,
+                self._process,
+                f"{platform.node() or 'a machine'}, process {os.getpid()}",
             )
         )
         if self._ended is not None:
@@ -264,6 +268,7 @@ class Member:
             self._decline(seat.epoch, error)
             return
         self._holding = holding
+        self._serve_shards()
         blocks = holding.settings.split()[seat.stage]
         self._display.phase(
             "seat",
@@ -271,6 +276,13 @@ class Member:
             f"({len(blocks)} block{'s' if len(blocks) > 1 else ''}), epoch {seat.epoch}",
         )
         self._begin(self._prepare, holding)
+
+    def _serve_shards(self) -> None:
+        """From the first seat on: before, another process may be this peer (AskAlive)."""
+        if not self._serves_shards:
+            self._serves_shards = True
+            name = store_name(self.identity.name)
+            self._begin(self._shards.keep_serving, lambda: self._touch.dial(name))
 
     def _prepare(self, holding: Holding) -> None:
         """On a thread of its own: fetch what the seat needs."""
