@@ -191,7 +191,6 @@ class _Hosting:
         except StageError as error:
             if self._stop_asked:
                 raise
-            self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
             self._judge(error)
             return None
         return self._conclude(epoch)
@@ -226,13 +225,14 @@ class _Hosting:
         return _newest(self._folder, self._settings, self._display)
 
     def _judge(self, error: StageError) -> None:
-        """Count the failure of whoever caused it; raise one that nobody did and that goes on."""
-        if isinstance(error, StageFailedError):
-            culprit = error.culprit
+        """Count the failure of whoever caused it; raise one that no peer did and that goes on."""
+        culprit = error.culprit if isinstance(error, StageFailedError) else None
+        if culprit is None and self._failures.count(""):
+            raise error
+        self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
+        if culprit is not None:
             name = self._formation.seats[culprit.stage]
             self._count_failure(name, culprit.deed, culprit.reason)
-        elif self._failures.count(""):
-            raise error
 
     def _count_failure(self, name: str, deed: str, reason: str) -> None:
         """A peer that keeps failing gets no seat any more, and one that failed none for now."""

@@ -226,7 +226,7 @@ class Lobby:
 
     def _attend(self, guest: Guest, pipe: Pipe) -> None:
         """Hear a stream of a peer; returns once it is known whether it is the one that counts."""
-        settled = threading.Event()
+        settled, lost = threading.Event(), threading.Event()
 
         def hear(message: Any) -> None:
             with self._changed:
@@ -234,15 +234,19 @@ class Lobby:
             if not counts and isinstance(message, Arrive) and not settled.is_set():
                 counts = self._replace(guest, channel, message)
                 settled.set()
+                if lost.is_set():  # while the other was asked
+                    on_lost()
             if counts:
                 self._hear(guest, message)
 
         def on_lost(error: ThinwireError | None = None) -> None:
+            lost.set()
             with self._changed:
                 if guest.channel is channel and isinstance(error, BreachError):
                     guest.why_unfit = str(error)
                 self._lose(guest, channel)
             settled.set()
+            _close(channel)
 
         with self._changed:  # what it says must not be heard before its stream is known
             channel = Channel(
@@ -258,8 +262,7 @@ class Lobby:
                 guest.channel, guest.arrived = channel, None
                 settled.set()
         if not settled.wait(ARRIVAL_SECONDS + ALIVE_SECONDS):
-            settled.set()
-            _close(channel)
+            on_lost()
 
     def _replace(self, guest: Guest, channel: Channel, arrived: Arrive) -> bool:
         """Have another stream of a peer count, unless another process holds the one that does.

@@ -238,7 +238,7 @@ class Member:
                 held.stage if held else 0,
                 held.is_running if held else False,
                 self._process,
-                f"{platform.node() or 'a machine'}, process {os.getpid()}",
+                f"process {os.getpid()} on {platform.node() or 'a machine'}",
             )
         )
         if self._ended is not None:
