@@ -298,6 +298,16 @@ def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(replay: Call
     assert kept(run.folder) == ["step-00000002"]
 
 
+def test_a_checkpoint_lost_as_a_peer_leaves_does_not_end_the_run_of_the_others(
+    replay: Callable,
+) -> None:
+    run, peers, _ = replay(planned=8)
+    fail_parts(peers, stage=1, step=4)
+    run.follow()
+    run.record.pause()
+    assert kept(run.folder) == ["step-00000002"]
+
+
 def test_ends_that_remember_different_things_end_the_run(replay: Callable) -> None:
     run, peers, _ = replay()
     for stage, message in peers.script:

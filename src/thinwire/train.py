@@ -15,6 +15,7 @@ from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
 from thinwire.run.claim import claim_folder
+from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
 from thinwire.run.launch import LocalPeers
@@ -75,6 +76,7 @@ def train(
             assignment,
             outage=settings.link.outage,
             losses=watch_losses(settings, folder, checkpoint),
+            course=Course(settings, checkpoint.step if checkpoint else 0, stages),
         )
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (

@@ -212,6 +212,8 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
             lambda m: m["settings"]["codec"].update(plugins=["evil"]),
             "names plugins, which are code: evil.*--allow-plugin",
         ),
+        (lambda m: m["settings"]["codec"].update(plugins=7), "its plugins are no list of names"),
+        (lambda m: m["settings"]["codec"].update(plugins=[[]]), "its plugins are no list of names"),
         (lambda m: m.update(weight_version=-1), "is damaged"),
     ],
 )

@@ -1,14 +1,17 @@
 """What a machine does about a seat before its process starts: it has what it needs, or says why."""
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from thinwire.errors import DataError, WireError
+from thinwire.errors import DataError, StageError, WireError
 from thinwire.remote import holding
 from thinwire.remote.holding import Holding, Terms
+from thinwire.remote.member import Member
 from thinwire.remote.messages import TakeSeat
 from thinwire.settings import Settings
 from thinwire.wire import Pipe
@@ -66,3 +69,17 @@ def test_a_fetch_is_given_up_when_nothing_has_come_for_long(
         Holding(seat, Terms(), tmp_path).prepare(lambda: None, lambda *what: said.append(what))
     assert said == [("fetch", n, 10) for n in (1, 2, 3, 4)]
     assert len(attempts) == 4 + 2
+
+
+def test_whatever_goes_wrong_with_a_seat_is_answered_and_says_nothing_of_a_file() -> None:
+    def prepare(*_: object) -> None:
+        raise UnicodeDecodeError("utf-8", b"secret", 0, 1, "a secret line")
+
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    Member._prepare(
+        SimpleNamespace(_events=events),  # type: ignore[arg-type]
+        SimpleNamespace(stage=0, epoch=1, prepare=prepare),  # type: ignore[arg-type]
+    )
+    error = events.get_nowait().error
+    assert isinstance(error, StageError)
+    assert str(error) == "an unexpected UnicodeDecodeError, which its terminal explains"

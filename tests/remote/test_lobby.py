@@ -6,26 +6,31 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import thinwire
-from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
+from thinwire.data import Corpus
+from thinwire.errors import AdmissionError, ConfigError, DataError, StageError, WireError
 from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
+from thinwire.remote.host_console import HostConsole
 from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
     LOBBY,
+    Alive,
     Arrive,
+    AskAlive,
     Declined,
     Dismiss,
     Doing,
@@ -41,10 +46,11 @@ from thinwire.remote.messages import (
     lobby_name,
     returncode_of,
 )
+from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
-from thinwire.remote.seats import Formation, fill_seats, read_formation, write_formation
+from thinwire.remote.seats import Failures, Formation, fill_seats, read_formation, write_formation
 from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
@@ -64,7 +70,10 @@ from thinwire.wire.tls import new_key, signing_request
 class Joined:
     """A peer's end of its stream to the host, without the rest of a peer."""
 
-    def __init__(self, listener: Listener, identity: Identity):
+    def __init__(
+        self, listener: Listener, identity: Identity, process: str = "", is_frozen: bool = True
+    ):
+        self.process, self._is_frozen = process, is_frozen
         pipe = dial(
             listener.address, lobby_name(identity.name), identity, "coordinator", 10, MAX_MESSAGE
         )
@@ -74,14 +83,20 @@ class Joined:
             pipe,
             "lobby",
             FromHost,
-            on_message=self.heard.append,
+            on_message=self._hear,
             on_lost=lambda error: self.lost.set(),
             words=LOBBY,
             on_end=self.lost.set,
         )
 
+    def _hear(self, message: object) -> None:
+        self.heard.append(message)
+        if message == AskAlive() and not self._is_frozen:
+            self.channel.send(Alive())
+
     def arrive(self, epoch: int = 0, is_running: bool = False, version: str = "") -> None:
-        self.channel.send(arrival(epoch, is_running, version))
+        said = arrival(epoch, is_running, version)
+        self.channel.send(replace(said, process=self.process, place=f"place {self.process}"))
 
     def hears(self, wanted: object) -> None:
         until(lambda: wanted in self.heard)
@@ -185,6 +200,49 @@ def test_a_peer_is_told_again_what_it_is_to_do_when_its_stream_is_back(house: Ho
     fifth.hears(Vacate(3, "the run was formed again meanwhile"))
 
 
+def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
+    house: House,
+) -> None:
+    notes: list[str] = []
+    house.lobby.note = notes.append
+    identity = house.enrol("ana")
+    first = Joined(house.listener, identity, "one", is_frozen=False)
+    first.arrive()
+    until(house.lobby.here)
+    house.lobby.give_seats({"ana": seat(1)})
+    second = Joined(house.listener, identity, "two", is_frozen=False)
+    second.arrive()
+    assert second.lost.wait(20)
+    (told,) = second.heard
+    assert told == Dismiss(
+        "ana takes part in this run already (place one; this is place two): end that one first, or "
+        "join as a further peer with another --folder and --name",
+        in_order=False,
+    )
+    until(lambda: notes)
+    assert notes == [
+        "two processes join with the key of ana: place one stays, place two was refused"
+    ]
+    first.channel.send(Prepared(1, False))
+    assert house.lobby.wait(lambda: house.lobby.here()[0].is_prepared, 20), "the first is heard"
+    assert not first.lost.is_set()
+
+
+def test_a_process_that_was_started_anew_takes_the_place_of_one_that_does_not_answer(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lobby_module, "ALIVE_SECONDS", 0.1)
+    identity = house.enrol("ana")
+    first = Joined(house.listener, identity, "one", is_frozen=True)
+    first.arrive()
+    until(house.lobby.here)
+    house.lobby.give_seats({"ana": seat(1)})
+    second = Joined(house.listener, identity, "two", is_frozen=False)
+    second.arrive()
+    second.hears(seat(1))
+    assert first.lost.wait(20)
+
+
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
     ana = house.enrol("ana")
     joined = Joined(house.listener, ana)
@@ -216,6 +274,22 @@ def test_who_declines_or_leaves_gets_no_seat_until_it_arrives_anew(house: House)
     }
     ana.arrive()
     until(lambda: [guest.name for guest in house.lobby.here()] == ["ana"])
+
+
+def test_a_declined_seat_ends_the_forming_at_once_with_the_reason(
+    house: House, make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
+) -> None:
+    house.join("ana")
+    ben = house.join("ben")
+    display = SharedDisplay(
+        PlainDisplay(io.StringIO()), house.lobby.tell_all, Standing("test", "abc", "host")
+    )
+    base = Base(house.lobby, house.listener, "abc", "", [], tmp_path, corpus, display)
+    epoch = Epoch(base, Formation(1, ["ana", "ben"]), make_settings(), None)
+    gathering = on_daemon_thread("gather", epoch.gather)
+    until(lambda: any(isinstance(message, TakeSeat) for message in ben.heard))
+    ben.channel.send(Declined(1, "that is not the data of this run"))
+    assert gathering.result(20) == "ben cannot take its seat: that is not the data of this run"
 
 
 def test_a_peer_that_goes_away_before_its_stage_dials_is_lost(
@@ -353,20 +427,65 @@ def test_settings_of_another_version_are_refused_with_the_cause(
         own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
 
 
-@pytest.mark.parametrize(("deed", "rounds"), [("died", 3), ("failed", 3), ("was lost", None)])
-def test_stages_that_keep_dying_end_a_run_and_lost_peers_do_not(
-    deed: str, rounds: int | None
+@pytest.fixture
+def hosting(house: House) -> Any:
+    """A host's judgement of the two peers in its seats, without the rest of a host."""
+    made = object.__new__(host_module._Hosting)
+    made._lobby, made._failures = house.lobby, Failures()
+    made._formation = Formation(1, ["ana", "ben"])
+    made._display = PlainDisplay(io.StringIO())  # type: ignore[assignment]
+    return made
+
+
+def failure(deed: str) -> StageFailedError:
+    return StageFailedError("stage 1 ended", Suspect(0, 1, deed, "no such device", known=True))
+
+
+def unfit(house: House) -> dict[str, str]:
+    return {guest.name: guest.why_unfit for guest in house.lobby.guests()}
+
+
+@pytest.mark.parametrize(
+    ("deed", "most"), [("failed", 3), ("broke the contract", 3), ("was lost", 10)]
+)
+def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
+    house: House, hosting: Any, make_settings: Callable[..., Settings], deed: str, most: int
 ) -> None:
-    hosting = SimpleNamespace(
-        _failed=0, _formation=Formation(seats=["ana", "ben"]), _prefer_others=lambda *_: None
+    """Also with an error of settings or data, which is that machine's as long as others have none.
+
+    Steps that are trained again are no progress; a later checkpoint is.
+    """
+    house.join("ana")
+    ben = house.join("ben")
+    for step in (10, *[20] * most):
+        assert unfit(house)["ben"] == "", "it gets its seat again"
+        hosting._failures.start_from(step)
+        hosting._judge(failure(deed))
+    why = (
+        f"it {deed} {most} times and the run got no further, last: no such device. It gets one "
+        "again when the host is started anew"
     )
-    epoch = SimpleNamespace(record=SimpleNamespace(), peers=None)
-    error = StageFailedError("stage 1 ended", Suspect(0, 1, deed, "no memory"))
-    ended_after = None
-    for number in range(1, 6):
-        try:
-            host_module._Hosting._judge(hosting, epoch, error, 0)  # type: ignore[arg-type]
-        except StageFailedError:
-            ended_after = number
-            break
-    assert ended_after == rounds
+    assert unfit(house) == {"ana": "", "ben": why}
+    ben.hears(News(f"this machine gets no seat: {why}"))
+    ben.arrive()
+    ben.hears(News(f"this machine gets no seat: {why}"))
+    assert unfit(house)["ben"] == why, "arriving anew does not help"
+    console = HostConsole(
+        Standing("test", "abc", "host"),
+        house.lobby,
+        house.book,
+        lambda: hosting._formation,
+        make_settings,
+        lambda: house.invite,
+    )
+    states = {peer["name"]: peer["state"] for peer in console.handlers()["status"]({})["peers"]}
+    assert states == {"ana": "waiting for a seat", "ben": f"gets no seat: {why}"}
+    assert [guest.name for guest in house.lobby.here()] == ["ana"]
+
+
+def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting: Any) -> None:
+    error = StageError("the two ends of cut 0 no longer remember the same")
+    hosting._judge(error)
+    hosting._judge(error)
+    with pytest.raises(StageError, match="no longer remember"):
+        hosting._judge(error)

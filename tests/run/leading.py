@@ -10,6 +10,7 @@ from thinwire.engine.reports import (
     Step,
     Versions,
 )
+from thinwire.run.conduct import Course
 from thinwire.run.coordinator import (
     SETTLE_SECONDS,
     Coordinator,
@@ -74,9 +75,11 @@ def part(stage: int, number: int, memory: str = "") -> ShardWritten:
 class Lead:
     """A coordinator of two stages, with the time and all that it has asked for."""
 
-    def __init__(self, patience: float = 100.0, parts_travel: bool = False):
+    def __init__(
+        self, patience: float = 100.0, parts_travel: bool = False, course: Course | None = None
+    ):
         self.now = 1000.0
-        self.coordinator = Coordinator(2, patience, ASSIGN, parts_travel)
+        self.coordinator = Coordinator(2, patience, ASSIGN, parts_travel, course=course)
 
     def on(self, event: Event, after: float = 0.0) -> list[Command]:
         self.now += after

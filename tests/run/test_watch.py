@@ -27,7 +27,8 @@ class Wait:
             for stage, what in doing.items():
                 self.watch.heard(int(stage[-1]), 1, what)
             told.append(self.watch.complaint())
-            if verdict := self.watch.verdict():
+            verdict, _ = self.watch.verdict()
+            if verdict:
                 raise Stuck(verdict)
         return [text for text in told if text]
 

@@ -22,6 +22,7 @@ from thinwire.remote.seats import Formation
 from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all
+from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Commit
 from thinwire.run.explosion import watch_losses
@@ -74,6 +75,7 @@ class Epoch:
             parts_travel=True,
             outage=settings.link.outage,
             losses=watch_losses(settings, base.folder, checkpoint),
+            course=Course(settings, checkpoint.step if checkpoint else 0, len(self._seats)),
         )
         self.record = RunRecord(
             settings, base.folder, base.data, checkpoint, base.display, goes_on=True
@@ -97,10 +99,10 @@ class Epoch:
             if server is not None:
                 server.close()
 
-    def run(self, on_stop: Callable[[], None]) -> Coordinator:
+    def run(self, on_stop: Callable[[], None]) -> None:
         """Train with these peers to the end; raises what ends it early.
 
-        `on_stop` is told when this host is asked to stop; returns the coordinator, which is over.
+        `on_stop` is told when this host is asked to stop.
         """
         base, settings = self._base, self._settings
         doors = self._doors()
@@ -138,7 +140,6 @@ class Epoch:
                 lead(self._coordinator, peers, partial(self._carry_out, peers.collector))
             finally:
                 self.record.close()
-        return self._coordinator
 
     def abandon(self, reason: str) -> None:
         """The epoch cannot begin: its peers wait for another."""
@@ -167,9 +168,8 @@ class Epoch:
     def _wait_until_prepared(self) -> str:
         base, told = self._base, ""
         while True:
-            if base.lobby.wait(self._is_prepared, LOOK_SECONDS):
-                return ""
-            if lacking := self._lacking():
+            is_settled = base.lobby.wait(self._is_settled, LOOK_SECONDS)
+            if (lacking := self._lacking()) or is_settled:
                 return lacking
             waits = "; ".join(
                 f"{guest.name} {guest.doing or 'prepares its stage'}"
@@ -184,9 +184,9 @@ class Epoch:
     def _guests(self) -> list[Guest]:
         return [guest for guest in self._base.lobby.guests() if guest.name in self._seats]
 
-    def _is_prepared(self) -> bool:
-        guests = self._guests()
-        return bool(self._lacking()) or all(guest.is_prepared for guest in guests)
+    def _is_settled(self) -> bool:
+        """Whether all peers are prepared, or one of them cannot take its seat."""
+        return bool(self._lacking()) or all(guest.is_prepared for guest in self._guests())
 
     def _lacking(self) -> str:
         """Which peer cannot take its seat, and why."""

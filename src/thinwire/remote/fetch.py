@@ -188,12 +188,14 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
         if len({shard.file for shard in shards}) < len(shards):
             raise ValueError("it names a file twice")
         named = manifest["settings"]["codec"].get("plugins", [])
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ValueError("its plugins are no list of names")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"the host's manifest cannot be used: {printable(str(error), 200)}"
         ) from None
     if not set(named) <= set(plugins):
-        unknown = ", ".join(sorted(printable(str(name), 80) for name in set(named) - set(plugins)))
+        unknown = ", ".join(sorted(printable(name, 80) for name in set(named) - set(plugins)))
         raise CheckpointError(
             f"the host's checkpoint names plugins, which are code: {unknown}. If you trust them, "
             "join with --allow-plugin NAME for each"

@@ -22,10 +22,11 @@ from thinwire.remote.forming import form
 from thinwire.remote.here import own_peers
 from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite
-from thinwire.remote.lobby import Guest, Lobby
+from thinwire.remote.lobby import Guest, Lobby, one_line
 from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions, Opened
 from thinwire.remote.seats import (
+    Failures,
     Formation,
     fill_seats,
     is_hosted,
@@ -44,7 +45,6 @@ from thinwire.run.start import adopted, make_start, open_origin
 from thinwire.settings import Settings
 from thinwire.wire import raise_descriptor_limit
 
-FAILURES = 3  # of stages, without a step between them, before a run is given up
 REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
 LOOK_SECONDS = 1.0
 
@@ -99,13 +99,14 @@ class _Hosting:
         self._settings = with_split(settings, split) if split else settings
         self._stop_asked = False
         self._refused: tuple[list[str], str] = ([], "")  # peers that cannot hold the run, and why
-        self._failed = 0  # epochs in a row that ended by a failure, without a step
+        self._failures = Failures()
         door = Opened(book, options, self._formation.port, opened)
         self._formation = dataclasses.replace(self._formation, port=door.port)
         write_formation(folder, self._formation)
         self._lobby = opened.enter_context(Lobby(door.listener, book))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
+        self._lobby.note = self._display.note
         console = HostConsole(
             self._standing,
             self._lobby,
@@ -162,6 +163,7 @@ class _Hosting:
         )
         write_formation(self._folder, self._formation)
         step = checkpoint.step if checkpoint else 0
+        self._failures.start_from(step)
         who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
         self._display.announce(
             "form", f"epoch {self._formation.epoch} from step {step}, stages {who}"
@@ -175,9 +177,12 @@ class _Hosting:
         if lacking:
             epoch.abandon(lacking)
             self._display.note(lacking)
+            for guest in self._lobby.guests():
+                if guest.name in seats and guest.is_unfit:
+                    self._count_failure(guest.name, "declined its seat", guest.why_unfit)
             return None
         try:
-            coordinator = epoch.run(self._on_stop)
+            epoch.run(self._on_stop)
         except Interrupted:
             if self._stop_asked:
                 raise
@@ -186,16 +191,14 @@ class _Hosting:
         except StageError as error:
             if self._stop_asked:
                 raise
-            self._judge(epoch, error, step)
-            self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
+            self._judge(error)
             return None
-        return self._conclude(epoch, coordinator.stop_asked)
+        return self._conclude(epoch)
 
-    def _conclude(self, epoch: Epoch, stopped: bool) -> dict[str, Any] | None:
+    def _conclude(self, epoch: Epoch) -> dict[str, Any] | None:
         """All stages ended in good order: the run is over, or it goes on without who left."""
         record = epoch.record
-        self._failed = 0
-        if stopped and not self._stop_asked and record.ledger.done < self._settings.train.steps:
+        if not self._stop_asked and record.ledger.done < self._settings.train.steps:
             record.pause()
             self._display.note(f"{_leaver(epoch)} left after step {record.ledger.done}")
             return None
@@ -221,29 +224,28 @@ class _Hosting:
             self._origin = None
         return _newest(self._folder, self._settings, self._display)
 
-    def _judge(self, epoch: Epoch, error: StageError, first: int) -> None:
-        """Raise an error that another peer would not mend, or that came too often."""
-        ledger = getattr(epoch.record, "ledger", None)
-        if ledger is not None and ledger.done > first:
-            self._failed = 0
+    def _judge(self, error: StageError) -> None:
+        """Count the failure of whoever caused it; raise one that no peer did and that goes on."""
         culprit = error.culprit if isinstance(error, StageFailedError) else None
+        if culprit is None and self._failures.count(""):
+            raise error
+        self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
         if culprit is not None:
-            if culprit.deed == "was lost":
-                return  # it, or another, may come at any time
-            self._prefer_others(self._formation.seats[culprit.stage], culprit.deed)
-        failure = None
-        if culprit is not None and epoch.peers is not None:
-            failure = epoch.peers.failures.get(culprit.stage)
-        if failure is not None and failure.kind in ("ConfigError", "DataError"):
-            raise error
-        self._failed += 1
-        if self._failed >= FAILURES:
-            raise error
+            name = self._formation.seats[culprit.stage]
+            self._count_failure(name, culprit.deed, culprit.reason)
 
-    def _prefer_others(self, name: str, deed: str) -> None:
-        """A peer whose stage failed gets no seat while others wait for one."""
-        if len(self._lobby.here()) > len(self._formation.seats):
-            self._lobby.mark_unfit(name, f"its stage {deed}")
+    def _count_failure(self, name: str, deed: str, reason: str) -> None:
+        """A peer that keeps failing gets no seat any more, and one that failed none for now."""
+        is_absence = deed in ("was lost", "declined its seat")
+        if count := self._failures.count(name, is_absence):
+            why = (
+                f"it {deed} {count} times and the run got no further, last: "
+                f"{one_line(reason)}. It gets one again when the host is started anew"
+            )
+            self._lobby.set_aside(name, why)
+            self._display.note(f"{name} gets no seat any more: {why}")
+        elif not is_absence and len(self._lobby.here()) > len(self._formation.seats):
+            self._lobby.mark_unfit(name, f"its stage {deed}")  # while others wait for one
 
     def _on_stop(self) -> None:
         self._stop_asked = True
@@ -276,8 +278,8 @@ class _Hosting:
             )
 
     def _expected(self) -> list[str]:
-        """Peers that had seats and may come back."""
-        welcome = {guest.name for guest in self._lobby.guests()}
+        """Peers that had seats and may have them again."""
+        welcome = {guest.name for guest in self._lobby.guests() if not guest.is_unfit}
         return [name for name in self._formation.seats if name in welcome]
 
     def _choose(self, here: list[Guest]) -> tuple[list[str] | None, str]:

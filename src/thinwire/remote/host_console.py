@@ -94,6 +94,8 @@ class HostConsole:
         )
 
     def _state(self, guest: Guest, stage: int | None) -> str:
+        if guest.seat is None and guest.is_unfit:
+            return f"gets no seat: {guest.why_unfit}"
         if guest.seat is None or stage is None:
             return guest.doing or "waiting for a seat"
         if not guest.is_launched:

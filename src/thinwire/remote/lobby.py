@@ -17,6 +17,7 @@ from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.messages import (
     LOBBY,
     Arrive,
+    AskAlive,
     Declined,
     Dismiss,
     Doing,
@@ -34,11 +35,13 @@ from thinwire.remote.messages import (
     lobby_name,
 )
 from thinwire.run.control import Channel
-from thinwire.run.pace import Pace
+from thinwire.run.pace import Pace, Told
 from thinwire.wire import Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for peers that were enrolled meanwhile
 GOODBYE_SECONDS = 2.0  # for peers to hear that the run is over
+ALIVE_SECONDS = 5.0  # for a peer to answer, before another process with its key takes its place
+ARRIVAL_SECONDS = 10.0  # for another process to say what it is
 MOST_UNTAKEN = 1000  # messages to a peer that wait to be sent: few of them are large
 
 
@@ -59,6 +62,7 @@ class Guest:
     is_launched: bool = False
     has_ended: bool = False  # the process of its seat
     why_unfit: str = ""  # it declined, or failed; another arrival may change that
+    set_aside: str = ""  # why it gets no seat, however often it arrives
     is_leaving: bool = False  # it said so, and may still be here for a moment
     pace: Pace = field(init=False)  # over all its streams
 
@@ -91,11 +95,14 @@ Happening = Ended | Leaving | Declined | Gone
 class Lobby:
     """Streams to all enrolled peers. A context manager: leaving it says goodbye to all.
 
-    `on_happening` is called with a peer's name on the threads of streams, and must not wait.
+    `on_happening` is called with a peer's name on the threads of streams, and must not wait; so is
+    `note`, with what people should know.
     """
 
     def __init__(self, listener: Listener, book: AuthorityBook):
         self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
+        self.note: Callable[[str], None] = lambda text: None
+        self._told = Told()
         self._listener, self._book = listener, book
         self._guests: dict[str, Guest] = {}
         self._changed = threading.Condition(threading.RLock())
@@ -188,7 +195,15 @@ class Lobby:
         """Give a peer no seat until it arrives anew."""
         with self._changed:
             if name in self._guests:
-                self._guests[name].why_unfit = reason
+                self._guests[name].why_unfit = self._guests[name].why_unfit or reason
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Give a peer no seat any more, and tell it why."""
+        with self._changed:
+            if name in self._guests:
+                guest = self._guests[name]
+                guest.set_aside = guest.why_unfit = reason
+                self._tell_unfit(guest)
 
     def _look_for_peers(self) -> None:
         while not self._is_over:
@@ -204,41 +219,95 @@ class Lobby:
         guest = self._guests[name]
         while not self._is_over:
             try:
-                pipe = self._listener.accept(lobby_name(name), None, name, is_replaceable=True)
+                pipe = self._listener.accept(lobby_name(name), None, name)
             except WireError:
                 return
             self._attend(guest, pipe)
 
     def _attend(self, guest: Guest, pipe: Pipe) -> None:
-        """Hear a peer until its stream is lost."""
-        lost = threading.Event()
+        """Hear a stream of a peer; returns once it is known whether it is the one that counts."""
+        settled, lost = threading.Event(), threading.Event()
 
-        def on_lost(error: ThinwireError) -> None:
-            if isinstance(error, BreachError):
-                guest.why_unfit = str(error)
+        def hear(message: Any) -> None:
+            with self._changed:
+                counts = guest.channel is channel
+            if not counts and isinstance(message, Arrive) and not settled.is_set():
+                counts = self._replace(guest, channel, message)
+                settled.set()
+                if lost.is_set():  # while the other was asked
+                    on_lost()
+            if counts:
+                self._hear(guest, message)
+
+        def on_lost(error: ThinwireError | None = None) -> None:
             lost.set()
+            with self._changed:
+                if guest.channel is channel and isinstance(error, BreachError):
+                    guest.why_unfit = str(error)
+                self._lose(guest, channel)
+            settled.set()
+            _close(channel)
 
         with self._changed:  # what it says must not be heard before its stream is known
             channel = Channel(
                 pipe,
                 lobby_name(guest.name),
                 FromMember,
-                on_message=lambda message: self._hear(guest, message),
+                on_message=hear,
                 on_lost=on_lost,
                 words=LOBBY,
-                on_end=lost.set,
+                on_end=on_lost,
             )
-            guest.channel, guest.arrived = channel, None
-        lost.wait()
+            if guest.channel is None:
+                guest.channel, guest.arrived = channel, None
+                settled.set()
+        if not settled.wait(ARRIVAL_SECONDS + ALIVE_SECONDS):
+            on_lost()
+
+    def _replace(self, guest: Guest, channel: Channel, arrived: Arrive) -> bool:
+        """Have another stream of a peer count, unless another process holds the one that does.
+
+        A process that dials again knows of a loss that the host may not have noticed. Of another
+        process with the same key it knows nothing: the two would take turns for ever.
+        """
         with self._changed:
-            self._lose(guest, channel)
+            current, first, asked = guest.channel, guest.arrived, time.monotonic()
+            if current is None or first is None or first.process == arrived.process:
+                is_alive = False
+            else:
+                _tell(current, AskAlive())
+                self._changed.wait_for(
+                    lambda: guest.heard > asked or guest.channel is not current, ALIVE_SECONDS
+                )
+                is_alive = guest.channel is current and guest.heard > asked
+            if not is_alive:
+                self._lose(guest, guest.channel)
+                guest.channel, guest.arrived = channel, None
+                return True
+        assert first is not None
+        self._refuse_second(guest, channel, first, arrived)
+        return False
+
+    def _refuse_second(self, guest: Guest, channel: Channel, first: Arrive, other: Arrive) -> None:
+        stays, refused = (one_line(said.place, 100) or "unknown" for said in (first, other))
+        reason = (
+            f"{guest.name} takes part in this run already ({stays}; this is {refused}): end that "
+            "one first, or join as a further peer with another --folder and --name"
+        )
+        _tell(channel, Dismiss(reason, in_order=False))
+        _close(channel)
+        if self._told.again(guest.name, time.monotonic()):
+            self.note(
+                f"two processes join with the key of {guest.name}: {stays} stays, {refused} was "
+                "refused"
+            )
 
     def _lose(self, guest: Guest, channel: Channel | None) -> None:
         if channel is not None and guest.channel is channel:
             guest.channel, guest.arrived = None, None
             guest.since, guest.doing = time.monotonic(), ""
             self._changed.notify_all()
-            threading.Thread(target=channel.close, daemon=True).start()
+            _close(channel)
 
     def _hear(self, guest: Guest, message: Any) -> None:
         guest.pace.count()
@@ -254,9 +323,8 @@ class Lobby:
         epoch = guest.seat.epoch if guest.seat else 0
         match message:
             case Arrive():
-                guest.arrived, guest.since, guest.why_unfit = message, time.monotonic(), ""
-                guest.is_leaving = False
-                guest.why_unfit = _other_version(message.versions)
+                guest.arrived, guest.since, guest.is_leaving = message, time.monotonic(), False
+                guest.why_unfit = guest.set_aside or _other_version(message.versions)
                 return self._welcome(guest, message)
             case Doing(said, text) if said == epoch:
                 guest.doing = one_line(text)
@@ -278,7 +346,7 @@ class Lobby:
     def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:
         """Tell a peer that has come, or come back, what it is to do."""
         if guest.is_unfit:
-            self._send(guest, News(f"this machine gets no seat: {guest.why_unfit}"))
+            self._tell_unfit(guest)
         seat = guest.seat
         if seat is None:
             if arrived.epoch:
@@ -291,6 +359,9 @@ class Lobby:
         elif guest.is_launched and not arrived.is_running and not guest.has_ended:
             self._send(guest, Launch(seat.epoch))
         return None
+
+    def _tell_unfit(self, guest: Guest) -> None:
+        self._send(guest, News(f"this machine gets no seat: {guest.why_unfit}"))
 
     def _renew(self, guest: Guest, request: str) -> None:
         with contextlib.suppress(ThinwireError):  # also of a full disk: it asks again
@@ -317,6 +388,11 @@ def _other_version(versions: dict[str, str]) -> str:
 def one_line(text: str, longest: int = 300) -> str:
     """A peer's words for a line of ours: with line breaks they could pass for other lines."""
     return printable(" ".join(text.split()), longest)
+
+
+def _close(channel: Channel) -> None:
+    """Say goodbye on a stream, without waiting for that."""
+    threading.Thread(target=channel.close, daemon=True).start()
 
 
 def _tell(channel: Channel, message: FromHost) -> None:

@@ -6,10 +6,14 @@ queue of what happens; others only wait for something and put it there.
 """
 
 import contextlib
+import os
+import platform
 import queue
+import secrets
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,13 +121,12 @@ class Member:
         self._launch_due = 0  # the epoch whose process may start
         self._pace = Pace()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
+        self._serves_shards = False
+        self._process = secrets.token_hex(8)
 
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
         self._begin(self._touch.keep)
-        self._begin(
-            self._shards.keep_serving, lambda: self._touch.dial(store_name(self.identity.name))
-        )
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -234,6 +237,8 @@ class Member:
                 held.epoch if held else 0,
                 held.stage if held else 0,
                 held.is_running if held else False,
+                self._process,
+                f"process {os.getpid()} on {platform.node() or 'a machine'}",
             )
         )
         if self._ended is not None:
@@ -263,6 +268,7 @@ class Member:
             self._decline(seat.epoch, error)
             return
         self._holding = holding
+        self._serve_shards()
         blocks = holding.settings.split()[seat.stage]
         self._display.phase(
             "seat",
@@ -270,6 +276,13 @@ class Member:
             f"({len(blocks)} block{'s' if len(blocks) > 1 else ''}), epoch {seat.epoch}",
         )
         self._begin(self._prepare, holding)
+
+    def _serve_shards(self) -> None:
+        """From the first seat on: before, another process may be this peer (AskAlive)."""
+        if not self._serves_shards:
+            self._serves_shards = True
+            name = store_name(self.identity.name)
+            self._begin(self._shards.keep_serving, lambda: self._touch.dial(name))
 
     def _prepare(self, holding: Holding) -> None:
         """On a thread of its own: fetch what the seat needs."""
@@ -287,6 +300,10 @@ class Member:
             holding.prepare(lambda: self._touch.dial(name), say)
         except ThinwireError as error:
             self._events.put(_Ready(holding, error))
+        except Exception as error:  # the host waits for an answer, whatever went wrong here
+            traceback.print_exc()
+            unexpected = f"an unexpected {type(error).__name__}, which its terminal explains"
+            self._events.put(_Ready(holding, StageError(unexpected)))
         else:
             self._events.put(_Ready(holding, None))
 
@@ -302,7 +319,10 @@ class Member:
             self._launch(self._launch_due)
 
     def _decline(self, epoch: int, error: ThinwireError) -> None:
-        self._display.note(f"this machine cannot take the seat: {error}")
+        self._display.note(
+            f"this machine cannot take the seat: {error}. Mend that, then end this command "
+            "(Ctrl-C) and join again"
+        )
         self._say(Declined(epoch, str(error)))
         self._give_up_seat()
 

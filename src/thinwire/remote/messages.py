@@ -36,7 +36,8 @@ class Arrive:
     """A peer is there: what it is, what it can do, and what it is doing for this run.
 
     `door` is the address at which its own processes find its door, and `outside` the one that
-    others may reach it by; both are empty where it has none.
+    others may reach it by; both are empty where it has none. `process` is drawn anew by every
+    process that joins, and `place` says to people where that is.
     """
 
     versions: dict[str, str]
@@ -47,6 +48,8 @@ class Arrive:
     epoch: int  # of the seat that it has, 0 for none
     stage: int
     is_running: bool  # the process of that seat
+    process: Exact = ""
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """A peer's answer to AskAlive."""
+
+
+@dataclass(frozen=True)
 class Leaving:
     """A peer wants to leave after this step."""
 
@@ -106,6 +114,11 @@ class TakeSeat:
     settings: dict[str, Any]
     resumes: bool
     corpus: Exact
+
+
+@dataclass(frozen=True)
+class AskAlive:
+    """A peer is to answer at once: another process shows its key."""
 
 
 @dataclass(frozen=True)
@@ -171,18 +184,20 @@ class Dismiss:
     in_order: bool
 
 
-FromMember = Arrive | Doing | Prepared | Declined | Ended | Leaving | Renew
-FromHost = TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | Renewed | Dismiss
+FromMember = Arrive | Alive | Doing | Prepared | Declined | Ended | Leaving | Renew
+FromHost = AskAlive | TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | Renewed | Dismiss
 
 LOBBY = Vocabulary(
     {
         "arrive": Arrive,
+        "alive": Alive,
         "doing": Doing,
         "prepared": Prepared,
         "declined": Declined,
         "ended": Ended,
         "leaving": Leaving,
         "renew": Renew,
+        "ask_alive": AskAlive,
         "take_seat": TakeSeat,
         "launch": Launch,
         "vacate": Vacate,

@@ -23,7 +23,7 @@ from thinwire.run.events import (
     PartRefused,
     Suspect,
 )
-from thinwire.run.messages import Connect, Failed, FromCoordinator, FromPeer
+from thinwire.run.messages import Connect, FromCoordinator, FromPeer
 from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
 from thinwire.wire import Pipe
@@ -58,7 +58,6 @@ class RemotePeers(Peers):
         self._is_over = threading.Event()
         self.leaving = ""  # the peer that asked to leave
         self.is_stopping = False
-        self.failures: dict[int, Failed] = {}
         self.collector = collect(
             on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
             on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
@@ -134,8 +133,6 @@ class RemotePeers(Peers):
                 self.collector.announce(stage, message)
             case ShardFailed(step=step, error=error):
                 self.collector.give_up(step, error)
-            case Failed():
-                self.failures[stage] = message
 
     def _on_happening(self, name: str, what: Happening) -> None:
         if name not in self._formation.seats:

@@ -1,6 +1,7 @@
 """Who holds which stage: chosen when a run is formed, and kept across restarts of the host."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from thinwire.folders import replace_file
 from thinwire.typed import from_plain
 
 FILE = "epochs.json"
+FAILURES, ABSENCES = 3, 10  # of one peer without net progress, before it gets no seat any more
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,27 @@ def fill_seats(before: list[str], stages: int, present: Iterable[str]) -> list[s
                 return None
             seats[stage] = waiting.pop(0)
     return seats
+
+
+class Failures:
+    """How often each peer ended an epoch since the run last made net progress.
+
+    Progress is a later checkpoint than any before: steps that are trained again are none. Whoever
+    was lost or could not take its seat may try more often than one whose stage failed.
+    """
+
+    def __init__(self) -> None:
+        self._furthest = 0
+        self._counts: Counter[tuple[str, bool]] = Counter()
+
+    def start_from(self, step: int) -> None:
+        """An epoch starts from a checkpoint of this step."""
+        if step > self._furthest:
+            self._furthest = step
+            self._counts.clear()
+
+    def count(self, peer: str, is_absence: bool = False) -> int:
+        """One more failure of a peer; their number once they are too many, 0 before."""
+        self._counts[peer, is_absence] += 1
+        count = self._counts[peer, is_absence]
+        return count if count >= (ABSENCES if is_absence else FAILURES) else 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import AdmissionError, WireError
-from thinwire.remote.messages import LOBBY, FromHost, lobby_name
+from thinwire.remote.messages import LOBBY, Alive, AskAlive, FromHost, lobby_name
 from thinwire.run.control import Channel
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.wire import Identity, Pipe, dial
@@ -69,11 +69,18 @@ class Touch:
     def _attend(self, pipe: Pipe) -> None:
         """Pass on what the host says until the stream is lost."""
         lost = threading.Event()
+
+        def hear(message: Any) -> None:
+            if isinstance(message, AskAlive):  # at once, whatever this peer does at the moment
+                channel.send(Alive())
+            else:
+                self._tell(message)
+
         channel = Channel(
             pipe,
             "lobby",
             FromHost,
-            on_message=self._tell,
+            on_message=hear,
             on_lost=lambda error: lost.set(),
             words=LOBBY,
             on_end=lost.set,

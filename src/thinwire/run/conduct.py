@@ -1,12 +1,14 @@
-"""What one peer may say in its place, beyond the form of each message."""
+"""What one peer may say in its place, and what all do together, beyond the form of each message."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 from thinwire.engine.finite import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
+from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
 from thinwire.run.messages import Failed, Finished, FromPeer, Hello, LinkDown, LinkUp, name_of
+from thinwire.settings import Settings
 
 # What a report may hold, for reports of fast stages wait until those of slow ones are there
 MOST_MICROBATCHES = 1 << 12
@@ -96,6 +98,77 @@ class PeerConduct:
 
     def _refuse(self, name: str, what: str) -> NoReturn:
         raise WireError(f"stage {self._stage} sent a {name!r} message {what}")
+
+
+class Course:
+    """Verifies what stages do after each step: save, end, both or neither.
+
+    No step waits for the coordinator: the first stage decides, and its verdict tells the others.
+    But what is due follows from the settings and from what the coordinator asked. So the first
+    stage must do that, and the others what the first does: what they all do is its deed.
+    """
+
+    def __init__(self, settings: Settings, first_step: int, stages: int):
+        self._settings, self._first = settings, first_step
+        self._done = [first_step] * stages
+        self._decided = [first_step - 1] * stages  # until where it is known what they did
+        self._deeds: list[set[tuple[int, str]]] = [set() for _ in range(stages)]
+        self._is_committed, self._misses = False, 0  # as the first stage says
+
+    def faults(self, stage: int, report: FromPeer, stop_asked: bool) -> list[tuple[int, str]]:
+        """Stages that a report shows to be at fault, with what each did."""
+        return [*self._own_faults(stage, report, stop_asked), *self._differences(stage)]
+
+    def _own_faults(
+        self, stage: int, report: FromPeer, stop_asked: bool
+    ) -> Iterator[tuple[int, str]]:
+        done, steps = self._done[stage], self._settings.train.steps
+        is_stop_due = stop_asked or self._misses >= PATIENCE
+        match report:
+            case Step(step=step, committed=committed):
+                if step != done or step >= steps:
+                    yield stage, f"it reported step {step + 1} after step {done} of {steps}"
+                if stage == 0:
+                    yield from self._omission(is_due=self._settings.is_checkpoint_step(done))
+                    self._is_committed = committed
+                    self._misses = 0 if committed else self._misses + 1
+                self._decided[stage], self._done[stage] = done, step + 1
+            case ShardWritten(step=step) | ShardFailed(step=step):
+                is_due = self._settings.is_checkpoint_step(done) or stop_asked
+                if step != done or step == self._first:
+                    yield stage, f"it saved a checkpoint of step {step} after step {done}"
+                elif stage == 0 and not (is_due and self._is_committed):
+                    yield 0, f"it had a checkpoint saved after step {done}, where none is due"
+                self._deeds[stage].add((step, "saved a checkpoint"))
+            case Finished():
+                if stage == 0:
+                    if done < steps and not is_stop_due:
+                        of = f"step {done} of {steps}"
+                        yield 0, f"it ended the run after {of}, and nobody had asked it to stop"
+                    is_due = self._settings.is_checkpoint_step(done) or done < steps
+                    yield from self._omission(is_due)
+                self._decided[stage] = done
+                self._deeds[stage].add((done, "ended"))
+
+    def _omission(self, is_due: bool) -> Iterator[tuple[int, str]]:
+        """The first stage goes on: the checkpoint of its last step is due, and was not saved."""
+        done = self._done[0]
+        is_saved = (done, "saved a checkpoint") in self._deeds[0]
+        if is_due and self._is_committed and not is_saved:
+            yield 0, f"it had no checkpoint saved after step {done}, where one is due"
+
+    def _differences(self, stage: int) -> Iterator[tuple[int, str]]:
+        """What other stages did, and the first did not; or the first, and they did not."""
+        for other in [stage] if stage else range(1, len(self._done)):
+            known = min(self._decided[0], self._decided[other])
+            for step, deed in sorted(self._deeds[0] ^ self._deeds[other]):
+                if step <= known and (step, deed) in self._deeds[other]:
+                    yield other, f"it {deed} after step {step}, and stage 0 did not"
+                elif step <= known:
+                    yield other, f"stage 0 {deed} after step {step}, and it did not"
+        settled = min(self._decided)
+        for deeds in self._deeds:
+            deeds -= {(step, deed) for step, deed in deeds if step <= settled}
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.engine.reports import Agreements, Evaluation, ShardFailed, ShardWritten, Step
 from thinwire.errors import StageError, WireError
 from thinwire.run.blame import Evidence, blame
-from thinwire.run.conduct import MOST_MICROBATCHES, PeerConduct
+from thinwire.run.conduct import MOST_MICROBATCHES, Course, PeerConduct
 from thinwire.run.events import (
     Away,
     Back,
@@ -91,7 +91,8 @@ class Coordinator:
 
     With `parts_travel`, what a stage writes is on its own machine. A part then counts when
     PartArrived follows its ShardWritten, and the run ends after the last of them. A stage whose
-    part is refused is at fault, also when it has finished.
+    part is refused is at fault, also when it has finished. With a `course`, whoever saves or ends
+    at another time than is due is at fault.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Coordinator:
         parts_travel: bool = False,
         outage: float = 0.0,
         losses: LossWatch | None = None,
+        course: Course | None = None,
     ):
         self.phase = Phase.GATHERING
         self.stop_asked = False
@@ -113,6 +115,7 @@ class Coordinator:
             "microbatches", MOST_MICROBATCHES
         )
         self._conduct = [PeerConduct(stage, stages, microbatches) for stage in self._all]
+        self._course = course
         self._steps = [0] * stages  # reported
         self._told = Told()
         self._since = 0.0  # the phase began, by the watch's clock
@@ -139,8 +142,10 @@ class Coordinator:
         if not self.is_over:
             if complaint := self._watch.complaint():
                 commands.append(Say(complaint))
-            if verdict := self._watch.verdict():
-                commands.append(self._end(StageError(verdict)))
+            verdict, stuck = self._watch.verdict()
+            if verdict:
+                culprit = None if stuck is None else Suspect(3, stuck, "got stuck", verdict, True)
+                commands.append(self._end(StageError(verdict), culprit))
         return commands
 
     @property
@@ -203,6 +208,7 @@ class Coordinator:
             elif self.phase is not Phase.SETTLING:
                 self._check_due(stage, message)
                 self._check_ahead(stage, message)
+                self._check_course(stage, message, now)
         except WireError as error:
             self._suspect(Lost(stage, str(error), in_breach=True), now)
         if self.phase is Phase.SETTLING:
@@ -267,6 +273,12 @@ class Coordinator:
                 f"stage {stage} reported {self._steps[stage]} steps, but stage {slowest} only "
                 f"{self._steps[slowest]}"
             )
+
+    def _check_course(self, stage: int, message: FromPeer, now: float) -> None:
+        """Suspect whoever this shows to save or end at another time than is due."""
+        if self._course is not None and self.phase not in _ROUNDS:
+            for culprit, deed in self._course.faults(stage, message, self.stop_asked):
+                self._suspect(Lost(culprit, deed, in_breach=True), now)
 
     def _on_arrival(self, stage: int, message: FromPeer) -> list[Command]:
         """A stage is through with this phase of the start; when all are, the next one begins."""

@@ -106,12 +106,16 @@ class RunRecord:
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
-        """All stages stopped in good order, and the run goes on later, with others perhaps."""
-        if (trouble := self._trouble()) is not None:
+        """All stages stopped in good order, and the run goes on later, with others perhaps.
+
+        If the checkpoint of this stop was lost, which was said, it goes on from an earlier one.
+        """
+        trouble = self._trouble()
+        if trouble is not None and not isinstance(trouble, CheckpointError):
             raise trouble
         if self._explosion and self.settings.run.on_explosion == "stop":
             raise self._exploded()
-        if not self._explosion:
+        if trouble is None and not self._explosion:
             self.checkpoints.end(self.ledger.done)
 
     def finish(

@@ -117,27 +117,29 @@ class Watch:
         self._said_at = stuck
         return f"no progress for {stuck:.0f} s: {self._all_stages()}"
 
-    def verdict(self) -> str:
-        """Which stage is stuck and what to do, once the patience is at its end; or nothing."""
+    def verdict(self) -> tuple[str, int | None]:
+        """What is wrong and what to do, once the patience is at its end, or nothing; and the stage
+        that is stuck, where it is known.
+        """
         if not self._patience:
-            return ""
+            return "", None
         stuck = self._stuck_for()
         if stuck >= self._limit(self._longest):
             culprit = self._culprit()
             who = (
                 "the stages wait for each other" if culprit is None else f"stage {culprit} is stuck"
             )
-            return self._ending(f"{who}: no progress for {stuck:.0f} s")
+            return self._ending(f"{who}: no progress for {stuck:.0f} s"), culprit
         for stage in self._seen if self._is_training else ():
             if (alone := self._alone_for(stage)) >= self._limit(self._longest_alone):
                 claim = "it says that it works, and no other stage gets anything to do"
-                return self._ending(f"stage {stage} is stuck: for {alone:.0f} s {claim}")
+                return self._ending(f"stage {stage} is stuck: for {alone:.0f} s {claim}"), stage
         step = self._in_step_for()
         if self._longest_step and step >= max(
             self._limit(_ENDLESS_STEP / _USUAL * self._longest_step), _ENDLESS * self._patience
         ):
-            return self._ending(f"no step has ended for {step:.0f} s")
-        return ""
+            return self._ending(f"no step has ended for {step:.0f} s"), None
+        return "", None
 
     def doing(self) -> list[str]:
         """What each stage that has not finished says it does, and for how long."""
