@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cryptography import x509
-
 from thinwire.errors import AdmissionError, ConfigError
 from thinwire.folders import private_folder
 from thinwire.remote.entries import (
@@ -38,11 +36,9 @@ from thinwire.remote.invite import (
 from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
 
 COORDINATOR = "coordinator"
-LIFETIME = datetime.timedelta(hours=24)  # of a certificate; renewed while its peer is connected
-AUTHORITY_LIFETIME = datetime.timedelta(days=730)
+DAY = 24 * 3600.0
 MOST_PEERS = 1000
 MOST_INVITES = 1000  # expired ones make room
-_MOST_SERIALS = 8  # kept per peer: a record of its latest certificates, not a guard
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _WRONG = "wrong invite: this run did not issue it, or it was altered; ask the host for a new one"
 
@@ -62,7 +58,7 @@ class AuthorityBook:
             private_folder(folder)
             path = folder / "authority.pem"
             if not path.exists():
-                Authority.create(run_name, AUTHORITY_LIFETIME).save(path)
+                Authority.create(run_name).save(path)
         except OSError as error:
             raise ConfigError(f"cannot keep the run's authority in {folder}: {error}") from error
         self.authority = Authority.load(path)
@@ -82,14 +78,14 @@ class AuthorityBook:
 
     def coordinator(self) -> Identity:
         """A fresh identity for the coordinator."""
-        return self.authority.issue(COORDINATOR, LIFETIME)
+        return self.authority.issue(COORDINATOR)
 
     def invite(
         self,
         addresses: tuple[str, ...] | list[str],
         relay: str = "",
         relay_pass: str = "",
-        lasts: float = LIFETIME.total_seconds(),
+        lasts: float = DAY,
         single_use: bool = False,
     ) -> Invite:
         """A new invite that lasts so many seconds, for one machine or for any number of them."""
@@ -120,8 +116,8 @@ class AuthorityBook:
         """Let a peer in; returns its certificate, whose name is the wanted one if there is one.
 
         AdmissionError says why not: wrong, expired, used, closed, kicked, or the name is taken. A
-        peer that is known by its key gets a new certificate with any invite that let it in, also
-        after that has expired: its time is for those who are new.
+        peer that is known by its key gets its certificate again, with any invite that let it in,
+        also after that has expired: its time is for those who are new.
         """
         key = request_fingerprint(request_pem)
         with self._change():
@@ -140,27 +136,17 @@ class AuthorityBook:
                     raise AdmissionError(
                         f"the run has {MOST_PEERS} peers already: it takes no more"
                     )
-                self._peers[name] = EnrolledPeer(name, key, [], invite_id, self._clock())
+                certificate = self.authority.sign(request_pem, name)
+                self._peers[name] = EnrolledPeer(name, key, certificate, invite_id, self._clock())
             if key not in invite.used_by:
                 self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
-            return self._certify(name, request_pem)
+            return self._peers[name].certificate
 
     def check_invite(self, invite_id: str, secret: str, request_pem: str = "") -> None:
         """Raise what `enrol` would, and use nothing up; without a request, for a new machine."""
         key = request_fingerprint(request_pem) if request_pem else ""
         with self._changing:
             self._admitted(invite_id, secret, key)
-
-    def renew(self, name: str, request_pem: str) -> str:
-        """A new certificate for a peer that has proved its name, and for the key it came with."""
-        key = request_fingerprint(request_pem)
-        with self._change():
-            peer = self._peers.get(name)
-            if peer is None:
-                raise AdmissionError(f"{name!r} is not a peer of this run: join with an invite")
-            if peer.key != key:
-                raise AdmissionError(f"{name!r} is known by another key: join with an invite")
-            return self._certify(name, request_pem)
 
     def kick(self, name: str) -> None:
         """Let a peer in no more, neither by its certificate nor by its key nor by its invite.
@@ -201,16 +187,6 @@ class AuthorityBook:
         if known is None or key not in invite.used_by:
             self._refuse_invite(invite)
         return invite, known
-
-    def _certify(self, name: str, request_pem: str) -> str:
-        """A certificate for an enrolled peer, entered in the book."""
-        peer = self._peers[name]
-        _refuse_kicked(peer)
-        certificate = self.authority.sign(request_pem, name, LIFETIME)
-        serial = f"{x509.load_pem_x509_certificate(certificate.encode()).serial_number:x}"
-        serials = [*peer.serials, serial][-_MOST_SERIALS:]
-        self._peers[name] = replace(peer, serials=serials)
-        return certificate
 
     def _refuse_invite(self, invite: IssuedInvite) -> None:
         """Refuse an invite that lets in nobody new."""

@@ -22,11 +22,10 @@ from cryptography import x509
 
 from thinwire import __version__
 from thinwire.errors import AdmissionError, ThinwireError, WireError, printable
-from thinwire.remote.authority import COORDINATOR, LIFETIME, AuthorityBook
+from thinwire.remote.authority import COORDINATOR, AuthorityBook
 from thinwire.remote.exchange import cut, cut_off_after, receive, send
 from thinwire.remote.identity import (
     identity_of,
-    needs_renewal,
     own_key,
     save_identity,
     saved_identity,
@@ -54,8 +53,8 @@ class EnrolServer:
     def __init__(self, book: AuthorityBook, exchange_s: float = EXCHANGE_S) -> None:
         self._book, self._exchange_s = book, exchange_s
         self._open: dict[ssl.SSLSocket, None] = {}  # exchanges, the oldest first
-        self._counting, self._renewing = threading.Lock(), threading.Lock()
-        self._context, self._renew_at = self._fresh_context(), _renewal_time()
+        self._counting = threading.Lock()
+        self._context = self._make_context()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = address_text(*self._socket.getsockname()[:2])
         on_daemon_thread("thinwire enrol", self._accept)
@@ -82,7 +81,7 @@ class EnrolServer:
                 time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
                 continue
             with contextlib.suppress(OSError):  # the caller has gone already
-                caller = self._current_context().wrap_socket(
+                caller = self._context.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
                 self._make_room(caller)
@@ -139,13 +138,7 @@ class EnrolServer:
             return "no"  # and not why: a host is no means to look around in its network
         return "yes"
 
-    def _current_context(self) -> ssl.SSLContext:
-        with self._renewing:
-            if time.monotonic() > self._renew_at:
-                self._context, self._renew_at = self._fresh_context(), _renewal_time()
-            return self._context
-
-    def _fresh_context(self) -> ssl.SSLContext:
+    def _make_context(self) -> ssl.SSLContext:
         identity = self._book.coordinator()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -203,7 +196,6 @@ def identity_in(folder: Path, address: str, invite: Invite, wanted_name: str = "
         saved is not None
         and saved.authority_fingerprint == invite.fingerprint
         and wanted_name in ("", saved.name)  # else the host says what is wrong
-        and not needs_renewal(saved)
     ):
         return saved
     identity = enrol(address, invite, own_key(folder), wanted_name)
@@ -255,18 +247,8 @@ def _check_host(authority_pem: str, shown: bytes, invite: Invite) -> None:
             "what answers at the address of the invite is not the run's coordinator: nothing was "
             "sent; ask the host whether its address has changed"
         )
-    now = time.time()
-    if not own.not_valid_before_utc.timestamp() <= now <= own.not_valid_after_utc.timestamp():
-        raise AdmissionError(
-            f"the clocks of this machine and of the host are more than a day apart (here it is "
-            f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC): set the wrong one right"
-        )
 
 
 def _told(message: dict[str, Any], key: str) -> str:
     """A short text of the other end's, fit for a screen."""
     return printable(str(message.get(key, "")), 500)
-
-
-def _renewal_time() -> float:
-    return time.monotonic() + LIFETIME.total_seconds() / 2

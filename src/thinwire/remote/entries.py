@@ -9,7 +9,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.folders import replace_private_file
 from thinwire.typed import from_plain
 
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 16 << 20
 
 
@@ -27,11 +27,11 @@ class IssuedInvite:
 
 @dataclass(frozen=True)
 class EnrolledPeer:
-    """A peer that was let in: its name, the key that it is known by, its latest certificates."""
+    """A peer that was let in: its name, the key that it is known by, and its certificate."""
 
     name: str
     key: str
-    serials: list[str]
+    certificate: str
     invite_id: str
     enrolled: float
     kicked: bool = False

@@ -27,8 +27,6 @@ from thinwire.remote.messages import (
     Leaving,
     News,
     Prepared,
-    Renew,
-    Renewed,
     TakeSeat,
     Vacate,
     lobby_name,
@@ -271,8 +269,6 @@ class Lobby:
             case Leaving():
                 guest.is_leaving = True
                 return message
-            case Renew(request):
-                self._renew(guest, request)
         return None
 
     def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:
@@ -291,10 +287,6 @@ class Lobby:
         elif guest.is_launched and not arrived.is_running and not guest.has_ended:
             self._send(guest, Launch(seat.epoch))
         return None
-
-    def _renew(self, guest: Guest, request: str) -> None:
-        with contextlib.suppress(ThinwireError):  # also of a full disk: it asks again
-            self._send(guest, Renewed(self._book.renew(guest.name, request)))
 
     def _send(self, guest: Guest, message: FromHost) -> None:
         if guest.channel is not None and guest.channel.unsent < MOST_UNTAKEN:

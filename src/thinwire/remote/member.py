@@ -16,9 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.errors import AdmissionError, StageError, ThinwireError
+from thinwire.errors import StageError, ThinwireError
 from thinwire.remote.holding import Holding, Terms
-from thinwire.remote.identity import identity_of, needs_renewal, save_identity
 from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
     Arrive,
@@ -31,8 +30,6 @@ from thinwire.remote.messages import (
     Leaving,
     News,
     Prepared,
-    Renew,
-    Renewed,
     ScoreNews,
     StepNews,
     TakeSeat,
@@ -49,9 +46,7 @@ from thinwire.run.control import Channel
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.wire import Identity
-from thinwire.wire.tls import signing_request
 
-RENEWAL_LOOK_SECONDS = 60.0
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 
 
@@ -113,7 +108,6 @@ class Member:
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
-        self._asked_renewal = 0.0
         self._launch_due = 0  # the epoch whose process may start
         self._pace = Pace()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
@@ -127,9 +121,7 @@ class Member:
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
-                    self._renew_in_time()
-                    with contextlib.suppress(queue.Empty):
-                        self._on(self._events.get(timeout=RENEWAL_LOOK_SECONDS))
+                    self._on(self._events.get())
         finally:
             self._is_over = True
             self._touch.end()
@@ -196,8 +188,6 @@ class Member:
                 self._on_exit(event)
             case Vacate(epoch, reason):
                 self._vacate(epoch, reason)
-            case Renewed(certificate):
-                self._take_certificate(certificate)
             case Dismiss(reason, in_order):
                 self._end(reason, in_order)
             case _AskedToLeave():
@@ -370,18 +360,3 @@ class Member:
         if not in_order:
             raise StageError(reason)
         self._farewell, self._is_over = reason, True
-
-    def _renew_in_time(self) -> None:
-        is_due = time.monotonic() - self._asked_renewal > RENEWAL_LOOK_SECONDS
-        if self._channel is not None and is_due and needs_renewal(self.identity):
-            self._asked_renewal = time.monotonic()
-            self._say(Renew(signing_request(self.identity.key_pem)))
-
-    def _take_certificate(self, certificate: str) -> None:
-        renewed = identity_of(certificate, self.identity.key_pem, self.identity.authority_pem)
-        if renewed.name != self.identity.name:
-            raise AdmissionError(f"the host calls this peer {renewed.name!r} now: join again")
-        self._touch.identity = renewed
-        save_identity(self._place.folder, renewed)
-        if self._holding is not None:
-            self._holding.renew(renewed)

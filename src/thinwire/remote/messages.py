@@ -88,13 +88,6 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Renew:
-    """A peer asks for another certificate, for the same key."""
-
-    request: Exact
-
-
-@dataclass(frozen=True)
 class TakeSeat:
     """A peer is to hold a stage: data alone, for paths and devices are its own.
 
@@ -157,13 +150,6 @@ class ScoreNews:
 
 
 @dataclass(frozen=True)
-class Renewed:
-    """A certificate that was asked for."""
-
-    certificate: Exact
-
-
-@dataclass(frozen=True)
 class Dismiss:
     """A peer is to leave: the run is over, or it is not wanted."""
 
@@ -171,8 +157,8 @@ class Dismiss:
     in_order: bool
 
 
-FromMember = Arrive | Doing | Prepared | Declined | Ended | Leaving | Renew
-FromHost = TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | Renewed | Dismiss
+FromMember = Arrive | Doing | Prepared | Declined | Ended | Leaving
+FromHost = TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | Dismiss
 
 LOBBY = Vocabulary(
     {
@@ -182,14 +168,12 @@ LOBBY = Vocabulary(
         "declined": Declined,
         "ended": Ended,
         "leaving": Leaving,
-        "renew": Renew,
         "take_seat": TakeSeat,
         "launch": Launch,
         "vacate": Vacate,
         "news": News,
         "step_news": StepNews,
         "score_news": ScoreNews,
-        "renewed": Renewed,
         "dismiss": Dismiss,
     }
 )

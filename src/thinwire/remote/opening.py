@@ -1,8 +1,6 @@
 """What a host opens: its door, the services behind it, and the ways by which others find them."""
 
 import contextlib
-import threading
-import time
 from dataclasses import dataclass, field
 
 from thinwire.errors import ConfigError, WireError
@@ -18,7 +16,6 @@ from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.speed import SpeedService
 
-RENEWAL_SECONDS = 6 * 3600.0  # after which this process shows another certificate
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
 
 
@@ -57,7 +54,6 @@ class Opened:
             book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
         )
         stack.callback(self.listener.close)
-        threading.Thread(target=self._keep_fresh, daemon=True).start()
         door = stack.enter_context(_open_door(options.listen, port_before))
         door.admit(book.run_id, self.token)
         self.port = door.port
@@ -97,12 +93,6 @@ class Opened:
         host, _ = split_address(self._options.listen)
         inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return self._book.invite((address_text(inner, self.port),), lasts=OWN_INVITE_SECONDS)
-
-    def _keep_fresh(self) -> None:
-        """Show another certificate in time."""
-        while True:
-            time.sleep(RENEWAL_SECONDS)
-            self.listener.renew(self._book.coordinator())
 
 
 def with_port(address: str, port: int) -> str:

@@ -39,7 +39,7 @@ class Touch:
     """
 
     def __init__(self, address: str, identity: Identity, tell: Callable[[Any], None]):
-        self.identity = identity  # replaced when it is renewed
+        self.identity = identity
         self._address, self._tell = address, tell
         self._is_over = False
 
