@@ -60,6 +60,13 @@ def add_host_commands(
         help="hours after which the invite admits nobody new (default: 24)",
     )
     sub.add_argument(
+        "--mbps",
+        type=number(float, 0),
+        default=0.0,
+        help="most that passes this host between peers that cannot reach each other, in all "
+        "(default: 200 for each link)",
+    )
+    sub.add_argument(
         "--single-use", action="store_true", help="make the invite good for one machine"
     )
 
@@ -123,6 +130,7 @@ def host_command(
         options.single_use,
         options.stages_here,
         options.resume,
+        options.mbps,
     )
     try:
         with open_display(sys.stdout, settings.run.name) as display:

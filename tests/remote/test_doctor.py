@@ -25,7 +25,7 @@ from thinwire.remote.check_way import _check_answer, check_clock
 from thinwire.remote.doctor import examine
 from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
 from thinwire.remote.findings import Finding, Findings, blocks, fine, note
-from thinwire.remote.invite import Invite, door_token
+from thinwire.remote.invite import Invite
 from thinwire.wire import Door, Route, Standby
 from thinwire.wire.speed import SpeedService
 
@@ -45,8 +45,8 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     book = AuthorityBook(tmp_path / "authority", "first")
-    with EnrolServer(book) as server, Door("127.0.0.1", 0) as door:
-        door.admit(book.run_id, door_token(book.authority.fingerprint))
+    with Door("127.0.0.1", 0) as door, EnrolServer(book, door.origins) as server:
+        door.admit_by(book.run_id, book.grant_of)
         door.serve(f"{book.run_id}/enrol", server.address)
         yield Host(book, server, door)
 
@@ -151,7 +151,8 @@ def test_an_invite_that_lets_in_nobody_blocks(
         words = "has been used"
         if case == "kicked":
             host.book.kick(name)
-            assert "was removed from this run" in doctor(invite, folder=folder).text()
+            (finding,) = doctor(invite, folder=folder).at("blocks")
+            assert "was removed from this run" in finding.what
             words = "this invite was closed"
     found = doctor(invite)
     (finding,) = found.at("blocks")

@@ -22,7 +22,7 @@ from thinwire.remote.identity import (
     own_key,
     saved_identity,
 )
-from thinwire.remote.invite import Invite, door_token
+from thinwire.remote.invite import Invite
 from thinwire.wire import Authority, Door, Identity, Listener, Route, Standby, Tunnel, dial
 from thinwire.wire.tls import new_key, signing_request
 
@@ -305,15 +305,59 @@ def test_the_host_says_whether_it_reaches_a_door_of_its_run(
     book: AuthorityBook, server: EnrolServer
 ) -> None:
     invite = invite_of(book, server)
-    with Door("127.0.0.1", 0) as ours, Door("127.0.0.1", 0) as other:
+    with Door("127.0.0.1", 0) as ours, Door("127.0.0.1", 0) as other, host_door(book) as way:
         ours.admit(invite.run_id, invite.door_token)
-        assert ask(server.address, invite, door=ours.address).reached is True
-        assert ask(server.address, invite, door=other.address).reached is False
-    assert ask(server.address, invite, door=ours.address).reached is False
-    assert ask(server.address, invite, door="nowhere").reached is None
-    wrong = Invite(**{**vars(invite), "secret": "00" * 16})
-    answer = ask(server.address, wrong, door=ours.address)
-    assert "wrong invite" in answer.refusal and answer.reached is None
+        assert ask(way, invite, door=ours.address).reached is True
+        assert ask(way, invite, door=other.address).reached is False
+        assert ask(way, invite, door="nowhere").reached is None
+        wrong = Invite(**{**vars(invite), "secret": "00" * 16})
+        answer = ask(way, wrong, door=ours.address)
+        assert "wrong invite" in answer.refusal and answer.reached is None
+        ours.close()
+        assert ask(way, invite, door=ours.address).reached is False
+
+
+@pytest.mark.parametrize("way", ["direct", "relayed"])
+def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
+    book: AuthorityBook, server: EnrolServer, way: str
+) -> None:
+    """Else whoever has an invite looks around in the host's network, port by port."""
+    invite = invite_of(book, server)
+    with (
+        socket.create_server(("127.0.0.2", 0)) as inner,
+        socket.create_server(("127.0.0.1", 0)) as own,
+        host_door(book, is_relayed=way == "relayed") as address,
+    ):
+        for listening, is_dialled in ((inner, False), (own, True)):
+            asked = "{}:{}".format(*listening.getsockname())
+            assert ask(address, invite, door=asked).reached is (False if is_dialled else None)
+            listening.settimeout(0)
+            with contextlib.nullcontext() if is_dialled else pytest.raises(BlockingIOError):
+                listening.accept()[0].close()
+        assert ask(server.address, invite, door=asked).reached is None, "it came by no door"
+
+
+@contextlib.contextmanager
+def host_door(book: AuthorityBook, is_relayed: bool = False) -> Iterator[str]:
+    """The local end of a way to the enrolment of a host: by its own door, or by a relay."""
+    with contextlib.ExitStack() as held:
+        door = held.enter_context(Door("127.0.0.1", 0))
+        server = held.enter_context(EnrolServer(book, door.origins))
+        name, invite = f"{book.run_id}/enrol", book.invite([door.address])
+        route = Route(door.address, token=invite.door_token)
+        if is_relayed:
+            relay = held.enter_context(Door("127.0.0.1", 0))
+            relay.admit_any("open-sesame")
+            route = Route(relay.address, "relayed", "open-sesame")
+            prover, origins = book.authority.prover(), door.origins
+            standby = Standby(name, route, server.address, prover=prover, origins=origins)
+            held.enter_context(standby)
+            while not standby.waiting:
+                threading.Event().wait(0.01)
+        else:
+            door.admit_by(book.run_id, book.grant_of)
+            door.serve(name, server.address)
+        yield held.enter_context(Tunnel(name, [route])).address
 
 
 @pytest.mark.parametrize("way", ["direct", "relayed"])
@@ -326,7 +370,7 @@ def test_enrolment_passes_doors(book: AuthorityBook, server: EnrolServer, way: s
     ):
         name = f"{book.run_id}/enrol"
         if way == "direct":
-            door.admit(book.run_id, door_token(book.authority.fingerprint))
+            door.admit_by(book.run_id, book.grant_of)
             door.serve(name, server.address)
         else:  # the host's own door is shut, and it waits at the relay
             relay.admit_any("open-sesame")
@@ -334,7 +378,7 @@ def test_enrolment_passes_doors(book: AuthorityBook, server: EnrolServer, way: s
             prover = book.authority.prover()
             held.enter_context(Standby(name, route, server.address, prover=prover))
         invite = Invite.parse(str(book.invite([door.address], relay.address, "open-sesame")))
-        with Tunnel(invite.service("enrol"), invite.routes) as tunnel:
+        with Tunnel(invite.service("enrol"), invite.routes()) as tunnel:
             identity = _enrol_when_free(tunnel, invite)
     assert book.is_welcome(identity.name)
 

@@ -6,7 +6,6 @@ single-use invite stays used and a kicked peer stays kicked, whatever ends the p
 
 import contextlib
 import datetime
-import hashlib
 import hmac
 import re
 import secrets
@@ -31,14 +30,20 @@ from thinwire.remote.invite import (
     MOST_ADDRESSES,
     SECRET_BYTES,
     Invite,
+    door_token,
+    hash_of,
+    invite_of,
     is_address,
 )
+from thinwire.wire import Grant
+from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
 
 COORDINATOR = "coordinator"
 DAY = 24 * 3600.0
 MOST_PEERS = 1000
 MOST_INVITES = 1000  # expired ones make room
+_FOR_INVITED = frozenset({"enrol", SPEED})
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _WRONG = "wrong invite: this run did not issue it, or it was altered; ask the host for a new one"
 
@@ -98,7 +103,7 @@ class AuthorityBook:
         with self._change():
             self._forget_expired()
             issued = IssuedInvite(
-                self._fresh_id(), _hash(secret), round(self._clock() + lasts), single_use
+                self._fresh_id(), hash_of(secret), round(self._clock() + lasts), single_use
             )
             self._invites[issued.invite_id] = issued
         return Invite(
@@ -169,6 +174,23 @@ class AuthorityBook:
         peer = self._peers.get(name)
         return name == COORDINATOR or (peer is not None and not peer.kicked)
 
+    def door_token(self, name: str) -> str:
+        """What a peer shows at the host's door, and the host at the peer's."""
+        return self.authority.door_token(self._peers[name].certificate)
+
+    def grant_of(self, who: str) -> Grant | None:
+        """What somebody may at the host's door, which asks this at every connection.
+
+        A peer may all until it is kicked. An invite is good for the way to enrolment, and to what
+        `doctor` measures, for as long as it lets somebody in.
+        """
+        if peer := self._peers.get(who):
+            return Grant(self.door_token(who), refusal=_why_kicked(peer))
+        if invite := self._invites.get(invite_of(who)):
+            token = door_token(invite.invite_id, invite.secret_hash)
+            return Grant(token, _FOR_INVITED, self._why_closed(invite))
+        return None
+
     def peers(self) -> list[EnrolledPeer]:
         """All that were ever let in, in that order; kicked ones too."""
         with self._changing:
@@ -179,27 +201,31 @@ class AuthorityBook:
     ) -> tuple[IssuedInvite, EnrolledPeer | None]:
         """An invite that lets in the holder of this key, and who that is if it came before."""
         invite = self._invites.get(invite_id)
-        if invite is None or not hmac.compare_digest(invite.secret_hash, _hash(secret)):
+        if invite is None or not hmac.compare_digest(invite.secret_hash, hash_of(secret)):
             raise AdmissionError(_WRONG)
         known = next((peer for peer in self._peers.values() if peer.key == key), None)
-        if known is not None:
-            _refuse_kicked(known)
+        if known is not None and (why := _why_kicked(known)):
+            raise AdmissionError(why)
         if known is None or key not in invite.used_by:
             self._refuse_invite(invite)
         return invite, known
 
-    def _refuse_invite(self, invite: IssuedInvite) -> None:
-        """Refuse an invite that lets in nobody new."""
+    def _why_closed(self, invite: IssuedInvite) -> str:
+        """Why an invite opens nothing any more; empty while it does."""
         if invite.closed:
-            raise AdmissionError(
+            return (
                 "this invite was closed, since a peer that used it was removed: ask the host for a "
                 "new one"
             )
         if invite.expires <= self._clock():
             when = datetime.datetime.fromtimestamp(invite.expires, datetime.UTC)
-            raise AdmissionError(
-                f"this invite expired at {when:%Y-%m-%d %H:%M} UTC: ask the host for a new one"
-            )
+            return f"this invite expired at {when:%Y-%m-%d %H:%M} UTC: ask the host for a new one"
+        return ""
+
+    def _refuse_invite(self, invite: IssuedInvite) -> None:
+        """Refuse an invite that lets in nobody new."""
+        if why := self._why_closed(invite):
+            raise AdmissionError(why)
         if invite.single_use and invite.used_by:
             raise AdmissionError(
                 "this invite was for one machine and has been used: ask the host for a new one"
@@ -266,11 +292,5 @@ class AuthorityBook:
         self._peers = {peer.name: peer for peer in entries.peers}
 
 
-def _refuse_kicked(peer: EnrolledPeer) -> None:
-    if peer.kicked:
-        raise AdmissionError(f"{peer.name!r} was removed from this run by its host")
-
-
-def _hash(secret: str) -> str:
-    # A plain hash will do: the secret is random, and far too long to be guessed.
-    return hashlib.sha256(secret.encode()).hexdigest()
+def _why_kicked(peer: EnrolledPeer) -> str:
+    return f"{peer.name!r} was removed from this run by its host" if peer.kicked else ""

@@ -10,7 +10,7 @@ from thinwire.remote.enrol import HostSays, ask
 from thinwire.remote.findings import Finding, blocks, fine, note
 from thinwire.remote.invite import Invite
 from thinwire.report.human import duration
-from thinwire.wire import Door, Route, Seen, Tunnel, ping
+from thinwire.wire import Door, Identity, Route, Seen, Tunnel, ping
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import measure_link
@@ -20,13 +20,17 @@ LOW_MBPS_UP = 5.0
 _NEW_INVITE = "ask the host for a new invite"
 
 
-def check_way(invite: Invite, key_pem: str = "", listen: str = "") -> Iterator[Finding]:
+def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -> Iterator[Finding]:
     """Try every way that the invite names, ask the host, and measure the best way.
 
-    `key_pem` is that of a machine that has joined before. `listen` is where it would accept
+    `known` is who this machine is if it has joined before. `listen` is where it would accept
     connections from outside, HOST:PORT; empty for nowhere.
     """
-    answers = _ping_all(invite)
+    answers = _ping_all(invite, invite.routes(known.door_token if known else ""))
+    refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
+    if refusals:
+        yield blocks(f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
+        return
     yield from _check_answers(answers)
     ways = {route: answer for route, answer in answers.items() if isinstance(answer, Seen)}
     if not ways:
@@ -34,24 +38,24 @@ def check_way(invite: Invite, key_pem: str = "", listen: str = "") -> Iterator[F
         return
     seen, *_ = ways.values()
     yield check_clock(seen.ahead_s)
-    yield from _check_host(invite, list(ways), key_pem, listen, seen)
+    yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
     yield _check_rate(invite, list(ways))
 
 
-def _ping_all(invite: Invite) -> dict[Route, Seen | str]:
+def _ping_all(invite: Invite, routes: tuple[Route, ...]) -> dict[Route, Seen | WireError]:
     """What each way answered, or why it did not; best first."""
 
-    def outcome(route: Route) -> Seen | str:
+    def outcome(route: Route) -> Seen | WireError:
         try:
             return ping(route, invite.service("probe"))
         except WireError as error:
-            return str(error)
+            return error
 
-    with ThreadPoolExecutor(len(invite.routes)) as pool:
-        return dict(zip(invite.routes, pool.map(outcome, invite.routes), strict=True))
+    with ThreadPoolExecutor(len(routes)) as pool:
+        return dict(zip(routes, pool.map(outcome, routes), strict=True))
 
 
-def _check_answers(answers: dict[Route, Seen | str]) -> Iterator[Finding]:
+def _check_answers(answers: dict[Route, Seen | WireError]) -> Iterator[Finding]:
     is_reached = any(isinstance(answer, Seen) for answer in answers.values())
     for route, answer in answers.items():
         who = "the host" if route.kind == "direct" else "the relay"
@@ -62,7 +66,7 @@ def _check_answers(answers: dict[Route, Seen | str]) -> Iterator[Finding]:
                 f"{who} answers at {route.address} in {trip}, and sees this machine as {seen}"
             )
             continue
-        what, fix = f"{who} does not answer: {answer}", _way_out(answer, route)
+        what, fix = f"{who} does not answer: {answer}", _way_out(str(answer), route)
         if is_reached:
             yield note(what, "Another way works; the run will use that.", fix)
         else:

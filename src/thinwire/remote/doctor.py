@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.errors import AdmissionError, ThinwireError
+from thinwire.errors import AdmissionError
 from thinwire.paths import peer_folder
 from thinwire.remote.check_machine import check_machine
 from thinwire.remote.check_way import check_way
 from thinwire.remote.findings import Finding, Findings, blocks
-from thinwire.remote.identity import own_key, saved_identity
+from thinwire.remote.identity import saved_identity
 from thinwire.remote.invite import Invite
 
 
@@ -32,12 +32,6 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
     place = folder or peer_folder(invite.run_id if invite else "RUN")
     yield from check_machine(place)
     if invite is not None:
-        yield from check_way(invite, _known_key(place), listen)
-
-
-def _known_key(folder: Path) -> str:
-    """The key by which the host knows this machine; empty if it never joined from that folder."""
-    try:
-        return own_key(folder) if saved_identity(folder) else ""
-    except ThinwireError:
-        return ""
+        known = saved_identity(place)
+        is_of_this_run = known and known.authority_fingerprint == invite.fingerprint
+        yield from check_way(invite, known if is_of_this_run else None, listen)

@@ -13,6 +13,7 @@ import ssl
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from thinwire.remote.identity import (
     save_identity,
     saved_identity,
 )
-from thinwire.remote.invite import Invite, door_token, is_address
+from thinwire.remote.invite import Invite, is_address
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
@@ -50,8 +51,15 @@ MOST_AT_ONCE = 32  # exchanges; each takes a thread. Only who has an invite pass
 class EnrolServer:
     """The host's end, on a loopback address for a door to serve; a context manager."""
 
-    def __init__(self, book: AuthorityBook, exchange_s: float = EXCHANGE_S) -> None:
+    def __init__(
+        self,
+        book: AuthorityBook,
+        origins: Mapping[str, str] | None = None,
+        exchange_s: float = EXCHANGE_S,
+    ) -> None:
+        """`origins`: from where connections come, by the local address that is seen here."""
         self._book, self._exchange_s = book, exchange_s
+        self._origins = {} if origins is None else origins
         self._open: dict[ssl.SSLSocket, None] = {}  # exchanges, the oldest first
         self._counting = threading.Lock()
         self._context = self._make_context()
@@ -107,12 +115,13 @@ class EnrolServer:
                 connection.do_handshake()
                 authority_pem = self._book.authority.certificate_pem
                 send(connection, {"authority": authority_pem, "version": __version__})
-                send(connection, self._answer(receive(connection)))
+                origin = self._origins.get(address_text(*connection.getpeername()[:2]), "")
+                send(connection, self._answer(receive(connection), origin))
         finally:
             with self._counting:
                 self._open.pop(connection, None)
 
-    def _answer(self, asked: dict[str, Any]) -> dict[str, str]:
+    def _answer(self, asked: dict[str, Any], origin: str) -> dict[str, str]:
         values = [asked.get(key) for key in ("invite", "secret", "request", "name")]
         if not all(isinstance(value, str) for value in values):
             return {"refused": "the enrolment lacks a part: install the host's version of thinwire"}
@@ -120,22 +129,25 @@ class EnrolServer:
         try:
             if asked.get("only") == "ask":
                 self._book.check_invite(invite_id, secret, request)
-                return {"reached": self._reaches(str(asked.get("door", "")))}
+                return {"reached": self._reaches(str(asked.get("door", "")), origin, invite_id)}
             return {"certificate": self._book.enrol(invite_id, secret, request, name)}
         except (AdmissionError, WireError) as refusal:
             return {"refused": str(refusal)}
         except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
             return {"refused": "the host cannot enrol peers at the moment: its log says why"}
 
-    def _reaches(self, address: str) -> str:
-        """Whether a door of this run answers there; nothing else that listens there would do."""
-        if not is_address(address):
+    def _reaches(self, address: str, origin: str, invite_id: str) -> str:
+        """Whether a door of this run answers there; nothing else that listens there would do.
+
+        Only where the caller itself comes from: a host is no means to look around.
+        """
+        grant = self._book.grant_of(f"invite/{invite_id}")
+        if not is_address(address) or split_address(address)[0] != origin or grant is None:
             return ""
-        route = Route(address, token=door_token(self._book.authority.fingerprint))
         try:
-            ping(route, f"{self._book.run_id}/probe")
+            ping(Route(address, token=grant.token), f"{self._book.run_id}/probe")
         except WireError:
-            return "no"  # and not why: a host is no means to look around in its network
+            return "no"  # and not why
         return "yes"
 
     def _make_context(self) -> ssl.SSLContext:

@@ -103,7 +103,7 @@ class _Hosting:
         door = Opened(book, options, self._formation.port, opened)
         self._formation = dataclasses.replace(self._formation, port=door.port)
         write_formation(folder, self._formation)
-        self._lobby = opened.enter_context(Lobby(door.listener, book))
+        self._lobby = opened.enter_context(Lobby(door.listener, book, door.origins, door.cut))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
         console = HostConsole(
@@ -119,7 +119,7 @@ class _Hosting:
             self._lobby,
             door.listener,
             book.run_id,
-            door.token,
+            book.door_token,
             door.meeting,
             folder,
             data,
@@ -288,7 +288,7 @@ class _Hosting:
         names = [guest.name for guest in here]
         if names == self._refused[0]:
             return None, self._refused[1]
-        forming = form(self._settings, here, self._base.run_id, self._base.token)
+        forming = form(self._settings, here, self._base.run_id, self._base.token_of)
         if (split := forming.split) is None:
             self._refused = names, f"waiting for other peers: {forming.lacking}"
             return None, self._refused[1]

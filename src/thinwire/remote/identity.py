@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import ConfigError, ThinwireError, WireError
 from thinwire.folders import replace_private_file
 from thinwire.wire.tls import (
     Identity,
@@ -50,7 +50,7 @@ def saved_identity(folder: Path) -> Identity | None:
         own, authority = x509.load_pem_x509_certificates(path.read_bytes())
         pems = [c.public_bytes(Encoding.PEM).decode() for c in (own, authority)]
         return identity_of(pems[0], own_key(folder), pems[1])
-    except (OSError, ValueError, WireError):
+    except (OSError, ValueError, ThinwireError):
         return None
 
 

@@ -7,7 +7,7 @@ the peer says what it is doing, and is told again what it is to do.
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Guest:
     name: str
     channel: Channel | None = None
     arrived: Arrive | None = None  # what it said when its stream was opened; None while it is away
+    origin: str = ""  # the host from which its stream comes
     since: float = field(default_factory=time.monotonic)  # that it came or went
     heard: float = field(default_factory=time.monotonic)  # when it last said something
     doing: str = ""
@@ -92,9 +93,17 @@ class Lobby:
     `on_happening` is called with a peer's name on the threads of streams, and must not wait.
     """
 
-    def __init__(self, listener: Listener, book: AuthorityBook):
+    def __init__(
+        self,
+        listener: Listener,
+        book: AuthorityBook,
+        origins: Mapping[str, str] | None = None,
+        cut: Callable[[str], None] = lambda name: None,
+    ):
+        """`origins`: from where streams come, by local address; `cut` ends all of a peer's."""
         self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
         self._listener, self._book = listener, book
+        self._origins, self._cut = {} if origins is None else origins, cut
         self._guests: dict[str, Guest] = {}
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
@@ -175,10 +184,11 @@ class Lobby:
         with self._changed:
             guest = self._guests.get(name)
             if guest is None:
+                self._cut(name)
                 return
             seat, guest.seat = guest.seat, None
             self._send(guest, Dismiss("the host removed this peer from the run", in_order=False))
-            self._lose(guest, guest.channel)
+            self._lose(guest, guest.channel, lambda: self._cut(name))
         if seat is not None:
             self.on_happening(name, Gone(seat.epoch, "the host removed it from the run"))
 
@@ -227,16 +237,27 @@ class Lobby:
                 on_end=lost.set,
             )
             guest.channel, guest.arrived = channel, None
+            guest.origin = self._origins.get(pipe.comes_from, "")
         lost.wait()
         with self._changed:
             self._lose(guest, channel)
 
-    def _lose(self, guest: Guest, channel: Channel | None) -> None:
-        if channel is not None and guest.channel is channel:
+    def _lose(
+        self, guest: Guest, channel: Channel | None, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Give up the stream of a peer, once it has what it was told; and then do something."""
+        is_its = channel is not None and guest.channel is channel
+        if is_its:
             guest.channel, guest.arrived = None, None
             guest.since, guest.doing = time.monotonic(), ""
             self._changed.notify_all()
-            threading.Thread(target=channel.close, daemon=True).start()
+
+        def close() -> None:
+            if is_its and channel is not None:
+                channel.close()
+            then()
+
+        threading.Thread(target=close, daemon=True).start()
 
     def _hear(self, guest: Guest, message: Any) -> None:
         guest.pace.count()

@@ -45,7 +45,7 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.wire import Identity
+from thinwire.wire import Identity, Tunnel
 
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 
@@ -55,9 +55,10 @@ class Place:
     """Where a member is: its folder, its way to the host, and its door, as Arrive has it."""
 
     folder: Path
-    host: str  # the local end of the tunnel to the host's streams
+    host: Tunnel  # to the host's streams
     door: str = ""
     outside: str = ""
+    admit: Callable[[str], None] = lambda links: None  # those who know this token, at its own door
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Member:
         self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._touch = Touch(place.host, identity, self._events.put)
+        place.admit("")
         self._channel: Channel | None = None
         self._holding: Holding | None = None
         self._ended: Ended | None = None  # of the seat that is held, if its process has ended
@@ -253,6 +255,7 @@ class Member:
             self._decline(seat.epoch, error)
             return
         self._holding = holding
+        self._place.admit(seat.links)
         blocks = holding.settings.split()[seat.stage]
         self._display.phase(
             "seat",
@@ -307,7 +310,7 @@ class Member:
         mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
         self._pace.change(share * mbps_up * 1e6 / 8)
         try:
-            process = held.start(self._place.host, self.identity)
+            process = held.start(self._place.host.address, self.identity)
         except ThinwireError as error:
             self._decline(epoch, error)
             return
@@ -338,6 +341,7 @@ class Member:
         self.seatless_since = time.time()
         if held is not None:
             held.stop()
+            self._place.admit("")
 
     def _leave(self) -> None:
         self._is_leaving = True

@@ -4,7 +4,7 @@ All of it is repeatable: a stream that broke is opened anew, and whoever arrives
 what holds. So nothing needs to be numbered or acknowledged.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.run.vocabulary import Vocabulary
@@ -92,6 +92,7 @@ class TakeSeat:
     """A peer is to hold a stage: data alone, for paths and devices are its own.
 
     `corpus` is the fingerprint of the data; `resumes` says whether there is a checkpoint to fetch.
+    `links` is the token by which the peers of this epoch meet at each other's doors.
     """
 
     epoch: int
@@ -99,6 +100,7 @@ class TakeSeat:
     settings: dict[str, Any]
     resumes: bool
     corpus: Exact
+    links: Exact = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

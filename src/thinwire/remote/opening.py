@@ -2,11 +2,12 @@
 
 import contextlib
 from dataclasses import dataclass, field
+from functools import partial
 
 from thinwire.errors import ConfigError, WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.enrol import EnrolServer
-from thinwire.remote.invite import Invite, door_token, is_address
+from thinwire.remote.invite import Invite, is_address
 from thinwire.remote.relay import outside_address
 from thinwire.run.messages import Way
 from thinwire.run.vocabulary import MAX_MESSAGE
@@ -31,6 +32,7 @@ class HostOptions:
     single_use: bool = False
     stages_here: int = 0  # that this machine holds itself
     resume: bool = False  # a run that `train` began in this folder
+    mbps: float = 0.0  # between peers that meet at this host, all together; 0: each link apart
 
     def check(self) -> None:
         """Refuse a wrong address before anything is prepared."""
@@ -49,17 +51,17 @@ class Opened:
         stack: contextlib.ExitStack,
     ):
         self._book, self._options = book, options
-        self.token = door_token(book.authority.fingerprint)
         self.listener = Listener(
             book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
         )
         stack.callback(self.listener.close)
         door = stack.enter_context(_open_door(options.listen, port_before))
-        door.admit(book.run_id, self.token)
-        self.port = door.port
+        door.admit_by(book.run_id, book.grant_of, options.mbps)
+        self.port, self.origins = door.port, door.origins
+        self.cut = partial(door.cut, book.run_id)
         prover = book.authority.prover()
         services = {
-            "enrol": stack.enter_context(EnrolServer(book)).address,
+            "enrol": stack.enter_context(EnrolServer(book, door.origins)).address,
             "control": self.listener.address,
             SPEED: stack.enter_context(SpeedService()).address,
         }
@@ -68,16 +70,16 @@ class Opened:
             door.serve(name, address)
             if options.relay:
                 route = Route(options.relay, "relayed", options.relay_pass)
-                stack.enter_context(Standby(name, route, address, prover=prover))
+                standby = Standby(name, route, address, prover=prover, origins=door.origins)
+                stack.enter_context(standby)
         stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
         self.addresses = stated or (outside_address(host, door.port),)
 
-    @property
-    def meeting(self) -> list[Way]:
-        """Where two peers meet that cannot reach each other: the relay, then the host's door."""
-        options = self._options
-        own = [Way(address, "relayed", self.token) for address in self.addresses]
+    def meeting(self, peer: str) -> list[Way]:
+        """Where a peer meets others that it cannot reach: the relay, then the host's door."""
+        options, token = self._options, self._book.door_token(peer)
+        own = [Way(address, "relayed", token) for address in self.addresses]
         relay = [Way(options.relay, "relayed", options.relay_pass)] if options.relay else []
         return relay + own
 

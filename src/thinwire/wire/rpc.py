@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 # gRPC's core logs to stderr on its own; what matters there also reaches us as an error. It
 # reads this when first imported.
@@ -136,6 +137,7 @@ class Listener:
         name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
         outgoing = Outbox()
         pipe = StreamPipe(outgoing, incoming, context.cancel)
+        pipe.comes_from = unquote(context.peer()).partition(":")[2]  # ipv4:127.0.0.1:40000
         identities = [shown.decode(errors="replace") for shown in context.peer_identities() or ()]
         for shown in identities:
             if not self._is_welcome(shown):

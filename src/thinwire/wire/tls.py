@@ -54,6 +54,12 @@ class Identity:
         authority = x509.load_pem_x509_certificate(self.authority_pem.encode())
         return public_key_fingerprint(authority)
 
+    @property
+    def door_token(self) -> str:
+        """What it shows at the host's door: only this peer and the run's authority can make it."""
+        authority = x509.load_pem_x509_certificate(self.authority_pem.encode())
+        return f"{self.name}.{_agreed(_own_key(self.key_pem), authority)}"
+
     def to_plain(self) -> dict[str, str]:
         """For handing to a process over a trusted pipe; contains the private key."""
         return dataclasses.asdict(self)
@@ -129,6 +135,11 @@ class Authority:
         The name that the request asks for means nothing: whoever calls this decides it.
         """
         return self._certify(_requested_key(request_pem), name)
+
+    def door_token(self, certificate_pem: str) -> str:
+        """The token of a peer at the host's door (`Identity.door_token`), from its certificate."""
+        certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
+        return f"{names_in(certificate)[0]}.{_agreed(self._key, certificate)}"
 
     def prover(self) -> Prover:
         """Proves that this process holds the key of the run (`check_proven`)."""
@@ -233,6 +244,15 @@ def _fingerprint(key: Any) -> str:
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
     return hashlib.sha256(encoded).hexdigest()
+
+
+def _agreed(own: ec.EllipticCurvePrivateKey, other: x509.Certificate) -> str:
+    """A secret that the holders of two keys share, and nobody else knows (Diffie-Hellman)."""
+    public = other.public_key()
+    if not isinstance(public, ec.EllipticCurvePublicKey):
+        raise WireError("the certificate carries a key of another kind than P-256")
+    secret = own.exchange(ec.ECDH(), public)
+    return hashlib.sha256(b"thinwire door " + secret).hexdigest()[:32]
 
 
 def _base64(content: bytes) -> str:
