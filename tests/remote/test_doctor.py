@@ -70,7 +70,7 @@ def one(found: Findings, words: str) -> Finding:
 def test_a_machine_that_can_join_is_told_so(
     host: Host, doctor: Callable[..., Findings], tmp_path: Path
 ) -> None:
-    invite = host.invite(single_use=True)
+    invite = host.invite()
     with SpeedService() as speed:
         host.door.serve(f"{host.book.run_id}/speed", speed.address)
         found = doctor(invite, "0.0.0.0:0")
@@ -142,7 +142,7 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Find
 def test_an_invite_that_lets_in_nobody_blocks(
     host: Host, doctor: Callable[..., Findings], tmp_path: Path, case: str
 ) -> None:
-    invite = host.invite(lasts=-1.0 if case == "expired" else 60.0, single_use=case == "used")
+    invite = host.invite(lasts=-1.0 if case == "expired" else 60.0)
     words = "this invite expired at"
     if case != "expired":
         folder = tmp_path / "other"

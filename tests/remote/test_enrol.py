@@ -127,7 +127,7 @@ def test_a_wrong_invite_is_refused(
 def test_an_expired_and_a_used_invite_are_refused(book: AuthorityBook, server: EnrolServer) -> None:
     with pytest.raises(AdmissionError, match="the host refused: this invite expired at"):
         enrol(server.address, invite_of(book, server, lasts=-1.0), new_key())
-    once, key = invite_of(book, server, single_use=True), new_key()
+    once, key = invite_of(book, server), new_key()
     name = enrol(server.address, once, key).name
     with pytest.raises(AdmissionError, match="the host refused: this invite was for one machine"):
         enrol(server.address, once, new_key())
@@ -135,15 +135,15 @@ def test_an_expired_and_a_used_invite_are_refused(book: AuthorityBook, server: E
 
 
 def test_two_machines_cannot_have_one_name(book: AuthorityBook, server: EnrolServer) -> None:
-    invite = invite_of(book, server)
+    invite = invite_of(book, server, machines=2)
     enrol(server.address, invite, new_key(), "ada")
     with pytest.raises(AdmissionError, match="called 'ada': choose another --name"):
         enrol(server.address, invite, new_key(), "ada")
 
 
 def test_many_machines_enrol_at_once(book: AuthorityBook, server: EnrolServer) -> None:
-    """A single-use invite admits one of them, whoever is first."""
-    once, several = invite_of(book, server, single_use=True), invite_of(book, server)
+    """An invite for one machine admits one of them, whoever is first."""
+    once, several = invite_of(book, server), invite_of(book, server, machines=8)
 
     def outcome(invite: Invite) -> str:
         try:
@@ -289,7 +289,7 @@ def test_trouble_of_the_host_is_not_told_to_strangers(
 
 
 def test_asking_uses_nothing_up(book: AuthorityBook, server: EnrolServer) -> None:
-    once, key = invite_of(book, server, single_use=True), new_key()
+    once, key = invite_of(book, server), new_key()
     assert ask(server.address, once) == HostSays(thinwire.__version__, "")
     assert ask(server.address, once, key) == HostSays(thinwire.__version__, "")
     name = enrol(server.address, once, key).name
@@ -386,7 +386,7 @@ def test_enrolment_passes_doors(book: AuthorityBook, server: EnrolServer, way: s
 def test_a_kicked_peer_opens_no_more_links(
     book: AuthorityBook, server: EnrolServer, listener: Listener
 ) -> None:
-    invite = invite_of(book, server)
+    invite = invite_of(book, server, machines=2)
     ada = enrol(server.address, invite, new_key(), "ada")
     bob = enrol(server.address, invite, new_key(), "bob")
     assert exchange(listener, ada) == exchange(listener, bob) == b"hello"

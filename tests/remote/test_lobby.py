@@ -21,6 +21,7 @@ from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
+from thinwire.remote.host_console import HostConsole
 from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
@@ -109,7 +110,7 @@ class House:
             self.book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=self.book.is_welcome
         )
         self.lobby = Lobby(self.listener, self.book)
-        self.invite = self.book.invite(["127.0.0.1:1"])
+        self.invite = self.book.invite(["127.0.0.1:1"], machines=9)
 
     def enrol(self, name: str) -> Identity:
         key, invite = new_key(), self.invite
@@ -183,6 +184,26 @@ def test_a_peer_is_told_again_what_it_is_to_do_when_its_stream_is_back(house: Ho
     fifth = Joined(house.listener, identity)
     fifth.arrive(epoch=3, is_running=True)  # it was away when the epoch ended
     fifth.hears(Vacate(3, "the run was formed again meanwhile"))
+
+
+def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(house: House) -> None:
+    for name in ("ana", "ben", "eve"):
+        house.enrol(name)
+    console = HostConsole(
+        Standing("test", house.book.run_id, "host"),
+        house.lobby,
+        house.book,
+        lambda: Formation(seats=["eve", "ben"]),
+        Settings,
+        lambda machines: house.invite,
+    )
+    kick = console.handlers()["kick"]
+    said = kick({"peer": "ana"})["text"]
+    assert said.startswith("ana was removed") and "and stay: ben, eve" in said
+    assert "`thinwire kick ana --by-invite`" in said and house.book.is_welcome("eve")
+    said = kick({"peer": "ana", "by_invite": True})["text"]
+    assert said.startswith("ana, ben, eve were removed") and "stage 0 waits" in said
+    assert [peer.name for peer in house.book.peers() if not peer.kicked] == []
 
 
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:

@@ -91,9 +91,9 @@ class AuthorityBook:
         relay: str = "",
         relay_pass: str = "",
         lasts: float = DAY,
-        single_use: bool = False,
+        machines: int = 1,
     ) -> Invite:
-        """A new invite that lasts so many seconds, for one machine or for any number of them."""
+        """A new invite that lasts so many seconds, and lets in so many machines."""
         for address in (*addresses, *([relay] if relay else ())):
             if not is_address(address):
                 raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
@@ -103,7 +103,7 @@ class AuthorityBook:
         with self._change():
             self._forget_expired()
             issued = IssuedInvite(
-                self._fresh_id(), hash_of(secret), round(self._clock() + lasts), single_use
+                self._fresh_id(), hash_of(secret), round(self._clock() + lasts), machines
             )
             self._invites[issued.invite_id] = issued
         return Invite(
@@ -137,9 +137,10 @@ class AuthorityBook:
             else:
                 name = wanted_name or self._drawn_name()
                 self._refuse_name(name)
-                if len(self._peers) >= MOST_PEERS:
+                if sum(not peer.kicked for peer in self._peers.values()) >= MOST_PEERS:
                     raise AdmissionError(
-                        f"the run has {MOST_PEERS} peers already: it takes no more"
+                        f"the run has {MOST_PEERS} peers already: it takes no more until one is "
+                        "removed (thinwire kick)"
                     )
                 certificate = self.authority.sign(request_pem, name)
                 self._peers[name] = EnrolledPeer(name, key, certificate, invite_id, self._clock())
@@ -153,11 +154,11 @@ class AuthorityBook:
         with self._changing:
             self._admitted(invite_id, secret, key)
 
-    def kick(self, name: str) -> None:
+    def kick(self, name: str) -> list[str]:
         """Let a peer in no more, neither by its certificate nor by its key nor by its invite.
 
         The invite it came with admits nobody new from now on: it could return with another key.
-        Peers that joined with the same invite stay.
+        Peers that joined with the same invite stay, and are returned: they may be the same person.
         """
         with self._change():
             peer = self._peers.get(name)
@@ -165,9 +166,12 @@ class AuthorityBook:
                 names = ", ".join(sorted(self._peers)) or "none"
                 raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
             self._peers[name] = replace(peer, kicked=True)
+            used = {peer.invite_id}
             for invite in self._invites.values():
                 if peer.key in invite.used_by:
                     self._invites[invite.invite_id] = replace(invite, closed=True)
+                    used.add(invite.invite_id)
+            return [p.name for p in self._peers.values() if p.invite_id in used and not p.kicked]
 
     def is_welcome(self, name: str) -> bool:
         """Whether a certificate of this name opens anything; for a `Listener`."""
@@ -226,9 +230,11 @@ class AuthorityBook:
         """Refuse an invite that lets in nobody new."""
         if why := self._why_closed(invite):
             raise AdmissionError(why)
-        if invite.single_use and invite.used_by:
+        if len(invite.used_by) >= invite.machines:
+            many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
             raise AdmissionError(
-                "this invite was for one machine and has been used: ask the host for a new one"
+                f"this invite was for {many} and has been used: ask the host for a new one "
+                "(thinwire invite)"
             )
 
     def _refuse_name(self, name: str) -> None:

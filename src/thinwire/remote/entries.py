@@ -20,7 +20,7 @@ class IssuedInvite:
     invite_id: str
     secret_hash: str = field(repr=False)
     expires: int
-    single_use: bool
+    machines: int  # that it lets in
     used_by: list[str] = field(default_factory=list)  # fingerprints of the keys
     closed: bool = False  # lets in nobody new
 

@@ -24,7 +24,7 @@ from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite
 from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.news import SharedDisplay
-from thinwire.remote.opening import HostOptions, Opened
+from thinwire.remote.opening import HostOptions, Opened, who_is_left_out
 from thinwire.remote.seats import (
     Formation,
     fill_seats,
@@ -125,7 +125,8 @@ class _Hosting:
             data,
             self._display,
         )
-        self._announce(door.invite())
+        machines = options.machines or max(1, settings.pipeline.stages - options.stages_here)
+        self._announce(door.invite(machines), machines)
         if options.stages_here:
             here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
             opened.enter_context(here)
@@ -144,14 +145,17 @@ class _Hosting:
             self._lobby.say_farewell(f"the run ended with an error: {error}", in_order=False)
             raise
 
-    def _announce(self, invite: Invite) -> None:
+    def _announce(self, invite: Invite, machines: int) -> None:
         """Print the invite, and keep it in the run's folder for whoever closed the window."""
         path = self._folder / "authority" / "invite.txt"
         with contextlib.suppress(OSError):
             replace_private_file(path, f"thinwire join {invite}\n".encode())
         hours = invite.seconds_left() / 3600
-        self._display.phase("invite", f"for the next {hours:.0f} hours, others join with")
+        who = "one machine joins" if machines == 1 else f"up to {machines} machines join"
+        self._display.phase("invite", f"for the next {hours:.0f} hours, {who} with")
         self._display.phase("invite", f"thinwire join {invite}")
+        if left_out := who_is_left_out(invite.addresses, invite.relay):
+            self._display.note(left_out)
 
     def _form_and_run(self) -> dict[str, Any] | None:
         """One epoch; None if the run goes on with another."""

@@ -19,7 +19,7 @@ from thinwire.settings import Settings
 
 class HostConsole:
     """The answers of a host. `formation` and `settings` give what holds at the moment, and
-    `invite` makes another invite.
+    `invite` makes another invite, for so many machines.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class HostConsole:
         book: AuthorityBook,
         formation: Callable[[], Formation],
         settings: Callable[[], Settings],
-        invite: Callable[[], Invite],
+        invite: Callable[[int], Invite],
     ):
         self._standing, self._lobby, self._book = standing, lobby, book
         self._formation, self._settings, self._invite = formation, settings, invite
@@ -56,18 +56,31 @@ class HostConsole:
         name = request.get("peer")
         if not isinstance(name, str):
             raise ConfigError("say which peer to kick")
-        seats = self._formation().seats
-        self._lobby.kick(name)
+        seats, kicked = self._formation().seats, [name]
+        others = self._lobby.kick(name)
+        if request.get("by_invite") is True:
+            for other in others:
+                self._lobby.kick(other)
+            kicked, others = [name, *others], []
         text = (
-            f"{name} was removed from the run and is not let in again, nor is anybody new by the "
-            "invite that it used; `thinwire invite` makes another"
+            f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
+            "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
+            "another"
         )
-        if name in seats:
-            text += f"; stage {seats.index(name)} waits for another peer"
+        for stage in sorted(seats.index(one) for one in kicked if one in seats):
+            text += f"; stage {stage} waits for another peer"
+        if others:
+            text += (
+                f"\nby the same invite came, and stay: {', '.join(others)}; `thinwire kick {name} "
+                "--by-invite` removes them too"
+            )
         return {"text": text}
 
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"text": f"thinwire join {self._invite()}"}
+        machines = request.get("machines", 1)
+        if not isinstance(machines, int) or machines < 1:
+            raise ConfigError("an invite is for one machine or more")
+        return {"text": f"thinwire join {self._invite(machines)}"}
 
     def _peer(self, guest: Guest, formation: Formation) -> PeerStatus:
         stage = formation.seats.index(guest.name) if guest.name in formation.seats else None

@@ -178,19 +178,20 @@ class Lobby:
             for guest in self._guests.values():
                 self._send(guest, message)
 
-    def kick(self, name: str) -> None:
-        """Let a peer in no more, and have it leave."""
-        self._book.kick(name)
+    def kick(self, name: str) -> list[str]:
+        """Let a peer in no more, and have it leave; returns who else came by its invite."""
+        others = self._book.kick(name)
         with self._changed:
             guest = self._guests.get(name)
             if guest is None:
                 self._cut(name)
-                return
+                return others
             seat, guest.seat = guest.seat, None
             self._send(guest, Dismiss("the host removed this peer from the run", in_order=False))
             self._lose(guest, guest.channel, lambda: self._cut(name))
         if seat is not None:
             self.on_happening(name, Gone(seat.epoch, "the host removed it from the run"))
+        return others
 
     def mark_unfit(self, name: str, reason: str) -> None:
         """Give a peer no seat until it arrives anew."""

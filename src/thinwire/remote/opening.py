@@ -1,6 +1,7 @@
 """What a host opens: its door, the services behind it, and the ways by which others find them."""
 
 import contextlib
+import ipaddress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,7 +9,7 @@ from thinwire.errors import ConfigError, WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.enrol import EnrolServer
 from thinwire.remote.invite import Invite, is_address
-from thinwire.remote.relay import outside_address
+from thinwire.remote.relay import is_public, outside_address
 from thinwire.run.messages import Way
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.wire import Door, Listener, Route, Standby
@@ -29,7 +30,7 @@ class HostOptions:
     relay: str = ""
     relay_pass: str = field(default="", repr=False)
     lasts: float = 86_400.0  # seconds for which the invite is good
-    single_use: bool = False
+    machines: int = 0  # that the invite lets in; 0: as many as the run has stages for others
     stages_here: int = 0  # that this machine holds itself
     resume: bool = False  # a run that `train` began in this folder
     mbps: float = 0.0  # between peers that meet at this host, all together; 0: each link apart
@@ -83,18 +84,41 @@ class Opened:
         relay = [Way(options.relay, "relayed", options.relay_pass)] if options.relay else []
         return relay + own
 
-    def invite(self) -> Invite:
-        """An invite for others."""
+    def invite(self, machines: int) -> Invite:
+        """An invite for so many others."""
         options = self._options
         return self._book.invite(
-            self.addresses, options.relay, options.relay_pass, options.lasts, options.single_use
+            self.addresses, options.relay, options.relay_pass, options.lasts, machines
         )
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
         host, _ = split_address(self._options.listen)
         inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return self._book.invite((address_text(inner, self.port),), lasts=OWN_INVITE_SECONDS)
+        return self._book.invite(
+            (address_text(inner, self.port),),
+            lasts=OWN_INVITE_SECONDS,
+            machines=self._options.stages_here,
+        )
+
+
+def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
+    """Who cannot come by these addresses of a host, and what to do about it; empty for nobody."""
+    places = [split_address(address) for address in addresses]
+    if relay or any(is_public(host) and host != "localhost" for host, _ in places):
+        return ""
+    host, port = places[0]
+    ways = (
+        f"open TCP port {port} of the router to this machine, and add --address with the public "
+        "address or name; or use a relay (thinwire relay, and host --relay)"
+    )
+    if all(one == "localhost" or ipaddress.ip_address(one).is_loopback for one, _ in places):
+        return (
+            f"only this machine can use the invite: {host} is its own address. For peers in the "
+            f"same network, listen on all addresses (--listen 0.0.0.0:{port}). For others, also "
+            f"{ways}"
+        )
+    return f"{host} is an address of this network alone. For peers from outside, {ways}"
 
 
 def with_port(address: str, port: int) -> str:
