@@ -19,6 +19,7 @@ from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.check_way import check_outside
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
 from thinwire.remote.host_console import HostConsole
@@ -37,6 +38,8 @@ from thinwire.remote.messages import (
     News,
     Prepared,
     TakeSeat,
+    Tried,
+    TryDoor,
     Vacate,
     code_of,
     lobby_name,
@@ -204,6 +207,30 @@ def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(hous
     said = kick({"peer": "ana", "by_invite": True})["text"]
     assert said.startswith("ana, ben, eve were removed") and "stage 0 waits" in said
     assert [peer.name for peer in house.book.peers() if not peer.kicked] == []
+
+
+def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> None:
+    ana, published = house.join("ana"), ("192.0.2.7:7600", "192.0.2.8:7600")
+    console = HostConsole(
+        Standing("test", house.book.run_id, "host"),
+        house.lobby,
+        house.book,
+        Formation,
+        lambda: SimpleNamespace(run=SimpleNamespace(name="test")),  # type: ignore[arg-type,return-value]
+        lambda machines: house.invite,
+        published,
+    )
+    asked = on_daemon_thread("doctor", lambda: console.handlers()["outside"]({}))
+    ana.hears(TryDoor())
+    ana.channel.send(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
+    told = asked.result(20)
+    assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
+    reached, lost = check_outside(told)
+    assert reached.level == "fine" and "at 192.0.2.7:7600: ana did" in reached.what
+    assert lost.level == "note" and "ana tried (no answer within 4 s)" in lost.what
+    assert "--address" in lost.fix and "thinwire relay" in lost.fix
+    (alone,) = check_outside({**told, "addresses": published[:1], "peers": {}})
+    assert "no peer on another machine" in alone.what
 
 
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:

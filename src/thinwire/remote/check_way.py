@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import thinwire
 from thinwire.errors import AdmissionError, WireError
@@ -40,6 +41,26 @@ def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -
     yield check_clock(seen.ahead_s)
     yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
     yield _check_rate(invite, list(ways))
+
+
+def check_outside(told: dict[str, Any]) -> Iterator[Finding]:
+    """Whether others reach a host of this machine, by what the peers of its run found (TryDoor)."""
+    run, peers = f"run {told['run']!r}", told["peers"]
+    for address in told["addresses"]:
+        tried = {name: found[address] for name, found in peers.items() if address in found}
+        if reached := [name for name, why in tried.items() if not why]:
+            yield fine(f"{run} can be reached from outside at {address}: {', '.join(reached)} did")
+        elif tried:
+            (name, why), *_ = tried.items()
+            _, port = split_address(address)
+            yield note(
+                f"{run} was not reached from outside at {address}: {name} tried ({why})",
+                "Nobody new can join by this address.",
+                f"forward TCP port {port} in the router, open it here (sudo ufw allow {port}/tcp), "
+                "and host with --address and the public address; or use thinwire relay",
+            )
+        else:
+            yield fine(f"{run} at {address}: no peer on another machine is there that could try")
 
 
 def _ping_all(invite: Invite, routes: tuple[Route, ...]) -> dict[Route, Seen | WireError]:

@@ -113,6 +113,7 @@ class _Hosting:
             lambda: self._formation,
             lambda: self._settings,
             door.invite,
+            door.addresses,
         )
         opened.enter_context(ControlSocket(folder, console.handlers()))
         self._base = Base(

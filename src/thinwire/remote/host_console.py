@@ -16,10 +16,12 @@ from thinwire.remote.standing import Standing
 from thinwire.remote.status import PeerStatus
 from thinwire.settings import Settings
 
+TRY_SECONDS = 10.0  # for peers to look from outside
+
 
 class HostConsole:
     """The answers of a host. `formation` and `settings` give what holds at the moment, and
-    `invite` makes another invite, for so many machines.
+    `invite` makes another invite, for so many machines, which names `addresses`.
     """
 
     def __init__(
@@ -30,13 +32,20 @@ class HostConsole:
         formation: Callable[[], Formation],
         settings: Callable[[], Settings],
         invite: Callable[[int], Invite],
+        addresses: tuple[str, ...] = (),
     ):
         self._standing, self._lobby, self._book = standing, lobby, book
         self._formation, self._settings, self._invite = formation, settings, invite
+        self._addresses = addresses
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
-        return {"status": self._status, "kick": self._kick, "invite": self._make_invite}
+        return {
+            "status": self._status,
+            "kick": self._kick,
+            "invite": self._make_invite,
+            "outside": self._outside,
+        }
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
         formation = self._formation()
@@ -75,6 +84,20 @@ class HostConsole:
                 "--by-invite` removes them too"
             )
         return {"text": text}
+
+    def _outside(self, request: dict[str, Any]) -> dict[str, Any]:
+        """By which of its addresses peers on other machines reach this host."""
+        peers = {
+            guest.name: {
+                address: one_line(guest.tried.answers[address])
+                for address in self._addresses
+                if address in guest.tried.answers
+            }
+            for guest in self._lobby.try_door(TRY_SECONDS)
+            if guest.tried and not guest.origin.startswith("127.")
+        }
+        run = self._settings().run.name
+        return {"run": run, "addresses": list(self._addresses), "peers": peers}
 
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
         machines = request.get("machines", 1)

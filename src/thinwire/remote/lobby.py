@@ -28,6 +28,8 @@ from thinwire.remote.messages import (
     News,
     Prepared,
     TakeSeat,
+    Tried,
+    TryDoor,
     Vacate,
     lobby_name,
 )
@@ -59,6 +61,7 @@ class Guest:
     has_ended: bool = False  # the process of its seat
     why_unfit: str = ""  # it declined, or failed; another arrival may change that
     is_leaving: bool = False  # it said so, and may still be here for a moment
+    tried: Tried | None = None  # which addresses of the host it reached, since it was last asked
     pace: Pace = field(init=False)  # over all its streams
 
     def __post_init__(self) -> None:
@@ -178,6 +181,16 @@ class Lobby:
             for guest in self._guests.values():
                 self._send(guest, message)
 
+    def try_door(self, timeout: float) -> list[Guest]:
+        """Have all who are here try to reach the host anew; those who said in time how it went."""
+        with self._changed:
+            asked = [guest for guest in self._guests.values() if guest.is_here]
+            for guest in asked:
+                guest.tried = None
+                self._send(guest, TryDoor())
+            self._changed.wait_for(lambda: all(guest.tried for guest in asked), timeout)
+            return [guest for guest in asked if guest.tried]
+
     def kick(self, name: str) -> list[str]:
         """Let a peer in no more, and have it leave; returns who else came by its invite."""
         others = self._book.kick(name)
@@ -291,6 +304,8 @@ class Lobby:
             case Leaving():
                 guest.is_leaving = True
                 return message
+            case Tried():
+                guest.tried = message
         return None
 
     def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:

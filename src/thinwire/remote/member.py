@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.errors import StageError, ThinwireError
+from thinwire.errors import StageError, ThinwireError, WireError
 from thinwire.remote.holding import Holding, Terms
 from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
@@ -33,6 +33,8 @@ from thinwire.remote.messages import (
     ScoreNews,
     StepNews,
     TakeSeat,
+    Tried,
+    TryDoor,
     Vacate,
     code_of,
     seat_name,
@@ -45,7 +47,7 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.wire import Identity, Tunnel
+from thinwire.wire import Identity, Tunnel, ping
 
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 
@@ -190,6 +192,10 @@ class Member:
                 self._on_exit(event)
             case Vacate(epoch, reason):
                 self._vacate(epoch, reason)
+            case TryDoor():
+                self._begin(self._try_door)
+            case Tried():
+                self._say(event)
             case Dismiss(reason, in_order):
                 self._end(reason, in_order)
             case _AskedToLeave():
@@ -208,6 +214,18 @@ class Member:
                 self._display.step(StepRecord(**vars(news), stages=[], links=[]))
             case ScoreNews():
                 self._display.evaluation(EvaluationRecord(**vars(news)))
+
+    def _try_door(self) -> None:
+        """On a thread of its own: look by which addresses this machine reaches the host."""
+        way, answers = self._place.host, {}
+        for route in way.routes:
+            if route.kind == "direct":
+                try:
+                    ping(route, way.name)
+                    answers[route.address] = ""
+                except WireError as error:
+                    answers[route.address] = str(error)
+        self._events.put(Tried(answers))
 
     def _arrive(self, channel: Channel) -> None:
         self._channel = channel

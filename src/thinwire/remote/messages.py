@@ -88,6 +88,13 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """Which addresses of its invite a peer reaches: why not, or an empty text, by address."""
+
+    answers: dict[str, str]
+
+
+@dataclass(frozen=True)
 class TakeSeat:
     """A peer is to hold a stage: data alone, for paths and devices are its own.
 
@@ -152,6 +159,11 @@ class ScoreNews:
 
 
 @dataclass(frozen=True)
+class TryDoor:
+    """A peer is to try the addresses of the host that its own invite names, and no others."""
+
+
+@dataclass(frozen=True)
 class Dismiss:
     """A peer is to leave: the run is over, or it is not wanted."""
 
@@ -159,8 +171,8 @@ class Dismiss:
     in_order: bool
 
 
-FromMember = Arrive | Doing | Prepared | Declined | Ended | Leaving
-FromHost = TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | Dismiss
+FromMember = Arrive | Doing | Prepared | Declined | Ended | Leaving | Tried
+FromHost = TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | TryDoor | Dismiss
 
 LOBBY = Vocabulary(
     {
@@ -170,12 +182,14 @@ LOBBY = Vocabulary(
         "declined": Declined,
         "ended": Ended,
         "leaving": Leaving,
+        "tried": Tried,
         "take_seat": TakeSeat,
         "launch": Launch,
         "vacate": Vacate,
         "news": News,
         "step_news": StepNews,
         "score_news": ScoreNews,
+        "try_door": TryDoor,
         "dismiss": Dismiss,
     }
 )

@@ -92,6 +92,11 @@ class Tunnel:
         self._loop.do(lambda: self._loop.start(self._accept()))
 
     @property
+    def routes(self) -> tuple[Route, ...]:
+        """The ways that are tried, in their order."""
+        return self._routes
+
+    @property
     def in_use(self) -> Route | None:
         """The route of the latest connection that is open; None while there is none."""
         in_use = self._in_use
