@@ -197,7 +197,7 @@ def _start_host(
     home.mkdir(parents=True)
     config = home / "run.toml"
     config.write_text(to_toml(settings_of(case, wan, home / "runs", "hosted")))
-    words = ["host", str(config), "--listen", f"{network.address(HOST)}:0"]
+    words = ["host", str(config), "--listen", f"{network.address(HOST)}:0", "--machines", "9"]
     if with_relay:
         words += ["--relay", held.enter_context(relay_in(network, RELAY, folder))]
     host = Machine(network, HOST, home, *words)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 import thinwire
-from thinwire.arguments import add_init_from, add_value, number, overrides
+from thinwire.arguments import add_init_from, number, overrides
 from thinwire.cli_hf import add_hf_commands
-from thinwire.cli_host import add_host_commands
+from thinwire.cli_host import add_host_commands, add_listen
 from thinwire.cli_model import add_model_commands
 from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
@@ -179,9 +179,13 @@ def make_parser() -> argparse.ArgumentParser:
     add_experiments(add("lab", lab_command, "run an experiment and write its report"))
 
     sub = add("relay", relay_command, "let peers meet here that accept nothing from outside")
-    add_value(sub, "--listen", str, "address to listen on", "0.0.0.0")
-    add_value(sub, "--port", number(int, 0), "port to listen on; 0 = any free one", 4617)
-    add_value(sub, "--mbps", number(float, 0), "most that passes for one run; 0 = no bound", 0)
+    add_listen(sub, "0.0.0.0:4617", "address and port to listen on; port 0 = any free one")
+    sub.add_argument(
+        "--mbps",
+        type=number(float, 0),
+        default=0,
+        help="most that passes for one run (default: 200 for each of its links)",
+    )
     sub.add_argument(
         "--pass-file", type=Path, help="file with the pass (default: one drawn once and kept)"
     )
@@ -321,7 +325,7 @@ def relay_command(options: argparse.Namespace) -> None:
     """Be a relay until Ctrl-C."""
     from thinwire.remote.relay import run_relay
 
-    run_relay(options.listen, options.port, options.mbps, options.pass_file, sys.stdout)
+    run_relay(options.listen, options.mbps, options.pass_file, sys.stdout)
 
 
 def completion_command(options: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ def add_host_commands(
         "train with stages on other people's machines; prints an invite",
     )
     add_config(sub)
-    _add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
+    add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
     sub.add_argument(
         "--address",
         action="append",
@@ -60,7 +60,18 @@ def add_host_commands(
         help="hours after which the invite admits nobody new (default: 24)",
     )
     sub.add_argument(
-        "--single-use", action="store_true", help="make the invite good for one machine"
+        "--mbps",
+        type=number(float, 0),
+        default=0.0,
+        help="most that passes this host between peers that cannot reach each other, in all "
+        "(default: 200 for each link)",
+    )
+    sub.add_argument(
+        "--machines",
+        type=number(int, 1),
+        default=0,
+        metavar="N",
+        help="machines that the invite lets in (default: one for each stage that is not here)",
     )
 
     sub = add("join", join_command, "take part in a run with the invite of its host")
@@ -71,7 +82,7 @@ def add_host_commands(
         type=Path,
         help="where this machine keeps its key and its part of the run (default: user's data)",
     )
-    _add_listen(sub, "0.0.0.0:0", "where peers may reach this machine directly, if they can")
+    add_listen(sub, "0.0.0.0:0", "where peers may reach this machine directly, if they can")
     sub.add_argument("--no-listen", action="store_true", help="accept no connections from outside")
     sub.add_argument(
         "--device",
@@ -96,7 +107,8 @@ def add_host_commands(
     )
 
 
-def _add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
+def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
+    """Put the option on a command that accepts connections from outside."""
     sub.add_argument(
         "--listen", default=default, metavar="HOST:PORT", help=f"{help} (default: {default})"
     )
@@ -120,9 +132,10 @@ def host_command(
         relay.address if relay else "",
         relay.password if relay else "",
         options.invite_hours * 3600,
-        options.single_use,
+        options.machines,
         options.stages_here,
         options.resume,
+        options.mbps,
     )
     try:
         with open_display(sys.stdout, settings.run.name) as display:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from thinwire.arguments import number
+
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 
 _FOLDER = "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
@@ -37,9 +39,19 @@ def add_remote_commands(add: AddCommand) -> None:
 
     sub = add("kick", kick_command, "remove a peer from a run that this machine hosts")
     sub.add_argument("peer", help="name of the peer, as `thinwire status` shows it")
+    sub.add_argument(
+        "--by-invite", action="store_true", help="also remove all that came by the same invite"
+    )
     sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
 
     sub = add("invite", invite_command, "print another invite to a run that this machine hosts")
+    sub.add_argument(
+        "--machines",
+        type=number(int, 1),
+        default=1,
+        metavar="N",
+        help="machines that it lets in (default: 1)",
+    )
     sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
 
     sub = add("leave", leave_command, "leave a run that this machine joined, after this step")
@@ -83,16 +95,17 @@ def kick_command(options: argparse.Namespace) -> None:
     from thinwire.remote.control_socket import ask
 
     folder = only_alive_folder(options.folder, members=False)
-    print(ask(folder, {"ask": "kick", "peer": options.peer})["text"])
+    request = {"ask": "kick", "peer": options.peer, "by_invite": options.by_invite}
+    print(ask(folder, request)["text"])
 
 
 def invite_command(options: argparse.Namespace) -> None:
-    """Have the host make another invite, of the kind that it printed when it started."""
+    """Have the host make another invite, to the same addresses and for as many hours."""
     from thinwire.remote.alive import only_alive_folder
     from thinwire.remote.control_socket import ask
 
     folder = only_alive_folder(options.folder, members=False)
-    print(ask(folder, {"ask": "invite"})["text"])
+    print(ask(folder, {"ask": "invite", "machines": options.machines})["text"])
 
 
 def leave_command(options: argparse.Namespace) -> None:

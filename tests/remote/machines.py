@@ -104,7 +104,7 @@ class Machines:
     def host(self, *arguments: object) -> Machine:
         """Start the host; its invite is then that of `join`."""
         command = ("host", self.folder / "host" / "run.toml", "--listen", "127.0.0.1:0")
-        machine = self._start("host", *command, *arguments)
+        machine = self._start("host", *command, "--machines", 9, *arguments)
         machine.wait_for(r"thinwire join tw1-\S+")
         self.invite = re.findall(r"tw1-\S+", machine.text())[-1]
         return machine

@@ -9,6 +9,7 @@ from machines import Machines, machines  # noqa: F401
 from thinwire.cli import main
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.invite import Invite
+from thinwire.remote.opening import who_is_left_out
 
 UNREACHED, REFUSED = 5, 8
 
@@ -35,7 +36,9 @@ def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
     tmp_path: Path,
 ) -> None:
     machines.config(pipeline__stages=2)
-    machines.host("--single-use")
+    host = machines.host("--machines", 1)
+    host.wait_for("only this machine can use the invite")
+    assert "for the next 24 hours, one machine joins with" in host.text()
     line = machines.invite
     good = Invite.parse(line)
     book = AuthorityBook(tmp_path / "another run", "test")
@@ -87,6 +90,25 @@ def test_a_wrong_address_is_refused_before_anything_is_prepared(
     said = capsys.readouterr()
     assert "--address no address: write a name or an address" in said.err
     assert "[data]" not in said.out and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "relay", "said"),
+    [
+        (("127.0.0.1:7600",), "", "only this machine can use the invite: 127.0.0.1 is its own"),
+        (("localhost:7600", "[::1]:7600"), "", "only this machine can use the invite"),
+        (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this network alone"),
+        (("192.168.1.5:7600",), "relay.example:4617", ""),
+        (("192.168.1.5:7600", "ana.example.org:7600"), "", ""),
+        (("8.8.8.8:7600",), "", ""),
+    ],
+)
+def test_a_host_says_whom_its_addresses_leave_out(
+    addresses: tuple[str, ...], relay: str, said: str
+) -> None:
+    text = who_is_left_out(addresses, relay)
+    assert said in text and bool(said) == bool(text)
+    assert not text or ("--address" in text and "port 7600" in text and "--relay" in text)
 
 
 @pytest.mark.parametrize(

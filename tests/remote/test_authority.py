@@ -50,7 +50,9 @@ def enrol(book: AuthorityBook, invite: Invite, key: str, name: str = "") -> str:
 
 
 def test_an_invite_lets_in_and_names_its_run(book: AuthorityBook) -> None:
-    invite = Invite.parse(str(book.invite(["10.0.0.1:7000"], "relay.example:7001", "pass")))
+    invite = Invite.parse(
+        str(book.invite(["10.0.0.1:7000"], "relay.example:7001", "pass", machines=2))
+    )
     assert (invite.run_name, invite.run_id) == ("first", book.run_id)
     assert (invite.relay, invite.relay_pass) == ("relay.example:7001", "pass")
     assert enrol(book, invite, new_key(), "ada") == "ada"
@@ -85,19 +87,17 @@ def test_an_expired_invite_lets_in_nobody_new(book: AuthorityBook, clock: Clock)
     assert enrol(book, invite, key) == "ada", "who is known comes back"
 
 
-def test_a_single_use_invite_is_for_one_machine(book: AuthorityBook) -> None:
-    invite, key = book.invite(["h:1"], single_use=True), new_key()
+def test_an_invite_is_for_one_machine(book: AuthorityBook) -> None:
+    invite, key = book.invite(["h:1"]), new_key()
     assert enrol(book, invite, key, "ada") == "ada"
     with pytest.raises(AdmissionError, match="was for one machine and has been used"):
         enrol(book, invite, new_key(), "bob")
     assert enrol(book, invite, key, "ada") == "ada", "an answer may be lost: it asks again"
-    (peer,) = book.peers()
-    assert len(set(peer.serials)) == 2
 
 
-def test_a_refused_name_leaves_a_single_use_invite_unused(book: AuthorityBook) -> None:
+def test_a_refused_name_leaves_an_invite_unused(book: AuthorityBook) -> None:
     enrol(book, book.invite(["h:1"]), new_key(), "ada")
-    invite, key = book.invite(["h:1"], single_use=True), new_key()
+    invite, key = book.invite(["h:1"]), new_key()
     with pytest.raises(AdmissionError, match="another peer of this run is called 'ada'"):
         enrol(book, invite, key, "ada")
     assert enrol(book, invite, new_key(), "bob") == "bob"
@@ -120,7 +120,7 @@ def test_a_machine_has_one_name_in_a_run(book: AuthorityBook) -> None:
 
 
 def test_a_kicked_peer_is_refused_everywhere(book: AuthorityBook) -> None:
-    invite, key, other = book.invite(["h:1"]), new_key(), new_key()
+    invite, key, other = book.invite(["h:1"], machines=9), new_key(), new_key()
     enrol(book, invite, key, "ada")
     enrol(book, invite, other, "bob")
     book.kick("ada")
@@ -130,8 +130,6 @@ def test_a_kicked_peer_is_refused_everywhere(book: AuthorityBook) -> None:
         enrol(book, invite, key)
     with pytest.raises(AdmissionError, match=kicked):
         enrol(book, book.invite(["h:1"]), key)  # with another invite
-    with pytest.raises(AdmissionError, match=kicked):
-        book.renew("ada", signing_request(key))
     with pytest.raises(AdmissionError, match="this invite was closed"):
         enrol(book, invite, new_key(), "eve")  # with another key
     with pytest.raises(AdmissionError, match="another peer of this run is called 'ada'"):
@@ -147,22 +145,6 @@ def test_kicking_nobody_says_who_is_there(book: AuthorityBook) -> None:
         book.kick("eve")
 
 
-def test_a_certificate_is_renewed_for_the_same_key_only(book: AuthorityBook) -> None:
-    key = new_key()
-    enrol(book, book.invite(["h:1"]), key, "ada")
-    renewed = identity_of(
-        book.renew("ada", signing_request(key)), key, book.authority.certificate_pem
-    )
-    assert renewed.name == "ada"
-    with pytest.raises(AdmissionError, match="known by another key"):
-        book.renew("ada", signing_request(new_key()))
-    with pytest.raises(AdmissionError, match="not a peer of this run"):
-        book.renew("bob", signing_request(key))
-    for _ in range(20):
-        book.renew("ada", signing_request(key))
-    assert len(book.peers()[0].serials) == 8, "what is kept of a peer does not grow"
-
-
 def test_requests_that_prove_nothing_are_refused(book: AuthorityBook) -> None:
     invite = book.invite(["h:1"])
     for request in ("", "x", "é", signing_request(new_key())[:200]):
@@ -175,7 +157,7 @@ def test_the_book_survives_a_restart(
     book: AuthorityBook, again: Callable[[], AuthorityBook]
 ) -> None:
     key, gone = new_key(), new_key()
-    once = book.invite(["h:1"], single_use=True)
+    once = book.invite(["h:1"])
     several = book.invite(["h:1"])
     enrol(book, once, key, "ada")
     enrol(book, several, gone, "bob")
@@ -196,7 +178,7 @@ def test_the_book_survives_a_restart(
 def test_a_torn_write_changes_nothing(
     book: AuthorityBook, again: Callable[[], AuthorityBook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    invite = book.invite(["h:1"], single_use=True)
+    invite = book.invite(["h:1"])
     whole = (book.folder / "book.json").read_bytes()
 
     def torn(path: Path, content: bytes) -> None:
@@ -230,9 +212,9 @@ def test_fields_of_a_wrong_kind_are_damage_too(
     book.invite(["h:1"])
     path = book.folder / "book.json"
     plain = json.loads(path.read_text())
-    plain["invites"][0]["single_use"] = "no"
+    plain["invites"][0]["machines"] = "no"
     path.write_text(json.dumps(plain))
-    with pytest.raises(ConfigError, match="single_use must be true or false"):
+    with pytest.raises(ConfigError, match="machines must be an integer"):
         again()
 
 
@@ -292,12 +274,37 @@ def test_invites_are_bounded_and_expired_ones_make_room(
         enrol(book, second, new_key())
 
 
-def test_peers_are_bounded(book: AuthorityBook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_bounded_and_a_kicked_one_frees_its_place(
+    book: AuthorityBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(book_module, "MOST_PEERS", 1)
+    enrol(book, book.invite(["h:1"]), new_key(), "ada")
     invite = book.invite(["h:1"])
-    enrol(book, invite, new_key(), "ada")
     with pytest.raises(AdmissionError, match="the run has 1 peers already"):
         enrol(book, invite, new_key(), "bob")
+    book.kick("ada")
+    assert enrol(book, invite, new_key(), "bob") == "bob"
+
+
+def test_an_invite_for_several_is_bounded_too(
+    book: AuthorityBook, again: Callable[[], AuthorityBook]
+) -> None:
+    invite = book.invite(["h:1"], machines=2)
+    for name in ("ada", "bob"):
+        enrol(book, invite, new_key(), name)
+    with pytest.raises(AdmissionError, match="was for 2 machines and has been used"):
+        enrol(again(), invite, new_key(), "eve")
+
+
+def test_a_kick_tells_who_else_came_by_the_same_invites(book: AuthorityBook) -> None:
+    first, second = book.invite(["h:1"], machines=3), book.invite(["h:1"], machines=2)
+    key = new_key()
+    for name, invite in (("ada", first), ("bob", first), ("eve", second)):
+        enrol(book, invite, key if name == "ada" else new_key(), name)
+    enrol(book, second, key)  # ada once more
+    enrol(book, book.invite(["h:1"]), new_key(), "fay")
+    assert book.kick("ada") == ["bob", "eve"]
+    assert book.kick("bob") == [] and book.is_welcome("fay")
 
 
 def test_a_long_name_of_a_run_is_cut_in_its_invites(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import string
 import pytest
 
 from thinwire.errors import AdmissionError
-from thinwire.remote.invite import Invite, door_token, is_address
+from thinwire.remote.invite import Invite, door_token, hash_of, is_address
 
 SECRET = "00112233445566778899aabbccddeeff"
 INVITE = Invite(
@@ -105,8 +105,9 @@ def test_secrets_are_not_in_the_repr() -> None:
 
 def test_a_door_token_is_not_what_a_door_shows_to_all() -> None:
     token = INVITE.door_token
-    assert token == door_token(INVITE.fingerprint)
-    assert INVITE.run_id not in token and token != door_token("cd" * 32)
+    assert token == door_token(INVITE.invite_id, hash_of(INVITE.secret))
+    assert INVITE.secret not in token and hash_of(INVITE.secret) not in token
+    assert INVITE.run_id not in token and token != door_token(INVITE.invite_id, hash_of("00" * 16))
 
 
 @pytest.mark.parametrize("text", ["h:1", "10.0.0.1:65535", "[::1]:80", "a-b.c_d.example:7000"])

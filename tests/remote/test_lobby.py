@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.check_way import check_outside
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
@@ -41,6 +43,8 @@ from thinwire.remote.messages import (
     News,
     Prepared,
     TakeSeat,
+    Tried,
+    TryDoor,
     Vacate,
     code_of,
     lobby_name,
@@ -124,7 +128,7 @@ class House:
             self.book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=self.book.is_welcome
         )
         self.lobby = Lobby(self.listener, self.book)
-        self.invite = self.book.invite(["127.0.0.1:1"])
+        self.invite = self.book.invite(["127.0.0.1:1"], machines=9)
 
     def enrol(self, name: str) -> Identity:
         key, invite = new_key(), self.invite
@@ -241,6 +245,50 @@ def test_a_process_that_was_started_anew_takes_the_place_of_one_that_does_not_an
     second.arrive()
     second.hears(seat(1))
     assert first.lost.wait(20)
+
+
+def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(house: House) -> None:
+    for name in ("ana", "ben", "eve"):
+        house.enrol(name)
+    console = HostConsole(
+        Standing("test", house.book.run_id, "host"),
+        house.lobby,
+        house.book,
+        lambda: Formation(seats=["eve", "ben"]),
+        Settings,
+        lambda machines: house.invite,
+    )
+    kick = console.handlers()["kick"]
+    said = kick({"peer": "ana"})["text"]
+    assert said.startswith("ana was removed") and "and stay: ben, eve" in said
+    assert "`thinwire kick ana --by-invite`" in said and house.book.is_welcome("eve")
+    said = kick({"peer": "ana", "by_invite": True})["text"]
+    assert said.startswith("ana, ben, eve were removed") and "stage 0 waits" in said
+    assert [peer.name for peer in house.book.peers() if not peer.kicked] == []
+
+
+def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> None:
+    ana, published = house.join("ana"), ("192.0.2.7:7600", "192.0.2.8:7600")
+    console = HostConsole(
+        Standing("test", house.book.run_id, "host"),
+        house.lobby,
+        house.book,
+        Formation,
+        lambda: SimpleNamespace(run=SimpleNamespace(name="test")),  # type: ignore[arg-type,return-value]
+        lambda machines: house.invite,
+        published,
+    )
+    asked = on_daemon_thread("doctor", lambda: console.handlers()["outside"]({}))
+    ana.hears(TryDoor())
+    ana.channel.send(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
+    told = asked.result(20)
+    assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
+    reached, lost = check_outside(told)
+    assert reached.level == "fine" and "at 192.0.2.7:7600: ana did" in reached.what
+    assert lost.level == "note" and "ana tried (no answer within 4 s)" in lost.what
+    assert "--address" in lost.fix and "thinwire relay" in lost.fix
+    (alone,) = check_outside({**told, "addresses": published[:1], "peers": {}})
+    assert "no peer on another machine" in alone.what
 
 
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:

@@ -24,7 +24,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(tmp_path: Path, *arguments: str) -> tuple[Program, Relay]:
-    words = ["relay", "--listen", "127.0.0.1", "--port", "0", *arguments]
+    words = ["relay", "--listen", "127.0.0.1:0", *arguments]
     program = Program(words, tmp_path, tmp_path)
     program.wait_for(r"--relay \S+\n")
     found = re.search(r"--relay (\S+)\n", program.text())
@@ -53,7 +53,10 @@ def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path: Path, data: Path) ->
     program.process.send_signal(signal.SIGINT)
     assert program.wait() == 0
     text = program.text()
-    assert "no bound on its rate" in text and "note: 127.0.0.1 is not an address of the" in text
+    assert (
+        "at most 200 Mbit/s for each link" in text
+        and "note: 127.0.0.1 is not an address of the" in text
+    )
     assert text.endswith("the relay is closed; 5 B passed\n")
 
     kept = data / "relay-pass"
@@ -82,7 +85,7 @@ def test_a_file_without_a_pass_is_refused(tmp_path: Path, content: bytes | None)
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=str(path)) as caught:
-        run_relay("127.0.0.1", 0, 0, path, (tmp_path / "out").open("w"))
+        run_relay("127.0.0.1:0", 0, path, (tmp_path / "out").open("w"))
     assert "short" not in str(caught.value)
 
 

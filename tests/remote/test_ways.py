@@ -5,6 +5,7 @@ import pytest
 from thinwire.remote.messages import Arrive, Figures
 from thinwire.remote.ways import DoorOf, Ways, probe
 from thinwire.run.messages import Connect, Way
+from thinwire.wire import Door
 
 SEATS = ["ana", "ben", "cleo"]
 
@@ -15,7 +16,8 @@ def make_ways() -> Ways:
         DoorOf("127.0.0.1:2"),
         DoorOf("127.0.0.1:3"),
     ]
-    return Ways("ab" * 8, "token", doors, [Way("192.0.2.9:9", "relayed", "pass")])
+    meeting = [[Way("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
+    return Ways("ab" * 8, "token", doors, meeting)
 
 
 def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
@@ -29,6 +31,7 @@ def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
         ["127.0.0.1:3", "192.0.2.9:9"],
     ]
     assert wait == [["127.0.0.1:1", "192.0.2.9:9"], ["127.0.0.1:2", "192.0.2.9:9"], []]
+    assert [one.reach[-1].token for one in told[1:]] == ["ben.secret", "cleo.secret"]
 
 
 def test_each_epoch_has_a_word_that_all_its_stages_are_told() -> None:
@@ -38,9 +41,22 @@ def test_each_epoch_has_a_word_that_all_its_stages_are_told() -> None:
     assert first.word not in repr(first) + repr(first.connect(1, Connect(""), SEATS))
 
 
-@pytest.mark.parametrize("outside", ["a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])
+def arrival(outside: str) -> Arrive:
+    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    return Arrive({}, "cpu", figures, "127.0.0.1:1", outside, 0, 0, False)
+
+
+@pytest.mark.parametrize("outside", ["", "a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])
 def test_a_peer_that_says_nonsense_of_its_door_has_none(outside: str) -> None:
     """It must not end the host, which tries the address."""
-    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-    arrived = Arrive({}, "cpu", figures, "127.0.0.1:1", outside, 0, 0, False)
-    assert probe(arrived, "ab" * 8, "token") == DoorOf("127.0.0.1:1")
+    origin = outside.rpartition(":")[0]
+    assert probe(arrival(outside), origin, "ab" * 8, "token") == DoorOf("127.0.0.1:1")
+
+
+def test_a_peers_door_is_tried_only_where_the_peer_comes_from() -> None:
+    with Door("127.0.0.1", 0) as door:
+        door.admit("ab" * 8, "ben.secret")
+        said = arrival(door.address)
+        assert probe(said, "127.0.0.1", "ab" * 8, "ben.secret").outside == door.address
+        for origin in ("127.0.0.2", ""):
+            assert probe(said, origin, "ab" * 8, "ben.secret").outside == ""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from thinwire.wire import Door
-from thinwire.wire.preamble import proof_of
+from thinwire.wire.preamble import proof_of, who_of
 from waiting import PATIENCE
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
@@ -46,8 +46,9 @@ def ask(door: Door, wish: str, name: str, token: str = TOKEN) -> socket.socket:
     """A caller that is written by hand, up to the answer."""
     caller = knock(door)
     magic, version, nonce = line(caller).split(" ")
-    assert (magic, version) == ("thinwire-door", "1")
-    caller.sendall(f"{wish} {name} {proof_of(token, nonce, wish, name)}\n".encode())
+    assert (magic, version) == ("thinwire-door", "2")
+    proof = proof_of(token, nonce, wish, name)
+    caller.sendall(f"{wish} {name} {who_of(token) or '-'} {proof}\n".encode())
     return caller
 
 

@@ -11,7 +11,7 @@ import pytest
 from knocking import RUN, TOKEN, Service, ask, knock, line, until
 
 from proxy import Proxy
-from thinwire.errors import WireError
+from thinwire.errors import AdmissionError, WireError
 from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
 from thinwire.wire.door import _home
 from thinwire.wire.preamble import LONGEST_LINE, proof_of, split_address
@@ -111,7 +111,7 @@ def test_a_service_that_does_not_answer_is_named(door: Door, service: Service) -
 def test_a_proof_that_was_overheard_does_not_work_again(door: Door) -> None:
     first, second = knock(door), knock(door)
     nonce = line(first).split(" ")[2]
-    request = f"ping {RUN}/door {proof_of(TOKEN, nonce, 'ping', f'{RUN}/door')}\n".encode()
+    request = f"ping {RUN}/door - {proof_of(TOKEN, nonce, 'ping', f'{RUN}/door')}\n".encode()
     line(second)
     first.sendall(request)
     second.sendall(request)
@@ -228,6 +228,59 @@ def test_connections_of_a_run_are_bounded() -> None:
         assert refused == f"no run {RUN} has 1 connections here, the most"
 
 
+def test_one_member_leaves_room_for_others() -> None:
+    with Door("127.0.0.1", 0, Limits(per_member=2)) as door:
+        door.admit(RUN, "ana.x", "ben.y")
+        held = [ask(door, "wait", f"{RUN}/cut-{name}", "ana.x") for name in "ab"]
+        assert [line(waiter) for waiter in held] == ["ok", "ok"]
+        refused = line(ask(door, "wait", f"{RUN}/cut-c", "ana.x"))
+        assert refused == "no ana has 2 connections here, the most"
+        assert line(ask(door, "wait", f"{RUN}/cut-c", "ben.y")) == "ok"
+
+
+def test_waiting_is_bounded_by_address_and_in_time() -> None:
+    with Door("127.0.0.1", 0, Limits(waiting_per_address=1, wait_s=0.2)) as relay:
+        relay.admit_any("pass")
+        waiting = ask(relay, "wait", f"{RUN}/cut-a", "pass")
+        assert line(waiting) == "ok"
+        refused = line(ask(relay, "wait", f"{RUN}/cut-b", "pass"))
+        assert refused == "no 1 connections from 127.0.0.1 wait here, the most"
+        assert waiting.recv(1) == b"", "its time is over"
+        until(lambda: relay.traffic()[RUN].waiting == 0)
+        assert line(ask(relay, "wait", f"{RUN}/cut-b", "pass")) == "ok"
+
+
+def test_tokens_that_are_replaced_are_cut_and_others_stay(door: Door) -> None:
+    door.admit(RUN, TOKEN, "epoch/1.x")
+    own, gone = (ask(door, "wait", f"{RUN}/cut-a", token) for token in (TOKEN, "epoch/1.x"))
+    assert (line(own), line(gone)) == ("ok", "ok")
+    door.admit(RUN, TOKEN, "epoch/2.y")
+    assert gone.recv(1) == b""
+    assert "is not the right one" in line(ask(door, "reach", f"{RUN}/cut-a", "epoch/1.x"))
+    reach(door, "cut-a")
+    assert line(own) == "call 127.0.0.1"
+
+
+def test_nobody_else_can_say_that_a_caller_was_struck_off(service: Service) -> None:
+    """Whoever is on the way could end a peer by that word."""
+
+    def answer(proof: str) -> None:
+        with service.accept() as caller:
+            caller.sendall(b"thinwire-door 2 abc\n")
+            caller.recv(1000)
+            caller.sendall(f"gone {proof} you were removed\n".encode())
+
+    route, name = Route(service.address, token=TOKEN), f"{RUN}/door"
+    for proof, kind in (
+        ("0" * 64, WireError),
+        (proof_of(TOKEN, "abc", "gone", name), AdmissionError),
+    ):
+        threading.Thread(target=answer, args=(proof,)).start()
+        with pytest.raises(WireError, match="you were removed") as refused:
+            ping(route, name)
+        assert refused.type is kind
+
+
 def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
     with Door("127.0.0.1", 0, Limits(waiting_per_name=2)) as door:
         door.admit(RUN, TOKEN)
@@ -237,7 +290,7 @@ def test_the_latest_who_waits_is_called_and_the_oldest_gives_way() -> None:
             assert line(waiting[-1]) == "ok"
         assert waiting[0].recv(1) == b""
         caller = reach(door, "cut-a")
-        assert line(waiting[2]) == "call"
+        assert line(waiting[2]) == "call 127.0.0.1"
         waiting[2].sendall(b"+hello")
         assert line(caller) == "ok"
         assert caller.recv(5) == b"hello"
@@ -251,10 +304,10 @@ def test_one_who_waits_and_does_not_answer_is_passed_over() -> None:
         gone.close()
         until(lambda: door.traffic()[RUN].waiting == 2)
         caller = reach(door, "cut-a")
-        assert line(alive) == "call"  # once the silent one had its time
+        assert line(alive) == "call 127.0.0.1"  # once the silent one had its time
         alive.sendall(b"+")
         assert line(caller) == "ok"
-        assert line(silent) == "call" and silent.recv(1) == b""
+        assert line(silent) == "call 127.0.0.1" and silent.recv(1) == b""
 
 
 def test_one_who_speaks_without_being_called_is_cut(door: Door) -> None:
@@ -309,9 +362,13 @@ def test_an_allowance_holds_its_rate_at_any_moment() -> None:
     assert Allowance(0).book(1 << 40, 0.0) == 0
 
 
-def test_what_passes_between_others_stays_below_the_bound(service: Service) -> None:
-    with Door("127.0.0.1", 0) as relay:
-        relay.admit_any("pass", mbps=8)
+@pytest.mark.parametrize(("mbps", "link_mbps"), [(8.0, 0.0), (0.0, 8.0)])
+def test_what_passes_between_others_stays_below_the_bound(
+    service: Service, mbps: float, link_mbps: float
+) -> None:
+    """Of the run, or where it has none, of each link."""
+    with Door("127.0.0.1", 0, Limits(link_mbps=link_mbps)) as relay:
+        relay.admit_any("pass", mbps=mbps)
         route = Route(relay.address, token="pass")
         with Standby(f"{RUN}/cut-a", route, service.address) as standby:
             until(lambda: standby.waiting == 2)
@@ -357,7 +414,7 @@ def test_pings_of_what_is_no_door_say_so(service: Service) -> None:
 
     for said, reason in [
         (b"SSH-2.0-x\r\n", "what listens there is not a thinwire door"),
-        (b"thinwire-door 2 abc\n", "the door has version 2 and this process 1: install the same"),
+        (b"thinwire-door 1 abc\n", "the door has version 1 and this process 2: install the same"),
         (b"x" * 1000, "a line at a door has at most"),
     ]:
         threading.Thread(target=answer, args=(said,)).start()

@@ -84,9 +84,6 @@ def test_the_certificate_says_what_it_should(authority):
     assert certificate.public_key().curve.name == "secp256r1"
     constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
     assert not constraints.ca
-    now = datetime.datetime.now(datetime.UTC)
-    assert certificate.not_valid_before_utc < now - datetime.timedelta(hours=23)
-    assert certificate.not_valid_after_utc < now + datetime.timedelta(days=31)
     signer = x509.load_pem_x509_certificate(identity.authority_pem.encode())
     certificate.verify_directly_issued_by(signer)
     with pytest.raises(ValueError, match="does not match"):
@@ -129,6 +126,16 @@ def test_any_name_of_a_run_names_an_authority(name: str) -> None:
     assert Authority.create(name).issue("stage-0").name == "stage-0"
 
 
+def test_no_clock_locks_a_machine_out(authority: Authority) -> None:
+    """Neither a host that was off for days nor a machine whose clock is years off."""
+    now, years = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=3650)
+    signed = authority.sign(signing_request(new_key()), "ada")
+    for pem in (authority.certificate_pem, authority.issue("ben").certificate_pem, signed):
+        certificate = x509.load_pem_x509_certificate(pem.encode())
+        assert certificate.not_valid_before_utc < now - years
+        assert certificate.not_valid_after_utc > now + years
+
+
 def test_a_saved_authority_goes_on_signing(tmp_path: Path) -> None:
     path, key = tmp_path / "authority" / "authority.pem", new_key()
     first = Authority.create("tests")
@@ -136,16 +143,11 @@ def test_a_saved_authority_goes_on_signing(tmp_path: Path) -> None:
     later = Authority.load(path)
     assert (later.fingerprint, later.run_id) == (first.fingerprint, first.fingerprint[:16])
     assert len(later.fingerprint) == 64
-    hour = datetime.timedelta(hours=1)
-    certificate = x509.load_pem_x509_certificate(
-        later.sign(signing_request(key), "ada", hour).encode()
-    )
+    certificate = x509.load_pem_x509_certificate(later.sign(signing_request(key), "ada").encode())
     authority = x509.load_pem_x509_certificate(first.certificate_pem.encode())
     assert is_issued_by(certificate, authority)
     assert names_in(certificate) == ["ada"] and names_in(authority) == []
     assert public_key_fingerprint(certificate) == key_fingerprint(key)
-    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    assert datetime.timedelta(minutes=50) < left <= hour
     assert not is_issued_by(
         certificate,
         x509.load_pem_x509_certificate(Authority.create("tests").certificate_pem.encode()),
@@ -160,7 +162,7 @@ def test_only_requests_for_our_kind_of_key_are_signed(authority: Authority) -> N
     )
     pem = request.public_bytes(serialization.Encoding.PEM).decode()
     with pytest.raises(WireError, match="another kind than P-256"):
-        authority.sign(pem, "ada", datetime.timedelta(hours=1))
+        authority.sign(pem, "ada")
     der = bytearray(
         x509.load_pem_x509_csr(signing_request(new_key()).encode()).public_bytes(
             serialization.Encoding.DER
@@ -169,6 +171,6 @@ def test_only_requests_for_our_kind_of_key_are_signed(authority: Authority) -> N
     der[-1] ^= 1  # of the signature
     forged = ssl.DER_cert_to_PEM_cert(bytes(der)).replace("CERTIFICATE", "CERTIFICATE REQUEST")
     with pytest.raises(WireError, match="not signed by the key that it carries"):
-        authority.sign(forged, "ada", datetime.timedelta(hours=1))
+        authority.sign(forged, "ada")
     with pytest.raises(WireError, match="cannot name a process"):
-        authority.sign(signing_request(new_key()), "Ada", datetime.timedelta(hours=1))
+        authority.sign(signing_request(new_key()), "Ada")

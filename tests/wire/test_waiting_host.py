@@ -47,7 +47,7 @@ def test_only_the_holder_of_the_authority_waits_in_the_hosts_place(
                 "no key": " AAAA ====",
                 "one word": f" {key}",
             }[thief]
-            caller.sendall(f"wait {name} {proof}{shown}\n".encode())
+            caller.sendall(f"wait {name} - {proof}{shown}\n".encode())
             assert line(caller).startswith(f"no {reason.format(run=run)}")
             assert relay.traffic()[run].waiting == 2
             joining = ask(relay, "reach", name)
@@ -78,7 +78,7 @@ def test_a_signature_is_not_looked_at_before_the_token_is_right(authority: Autho
         nonce = line(caller).split(" ")[2]
         proof = proof_of("another", nonce, "wait", name)
         shown = authority.prover()(to_sign(nonce, name, proof))
-        caller.sendall(f"wait {name} {proof} {shown}\n".encode())
+        caller.sendall(f"wait {name} - {proof} {shown}\n".encode())
         assert "is not the right one" in line(caller)
         assert relay.traffic() == {}
 

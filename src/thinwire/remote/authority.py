@@ -6,7 +6,6 @@ single-use invite stays used and a kicked peer stays kicked, whatever ends the p
 
 import contextlib
 import datetime
-import hashlib
 import hmac
 import re
 import secrets
@@ -15,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-
-from cryptography import x509
 
 from thinwire.errors import AdmissionError, ConfigError
 from thinwire.folders import private_folder
@@ -33,16 +30,20 @@ from thinwire.remote.invite import (
     MOST_ADDRESSES,
     SECRET_BYTES,
     Invite,
+    door_token,
+    hash_of,
+    invite_of,
     is_address,
 )
+from thinwire.wire import Grant
+from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
 
 COORDINATOR = "coordinator"
-LIFETIME = datetime.timedelta(hours=24)  # of a certificate; renewed while its peer is connected
-AUTHORITY_LIFETIME = datetime.timedelta(days=730)
+DAY = 24 * 3600.0
 MOST_PEERS = 1000
 MOST_INVITES = 1000  # expired ones make room
-_MOST_SERIALS = 8  # kept per peer: a record of its latest certificates, not a guard
+_FOR_INVITED = frozenset({"enrol", SPEED})
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _WRONG = "wrong invite: this run did not issue it, or it was altered; ask the host for a new one"
 
@@ -62,7 +63,7 @@ class AuthorityBook:
             private_folder(folder)
             path = folder / "authority.pem"
             if not path.exists():
-                Authority.create(run_name, AUTHORITY_LIFETIME).save(path)
+                Authority.create(run_name).save(path)
         except OSError as error:
             raise ConfigError(f"cannot keep the run's authority in {folder}: {error}") from error
         self.authority = Authority.load(path)
@@ -82,17 +83,17 @@ class AuthorityBook:
 
     def coordinator(self) -> Identity:
         """A fresh identity for the coordinator."""
-        return self.authority.issue(COORDINATOR, LIFETIME)
+        return self.authority.issue(COORDINATOR)
 
     def invite(
         self,
         addresses: tuple[str, ...] | list[str],
         relay: str = "",
         relay_pass: str = "",
-        lasts: float = LIFETIME.total_seconds(),
-        single_use: bool = False,
+        lasts: float = DAY,
+        machines: int = 1,
     ) -> Invite:
-        """A new invite that lasts so many seconds, for one machine or for any number of them."""
+        """A new invite that lasts so many seconds, and lets in so many machines."""
         for address in (*addresses, *([relay] if relay else ())):
             if not is_address(address):
                 raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
@@ -102,7 +103,7 @@ class AuthorityBook:
         with self._change():
             self._forget_expired()
             issued = IssuedInvite(
-                self._fresh_id(), _hash(secret), round(self._clock() + lasts), single_use
+                self._fresh_id(), hash_of(secret), round(self._clock() + lasts), machines
             )
             self._invites[issued.invite_id] = issued
         return Invite(
@@ -120,8 +121,8 @@ class AuthorityBook:
         """Let a peer in; returns its certificate, whose name is the wanted one if there is one.
 
         AdmissionError says why not: wrong, expired, used, closed, kicked, or the name is taken. A
-        peer that is known by its key gets a new certificate with any invite that let it in, also
-        after that has expired: its time is for those who are new.
+        peer that is known by its key gets its certificate again, with any invite that let it in,
+        also after that has expired: its time is for those who are new.
         """
         key = request_fingerprint(request_pem)
         with self._change():
@@ -136,14 +137,16 @@ class AuthorityBook:
             else:
                 name = wanted_name or self._drawn_name()
                 self._refuse_name(name)
-                if len(self._peers) >= MOST_PEERS:
+                if sum(not peer.kicked for peer in self._peers.values()) >= MOST_PEERS:
                     raise AdmissionError(
-                        f"the run has {MOST_PEERS} peers already: it takes no more"
+                        f"the run has {MOST_PEERS} peers already: it takes no more until one is "
+                        "removed (thinwire kick)"
                     )
-                self._peers[name] = EnrolledPeer(name, key, [], invite_id, self._clock())
+                certificate = self.authority.sign(request_pem, name)
+                self._peers[name] = EnrolledPeer(name, key, certificate, invite_id, self._clock())
             if key not in invite.used_by:
                 self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
-            return self._certify(name, request_pem)
+            return self._peers[name].certificate
 
     def check_invite(self, invite_id: str, secret: str, request_pem: str = "") -> None:
         """Raise what `enrol` would, and use nothing up; without a request, for a new machine."""
@@ -151,22 +154,11 @@ class AuthorityBook:
         with self._changing:
             self._admitted(invite_id, secret, key)
 
-    def renew(self, name: str, request_pem: str) -> str:
-        """A new certificate for a peer that has proved its name, and for the key it came with."""
-        key = request_fingerprint(request_pem)
-        with self._change():
-            peer = self._peers.get(name)
-            if peer is None:
-                raise AdmissionError(f"{name!r} is not a peer of this run: join with an invite")
-            if peer.key != key:
-                raise AdmissionError(f"{name!r} is known by another key: join with an invite")
-            return self._certify(name, request_pem)
-
-    def kick(self, name: str) -> None:
+    def kick(self, name: str) -> list[str]:
         """Let a peer in no more, neither by its certificate nor by its key nor by its invite.
 
         The invite it came with admits nobody new from now on: it could return with another key.
-        Peers that joined with the same invite stay.
+        Peers that joined with the same invite stay, and are returned: they may be the same person.
         """
         with self._change():
             peer = self._peers.get(name)
@@ -174,14 +166,34 @@ class AuthorityBook:
                 names = ", ".join(sorted(self._peers)) or "none"
                 raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
             self._peers[name] = replace(peer, kicked=True)
+            used = {peer.invite_id}
             for invite in self._invites.values():
                 if peer.key in invite.used_by:
                     self._invites[invite.invite_id] = replace(invite, closed=True)
+                    used.add(invite.invite_id)
+            return [p.name for p in self._peers.values() if p.invite_id in used and not p.kicked]
 
     def is_welcome(self, name: str) -> bool:
         """Whether a certificate of this name opens anything; for a `Listener`."""
         peer = self._peers.get(name)
         return name == COORDINATOR or (peer is not None and not peer.kicked)
+
+    def door_token(self, name: str) -> str:
+        """What a peer shows at the host's door, and the host at the peer's."""
+        return self.authority.door_token(self._peers[name].certificate)
+
+    def grant_of(self, who: str) -> Grant | None:
+        """What somebody may at the host's door, which asks this at every connection.
+
+        A peer may all until it is kicked. An invite is good for the way to enrolment, and to what
+        `doctor` measures, for as long as it lets somebody in.
+        """
+        if peer := self._peers.get(who):
+            return Grant(self.door_token(who), refusal=_why_kicked(peer))
+        if invite := self._invites.get(invite_of(who)):
+            token = door_token(invite.invite_id, invite.secret_hash)
+            return Grant(token, _FOR_INVITED, self._why_closed(invite))
+        return None
 
     def peers(self) -> list[EnrolledPeer]:
         """All that were ever let in, in that order; kicked ones too."""
@@ -193,40 +205,36 @@ class AuthorityBook:
     ) -> tuple[IssuedInvite, EnrolledPeer | None]:
         """An invite that lets in the holder of this key, and who that is if it came before."""
         invite = self._invites.get(invite_id)
-        if invite is None or not hmac.compare_digest(invite.secret_hash, _hash(secret)):
+        if invite is None or not hmac.compare_digest(invite.secret_hash, hash_of(secret)):
             raise AdmissionError(_WRONG)
         known = next((peer for peer in self._peers.values() if peer.key == key), None)
-        if known is not None:
-            _refuse_kicked(known)
+        if known is not None and (why := _why_kicked(known)):
+            raise AdmissionError(why)
         if known is None or key not in invite.used_by:
             self._refuse_invite(invite)
         return invite, known
 
-    def _certify(self, name: str, request_pem: str) -> str:
-        """A certificate for an enrolled peer, entered in the book."""
-        peer = self._peers[name]
-        _refuse_kicked(peer)
-        certificate = self.authority.sign(request_pem, name, LIFETIME)
-        serial = f"{x509.load_pem_x509_certificate(certificate.encode()).serial_number:x}"
-        serials = [*peer.serials, serial][-_MOST_SERIALS:]
-        self._peers[name] = replace(peer, serials=serials)
-        return certificate
-
-    def _refuse_invite(self, invite: IssuedInvite) -> None:
-        """Refuse an invite that lets in nobody new."""
+    def _why_closed(self, invite: IssuedInvite) -> str:
+        """Why an invite opens nothing any more; empty while it does."""
         if invite.closed:
-            raise AdmissionError(
+            return (
                 "this invite was closed, since a peer that used it was removed: ask the host for a "
                 "new one"
             )
         if invite.expires <= self._clock():
             when = datetime.datetime.fromtimestamp(invite.expires, datetime.UTC)
+            return f"this invite expired at {when:%Y-%m-%d %H:%M} UTC: ask the host for a new one"
+        return ""
+
+    def _refuse_invite(self, invite: IssuedInvite) -> None:
+        """Refuse an invite that lets in nobody new."""
+        if why := self._why_closed(invite):
+            raise AdmissionError(why)
+        if len(invite.used_by) >= invite.machines:
+            many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
             raise AdmissionError(
-                f"this invite expired at {when:%Y-%m-%d %H:%M} UTC: ask the host for a new one"
-            )
-        if invite.single_use and invite.used_by:
-            raise AdmissionError(
-                "this invite was for one machine and has been used: ask the host for a new one"
+                f"this invite was for {many} and has been used: ask the host for a new one "
+                "(thinwire invite)"
             )
 
     def _refuse_name(self, name: str) -> None:
@@ -290,11 +298,5 @@ class AuthorityBook:
         self._peers = {peer.name: peer for peer in entries.peers}
 
 
-def _refuse_kicked(peer: EnrolledPeer) -> None:
-    if peer.kicked:
-        raise AdmissionError(f"{peer.name!r} was removed from this run by its host")
-
-
-def _hash(secret: str) -> str:
-    # A plain hash will do: the secret is random, and far too long to be guessed.
-    return hashlib.sha256(secret.encode()).hexdigest()
+def _why_kicked(peer: EnrolledPeer) -> str:
+    return f"{peer.name!r} was removed from this run by its host" if peer.kicked else ""

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import thinwire
 from thinwire.errors import AdmissionError, WireError
@@ -10,24 +11,27 @@ from thinwire.remote.enrol import HostSays, ask
 from thinwire.remote.findings import Finding, blocks, fine, note
 from thinwire.remote.invite import Invite
 from thinwire.report.human import duration
-from thinwire.wire import Door, Route, Seen, Tunnel, ping
+from thinwire.wire import Door, Identity, Route, Seen, Tunnel, ping
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import measure_link
 
 SKEW_S = 30.0  # beyond which clocks are worth a note
-MOST_SKEW_S = 23 * 3600.0  # certificates are valid from a day before they are made
 LOW_MBPS_UP = 5.0
 _NEW_INVITE = "ask the host for a new invite"
 
 
-def check_way(invite: Invite, key_pem: str = "", listen: str = "") -> Iterator[Finding]:
+def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -> Iterator[Finding]:
     """Try every way that the invite names, ask the host, and measure the best way.
 
-    `key_pem` is that of a machine that has joined before. `listen` is where it would accept
+    `known` is who this machine is if it has joined before. `listen` is where it would accept
     connections from outside, HOST:PORT; empty for nowhere.
     """
-    answers = _ping_all(invite)
+    answers = _ping_all(invite, invite.routes(known.door_token if known else ""))
+    refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
+    if refusals:
+        yield blocks(f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
+        return
     yield from _check_answers(answers)
     ways = {route: answer for route, answer in answers.items() if isinstance(answer, Seen)}
     if not ways:
@@ -35,24 +39,44 @@ def check_way(invite: Invite, key_pem: str = "", listen: str = "") -> Iterator[F
         return
     seen, *_ = ways.values()
     yield check_clock(seen.ahead_s)
-    yield from _check_host(invite, list(ways), key_pem, listen, seen)
+    yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
     yield _check_rate(invite, list(ways))
 
 
-def _ping_all(invite: Invite) -> dict[Route, Seen | str]:
+def check_outside(told: dict[str, Any]) -> Iterator[Finding]:
+    """Whether others reach a host of this machine, by what the peers of its run found (TryDoor)."""
+    run, peers = f"run {told['run']!r}", told["peers"]
+    for address in told["addresses"]:
+        tried = {name: found[address] for name, found in peers.items() if address in found}
+        if reached := [name for name, why in tried.items() if not why]:
+            yield fine(f"{run} can be reached from outside at {address}: {', '.join(reached)} did")
+        elif tried:
+            (name, why), *_ = tried.items()
+            _, port = split_address(address)
+            yield note(
+                f"{run} was not reached from outside at {address}: {name} tried ({why})",
+                "Nobody new can join by this address.",
+                f"forward TCP port {port} in the router, open it here (sudo ufw allow {port}/tcp), "
+                "and host with --address and the public address; or use thinwire relay",
+            )
+        else:
+            yield fine(f"{run} at {address}: no peer on another machine is there that could try")
+
+
+def _ping_all(invite: Invite, routes: tuple[Route, ...]) -> dict[Route, Seen | WireError]:
     """What each way answered, or why it did not; best first."""
 
-    def outcome(route: Route) -> Seen | str:
+    def outcome(route: Route) -> Seen | WireError:
         try:
             return ping(route, invite.service("probe"))
         except WireError as error:
-            return str(error)
+            return error
 
-    with ThreadPoolExecutor(len(invite.routes)) as pool:
-        return dict(zip(invite.routes, pool.map(outcome, invite.routes), strict=True))
+    with ThreadPoolExecutor(len(routes)) as pool:
+        return dict(zip(routes, pool.map(outcome, routes), strict=True))
 
 
-def _check_answers(answers: dict[Route, Seen | str]) -> Iterator[Finding]:
+def _check_answers(answers: dict[Route, Seen | WireError]) -> Iterator[Finding]:
     is_reached = any(isinstance(answer, Seen) for answer in answers.values())
     for route, answer in answers.items():
         who = "the host" if route.kind == "direct" else "the relay"
@@ -63,7 +87,7 @@ def _check_answers(answers: dict[Route, Seen | str]) -> Iterator[Finding]:
                 f"{who} answers at {route.address} in {trip}, and sees this machine as {seen}"
             )
             continue
-        what, fix = f"{who} does not answer: {answer}", _way_out(answer, route)
+        what, fix = f"{who} does not answer: {answer}", _way_out(str(answer), route)
         if is_reached:
             yield note(what, "Another way works; the run will use that.", fix)
         else:
@@ -108,12 +132,10 @@ def _check_time(invite: Invite) -> Finding:
 
 
 def check_clock(ahead_s: float) -> Finding:
-    """Whether the clocks here and at the host agree well enough for certificates."""
+    """Whether the clocks here and at the host agree; nothing fails where they do not."""
     direction = "behind" if ahead_s > 0 else "ahead of"
     here = f"the clock here is {duration(abs(ahead_s))} {direction} the host's"
     fix = "set this machine's clock by the network: sudo timedatectl set-ntp true"
-    if abs(ahead_s) > MOST_SKEW_S:
-        return blocks(here, "Certificates look expired, or not valid yet.", fix)
     if abs(ahead_s) > SKEW_S:
         return note(here, "Times in logs and invites will not agree.", fix)
     return fine(f"the clocks here and at the host agree within {SKEW_S:g} s")

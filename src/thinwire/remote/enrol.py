@@ -13,6 +13,7 @@ import ssl
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +23,15 @@ from cryptography import x509
 
 from thinwire import __version__
 from thinwire.errors import AdmissionError, ThinwireError, WireError, printable
-from thinwire.remote.authority import COORDINATOR, LIFETIME, AuthorityBook
+from thinwire.remote.authority import COORDINATOR, AuthorityBook
 from thinwire.remote.exchange import cut, cut_off_after, receive, send
 from thinwire.remote.identity import (
     identity_of,
-    needs_renewal,
     own_key,
     save_identity,
     saved_identity,
 )
-from thinwire.remote.invite import Invite, door_token, is_address
+from thinwire.remote.invite import Invite, is_address
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
@@ -51,11 +51,18 @@ MOST_AT_ONCE = 32  # exchanges; each takes a thread. Only who has an invite pass
 class EnrolServer:
     """The host's end, on a loopback address for a door to serve; a context manager."""
 
-    def __init__(self, book: AuthorityBook, exchange_s: float = EXCHANGE_S) -> None:
+    def __init__(
+        self,
+        book: AuthorityBook,
+        origins: Mapping[str, str] | None = None,
+        exchange_s: float = EXCHANGE_S,
+    ) -> None:
+        """`origins`: from where connections come, by the local address that is seen here."""
         self._book, self._exchange_s = book, exchange_s
+        self._origins = {} if origins is None else origins
         self._open: dict[ssl.SSLSocket, None] = {}  # exchanges, the oldest first
-        self._counting, self._renewing = threading.Lock(), threading.Lock()
-        self._context, self._renew_at = self._fresh_context(), _renewal_time()
+        self._counting = threading.Lock()
+        self._context = self._make_context()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = address_text(*self._socket.getsockname()[:2])
         on_daemon_thread("thinwire enrol", self._accept)
@@ -82,7 +89,7 @@ class EnrolServer:
                 time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
                 continue
             with contextlib.suppress(OSError):  # the caller has gone already
-                caller = self._current_context().wrap_socket(
+                caller = self._context.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
                 self._make_room(caller)
@@ -108,12 +115,13 @@ class EnrolServer:
                 connection.do_handshake()
                 authority_pem = self._book.authority.certificate_pem
                 send(connection, {"authority": authority_pem, "version": __version__})
-                send(connection, self._answer(receive(connection)))
+                origin = self._origins.get(address_text(*connection.getpeername()[:2]), "")
+                send(connection, self._answer(receive(connection), origin))
         finally:
             with self._counting:
                 self._open.pop(connection, None)
 
-    def _answer(self, asked: dict[str, Any]) -> dict[str, str]:
+    def _answer(self, asked: dict[str, Any], origin: str) -> dict[str, str]:
         values = [asked.get(key) for key in ("invite", "secret", "request", "name")]
         if not all(isinstance(value, str) for value in values):
             return {"refused": "the enrolment lacks a part: install the host's version of thinwire"}
@@ -121,31 +129,28 @@ class EnrolServer:
         try:
             if asked.get("only") == "ask":
                 self._book.check_invite(invite_id, secret, request)
-                return {"reached": self._reaches(str(asked.get("door", "")))}
+                return {"reached": self._reaches(str(asked.get("door", "")), origin, invite_id)}
             return {"certificate": self._book.enrol(invite_id, secret, request, name)}
         except (AdmissionError, WireError) as refusal:
             return {"refused": str(refusal)}
         except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
             return {"refused": "the host cannot enrol peers at the moment: its log says why"}
 
-    def _reaches(self, address: str) -> str:
-        """Whether a door of this run answers there; nothing else that listens there would do."""
-        if not is_address(address):
+    def _reaches(self, address: str, origin: str, invite_id: str) -> str:
+        """Whether a door of this run answers there; nothing else that listens there would do.
+
+        Only where the caller itself comes from: a host is no means to look around.
+        """
+        grant = self._book.grant_of(f"invite/{invite_id}")
+        if not is_address(address) or split_address(address)[0] != origin or grant is None:
             return ""
-        route = Route(address, token=door_token(self._book.authority.fingerprint))
         try:
-            ping(route, f"{self._book.run_id}/probe")
+            ping(Route(address, token=grant.token), f"{self._book.run_id}/probe")
         except WireError:
-            return "no"  # and not why: a host is no means to look around in its network
+            return "no"  # and not why
         return "yes"
 
-    def _current_context(self) -> ssl.SSLContext:
-        with self._renewing:
-            if time.monotonic() > self._renew_at:
-                self._context, self._renew_at = self._fresh_context(), _renewal_time()
-            return self._context
-
-    def _fresh_context(self) -> ssl.SSLContext:
+    def _make_context(self) -> ssl.SSLContext:
         identity = self._book.coordinator()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -203,7 +208,6 @@ def identity_in(folder: Path, address: str, invite: Invite, wanted_name: str = "
         saved is not None
         and saved.authority_fingerprint == invite.fingerprint
         and wanted_name in ("", saved.name)  # else the host says what is wrong
-        and not needs_renewal(saved)
     ):
         return saved
     identity = enrol(address, invite, own_key(folder), wanted_name)
@@ -255,18 +259,8 @@ def _check_host(authority_pem: str, shown: bytes, invite: Invite) -> None:
             "what answers at the address of the invite is not the run's coordinator: nothing was "
             "sent; ask the host whether its address has changed"
         )
-    now = time.time()
-    if not own.not_valid_before_utc.timestamp() <= now <= own.not_valid_after_utc.timestamp():
-        raise AdmissionError(
-            f"the clocks of this machine and of the host are more than a day apart (here it is "
-            f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC): set the wrong one right"
-        )
 
 
 def _told(message: dict[str, Any], key: str) -> str:
     """A short text of the other end's, fit for a screen."""
     return printable(str(message.get(key, "")), 500)
-
-
-def _renewal_time() -> float:
-    return time.monotonic() + LIFETIME.total_seconds() / 2

@@ -9,7 +9,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.folders import replace_private_file
 from thinwire.typed import from_plain
 
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 16 << 20
 
 
@@ -20,18 +20,18 @@ class IssuedInvite:
     invite_id: str
     secret_hash: str = field(repr=False)
     expires: int
-    single_use: bool
+    machines: int  # that it lets in
     used_by: list[str] = field(default_factory=list)  # fingerprints of the keys
     closed: bool = False  # lets in nobody new
 
 
 @dataclass(frozen=True)
 class EnrolledPeer:
-    """A peer that was let in: its name, the key that it is known by, its latest certificates."""
+    """A peer that was let in: its name, the key that it is known by, and its certificate."""
 
     name: str
     key: str
-    serials: list[str]
+    certificate: str
     invite_id: str
     enrolled: float
     kicked: bool = False

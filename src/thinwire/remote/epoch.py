@@ -21,7 +21,7 @@ from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
 from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
-from thinwire.remote.ways import DoorOf, Ways, probe_all
+from thinwire.remote.ways import DoorOf, Ways, probe_all, token_of_links
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Commit
@@ -44,8 +44,8 @@ class Base:
     lobby: Lobby
     listener: Listener
     run_id: str
-    token: str
-    meeting: list[Way]
+    token_of: Callable[[str], str]  # at doors, of a peer
+    meeting: Callable[[str], list[Way]]  # of a peer: where it finds those whom it cannot reach
     folder: Path
     data: Data
     display: SharedDisplay
@@ -67,6 +67,7 @@ class Epoch:
         self._base, self._formation, self._settings = base, formation, settings
         self._checkpoint = checkpoint
         self._seats = formation.seats
+        self._links = token_of_links(formation.epoch)
         self._reception = Reception(base.listener)
         self._coordinator = Coordinator(
             len(self._seats),
@@ -106,7 +107,7 @@ class Epoch:
         """
         base, settings = self._base, self._settings
         doors = self._doors()
-        ways = Ways(base.run_id, base.token, doors, base.meeting)
+        ways = Ways(base.run_id, self._links, doors, [base.meeting(name) for name in self._seats])
         limits = [most_shard_bytes(settings, stage) for stage in range(len(self._seats))]
         check = ShardCheck(settings, base.data, incoming_folder(base.folder))
         peers = RemotePeers(
@@ -153,6 +154,7 @@ class Epoch:
             self._settings.to_plain(),
             self._checkpoint is not None,
             self._base.data.fingerprint,
+            self._links,
         )
 
     def _carry_out(self, collector: ShardCollector, command: Command) -> None:
@@ -207,8 +209,8 @@ class Epoch:
     def _doors(self) -> list[DoorOf]:
         """The doors of all seats, probed at once."""
         guests = {guest.name: guest for guest in self._guests()}
-        said = [guests[name].arrived if name in guests else None for name in self._seats]
-        doors = probe_all(said, self._base.run_id, self._base.token)
+        seated = [guests.get(name) for name in self._seats]
+        doors = probe_all(seated, self._base.run_id, self._base.token_of)
         for name, door in zip(self._seats, doors, strict=True):
             if name in guests:
                 guests[name].is_reachable = bool(door.outside)

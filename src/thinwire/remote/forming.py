@@ -1,6 +1,7 @@
 """Which of the peers that are here hold the stages of a run, and how many blocks each."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
@@ -37,9 +38,11 @@ class Forming:
     lacking: str = ""
 
 
-def form(settings: Settings, here: list[Guest], run: str, token: str) -> Forming:
+def form(
+    settings: Settings, here: list[Guest], run: str, token_of: Callable[[str], str]
+) -> Forming:
     """Choose seats and blocks among the peers that are here; their doors are tried first."""
-    doors = probe_all([guest.arrived for guest in here], run, token)
+    doors = probe_all([*here], run, token_of)
     peers = [
         as_peer(guest, settings.run.precision, bool(door.outside))
         for guest, door in zip(here, doors, strict=True)

@@ -6,7 +6,6 @@ which plugins are imported, this machine decides.
 
 import copy
 import dataclasses
-import json
 import subprocess
 import time
 from collections.abc import Callable
@@ -106,13 +105,6 @@ class Holding:
         )
         self._process = spawn(order, self._log)
         return self._process
-
-    def renew(self, identity: Identity) -> None:
-        """Hand a renewed certificate to the process."""
-        if self._process is not None and self._process.stdin is not None and self.is_running:
-            line = json.dumps(identity.to_plain()).encode() + b"\n"
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
 
     def stop(self) -> None:
         """End the process at once, if there is one."""

@@ -24,7 +24,7 @@ from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite
 from thinwire.remote.lobby import Guest, Lobby, one_line
 from thinwire.remote.news import SharedDisplay
-from thinwire.remote.opening import HostOptions, Opened
+from thinwire.remote.opening import HostOptions, Opened, who_is_left_out
 from thinwire.remote.seats import (
     Failures,
     Formation,
@@ -103,7 +103,7 @@ class _Hosting:
         door = Opened(book, options, self._formation.port, opened)
         self._formation = dataclasses.replace(self._formation, port=door.port)
         write_formation(folder, self._formation)
-        self._lobby = opened.enter_context(Lobby(door.listener, book))
+        self._lobby = opened.enter_context(Lobby(door.listener, book, door.origins, door.cut))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
         self._lobby.note = self._display.note
@@ -114,19 +114,21 @@ class _Hosting:
             lambda: self._formation,
             lambda: self._settings,
             door.invite,
+            door.addresses,
         )
         opened.enter_context(ControlSocket(folder, console.handlers()))
         self._base = Base(
             self._lobby,
             door.listener,
             book.run_id,
-            door.token,
+            book.door_token,
             door.meeting,
             folder,
             data,
             self._display,
         )
-        self._announce(door.invite())
+        machines = options.machines or max(1, settings.pipeline.stages - options.stages_here)
+        self._announce(door.invite(machines), machines)
         if options.stages_here:
             here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
             opened.enter_context(here)
@@ -145,14 +147,17 @@ class _Hosting:
             self._lobby.say_farewell(f"the run ended with an error: {error}", in_order=False)
             raise
 
-    def _announce(self, invite: Invite) -> None:
+    def _announce(self, invite: Invite, machines: int) -> None:
         """Print the invite, and keep it in the run's folder for whoever closed the window."""
         path = self._folder / "authority" / "invite.txt"
         with contextlib.suppress(OSError):
             replace_private_file(path, f"thinwire join {invite}\n".encode())
         hours = invite.seconds_left() / 3600
-        self._display.phase("invite", f"for the next {hours:.0f} hours, others join with")
+        who = "one machine joins" if machines == 1 else f"up to {machines} machines join"
+        self._display.phase("invite", f"for the next {hours:.0f} hours, {who} with")
         self._display.phase("invite", f"thinwire join {invite}")
+        if left_out := who_is_left_out(invite.addresses, invite.relay):
+            self._display.note(left_out)
 
     def _form_and_run(self) -> dict[str, Any] | None:
         """One epoch; None if the run goes on with another."""
@@ -290,7 +295,7 @@ class _Hosting:
         names = [guest.name for guest in here]
         if names == self._refused[0]:
             return None, self._refused[1]
-        forming = form(self._settings, here, self._base.run_id, self._base.token)
+        forming = form(self._settings, here, self._base.run_id, self._base.token_of)
         if (split := forming.split) is None:
             self._refused = names, f"waiting for other peers: {forming.lacking}"
             return None, self._refused[1]

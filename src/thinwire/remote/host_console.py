@@ -16,10 +16,12 @@ from thinwire.remote.standing import Standing
 from thinwire.remote.status import PeerStatus
 from thinwire.settings import Settings
 
+TRY_SECONDS = 10.0  # for peers to look from outside
+
 
 class HostConsole:
     """The answers of a host. `formation` and `settings` give what holds at the moment, and
-    `invite` makes another invite.
+    `invite` makes another invite, for so many machines, which names `addresses`.
     """
 
     def __init__(
@@ -29,14 +31,21 @@ class HostConsole:
         book: AuthorityBook,
         formation: Callable[[], Formation],
         settings: Callable[[], Settings],
-        invite: Callable[[], Invite],
+        invite: Callable[[int], Invite],
+        addresses: tuple[str, ...] = (),
     ):
         self._standing, self._lobby, self._book = standing, lobby, book
         self._formation, self._settings, self._invite = formation, settings, invite
+        self._addresses = addresses
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
-        return {"status": self._status, "kick": self._kick, "invite": self._make_invite}
+        return {
+            "status": self._status,
+            "kick": self._kick,
+            "invite": self._make_invite,
+            "outside": self._outside,
+        }
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:
         formation = self._formation()
@@ -56,18 +65,45 @@ class HostConsole:
         name = request.get("peer")
         if not isinstance(name, str):
             raise ConfigError("say which peer to kick")
-        seats = self._formation().seats
-        self._lobby.kick(name)
+        seats, kicked = self._formation().seats, [name]
+        others = self._lobby.kick(name)
+        if request.get("by_invite") is True:
+            for other in others:
+                self._lobby.kick(other)
+            kicked, others = [name, *others], []
         text = (
-            f"{name} was removed from the run and is not let in again, nor is anybody new by the "
-            "invite that it used; `thinwire invite` makes another"
+            f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
+            "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
+            "another"
         )
-        if name in seats:
-            text += f"; stage {seats.index(name)} waits for another peer"
+        for stage in sorted(seats.index(one) for one in kicked if one in seats):
+            text += f"; stage {stage} waits for another peer"
+        if others:
+            text += (
+                f"\nby the same invite came, and stay: {', '.join(others)}; `thinwire kick {name} "
+                "--by-invite` removes them too"
+            )
         return {"text": text}
 
+    def _outside(self, request: dict[str, Any]) -> dict[str, Any]:
+        """By which of its addresses peers on other machines reach this host."""
+        peers = {
+            guest.name: {
+                address: one_line(guest.tried.answers[address])
+                for address in self._addresses
+                if address in guest.tried.answers
+            }
+            for guest in self._lobby.try_door(TRY_SECONDS)
+            if guest.tried and not guest.origin.startswith("127.")
+        }
+        run = self._settings().run.name
+        return {"run": run, "addresses": list(self._addresses), "peers": peers}
+
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"text": f"thinwire join {self._invite()}"}
+        machines = request.get("machines", 1)
+        if not isinstance(machines, int) or machines < 1:
+            raise ConfigError("an invite is for one machine or more")
+        return {"text": f"thinwire join {self._invite(machines)}"}
 
     def _peer(self, guest: Guest, formation: Formation) -> PeerStatus:
         stage = formation.seats.index(guest.name) if guest.name in formation.seats else None

@@ -1,16 +1,15 @@
 """What a joining machine keeps of itself in its own folder: its key, and its certificate.
 
 The key is made before the first enrolment and never leaves the machine. So a machine that enrols
-again, because an answer was lost or the certificate has expired, is known to the host by its key.
+again, because an answer was lost, is known to the host by its key.
 """
 
-import time
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import ConfigError, ThinwireError, WireError
 from thinwire.folders import replace_private_file
 from thinwire.wire.tls import (
     Identity,
@@ -51,7 +50,7 @@ def saved_identity(folder: Path) -> Identity | None:
         own, authority = x509.load_pem_x509_certificates(path.read_bytes())
         pems = [c.public_bytes(Encoding.PEM).decode() for c in (own, authority)]
         return identity_of(pems[0], own_key(folder), pems[1])
-    except (OSError, ValueError, WireError):
+    except (OSError, ValueError, ThinwireError):
         return None
 
 
@@ -62,11 +61,6 @@ def save_identity(folder: Path, identity: Identity) -> None:
         replace_private_file(folder / _CERTIFICATE, content)
     except OSError as error:
         raise ConfigError(f"cannot write {folder / _CERTIFICATE}: {error}") from error
-
-
-def needs_renewal(identity: Identity, now: float | None = None) -> bool:
-    """Whether less than half of a certificate's day is left; then ask for a new one."""
-    return identity.expires - (time.time() if now is None else now) < 12 * 3600
 
 
 def identity_of(certificate_pem: str, key_pem: str, authority_pem: str) -> Identity:

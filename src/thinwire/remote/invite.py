@@ -23,6 +23,7 @@ MOST_ADDRESSES = 8
 LONGEST_NAME = 80  # of a run, in an invite
 _LONGEST = 4096  # characters; a usual one has about 200
 _CHECKSUM_BYTES = 6
+_INVITED = "invite/"
 _HEAD = struct.Struct(f">32s{ID_BYTES}s{SECRET_BYTES}sQ")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 
@@ -51,13 +52,13 @@ class Invite:
 
     @property
     def door_token(self) -> str:
-        """What the doors of the run want to be shown."""
-        return door_token(self.fingerprint)
+        """What it shows at the host's door, for as long as it is good."""
+        return door_token(self.invite_id, hash_of(self.secret))
 
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        """The ways to the host, best first."""
-        direct = [Route(address, "direct", self.door_token) for address in self.addresses]
+    def routes(self, token: str = "") -> tuple[Route, ...]:
+        """The ways to the host, best first; with the token of a peer, or with the invite's own."""
+        shown = token or self.door_token
+        direct = [Route(address, "direct", shown) for address in self.addresses]
         relayed = [Route(self.relay, "relayed", self.relay_pass)] if self.relay else []
         return (*direct, *relayed)
 
@@ -111,12 +112,21 @@ class Invite:
         )
 
 
-def door_token(fingerprint: str) -> str:
-    """What the doors of a run want to be shown: known to its peers, and not its public id.
+def hash_of(secret: str) -> str:
+    """By which a host knows the secret of an invite again."""
+    # A plain hash will do: the secret is random, and far too long to be guessed.
+    return hashlib.sha256(secret.encode()).hexdigest()
 
-    It only keeps strangers away from the listeners behind a door; they check certificates.
-    """
-    return hashlib.sha256(f"thinwire door {fingerprint}".encode()).hexdigest()[:32]
+
+def door_token(invite_id: str, secret_hash: str) -> str:
+    """What the holder of an invite shows at the host's door; no peer's name has a slash."""
+    secret = hashlib.sha256(f"thinwire door {secret_hash}".encode()).hexdigest()[:32]
+    return f"{_INVITED}{invite_id}.{secret}"
+
+
+def invite_of(who: str) -> str:
+    """Which invite it is that has this name at a door; empty for a peer."""
+    return who.removeprefix(_INVITED) if who.startswith(_INVITED) else ""
 
 
 def is_address(text: str) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
@@ -41,16 +42,18 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     _check(options)
     raise_descriptor_limit()
     folder = options.folder or peer_folder(invite.run_id)
-    routes = invite.routes
-    with _claimed(folder), Tunnel(invite.service("enrol"), routes) as way:
+    with _claimed(folder), Tunnel(invite.service("enrol"), invite.routes()) as way:
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
         identity = _identity(folder, way, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
+        routes = invite.routes(identity.door_token)
         with (
             Tunnel(invite.service("control"), routes) as host,
-            _door(options.listen, invite) as door,
+            _door(options.listen) as door,
         ):
-            place = Place(folder, host.address, *_addresses(door, options.listen, invite, routes))
+            addresses = _addresses(door, options.listen, _seen(routes, invite))
+            admit = partial(_admit, door, invite.run_id, identity.door_token)
+            place = Place(folder, host, *addresses, admit)
             machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
             member = Member(place, identity, options.terms, machine, display)
             with ControlSocket(folder, member_handlers(member, invite)):
@@ -76,6 +79,8 @@ def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:
     except AdmissionError:
         raise
     except WireError as error:  # which knows this machine's end of the tunnel only
+        if way.refusal is not None:
+            raise way.refusal from None
         raise WireError(
             f"cannot reach the host of run {invite.run_name!r}: {way.trouble or error}; `thinwire "
             "doctor` with the same invite looks for the cause"
@@ -102,29 +107,44 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _door(listen: str, invite: Invite) -> Iterator[Door | None]:
+def _door(listen: str) -> Iterator[Door | None]:
     if not listen:
         yield None
         return
     with Door(*split_address(listen)) as door:
-        door.admit(invite.run_id, invite.door_token)
         yield door
 
 
-def _addresses(
-    door: Door | None, listen: str, invite: Invite, routes: tuple[Route, ...]
-) -> tuple[str, str]:
+def _admit(door: Door | None, run: str, own: str, links: str) -> None:
+    """Admit the host, which knows this peer's own token, and the peers of the epoch at the door."""
+    if door is not None:
+        door.admit(run, own, *([links] if links else []))
+
+
+def _seen(routes: tuple[Route, ...], invite: Invite) -> str:
+    """As which host others see this machine; empty where no way leads there at the moment.
+
+    An AdmissionError says that this peer was removed from the run.
+    """
+    for route in routes:
+        try:
+            return split_address(ping(route, invite.service("control")).address)[0]
+        except AdmissionError:
+            raise
+        except WireError:
+            continue
+    return ""
+
+
+def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
     """The door's address for this machine's own processes, and the one by which others may try."""
     if door is None:
         return "", ""
     host, _ = split_address(listen)
     if host not in ("0.0.0.0", "::", ""):
         return door.address, door.address
-    for route in routes:
-        with contextlib.suppress(WireError):
-            seen, _ = split_address(ping(route, invite.service("control")).address)
-            return address_text("127.0.0.1", door.port), address_text(seen, door.port)
-    return address_text("127.0.0.1", door.port), ""
+    outside = address_text(seen, door.port) if seen else ""
+    return address_text("127.0.0.1", door.port), outside
 
 
 def _measured(

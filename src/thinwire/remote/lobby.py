@@ -7,7 +7,7 @@ the peer says what it is doing, and is told again what it is to do.
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,9 @@ from thinwire.remote.messages import (
     Leaving,
     News,
     Prepared,
-    Renew,
-    Renewed,
     TakeSeat,
+    Tried,
+    TryDoor,
     Vacate,
     lobby_name,
 )
@@ -52,6 +52,7 @@ class Guest:
     name: str
     channel: Channel | None = None
     arrived: Arrive | None = None  # what it said when its stream was opened; None while it is away
+    origin: str = ""  # the host from which its stream comes
     since: float = field(default_factory=time.monotonic)  # that it came or went
     heard: float = field(default_factory=time.monotonic)  # when it last said something
     doing: str = ""
@@ -64,6 +65,7 @@ class Guest:
     why_unfit: str = ""  # it declined, or failed; another arrival may change that
     set_aside: str = ""  # why it gets no seat, however often it arrives
     is_leaving: bool = False  # it said so, and may still be here for a moment
+    tried: Tried | None = None  # which addresses of the host it reached, since it was last asked
     pace: Pace = field(init=False)  # over all its streams
 
     def __post_init__(self) -> None:
@@ -99,11 +101,19 @@ class Lobby:
     `note`, with what people should know.
     """
 
-    def __init__(self, listener: Listener, book: AuthorityBook):
+    def __init__(
+        self,
+        listener: Listener,
+        book: AuthorityBook,
+        origins: Mapping[str, str] | None = None,
+        cut: Callable[[str], None] = lambda name: None,
+    ):
+        """`origins`: from where streams come, by local address; `cut` ends all of a peer's."""
         self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
         self.note: Callable[[str], None] = lambda text: None
         self._told = Told()
         self._listener, self._book = listener, book
+        self._origins, self._cut = {} if origins is None else origins, cut
         self._guests: dict[str, Guest] = {}
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
@@ -178,18 +188,30 @@ class Lobby:
             for guest in self._guests.values():
                 self._send(guest, message)
 
-    def kick(self, name: str) -> None:
-        """Let a peer in no more, and have it leave."""
-        self._book.kick(name)
+    def try_door(self, timeout: float) -> list[Guest]:
+        """Have all who are here try to reach the host anew; those who said in time how it went."""
+        with self._changed:
+            asked = [guest for guest in self._guests.values() if guest.is_here]
+            for guest in asked:
+                guest.tried = None
+                self._send(guest, TryDoor())
+            self._changed.wait_for(lambda: all(guest.tried for guest in asked), timeout)
+            return [guest for guest in asked if guest.tried]
+
+    def kick(self, name: str) -> list[str]:
+        """Let a peer in no more, and have it leave; returns who else came by its invite."""
+        others = self._book.kick(name)
         with self._changed:
             guest = self._guests.get(name)
             if guest is None:
-                return
+                self._cut(name)
+                return others
             seat, guest.seat = guest.seat, None
             self._send(guest, Dismiss("the host removed this peer from the run", in_order=False))
-            self._lose(guest, guest.channel)
+            self._lose(guest, guest.channel, lambda: self._cut(name))
         if seat is not None:
             self.on_happening(name, Gone(seat.epoch, "the host removed it from the run"))
+        return others
 
     def mark_unfit(self, name: str, reason: str) -> None:
         """Give a peer no seat until it arrives anew."""
@@ -227,12 +249,14 @@ class Lobby:
     def _attend(self, guest: Guest, pipe: Pipe) -> None:
         """Hear a stream of a peer; returns once it is known whether it is the one that counts."""
         settled, lost = threading.Event(), threading.Event()
+        origin = self._origins.get(pipe.comes_from, "")
 
         def hear(message: Any) -> None:
             with self._changed:
                 counts = guest.channel is channel
             if not counts and isinstance(message, Arrive) and not settled.is_set():
                 counts = self._replace(guest, channel, message)
+                guest.origin = origin if counts else guest.origin
                 settled.set()
                 if lost.is_set():  # while the other was asked
                     on_lost()
@@ -259,7 +283,7 @@ class Lobby:
                 on_end=on_lost,
             )
             if guest.channel is None:
-                guest.channel, guest.arrived = channel, None
+                guest.channel, guest.arrived, guest.origin = channel, None, origin
                 settled.set()
         if not settled.wait(ARRIVAL_SECONDS + ALIVE_SECONDS):
             on_lost()
@@ -302,12 +326,22 @@ class Lobby:
                 "refused"
             )
 
-    def _lose(self, guest: Guest, channel: Channel | None) -> None:
-        if channel is not None and guest.channel is channel:
+    def _lose(
+        self, guest: Guest, channel: Channel | None, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Give up the stream of a peer, once it has what it was told; and then do something."""
+        is_its = channel is not None and guest.channel is channel
+        if is_its:
             guest.channel, guest.arrived = None, None
             guest.since, guest.doing = time.monotonic(), ""
             self._changed.notify_all()
-            _close(channel)
+
+        def close() -> None:
+            if is_its and channel is not None:
+                channel.close()
+            then()
+
+        threading.Thread(target=close, daemon=True).start()
 
     def _hear(self, guest: Guest, message: Any) -> None:
         guest.pace.count()
@@ -339,8 +373,8 @@ class Lobby:
             case Leaving():
                 guest.is_leaving = True
                 return message
-            case Renew(request):
-                self._renew(guest, request)
+            case Tried():
+                guest.tried = message
         return None
 
     def _welcome(self, guest: Guest, arrived: Arrive) -> Happening | None:
@@ -362,10 +396,6 @@ class Lobby:
 
     def _tell_unfit(self, guest: Guest) -> None:
         self._send(guest, News(f"this machine gets no seat: {guest.why_unfit}"))
-
-    def _renew(self, guest: Guest, request: str) -> None:
-        with contextlib.suppress(ThinwireError):  # also of a full disk: it asks again
-            self._send(guest, Renewed(self._book.renew(guest.name, request)))
 
     def _send(self, guest: Guest, message: FromHost) -> None:
         if guest.channel is not None and guest.channel.unsent < MOST_UNTAKEN:

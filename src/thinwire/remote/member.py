@@ -20,9 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.errors import AdmissionError, StageError, ThinwireError
+from thinwire.errors import StageError, ThinwireError, WireError
 from thinwire.remote.holding import Holding, Terms
-from thinwire.remote.identity import identity_of, needs_renewal, save_identity
 from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
     Arrive,
@@ -35,11 +34,11 @@ from thinwire.remote.messages import (
     Leaving,
     News,
     Prepared,
-    Renew,
-    Renewed,
     ScoreNews,
     StepNews,
     TakeSeat,
+    Tried,
+    TryDoor,
     Vacate,
     code_of,
     seat_name,
@@ -52,10 +51,8 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.wire import Identity
-from thinwire.wire.tls import signing_request
+from thinwire.wire import Identity, Tunnel, ping
 
-RENEWAL_LOOK_SECONDS = 60.0
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 
 
@@ -64,9 +61,10 @@ class Place:
     """Where a member is: its folder, its way to the host, and its door, as Arrive has it."""
 
     folder: Path
-    host: str  # the local end of the tunnel to the host's streams
+    host: Tunnel  # to the host's streams
     door: str = ""
     outside: str = ""
+    admit: Callable[[str], None] = lambda links: None  # those who know this token, at its own door
 
 
 @dataclass(frozen=True)
@@ -111,13 +109,13 @@ class Member:
         self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._touch = Touch(place.host, identity, self._events.put)
+        place.admit("")
         self._channel: Channel | None = None
         self._holding: Holding | None = None
         self._ended: Ended | None = None  # of the seat that is held, if its process has ended
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
-        self._asked_renewal = 0.0
         self._launch_due = 0  # the epoch whose process may start
         self._pace = Pace()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
@@ -130,9 +128,7 @@ class Member:
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
-                    self._renew_in_time()
-                    with contextlib.suppress(queue.Empty):
-                        self._on(self._events.get(timeout=RENEWAL_LOOK_SECONDS))
+                    self._on(self._events.get())
         finally:
             self._is_over = True
             self._touch.end()
@@ -199,8 +195,10 @@ class Member:
                 self._on_exit(event)
             case Vacate(epoch, reason):
                 self._vacate(epoch, reason)
-            case Renewed(certificate):
-                self._take_certificate(certificate)
+            case TryDoor():
+                self._begin(self._try_door)
+            case Tried():
+                self._say(event)
             case Dismiss(reason, in_order):
                 self._end(reason, in_order)
             case _AskedToLeave():
@@ -219,6 +217,18 @@ class Member:
                 self._display.step(StepRecord(**vars(news), stages=[], links=[]))
             case ScoreNews():
                 self._display.evaluation(EvaluationRecord(**vars(news)))
+
+    def _try_door(self) -> None:
+        """On a thread of its own: look by which addresses this machine reaches the host."""
+        way, answers = self._place.host, {}
+        for route in way.routes:
+            if route.kind == "direct":
+                try:
+                    ping(route, way.name)
+                    answers[route.address] = ""
+                except WireError as error:
+                    answers[route.address] = str(error)
+        self._events.put(Tried(answers))
 
     def _arrive(self, channel: Channel) -> None:
         self._channel = channel
@@ -269,6 +279,7 @@ class Member:
             return
         self._holding = holding
         self._serve_shards()
+        self._place.admit(seat.links)
         blocks = holding.settings.split()[seat.stage]
         self._display.phase(
             "seat",
@@ -337,7 +348,7 @@ class Member:
         mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
         self._pace.change(share * mbps_up * 1e6 / 8)
         try:
-            process = held.start(self._place.host, self.identity)
+            process = held.start(self._place.host.address, self.identity)
         except ThinwireError as error:
             self._decline(epoch, error)
             return
@@ -368,6 +379,7 @@ class Member:
         self.seatless_since = time.time()
         if held is not None:
             held.stop()
+            self._place.admit("")
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -390,18 +402,3 @@ class Member:
         if not in_order:
             raise StageError(reason)
         self._farewell, self._is_over = reason, True
-
-    def _renew_in_time(self) -> None:
-        is_due = time.monotonic() - self._asked_renewal > RENEWAL_LOOK_SECONDS
-        if self._channel is not None and is_due and needs_renewal(self.identity):
-            self._asked_renewal = time.monotonic()
-            self._say(Renew(signing_request(self.identity.key_pem)))
-
-    def _take_certificate(self, certificate: str) -> None:
-        renewed = identity_of(certificate, self.identity.key_pem, self.identity.authority_pem)
-        if renewed.name != self.identity.name:
-            raise AdmissionError(f"the host calls this peer {renewed.name!r} now: join again")
-        self._touch.identity = renewed
-        save_identity(self._place.folder, renewed)
-        if self._holding is not None:
-            self._holding.renew(renewed)

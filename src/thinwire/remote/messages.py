@@ -4,7 +4,7 @@ All of it is repeatable: a stream that broke is opened anew, and whoever arrives
 what holds. So nothing needs to be numbered or acknowledged.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.run.vocabulary import Vocabulary
@@ -96,10 +96,10 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Renew:
-    """A peer asks for another certificate, for the same key."""
+class Tried:
+    """Which addresses of its invite a peer reaches: why not, or an empty text, by address."""
 
-    request: Exact
+    answers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class TakeSeat:
     """A peer is to hold a stage: data alone, for paths and devices are its own.
 
     `corpus` is the fingerprint of the data; `resumes` says whether there is a checkpoint to fetch.
+    `links` is the token by which the peers of this epoch meet at each other's doors.
     """
 
     epoch: int
@@ -114,6 +115,7 @@ class TakeSeat:
     settings: dict[str, Any]
     resumes: bool
     corpus: Exact
+    links: Exact = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,8 @@ class ScoreNews:
 
 
 @dataclass(frozen=True)
-class Renewed:
-    """A certificate that was asked for."""
-
-    certificate: Exact
+class TryDoor:
+    """A peer is to try the addresses of the host that its own invite names, and no others."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Dismiss:
     in_order: bool
 
 
-FromMember = Arrive | Alive | Doing | Prepared | Declined | Ended | Leaving | Renew
-FromHost = AskAlive | TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | Renewed | Dismiss
+FromMember = Arrive | Alive | Doing | Prepared | Declined | Ended | Leaving | Tried
+FromHost = AskAlive | TakeSeat | Launch | Vacate | News | StepNews | ScoreNews | TryDoor | Dismiss
 
 LOBBY = Vocabulary(
     {
@@ -196,7 +196,7 @@ LOBBY = Vocabulary(
         "declined": Declined,
         "ended": Ended,
         "leaving": Leaving,
-        "renew": Renew,
+        "tried": Tried,
         "ask_alive": AskAlive,
         "take_seat": TakeSeat,
         "launch": Launch,
@@ -204,7 +204,7 @@ LOBBY = Vocabulary(
         "news": News,
         "step_news": StepNews,
         "score_news": ScoreNews,
-        "renewed": Renewed,
+        "try_door": TryDoor,
         "dismiss": Dismiss,
     }
 )

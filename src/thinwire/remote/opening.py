@@ -1,15 +1,15 @@
 """What a host opens: its door, the services behind it, and the ways by which others find them."""
 
 import contextlib
-import threading
-import time
+import ipaddress
 from dataclasses import dataclass, field
+from functools import partial
 
 from thinwire.errors import ConfigError, WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.enrol import EnrolServer
-from thinwire.remote.invite import Invite, door_token, is_address
-from thinwire.remote.relay import outside_address
+from thinwire.remote.invite import Invite, is_address
+from thinwire.remote.relay import is_public, outside_address
 from thinwire.run.messages import Way
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.wire import Door, Listener, Route, Standby
@@ -18,7 +18,6 @@ from thinwire.wire.preamble import split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.speed import SpeedService
 
-RENEWAL_SECONDS = 6 * 3600.0  # after which this process shows another certificate
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
 
 
@@ -31,9 +30,10 @@ class HostOptions:
     relay: str = ""
     relay_pass: str = field(default="", repr=False)
     lasts: float = 86_400.0  # seconds for which the invite is good
-    single_use: bool = False
+    machines: int = 0  # that the invite lets in; 0: as many as the run has stages for others
     stages_here: int = 0  # that this machine holds itself
     resume: bool = False  # a run that `train` began in this folder
+    mbps: float = 0.0  # between peers that meet at this host, all together; 0: each link apart
 
     def check(self) -> None:
         """Refuse a wrong address before anything is prepared."""
@@ -52,18 +52,17 @@ class Opened:
         stack: contextlib.ExitStack,
     ):
         self._book, self._options = book, options
-        self.token = door_token(book.authority.fingerprint)
         self.listener = Listener(
             book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
         )
         stack.callback(self.listener.close)
-        threading.Thread(target=self._keep_fresh, daemon=True).start()
         door = stack.enter_context(_open_door(options.listen, port_before))
-        door.admit(book.run_id, self.token)
-        self.port = door.port
+        door.admit_by(book.run_id, book.grant_of, options.mbps)
+        self.port, self.origins = door.port, door.origins
+        self.cut = partial(door.cut, book.run_id)
         prover = book.authority.prover()
         services = {
-            "enrol": stack.enter_context(EnrolServer(book)).address,
+            "enrol": stack.enter_context(EnrolServer(book, door.origins)).address,
             "control": self.listener.address,
             SPEED: stack.enter_context(SpeedService()).address,
         }
@@ -72,37 +71,54 @@ class Opened:
             door.serve(name, address)
             if options.relay:
                 route = Route(options.relay, "relayed", options.relay_pass)
-                stack.enter_context(Standby(name, route, address, prover=prover))
+                standby = Standby(name, route, address, prover=prover, origins=door.origins)
+                stack.enter_context(standby)
         stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
         self.addresses = stated or (outside_address(host, door.port),)
 
-    @property
-    def meeting(self) -> list[Way]:
-        """Where two peers meet that cannot reach each other: the relay, then the host's door."""
-        options = self._options
-        own = [Way(address, "relayed", self.token) for address in self.addresses]
+    def meeting(self, peer: str) -> list[Way]:
+        """Where a peer meets others that it cannot reach: the relay, then the host's door."""
+        options, token = self._options, self._book.door_token(peer)
+        own = [Way(address, "relayed", token) for address in self.addresses]
         relay = [Way(options.relay, "relayed", options.relay_pass)] if options.relay else []
         return relay + own
 
-    def invite(self) -> Invite:
-        """An invite for others."""
+    def invite(self, machines: int) -> Invite:
+        """An invite for so many others."""
         options = self._options
         return self._book.invite(
-            self.addresses, options.relay, options.relay_pass, options.lasts, options.single_use
+            self.addresses, options.relay, options.relay_pass, options.lasts, machines
         )
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
         host, _ = split_address(self._options.listen)
         inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return self._book.invite((address_text(inner, self.port),), lasts=OWN_INVITE_SECONDS)
+        return self._book.invite(
+            (address_text(inner, self.port),),
+            lasts=OWN_INVITE_SECONDS,
+            machines=self._options.stages_here,
+        )
 
-    def _keep_fresh(self) -> None:
-        """Show another certificate in time."""
-        while True:
-            time.sleep(RENEWAL_SECONDS)
-            self.listener.renew(self._book.coordinator())
+
+def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
+    """Who cannot come by these addresses of a host, and what to do about it; empty for nobody."""
+    places = [split_address(address) for address in addresses]
+    if relay or any(is_public(host) and host != "localhost" for host, _ in places):
+        return ""
+    host, port = places[0]
+    ways = (
+        f"open TCP port {port} of the router to this machine, and add --address with the public "
+        "address or name; or use a relay (thinwire relay, and host --relay)"
+    )
+    if all(one == "localhost" or ipaddress.ip_address(one).is_loopback for one, _ in places):
+        return (
+            f"only this machine can use the invite: {host} is its own address. For peers in the "
+            f"same network, listen on all addresses (--listen 0.0.0.0:{port}). For others, also "
+            f"{ways}"
+        )
+    return f"{host} is an address of this network alone. For peers from outside, {ways}"
 
 
 def with_port(address: str, port: int) -> str:

@@ -23,6 +23,7 @@ from thinwire.report.human import human_bytes
 from thinwire.report.table import plain_table
 from thinwire.run.signals import heeding
 from thinwire.wire import Door, Traffic, raise_descriptor_limit
+from thinwire.wire.door import LINK_MBPS
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
 
@@ -59,17 +60,19 @@ class Relay:
         return cls(address, password)
 
 
-def run_relay(listen: str, port: int, mbps: float, pass_file: Path | None, stream: TextIO) -> None:
-    """Be a relay until a signal asks to end; shows who meets, and how much passes."""
+def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) -> None:
+    """Be a relay until a signal asks to end; shows who meets, and how much passes.
+
+    `listen` is HOST:PORT; with port 0 it takes any free one.
+    """
+    host, port = split_address(listen)
     password = _password(pass_file)
     raise_descriptor_limit()
     is_over = threading.Event()
-    with Door(listen, port) as door:
+    with Door(host, port) as door:
         door.admit_any(password, mbps)
         with heeding(lambda number, frame: is_over.set()):
-            stream.write(
-                _welcome(listen, Relay(outside_address(listen, door.port), password), mbps)
-            )
+            stream.write(_welcome(host, Relay(outside_address(host, door.port), password), mbps))
             stream.flush()
             _show(door, stream, is_over)
         passed = sum(traffic.bytes for traffic in door.traffic().values())
@@ -106,7 +109,7 @@ def outside_address(listen: str, port: int) -> str:
 
 def _welcome(listen: str, relay: Relay, mbps: float) -> str:
     host, port = split_address(relay.address)
-    bound = f"at most {mbps:g} Mbit/s for each run" if mbps else "no bound on its rate"
+    bound = f"at most {mbps or LINK_MBPS:g} Mbit/s for each {'run' if mbps else 'link'}"
     lines = [
         f"relay on port {port} of {listen or 'all addresses'}, {bound}; Ctrl-C closes it",
         "whoever hosts a run adds this, and peers find the relay in the invite:",
@@ -114,7 +117,7 @@ def _welcome(listen: str, relay: Relay, mbps: float) -> str:
         f"    --relay {relay}",
         "",
     ]
-    if not _is_public(host):
+    if not is_public(host):
         lines.append(
             f"note: {host} is not an address of the public internet. If others come from there, "
             f"write the public address or name instead, and forward port {port} to this machine."
@@ -122,10 +125,11 @@ def _welcome(listen: str, relay: Relay, mbps: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_public(host: str) -> bool:
+def is_public(host: str) -> bool:
+    """Whether others find this address from anywhere; of a name, whoever wrote it knows."""
     try:
         return ipaddress.ip_address(host).is_global
-    except ValueError:  # a name; whoever wrote it knows
+    except ValueError:
         return True
 
 

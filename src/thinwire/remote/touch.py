@@ -10,7 +10,7 @@ from thinwire.errors import AdmissionError, WireError
 from thinwire.remote.messages import LOBBY, Alive, AskAlive, FromHost, lobby_name
 from thinwire.run.control import Channel
 from thinwire.run.vocabulary import MAX_MESSAGE
-from thinwire.wire import Identity, Pipe, dial
+from thinwire.wire import Identity, Pipe, Tunnel, dial
 
 DIAL_SECONDS = 20.0  # for one attempt to reach the host
 _PAUSE_S = 0.5
@@ -38,15 +38,20 @@ class Touch:
     AdmissionError with which the host refuses this peer, which is the last. It must not wait.
     """
 
-    def __init__(self, address: str, identity: Identity, tell: Callable[[Any], None]):
-        self.identity = identity  # replaced when it is renewed
-        self._address, self._tell = address, tell
+    def __init__(self, way: Tunnel, identity: Identity, tell: Callable[[Any], None]):
+        self.identity = identity
+        self._way, self._tell = way, tell
         self._is_over = False
 
     def dial(self, name: str) -> Pipe:
         """A stream of this name to the host."""
-        server = "coordinator"
-        return dial(self._address, name, self.identity, server, DIAL_SECONDS, MAX_MESSAGE)
+        address, server = self._way.address, "coordinator"
+        try:
+            return dial(address, name, self.identity, server, DIAL_SECONDS, MAX_MESSAGE)
+        except WireError:
+            if self._way.refusal is not None:
+                raise self._way.refusal from None
+            raise
 
     def keep(self) -> None:
         """Have a stream to the host, again and again, until it refuses or `end` is called."""

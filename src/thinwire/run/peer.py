@@ -61,7 +61,6 @@ from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
     DEFAULT_KEEPALIVE,
-    Identity,
     Keepalive,
     KeySeal,
     LastingPipe,
@@ -171,12 +170,6 @@ class Peer:
         self.control.close()
         if self._listener:
             self._listener.close()
-
-    def renew(self, identity: Identity) -> None:
-        """Show another certificate from now on: the one before is about to expire."""
-        self.identity = identity
-        if self._listener:
-            self._listener.renew(identity)
 
     def fail(self, error: BaseException) -> None:
         """Tell the coordinator why this stage cannot go on, if it still listens.
@@ -334,12 +327,9 @@ def _routes(ways: list[Way]) -> list[Route]:
     return [Route(way.address, kinds.get(way.kind, "relayed"), way.token) for way in ways]
 
 
-def _heed_whoever_started_it(living: list[Peer]) -> None:
-    """Take renewed certificates, one on a line; leave when the input ends."""
-    for line in sys.stdin:
-        identity = Identity.from_plain(json.loads(line))
-        for peer in living:
-            peer.renew(identity)
+def _leave_with_whoever_started_it() -> None:
+    """Leave when the input ends."""
+    sys.stdin.read()
     os._exit(3)
 
 
@@ -359,7 +349,7 @@ def live_as(kind: type[Peer]) -> NoReturn:
 def _live(kind: type[Peer], order: dict[str, Any]) -> int:
     """Be the stage of this order to the end; returns the exit code."""
     living: list[Peer] = []
-    threading.Thread(target=_heed_whoever_started_it, args=(living,), daemon=True).start()
+    threading.Thread(target=_leave_with_whoever_started_it, daemon=True).start()
     try:
         living.append(kind(Order.from_plain(order)))
         living[0].run()

@@ -3,7 +3,7 @@
 See docs/wire.md for the format and the model of the emulated network.
 """
 
-from thinwire.wire.door import Door, Limits, Traffic
+from thinwire.wire.door import Door, Grant, Limits, Traffic
 from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
 from thinwire.wire.handshake import handshake
@@ -26,6 +26,7 @@ __all__ = [
     "Door",
     "Frame",
     "FrameKind",
+    "Grant",
     "Identity",
     "Keepalive",
     "KeySeal",

@@ -1,15 +1,17 @@
 """How a connection begins at a door: a few short lines, before any byte of TLS.
 
-    door     thinwire-door 1 NONCE
-    caller   reach RUN/SERVICE PROOF        or wait, or ping
-    door     ok ...                         or: no REASON
+    door     thinwire-door 2 NONCE
+    caller   reach RUN/SERVICE WHO PROOF    or wait, or ping
+    door     ok ...                         or: no REASON, or: gone PROOF REASON
 
-The proof is an HMAC of nonce and wish under the run's token at that door: the token itself never
-crosses the network, and a proof that was overheard does not work a second time.
+A token is WHO.SECRET: each peer and each invite has its own. A relay has one pass without a WHO,
+and the line a hyphen there. The proof is an HMAC of nonce and wish under the token. That itself
+never crosses the network, and a proof that was overheard does not work a second time. To who was
+struck off, the door proves with the same token that it says so.
 
-Many know the token, such as peers that were removed from the run. So who waits for a service of
-the host, which is any name but that of a link, shows after the proof also the public key of the
-run's authority and a signature: RUN is the beginning of that key's fingerprint.
+Many know the pass of a relay, such as peers that were removed from the run. So who waits for a
+service of the host, which is any name but that of a link, shows after the proof also the public key
+of the run's authority and a signature: RUN is the beginning of that key's fingerprint.
 """
 
 import asyncio
@@ -20,15 +22,17 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.errors import WireError, printable
+from thinwire.errors import AdmissionError, WireError, printable
 from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.kernel import address_text
 from thinwire.wire.splice import keep_pace, prepare
 from thinwire.wire.tls import Prover
 
-VERSION = 1
+VERSION = 2
 LONGEST_LINE = 320  # bytes, of what either side says before bytes are passed on
 HERE = b"+"  # what one who waits answers to a call
 _MAGIC = "thinwire-door"
@@ -44,6 +48,7 @@ class Asked:
 
     wish: Wish
     name: str
+    who: str  # empty at a relay, where all show the same pass
     proof: str
     shown: str = ""  # of the authority: its key, and its signature
 
@@ -53,9 +58,14 @@ class Asked:
         return self.name.partition("/")[0]
 
     @property
+    def service(self) -> str:
+        """What it is about within the run."""
+        return self.name.partition("/")[2]
+
+    @property
     def is_for_host(self) -> bool:
         """Whether only the host may do this: to be found under the name of one of its services."""
-        return self.wish == "wait" and not self.name.partition("/")[2].startswith(_LINK)
+        return self.wish == "wait" and not self.service.startswith(_LINK)
 
 
 def check_name(name: str) -> str:
@@ -66,6 +76,11 @@ def check_name(name: str) -> str:
             'slash, and a service such as "control" or "cut-2@5"'
         )
     return name
+
+
+def who_of(token: str) -> str:
+    """Whose token it is; empty for the pass of a relay."""
+    return token.rpartition(".")[0]
 
 
 def proof_of(token: str, nonce: str, wish: str, name: str) -> str:
@@ -84,11 +99,12 @@ async def greet(caller: socket.socket) -> tuple[str, Asked]:
     nonce = secrets.token_hex(16)
     await say(caller, f"{_MAGIC} {VERSION} {nonce}")
     words = (await hear(caller)).split(" ")
-    is_whole = len(words) == 3 or (len(words) == 5 and words[0] == "wait")
+    is_whole = len(words) == 4 or (len(words) == 6 and words[0] == "wait")
     if not is_whole or words[0] not in ("reach", "wait", "ping"):
         raise WireError("the request is not one of reach, wait or ping with a name and a proof")
-    wish, name, proof, *shown = words
-    return nonce, Asked(wish, check_name(name), proof, " ".join(shown))  # type: ignore[arg-type]
+    wish, name, who, proof, *shown = words
+    who = "" if who == "-" else who
+    return nonce, Asked(wish, check_name(name), who, proof, " ".join(shown))  # type: ignore[arg-type]
 
 
 async def call(
@@ -101,7 +117,8 @@ async def call(
 ) -> tuple[socket.socket, str]:
     """The caller's side: the connection once the door agreed, and what it said beside its ok.
 
-    A host that waits for those who want its services needs the prover of its authority.
+    A host that waits for those who want its services needs the prover of its authority. An
+    AdmissionError says that the door knows this token, and that its holder was struck off.
     """
     check_name(name)
     connection = None
@@ -122,8 +139,13 @@ async def call(
                 )
             proof = proof_of(token, nonce, wish, name)
             shown = f" {prover(to_sign(nonce, name, proof))}" if prover else ""
-            await say(connection, f"{wish} {name} {proof}{shown}")
+            await say(connection, f"{wish} {name} {who_of(token) or '-'} {proof}{shown}")
             word, _, more = (await hear(connection)).partition(" ")
+            if word == "gone":
+                shown, _, more = more.partition(" ")
+                expected = proof_of(token, nonce, "gone", name)
+                if hmac.compare_digest(expected.encode(), shown.encode()):
+                    raise AdmissionError(f"the door refused: {more}")
             if word != "ok":
                 raise WireError(f"the door refused: {more or word}")
         return connection, more
@@ -135,7 +157,7 @@ async def call(
         if isinstance(error, OSError):
             raise WireError(f"{address}: {why(error)}") from None
         if isinstance(error, WireError):
-            raise WireError(f"{address}: {error}") from None
+            raise type(error)(f"{address}: {error}") from None
         raise
 
 
@@ -162,6 +184,17 @@ async def connect(address: str) -> socket.socket:
                 raise
             problem = error
     raise problem or OSError(f"{host} has no address")
+
+
+@contextlib.contextmanager
+def noted(origins: dict[str, str], near: socket.socket, home: str) -> Iterator[None]:
+    """Keep from where a connection comes that is passed on to a local one, while it lasts."""
+    address = address_text(*near.getsockname()[:2])
+    origins[address] = home
+    try:
+        yield
+    finally:
+        del origins[address]
 
 
 def why(error: OSError) -> str:
@@ -198,7 +231,8 @@ async def say(connection: socket.socket, line: str) -> None:
     await asyncio.get_running_loop().sock_sendall(connection, text[:LONGEST_LINE] + b"\n")
 
 
-async def refuse(connection: socket.socket, reason: str) -> None:
+async def refuse(connection: socket.socket, error: WireError) -> None:
     """Say why not; the caller may have gone."""
+    word = "gone" if isinstance(error, AdmissionError) else "no"
     with contextlib.suppress(OSError):
-        await say(connection, f"no {reason}")
+        await say(connection, f"{word} {error}")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 # gRPC's core logs to stderr on its own; what matters there also reaches us as an error. It
 # reads this when first imported.
@@ -41,7 +42,6 @@ _RETRY_S = 0.2
 # Anyone who reaches the port can open connections. Until they have shown a certificate of the run
 # they cost a descriptor each, so they have little time to do so, and there are never many.
 HANDSHAKE_S = 10.0
-_KEPT: list[Any] = []
 MOST_CONNECTIONS = 256
 
 
@@ -62,8 +62,7 @@ class Listener:
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
         is_welcome: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._identity, self._is_welcome = identity, is_welcome
-        self._shown_identity = identity
+        self._is_welcome = is_welcome
         self._expected: dict[str, _Expected] = {}
         self._replaceable: dict[str, _Expected] = {}  # have arrived
         self._lock = threading.Lock()
@@ -82,33 +81,17 @@ class Listener:
                 ("grpc.http2.min_ping_interval_without_data_ms", 1),
             ],
         )
-        credentials = grpc.dynamic_ssl_server_credentials(
-            _shown(identity), self._renewed, require_client_authentication=True
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key_pem.encode(), identity.certificate_pem.encode())],
+            root_certificates=identity.authority_pem.encode(),
+            require_client_auth=True,
         )
-        # gRPC asks them in a handshake that outlives the server, and would ask freed memory.
-        _KEPT.append(credentials)
         try:
             bound = self._server.add_secure_port(address_text(host, port), credentials)
         except RuntimeError:
             raise WireError(_why_not_bound(host, port)) from None
         self.address = address_text(host, bound)
         self._server.start()
-
-    def renew(self, identity: Identity) -> None:
-        """Show this identity from now on; pipes that are open stay open."""
-        self._identity = identity
-
-    def _renewed(self) -> Any:
-        """What to show from this handshake on, if it is something else; asked at every handshake.
-
-        None where nothing has changed: gRPC replaces what it shows without heed of other handshakes
-        under way, which then read freed memory. Several at once would end the process.
-        """
-        identity = self._identity
-        if identity is self._shown_identity:
-            return None
-        self._shown_identity = identity
-        return _shown(identity)
 
     def accept(
         self,
@@ -154,6 +137,7 @@ class Listener:
         name = dict(context.invocation_metadata()).get(_NAME_KEY, b"").decode(errors="replace")
         outgoing = Outbox()
         pipe = StreamPipe(outgoing, incoming, context.cancel)
+        pipe.comes_from = unquote(context.peer()).partition(":")[2]  # ipv4:127.0.0.1:40000
         identities = [shown.decode(errors="replace") for shown in context.peer_identities() or ()]
         for shown in identities:
             if not self._is_welcome(shown):
@@ -191,14 +175,6 @@ def _refusal(name: str, expected: _Expected | None, shown: Iterable[str]) -> str
     if expected.peer_name not in (None, *shown):
         return f"{name!r} is expected from {expected.peer_name!r}, not from {', '.join(shown)}"
     return ""
-
-
-def _shown(identity: Identity) -> Any:
-    """What a listener shows at a handshake, and whom it trusts."""
-    return grpc.ssl_server_certificate_configuration(
-        [(identity.key_pem.encode(), identity.certificate_pem.encode())],
-        root_certificates=identity.authority_pem.encode(),
-    )
 
 
 def dial(
@@ -297,10 +273,8 @@ def _plainly(reason: str) -> str:
     advice = {
         "Connection refused": "nothing listens there; is that process running?",
         "Hostname Verification": "another process of this run listens there",
-        "certificate has expired": "its certificate has expired; is the clock here right?",
         "CERTIFICATE_VERIFY_FAILED": "a process of another run listens there",
-        "Socket closed": "it closed the connection; was this identity issued by the same run? "
-        "has it expired?",
+        "Socket closed": "it closed the connection; was this identity issued by the same run?",
         _CUT_SHORT: "no answer; is the address right and the port open?",
     }
     hints = [text for sign, text in advice.items() if sign in reason]

@@ -27,8 +27,10 @@ from thinwire.errors import WireError
 from thinwire.folders import replace_private_file
 from thinwire.typed import from_plain
 
-_VALID_FOR = datetime.timedelta(days=30)
-_CLOCK_SKEW = datetime.timedelta(days=1)
+# No clock decides who may: a machine that was off, or whose clock is wrong, is not locked out. Who
+# may no longer is struck off the host's list, which is asked at every connection.
+_VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+_VALID_TO = datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC)
 RUN_DIGITS = 16  # of an authority's fingerprint: enough to address a run by
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -47,16 +49,16 @@ class Identity:
     authority_pem: str
 
     @property
-    def expires(self) -> float:
-        """When its certificate ends, in seconds since 1970."""
-        certificate = x509.load_pem_x509_certificate(self.certificate_pem.encode())
-        return certificate.not_valid_after_utc.timestamp()
-
-    @property
     def authority_fingerprint(self) -> str:
         """The fingerprint of the authority that it belongs to."""
         authority = x509.load_pem_x509_certificate(self.authority_pem.encode())
         return public_key_fingerprint(authority)
+
+    @property
+    def door_token(self) -> str:
+        """What it shows at the host's door: only this peer and the run's authority can make it."""
+        authority = x509.load_pem_x509_certificate(self.authority_pem.encode())
+        return f"{self.name}.{_agreed(_own_key(self.key_pem), authority)}"
 
     def to_plain(self) -> dict[str, str]:
         """For handing to a process over a trusted pipe; contains the private key."""
@@ -86,14 +88,14 @@ class Authority:
         self.run_id = self.fingerprint[:RUN_DIGITS]
 
     @classmethod
-    def create(cls, run_name: str, valid_for: datetime.timedelta = _VALID_FOR) -> "Authority":
-        """A fresh authority with a fresh P-256 key, valid for thirty days unless told otherwise."""
+    def create(cls, run_name: str) -> "Authority":
+        """A fresh authority with a fresh P-256 key."""
         key = ec.generate_private_key(ec.SECP256R1())
         # A common name has at most 64 bytes, of which some letters take several.
         whole = f"thinwire run {run_name}".encode()[:64].decode(errors="ignore")
         name = _common_name(whole)
         builder = (
-            _builder(name, name, key.public_key(), valid_for)
+            _builder(name, name, key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_key_usage(signs_certificates=True), critical=True)
         )
@@ -121,18 +123,23 @@ class Authority:
             raise WireError(f"{path} is damaged: its key and its certificate are not a pair")
         return cls(key, certificate)
 
-    def issue(self, name: str, valid_for: datetime.timedelta = _VALID_FOR) -> Identity:
+    def issue(self, name: str) -> Identity:
         """An identity called `name`, which is also the name that dialers check it by."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._certify(key.public_key(), name, valid_for)
+        certificate = self._certify(key.public_key(), name)
         return Identity(name, certificate, _key_pem(key), self.certificate_pem)
 
-    def sign(self, request_pem: str, name: str, valid_for: datetime.timedelta) -> str:
+    def sign(self, request_pem: str, name: str) -> str:
         """A certificate called `name` for the key of a signing request, as PEM.
 
         The name that the request asks for means nothing: whoever calls this decides it.
         """
-        return self._certify(_requested_key(request_pem), name, valid_for)
+        return self._certify(_requested_key(request_pem), name)
+
+    def door_token(self, certificate_pem: str) -> str:
+        """The token of a peer at the host's door (`Identity.door_token`), from its certificate."""
+        certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
+        return f"{names_in(certificate)[0]}.{_agreed(self._key, certificate)}"
 
     def prover(self) -> Prover:
         """Proves that this process holds the key of the run (`check_proven`)."""
@@ -145,9 +152,7 @@ class Authority:
 
         return prove
 
-    def _certify(
-        self, key: ec.EllipticCurvePublicKey, name: str, valid_for: datetime.timedelta
-    ) -> str:
+    def _certify(self, key: ec.EllipticCurvePublicKey, name: str) -> str:
         if not is_name(name):
             raise WireError(
                 f"{name!r} cannot name a process: use lower-case letters, digits and inner "
@@ -155,7 +160,7 @@ class Authority:
             )
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return _pem(
-            _builder(_common_name(name), self._certificate.subject, key, valid_for)
+            _builder(_common_name(name), self._certificate.subject, key)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
@@ -241,6 +246,15 @@ def _fingerprint(key: Any) -> str:
     return hashlib.sha256(encoded).hexdigest()
 
 
+def _agreed(own: ec.EllipticCurvePrivateKey, other: x509.Certificate) -> str:
+    """A secret that the holders of two keys share, and nobody else knows (Diffie-Hellman)."""
+    public = other.public_key()
+    if not isinstance(public, ec.EllipticCurvePublicKey):
+        raise WireError("the certificate carries a key of another kind than P-256")
+    secret = own.exchange(ec.ECDH(), public)
+    return hashlib.sha256(b"thinwire door " + secret).hexdigest()[:32]
+
+
 def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
@@ -266,20 +280,16 @@ def _requested_key(request_pem: str) -> ec.EllipticCurvePublicKey:
 
 
 def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    valid_for: datetime.timedelta,
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + valid_for)
+        .not_valid_before(_VALID_FROM)
+        .not_valid_after(_VALID_TO)
     )
 
 

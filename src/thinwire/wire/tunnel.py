@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from thinwire.errors import WireError
+from thinwire.errors import AdmissionError, WireError
 from thinwire.wire.kernel import address_text
 from thinwire.wire.loop import LoopThread, callers
-from thinwire.wire.preamble import HERE, call, check_name, connect, hear
+from thinwire.wire.preamble import HERE, call, check_name, connect, hear, noted
 from thinwire.wire.splice import prepare, splice
 from thinwire.wire.tls import Prover
 
@@ -32,7 +32,7 @@ class Route:
 
     address: str
     kind: Kind = "direct"
-    token: str = field(default="", repr=False)
+    token: str = field(default="", repr=False)  # WHO.SECRET, or the pass of a relay
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,18 @@ class Tunnel:
         self._in_use: list[Route] = []
         self._carried: dict[Kind, int] = {"direct": 0, "relayed": 0}
         self._trouble = ""
+        self.refusal: AdmissionError | None = None  # of a door that struck off this token
         self._connections: set[asyncio.Task[object]] = set()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.setblocking(False)
         self.address = address_text(*self._socket.getsockname())
         self._loop = LoopThread("thinwire tunnel")
         self._loop.do(lambda: self._loop.start(self._accept()))
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The ways that are tried, in their order."""
+        return self._routes
 
     @property
     def in_use(self) -> Route | None:
@@ -174,9 +180,11 @@ class Tunnel:
         for route in self._routes:
             try:
                 far, _ = await call(route.address, route.token, "reach", self.name, self._timeout)
-                self._trouble = ""
+                self._trouble, self.refusal = "", None
                 return route, far
             except WireError as error:
+                if isinstance(error, AdmissionError):
+                    self.refusal = error
                 problems.append(f"{route.kind} by {error}")
         self._trouble = "; ".join(problems) or "no route is known"
         await asyncio.sleep(_FIRST_PAUSE_S)  # what is above tries again at once
@@ -188,7 +196,8 @@ class Standby:
 
     `ready` connections wait at a time. While the door is away it comes back by itself, with
     growing pauses. A host that waits for those who want its services needs the prover of its
-    authority; the ends of links need none.
+    authority; the ends of links need none. In `origins` (`Door.origins`) it keeps where calls come
+    from, by the local addresses from which the target sees them come.
     """
 
     def __init__(
@@ -199,12 +208,14 @@ class Standby:
         ready: int = 2,
         timeout: float = ROUTE_S,
         prover: Prover | None = None,
+        origins: dict[str, str] | None = None,
     ) -> None:
         self.name, self.route, self.target = check_name(name), route, target
         self._timeout, self._prover = timeout, prover
         self._waiting = 0
         self._trouble = ""
         self._carried = 0
+        self._origins = origins if origins is not None else {}
         self._loop = LoopThread("thinwire standby")
         self._loop.do(lambda: [self._loop.start(self._stand_by()) for _ in range(ready)])
 
@@ -246,33 +257,34 @@ class Standby:
                     self._prover,
                 )
                 self._trouble, begin = "", time.monotonic()
-                is_called = await self._is_called(far)
-                if is_called or time.monotonic() - begin > _LONGEST_PAUSE_S:
+                call_from = await self._called_from(far)
+                if call_from is not None:
+                    self._loop.start(self._answer(far, call_from))
+                if call_from is not None or time.monotonic() - begin > _LONGEST_PAUSE_S:
                     pause = _FIRST_PAUSE_S
-                if is_called:
-                    self._loop.start(self._answer(far))
                     continue
             except WireError as error:
                 self._trouble = str(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    async def _is_called(self, far: socket.socket) -> bool:
+    async def _called_from(self, far: socket.socket) -> str | None:
+        """Wait for a call; the host from which it comes, None if the door ended the wait."""
         self._waiting += 1
-        is_called = False
+        word, host = "", ""
         try:
             with contextlib.suppress(OSError, WireError):
-                is_called = await hear(far) == "call"
+                word, _, host = (await hear(far)).partition(" ")
         finally:
             self._waiting -= 1
-            if not is_called:
+            if word != "call":
                 far.close()
-        return is_called
+        return host if word == "call" else None
 
-    async def _answer(self, far: socket.socket) -> None:
+    async def _answer(self, far: socket.socket, home: str) -> None:
         with far, contextlib.suppress(OSError):
             near = await connect(self.target)
-            with near:
+            with near, noted(self._origins, near, home):
                 await asyncio.get_running_loop().sock_sendall(far, HERE)
                 await splice(near, far, self._count)
 

@@ -1,0 +1,124 @@
+"""What peers, invites and those who were removed may at the door of a host."""
+
+import asyncio
+import contextlib
+import io
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import AdmissionError, WireError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.holding import Terms
+from thinwire.remote.identity import identity_of
+from thinwire.remote.invite import Invite
+from thinwire.remote.measure import MachineFigures
+from thinwire.remote.member import Member, Place
+from thinwire.remote.messages import TryDoor
+from thinwire.report import PlainDisplay
+from thinwire.wire import Door, Identity, Tunnel
+from thinwire.wire.preamble import Wish, call
+from thinwire.wire.tls import new_key, signing_request
+
+PATIENCE = 20.0
+
+
+class Clock:
+    now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Host:
+    """A book, and a door that asks it."""
+
+    def __init__(self, folder: Path, door: Door, service: socket.socket):
+        self.clock = Clock()
+        self.book = AuthorityBook(folder / "authority", "first", self.clock)
+        self.door = door
+        door.admit_by(self.book.run_id, self.book.grant_of)
+        for name in ("enrol", "control"):
+            door.serve(f"{self.book.run_id}/{name}", "{}:{}".format(*service.getsockname()))
+
+    def enrol(self, invite: Invite, name: str) -> Identity:
+        key = new_key()
+        request = signing_request(key)
+        certificate = self.book.enrol(invite.invite_id, invite.secret, request, name)
+        return identity_of(certificate, key, self.book.authority.certificate_pem)
+
+    def call(self, token: str, wish: Wish, service: str) -> socket.socket:
+        """The connection that somebody gets with a token; an error says why it gets none."""
+        name = f"{self.book.run_id}/{service}"
+        connection, _ = asyncio.run(call(self.door.address, token, wish, name, PATIENCE))
+        connection.settimeout(PATIENCE)
+        return connection
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with socket.create_server(("127.0.0.1", 0)) as service, Door("127.0.0.1", 0) as door:
+        yield Host(tmp_path, door, service)
+
+
+def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host: Host) -> None:
+    ana = host.enrol(host.book.invite(["h:1"]), "ana")
+    ben = host.enrol(host.book.invite(["h:1"]), "ben")
+    assert ana.door_token == host.book.door_token("ana")
+    held = [
+        host.call(one.door_token, wish, name)
+        for one in (ana, ben)
+        for wish, name in (("wait", f"cut-0@1.{one.name}"), ("reach", "control"))
+    ]
+    host.book.kick("ana")
+    host.door.cut(host.book.run_id, "ana")
+    for connection in held[:2]:
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    for wish, name in (
+        ("reach", "control"),
+        ("reach", "enrol"),
+        ("wait", "cut-0@2"),
+        ("ping", "x"),
+    ):
+        with pytest.raises(AdmissionError, match="'ana' was removed from this run by its host"):
+            host.call(ana.door_token, wish, name)  # type: ignore[arg-type]
+    forged = f"ben.{ana.door_token.partition('.')[2]}"
+    with pytest.raises(WireError, match=r"the token shown for run .* is not the right one"):
+        host.call(forged, "reach", "control")
+    left = host.door.traffic()[host.book.run_id]
+    assert (left.connections, left.waiting) == (2, 1), "those of ben"
+
+
+def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host: Host) -> None:
+    invite = host.book.invite(["h:1"], lasts=60)
+    host.call(invite.door_token, "reach", "enrol").close()
+    for wish, name in (("reach", "control"), ("reach", "cut-0@1"), ("wait", "cut-0@1")):
+        with pytest.raises(WireError, match="this token opens enrol and speed alone"):
+            host.call(invite.door_token, wish, name)  # type: ignore[arg-type]
+    host.enrol(invite, "eve")
+    host.clock.now += 61
+    with pytest.raises(AdmissionError, match="this invite expired at"):
+        host.call(invite.door_token, "reach", "enrol")
+    later = host.book.invite(["h:1"])
+    host.enrol(later, "fay")
+    host.book.kick("fay")
+    with pytest.raises(AdmissionError, match="this invite was closed"):
+        host.call(later.door_token, "reach", "enrol")
+
+
+def test_a_peer_tries_the_addresses_of_its_invite(host: Host, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shut = "{}:{}".format(*free.getsockname())
+    invite = host.book.invite([host.door.address, shut])
+    ana = host.enrol(invite, "ana")
+    routes = invite.routes(ana.door_token)
+    with Tunnel(invite.service("control"), routes) as way:
+        machine = MachineFigures("cpu", 1.0, 1.0, 1, 1)
+        display = PlainDisplay(io.StringIO())
+        member = Member(Place(tmp_path, way), ana, Terms(), machine, display)
+        member._on(TryDoor())
+        answers = member._events.get(timeout=PATIENCE).answers
+    assert answers == {host.door.address: "", shut: f"{shut}: Connection refused"}
