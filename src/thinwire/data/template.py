@@ -27,6 +27,7 @@ _REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
 # A corpus must not depend on the day on which it is prepared.
 _TODAY = date(2024, 7, 26)
 
+TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"

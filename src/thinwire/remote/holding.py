@@ -1,7 +1,7 @@
 """The seat that a joined peer holds: settings of its own machine, what is fetched, the process.
 
-The host says what a stage is as data. Which paths are written, on which device it computes and
-which plugins are imported, this machine decides.
+The host says what a stage is as data. Which paths are read and written, on which device it computes
+and which plugins are imported, this machine decides.
 """
 
 import copy
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire.data import DataConfig
+from thinwire.data.template import TEMPLATES
 from thinwire.engine.fetched import refuse_images
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
@@ -35,11 +37,18 @@ class Terms:
     device: str = "auto"
     threads: int = 0  # 0: as the run says, or all cores
     plugins: tuple[str, ...] = ()
-    data: Path | None = None  # the corpus, if this machine has it
+    data: Path | None = None  # the corpus, if this machine has it, and what its settings name
+    valid_data: Path | None = None
+    tokenizer: Path | None = None
+    template: Path | None = None
 
 
 def own_settings(seat: TakeSeat, terms: Terms) -> Settings:
-    """The settings of a run as this machine uses them; ConfigError says why it cannot."""
+    """The settings of a run as this machine uses them; ConfigError says why it cannot.
+
+    Paths of the host stand for nothing here. Those of the tokenizer and of the template stay as
+    text: all neighbours agree on them, and nobody opens them (`own_data`).
+    """
     try:
         asked = Settings.as_asked(copy.deepcopy(seat.settings))
     except ConfigError as error:
@@ -56,9 +65,37 @@ def own_settings(seat: TakeSeat, terms: Terms) -> Settings:
     threads = terms.threads or asked.run.threads or machine_cores()
     run = dataclasses.replace(asked.run, out="runs", device=terms.device, threads=threads)
     link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1", port=0)
-    path = str(terms.data) if terms.data else ""
-    data = dataclasses.replace(asked.data, path=path)
-    return dataclasses.replace(asked, run=run, link=link, data=data).resolved()
+    data = dataclasses.replace(asked.data, path=_text(terms.data), valid_path="")
+    start = "of the host" if asked.train.init_from else ""  # its weights come as a checkpoint
+    train = dataclasses.replace(asked.train, init_from=start)
+    return dataclasses.replace(asked, run=run, link=link, data=data, train=train).resolved()
+
+
+def own_data(seat: TakeSeat, settings: Settings, terms: Terms) -> DataConfig:
+    """What the corpus is made from on this machine: files that its owner named, and no others."""
+    own = {
+        "valid_path": (terms.valid_data, "--valid-data"),
+        "tokenizer": (terms.tokenizer, "--tokenizer"),
+        "template": (terms.template, "--template"),
+    }
+    asked = seat.settings.get("data", {})
+    named = {key for key in own if asked.get(key, "") not in TEMPLATES}
+    if missing := [f"data.{key} ({own[key][1]})" for key in sorted(named) if own[key][0] is None]:
+        raise DataError(
+            f"the run's data is made with files of its host: {', '.join(missing)}. Name the same "
+            "files on this machine with these options, or leave out --data: token ids then come "
+            "from the host"
+        )
+    return dataclasses.replace(
+        settings.data,
+        valid_path=_text(terms.valid_data),
+        tokenizer=_text(terms.tokenizer),
+        template=_text(terms.template) or settings.data.template,  # a word, as checked
+    )
+
+
+def _text(path: Path | None) -> str:
+    return str(path) if path else ""
 
 
 class Holding:
@@ -129,11 +166,13 @@ class Holding:
         if self._terms.data is None:
             refuse_images(settings)
             return None
-        data = settings.model.task.prepare(settings.data, settings.model.vocab, cache_folder(), say)
+        config = own_data(self.seat, settings, self._terms)
+        data = settings.model.task.prepare(config, settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.seat.corpus:
             raise DataError(
                 f"{self._terms.data} is not the data of this run (fingerprint {data.fingerprint}, "
-                f"the run's is {self.seat.corpus}): give the same files, or leave out --data"
+                f"the run's is {self.seat.corpus}): give the same files, and the tokenizer if the "
+                "run starts from weights (--tokenizer), or leave out --data"
             )
         return data.folder.resolve()
 

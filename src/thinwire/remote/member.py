@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.errors import AdmissionError, StageError, ThinwireError
+from thinwire.errors import AdmissionError, StageError, ThinwireError, outward
 from thinwire.remote.holding import Holding, Terms
 from thinwire.remote.identity import identity_of, needs_renewal, save_identity
 from thinwire.remote.measure import MachineFigures, as_figures
@@ -52,6 +52,7 @@ from thinwire.wire import Identity
 from thinwire.wire.tls import signing_request
 
 RENEWAL_LOOK_SECONDS = 60.0
+SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 
 
@@ -303,7 +304,7 @@ class Member:
 
     def _decline(self, epoch: int, error: ThinwireError) -> None:
         self._display.note(f"this machine cannot take the seat: {error}")
-        self._say(Declined(epoch, str(error)))
+        self._say(Declined(epoch, outward(error)))
         self._give_up_seat()
 
     def _launch(self, epoch: int) -> None:
@@ -330,10 +331,10 @@ class Member:
             return
         self._pace.change(0)  # nothing else needs the uplink now
         code = exited.process.returncode
-        words = "" if code == 0 else exited.holding.last_words()
-        if words:
+        if code != 0:
+            words = exited.holding.last_words()
             self._display.note(f"the process of stage {exited.holding.stage} ended: {words}")
-        self._ended = Ended(exited.holding.epoch, code_of(code), words)
+        self._ended = Ended(exited.holding.epoch, code_of(code), "" if code == 0 else SEE_LOG)
         self._say(self._ended)
 
     def _vacate(self, epoch: int, reason: str) -> None:
