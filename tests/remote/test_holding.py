@@ -49,11 +49,11 @@ def test_a_fetch_is_given_up_when_nothing_has_come_for_long(
     """However long it takes in all: each attempt that brings something renews its time."""
     now, attempts = [0.0], []
 
-    def fetch(pipe: None, stage: int, folder: Path, plugins: tuple, tell: Callable) -> Path:
+    def fetch(pipe: None, stage: int, folder: Path, *others: Any) -> Path:
         attempts.append(now[0])
         now[0] += 0.9 * holding.FETCH_SECONDS
         if len(attempts) <= 4:
-            tell(len(attempts), 10)
+            others[-1](len(attempts), 10)
         raise WireError("the connection was lost")
 
     def wait(seconds: float) -> None:
@@ -161,3 +161,25 @@ def test_the_host_hears_of_data_that_does_not_fit_but_not_what_is_in_it() -> Non
     member = SimpleNamespace(_display=display, _say=said.append, _give_up_seat=lambda: None)
     Member._decline(member, 1, DataError("notes, line 7: hunter2"))  # type: ignore[arg-type]
     assert "hunter2" in noted[0] and "hunter2" not in said[0].reason
+
+
+@pytest.mark.parametrize(
+    ("left", "step", "stays"), [(True, 3, False), (False, 9, False), (False, 3, True)]
+)
+def test_a_peer_that_leaves_for_good_takes_its_part_of_the_run_along(
+    left: bool, step: int, stays: bool, tmp_path: Path
+) -> None:
+    """It left, the run is complete, or the host ended and may come back."""
+    fetched = tmp_path / "run" / "checkpoints" / "step-00000003" / "stage-0.safetensors"
+    for path in (fetched, tmp_path / "identity.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    noted: list[str] = []
+    member = SimpleNamespace(
+        _place=SimpleNamespace(folder=tmp_path),
+        _display=SimpleNamespace(note=noted.append),
+        _is_leaving=left,
+        news=SimpleNamespace(step=step, steps=9),
+    )
+    Member._clean_up(member)  # type: ignore[arg-type]
+    assert fetched.exists() == stays == bool(noted) and (tmp_path / "identity.json").exists()

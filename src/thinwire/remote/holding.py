@@ -19,7 +19,9 @@ from thinwire.engine.fetched import refuse_images
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
+from thinwire.remote.measure import free_disk
 from thinwire.remote.messages import TakeSeat
+from thinwire.remote.store import most_shard_bytes
 from thinwire.run.messages import Assign
 from thinwire.run.order import Order
 from thinwire.run.spawn import end, last_lines, make_log_folder, spawn
@@ -27,6 +29,7 @@ from thinwire.settings import Settings, machine_cores
 from thinwire.wire import Identity, Pipe
 
 FETCH_SECONDS = 600.0  # without a connection, before a seat is given back
+SEAT_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 _PAUSE_S = 1.0
 
 
@@ -43,11 +46,12 @@ class Terms:
     template: Path | None = None
 
 
-def own_settings(seat: TakeSeat, terms: Terms) -> Settings:
+def own_settings(seat: TakeSeat, terms: Terms, free_bytes: int) -> Settings:
     """The settings of a run as this machine uses them; ConfigError says why it cannot.
 
     Paths of the host stand for nothing here. Those of the tokenizer and of the template stay as
-    text: all neighbours agree on them, and nobody opens them (`own_data`).
+    text: all neighbours agree on them, and nobody opens them (`own_data`). What codecs remember
+    takes at most half of the disk: a stage has up to four such memories.
     """
     try:
         asked = Settings.as_asked(copy.deepcopy(seat.settings))
@@ -65,10 +69,13 @@ def own_settings(seat: TakeSeat, terms: Terms) -> Settings:
     threads = terms.threads or asked.run.threads or machine_cores()
     run = dataclasses.replace(asked.run, out="runs", device=terms.device, threads=threads)
     link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1", port=0)
+    memory = max(1, min(asked.codec.memory_mb, free_bytes // 8 >> 20))
+    codec = dataclasses.replace(asked.codec, memory_mb=memory)
     data = dataclasses.replace(asked.data, path=_text(terms.data), valid_path="")
     start = "of the host" if asked.train.init_from else ""  # its weights come as a checkpoint
     train = dataclasses.replace(asked.train, init_from=start)
-    return dataclasses.replace(asked, run=run, link=link, data=data, train=train).resolved()
+    own = dataclasses.replace(asked, run=run, link=link, codec=codec, data=data, train=train)
+    return own.resolved()
 
 
 def own_data(seat: TakeSeat, settings: Settings, terms: Terms) -> DataConfig:
@@ -103,7 +110,7 @@ class Holding:
 
     def __init__(self, seat: TakeSeat, terms: Terms, folder: Path):
         self.seat, self.epoch, self.stage = seat, seat.epoch, seat.stage
-        self.settings = own_settings(seat, terms)
+        self.settings = own_settings(seat, terms, free_disk(folder))
         self.run_folder = folder / "run"
         self._terms = terms
         self._log = folder / "logs" / f"stage-{seat.stage}.log"
@@ -191,6 +198,7 @@ class Holding:
                     dial_host(),
                     self.stage,
                     self.run_folder,
+                    SEAT_MARGIN * most_shard_bytes(self.settings, self.stage),
                     self._terms.plugins,
                     tell,
                 )

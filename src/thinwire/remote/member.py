@@ -7,6 +7,7 @@ queue of what happens; others only wait for something and put it there.
 
 import contextlib
 import queue
+import shutil
 import subprocess
 import threading
 import time
@@ -125,6 +126,7 @@ class Member:
         self._begin(
             self._shards.keep_serving, lambda: self._touch.dial(store_name(self.identity.name))
         )
+        self._begin(self._shards.keep_room)
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -138,7 +140,16 @@ class Member:
             self._shards.close()
             if self._channel is not None:
                 self._channel.close()
+        self._clean_up()
         return self._farewell
+
+    def _clean_up(self) -> None:
+        """Remove this machine's part of the run, unless it can make a return cheap."""
+        part = self._place.folder / "run"
+        if self._is_leaving or (self.news and self.news.step == self.news.steps):
+            shutil.rmtree(part, ignore_errors=True)
+        elif part.exists():
+            self._display.note(f"{part} stays, so that a return is cheap; else delete it")
 
     @property
     def identity(self) -> Identity:
