@@ -151,9 +151,11 @@ def dangers(source: str) -> list[str]:
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             allowed = not (isinstance(node.value, ast.Constant) and node.value.value is False)
             found += ["allow_pickle"] if allowed else []
-        elif isinstance(node, ast.List) and ast.unparse(node).startswith("[sys.executable"):
+        elif isinstance(node, ast.List) and isinstance(next(iter(node.elts), None), ast.Attribute):
             # Without -P a file in the current folder would pass for a module.
-            found += [] if [ast.unparse(e) for e in node.elts[1:2]] == ["'-P'"] else ["python"]
+            command = [ast.unparse(part) for part in node.elts[:2]]
+            is_python, is_safe = command[0] == "sys.executable", command[1:] == ["'-P'"]
+            found += ["python"] if is_python and not is_safe else []
     return found
 
 
