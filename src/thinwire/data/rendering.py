@@ -66,10 +66,15 @@ class Renderer:
             self._process = _started()
         process, line = self._process, b""
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(OSError):
+        try:
             process.stdin.write(request + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
+        except OSError:
+            pass  # it has ended
+        except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
+            self.close()
+            raise
         answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
         if answer.get("error") == TOO_MUCH:
             self.close()  # what was taken may not be given back
