@@ -151,6 +151,11 @@ def dangers(source: str) -> list[str]:
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             allowed = not (isinstance(node.value, ast.Constant) and node.value.value is False)
             found += ["allow_pickle"] if allowed else []
+        elif isinstance(node, ast.List) and isinstance(next(iter(node.elts), None), ast.Attribute):
+            # Without -P a file in the current folder would pass for a module.
+            command = [ast.unparse(part) for part in node.elts[:2]]
+            is_python, is_safe = command[0] == "sys.executable", command[1:] == ["'-P'"]
+            found += ["python"] if is_python and not is_safe else []
     return found
 
 
@@ -253,6 +258,7 @@ def test_nothing_that_arrives_is_ever_executed() -> None:
         "y = eval('1 + 1')",
         "exec(text)",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "run([sys.executable, '-m', 'torch'])",
     ],
 )
 def test_what_could_execute_is_found(source: str) -> None:
@@ -260,8 +266,9 @@ def test_what_could_execute_is_found(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["model.eval()", "np.load('x', allow_pickle=False)", "# pickle", "re.compile('x')"]
-)
+    "source", ["model.eval()", "np.load('x', allow_pickle=False)", "# pickle", "re.compile('x')",
+               "run([sys.executable, '-P', '-m', 'torch'])"],
+)  # fmt: skip
 def test_what_is_harmless_passes(source: str) -> None:
     assert dangers(source) == []
 

@@ -98,6 +98,10 @@ def add_host_commands(
     )
     sub.add_argument("--tied", action="store_true", help=argparse.SUPPRESS)
     sub.add_argument("--data", type=Path, help="the run's data, if this machine has it")
+    for name, what in (("valid-data", "validation data"), ("tokenizer", "tokenizer.json"),
+                       ("template", "chat template")):  # fmt: skip
+        more = f"with --data: the run's {what}, where its settings name a file"
+        sub.add_argument(f"--{name}", type=Path, metavar="PATH", help=more)
     sub.add_argument(
         "--allow-plugin",
         action="append",
@@ -163,7 +167,8 @@ def join_command(options: argparse.Namespace) -> None:
     from thinwire.remote.join import JoinOptions, join
     from thinwire.report import open_display
 
-    terms = Terms(options.device, options.threads, tuple(options.allow_plugin), options.data)
+    paths = options.data, options.valid_data, options.tokenizer, options.template
+    terms = Terms(options.device, options.threads, tuple(options.allow_plugin), *paths)
     listen = "" if options.no_listen else options.listen
     chosen = JoinOptions(options.name, options.folder, listen, terms)
     with open_display(sys.stdout, invite.run_name) as display:

@@ -75,6 +75,8 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
     _add_checkpoint(sub, add_plugins)
     add_value(sub, "--listen", str, "address to listen on", "127.0.0.1")
     add_value(sub, "--port", number(int, 0, most=65535), "port; 0 = any free one", 8000)
+    most = "most tokens that a request may ask for; 0 = the model's context"
+    add_value(sub, "--max-tokens", number(int, 0), most, 0)
     _add_pipeline(sub)
 
 
@@ -218,7 +220,7 @@ def serve_command(options: argparse.Namespace) -> None:
 
     with _text_model(options) as model:
         _show_notes(model.notes())
-        run_server(model, options.listen, options.port, sys.stdout)
+        run_server(model, options.listen, options.port, sys.stdout, options.max_tokens)
 
 
 @contextlib.contextmanager

@@ -83,3 +83,17 @@ class MissingPackageError(ThinwireError):
     """An optional package is not installed: the message names the extra that brings it."""
 
     exit_code = 10
+
+
+def outward(error: BaseException) -> str:
+    """What another machine is told of an error on this one: nothing of what its files hold.
+
+    Whoever sends settings could otherwise learn from errors what is in files, or which there are.
+    """
+    if isinstance(error, DataError):
+        return "the data on that machine cannot be used for this run; it says why there"
+    if isinstance(error, ThinwireError):
+        return str(error)
+    named = type(error).__name__
+    # Other kinds quote what they could not read. These are of the computation, such as torch's.
+    return f"{named}: {error}" if isinstance(error, RuntimeError) else named

@@ -10,6 +10,7 @@ import pytest
 from thinwire.data.chat import Chat
 from thinwire.data.conversations import Conversation, NotAConversation, conversation_of
 from thinwire.data.encode import Losses, encode_conversations
+from thinwire.data.rendering import RENDERER
 from thinwire.data.template import CHATML, CHATML_TOKENS, ChatTemplate
 from thinwire.data.tokenizer import END_OF_TEXT, Tokenizer
 from thinwire.errors import DataError
@@ -213,6 +214,33 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer: Tokenizer) -> Non
 def test_templates_that_fail_are_named(tokenizer: Tokenizer, source: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         with_source(tokenizer, source).encode_all([Conversation(TALK)], learn_all=False)
+
+
+MANY, DONE = "{% for i in range(100000) %}", "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        MANY * 3 + DONE * 3,
+        "{% set n = namespace(x='a') %}" + MANY + "{% set n.x = n.x ~ n.x %}" + DONE,
+        "{{ 'a' * 10**11 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 'a' * 10**8 }}",
+    ],
+    ids=["loops", "doubling", "one text", "one number", "output"],
+)
+def test_templates_that_take_too_much_are_ended(
+    tokenizer: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next conversation is rendered as ever."""
+    monkeypatch.setattr("thinwire.data.rendering.MOST_SECONDS", 1)
+    RENDERER.close()  # the next one has this limit
+    with pytest.raises(DataError, match="it takes more than"):
+        with_source(tokenizer, source).prompt_ids(TALK)
+    again = with_source(tokenizer, "{{ messages[0].content }}").template.render(TALK)
+    assert again == TALK[0]["content"]
+    RENDERER.close()
 
 
 def test_chatml_needs_its_tokens() -> None:

@@ -1,11 +1,12 @@
 """The endpoint over real sockets: OpenAI's shapes, refusals, clients that wait or go away."""
 
+import contextlib
 import http.client
+import itertools
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from thinwire.errors import ConfigError, StageError
 from thinwire.inference import Model, Sampling
+from thinwire.inference.openai import read_request
 from thinwire.inference.serve import MOST_BYTES, Server
 from waiting import wait_until
 
@@ -20,9 +22,9 @@ JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "stage link"}]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    with Server(Model(folder, "cpu"), "127.0.0.1", 0) as server:
+    with Server(Model(folder, "cpu"), "127.0.0.1", 0, most_tokens=1_000_000) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
@@ -144,6 +146,8 @@ REFUSED = [
     ("completions", {"prompt": "stage " * 200}, 400, "context is 128 tokens"),
     ("completions", {"max_tokens": 0}, 400, "max_tokens must be a number from 1"),
     ("completions", {"max_tokens": 1.5}, 400, "max_tokens must be an integer"),
+    ("completions", {"max_tokens": 1_000_001}, 400, "a number from 1 to 1000000"),
+    ("chat/completions", {"messages": HELLO, "max_completion_tokens": 1 << 20}, 400, "to 1000000"),
     ("completions", {"temperature": -1}, 400, "temperature must be a number from 0"),
     ("completions", {"temperature": True}, 400, "temperature must be a number"),
     ("completions", {"top_p": 0}, 400, "top_p must be a number"),
@@ -240,14 +244,56 @@ def test_two_clients_are_served_one_after_the_other(server: Server) -> None:
     assert said["choices"][0]["text"] == "".join(model.write(model.encode("link"), 4, Sampling(0)))
 
 
-def test_too_many_that_wait_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_that_wait_are_told_when_to_come_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many come at once: none is reset."""
     monkeypatch.setattr("thinwire.inference.serve.MOST_WAITING", 0)
     without_end(server)
     first = raw_request(server, {"max_tokens": 1_000_000, "stream": True})
     wait_until(lambda: len(server.turns) == 1)
-    status, said = ask(server, "/v1/completions", {})
-    assert status == 503 and said["error"]["code"] == "overloaded"
+    server.shutdown()  # nobody is accepted for now
+    others = [raw_request(server, {}) for _ in range(100)]
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    for other in others:
+        said = b""
+        while b"}}" not in said:
+            piece = other.recv(1000)
+            assert piece, "the connection was closed without a word"
+            said += piece
+        assert said.startswith(b"HTTP/1.1 503") and b"Retry-After: 5" in said
+        assert b'"code": "overloaded"' in said
+        other.close()
     first.close()
+
+
+def test_nobody_waits_for_a_client_that_does_not_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for a million tokens, reads next to none of them, and loses its connection."""
+    monkeypatch.setattr("thinwire.inference.serve.MOST_UNREAD", 10_000)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server.model.tokens_behind = lambda *_: itertools.repeat(70)
+    slow = raw_request(server, {"max_tokens": 1_000_000, "stream": True})
+    said = slow.recv(12)
+    assert said == b"HTTP/1.1 200"
+    assert ask(server, "/v1/completions", {"max_tokens": 3})[0] == 200
+    with contextlib.suppress(ConnectionError):
+        while piece := slow.recv(1 << 16):
+            said += piece
+    assert b"[DONE]" not in said
+    slow.close()
+
+
+def test_a_request_gets_as_many_tokens_as_the_context_has_unless_told_otherwise(
+    chatting: Callable,
+) -> None:
+    model = Model(chatting(), "cpu")
+    with Server(model, "127.0.0.1", 0) as server:
+        assert server.most_tokens == model.settings.model.context == 128
+        for chat in (True, False):
+            body = {"messages": HELLO} if chat else {"prompt": "a"}
+            assert read_request(body, chat, model, "x", 7).tokens == 7
 
 
 def test_the_end_of_the_server_ends_a_text(chatting: Callable) -> None:

@@ -14,6 +14,7 @@ from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
 from thinwire.errors import CheckpointError, WireError
 from thinwire.remote.fetch import SeatServer, fetch_seat
 from thinwire.remote.pieces import PIECE_BYTES, AskSeat, Pace, Refusal, Seat, Talk, Want, give
+from thinwire.remote.store import most_shard_bytes
 from thinwire.run.commit import commit
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
@@ -27,6 +28,7 @@ EXACT = {
     "train__steps": 6,
     "train__checkpoint_every": 3,
 }
+MOST = 10**6
 PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -74,7 +76,7 @@ def fetch(server: SeatServer, stage: int, folder: Path, **options: Any) -> tuple
     here, there = memory_pair()
     before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     serving = on_daemon_thread("host", lambda: server.serve(here, stage))
-    path = fetch_seat(there, stage, folder, **options)
+    path = fetch_seat(there, stage, folder, most_shard_bytes(server._settings, stage), **options)
     serving.result(30)
     after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     return path, after - before
@@ -169,7 +171,7 @@ def test_a_lost_connection_loses_nothing_that_has_come(
             here.close()
 
     with pytest.raises(WireError):
-        fetch_seat(there, 0, tmp_path / "peer", progress=lose)
+        fetch_seat(there, 0, tmp_path / "peer", MOST, progress=lose)
     path, sent = fetch(server, 0, tmp_path / "peer")
     assert set(seen) == {checkpoint.shards[0].bytes}
     assert sent <= checkpoint.shards[0].bytes - 5 * 1024
@@ -182,7 +184,7 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
     here, there = memory_pair()
     on_daemon_thread("host", lambda: server.serve(here, 1))
     with pytest.raises(CheckpointError, match="stage 0 is not the seat of this peer"):
-        fetch_seat(there, 0, tmp_path / "peer")
+        fetch_seat(there, 0, tmp_path / "peer", MOST)
     here, there = memory_pair()
     serving = on_daemon_thread("host", lambda: server.serve(here, 1))
     talk, theirs = Talk(there), checkpoint.shards[0]
@@ -215,6 +217,10 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
         (lambda m: m["settings"]["codec"].update(plugins=7), "its plugins are no list of names"),
         (lambda m: m["settings"]["codec"].update(plugins=[[]]), "its plugins are no list of names"),
         (lambda m: m.update(weight_version=-1), "is damaged"),
+        (
+            lambda m: m["shards"][0].update(bytes=MOST + 1),
+            "takes at most 1,000,000 with the settings of this run",
+        ),
     ],
 )
 def test_a_manifest_cannot_lead_a_peer_astray(
@@ -236,8 +242,23 @@ def test_a_manifest_cannot_lead_a_peer_astray(
     on_daemon_thread("host", lie)
     before = {path for path in tmp_path.rglob("*") if "peer" not in path.parts}
     with pytest.raises(CheckpointError, match=words):
-        fetch_seat(there, 0, tmp_path / "peer")
+        fetch_seat(there, 0, tmp_path / "peer", MOST)
     assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
+
+
+def test_half_of_the_disk_stays_free(
+    trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, _, checkpoint = trained()
+    size, server = checkpoint.shards[0].bytes, SeatServer(checkpoint, settings)
+    monkeypatch.setattr("thinwire.remote.fetch.free_disk", lambda folder: 2 * size - 1)
+    with pytest.raises(CheckpointError, match="leaves half of them free"):
+        fetch(server, 0, tmp_path / "peer")
+    assert not list((tmp_path / "peer").rglob("*.safetensors"))
+    monkeypatch.setattr("thinwire.remote.fetch.free_disk", lambda folder: 2 * size)
+    fetch(server, 0, tmp_path / "peer")
+    monkeypatch.setattr("thinwire.remote.fetch.free_disk", lambda folder: 0)
+    assert fetch(server, 0, tmp_path / "peer")[1] == 0, "what is here needs no room"
 
 
 def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -> None:
@@ -247,7 +268,7 @@ def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -
     server = SeatServer(checkpoint, settings)
     on_daemon_thread("host", lambda: server.serve(here, 1))
     with pytest.raises(CheckpointError, match="the host cannot read its checkpoint"):
-        fetch_seat(there, 1, tmp_path / "peer")
+        fetch_seat(there, 1, tmp_path / "peer", MOST)
 
 
 def test_extracts_hold_the_same_tensors(trained: Callable, tmp_path: Path) -> None:

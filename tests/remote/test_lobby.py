@@ -456,14 +456,14 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(
 ) -> None:
     """Paths, device and threads are the peer's own; plugins only those that it allows."""
     plain = make_settings(run__out="/etc", run__device="cuda", run__threads=7).to_plain()
-    own = own_settings(TakeSeat(1, 0, plain, False, ""), Terms("cpu", 2))
+    own = own_settings(TakeSeat(1, 0, plain, False, ""), Terms("cpu", 2), 1 << 30)
     assert (own.run.out, own.run.device, own.run.threads) == ("runs", "cpu", 2)
-    assert own.data.path == "" and own.link.emulate is False
+    assert own.data.path == "" and own.link.emulate is False and own.codec.memory_mb == 128
     assert own.hash == make_settings().hash
 
     plain["codec"]["plugins"] = ["os"]
     with pytest.raises(ConfigError, match=r"plugins, which are code: os\. .* --allow-plugin"):
-        own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
+        own_settings(TakeSeat(1, 0, plain, False, ""), Terms(), 1 << 30)
 
 
 def test_settings_of_another_version_are_refused_with_the_cause(
@@ -472,7 +472,7 @@ def test_settings_of_another_version_are_refused_with_the_cause(
     plain = make_settings().to_plain()
     plain["train"]["speed"] = "ludicrous"
     with pytest.raises(ConfigError, match=r"\"train.speed\".*install the version of thinwire"):
-        own_settings(TakeSeat(1, 0, plain, False, ""), Terms())
+        own_settings(TakeSeat(1, 0, plain, False, ""), Terms(), 1 << 30)
 
 
 @pytest.fixture

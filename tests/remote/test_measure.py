@@ -1,8 +1,5 @@
 """What a machine can give: measured here, or in a process of its own."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,13 +25,17 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
     assert found.disk_bytes == pytest.approx(free_disk(tmp_path), rel=0.2)
 
 
-def test_a_process_of_its_own_tells_the_same_figures(tmp_path: Path) -> None:
-    """As it measures a GPU, on whose memory it must leave nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "thinwire.remote.measure", "cpu", str(tmp_path)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found = MachineFigures(**json.loads(done.stdout))
+def test_a_process_of_its_own_tells_the_same_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it measures a GPU, on whose memory it must leave nothing. It imports nothing from the
+    current folder.
+    """
+    (tmp_path / "torch.py").write_text("raise SystemExit('this is not torch')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(measure, "device_name", str)
+    found = measure_machine("cpu", tmp_path)
     assert found.device.startswith("cpu (") and found.flops_per_s > 1e6 and found.link is None
 
 

@@ -43,6 +43,8 @@ def test_a_peer_that_takes_a_seat_fetches_its_stage_and_trains_on_bit_for_bit(
     host.wait_for(r"checkpoint of step 20 in ")
     ben.kill()
     cleo = machines.join("cleo")
+    cleo.wait_for(rf"step +\d+/{STEPS}")
+    fetched = stage_files(cleo.home)
     assert host.wait() == 0, host.text()
     for peer in (ana, cleo):
         assert peer.wait() == 0, peer.text()
@@ -69,7 +71,7 @@ def test_a_peer_that_takes_a_seat_fetches_its_stage_and_trains_on_bit_for_bit(
     assert [STEPS, scored.loss] == summary["valid_losses"][-1]
 
     seat = json.loads((run / "epochs.json").read_text())["seats"].index("cleo")
-    own, fetched = f"stage-{seat}.safetensors", stage_files(cleo.home)
+    own = f"stage-{seat}.safetensors"
     assert fetched[own] == whole[own]
     if seat == 0:
         assert len(fetched) == 1, "exactly one file"
@@ -82,3 +84,4 @@ def test_a_peer_that_takes_a_seat_fetches_its_stage_and_trains_on_bit_for_bit(
     tokens = (STEPS - summary["first_step"]) * 8 * (16 + 17) * 2
     assert tokens < sent["token ids"]
     assert not list((run / "checkpoints").glob(".[ip]*")), "nothing is left over"
+    assert stage_files(cleo.home) == stage_files(ana.home) == {}, "neither there"

@@ -13,8 +13,9 @@ from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Versions
 from thinwire.errors import WireError
-from thinwire.remote.pieces import PIECE_BYTES, Frame, Pace, Talk, Want
+from thinwire.remote.pieces import PIECE_BYTES, Done, Frame, Pace, Refusal, Talk, Want
 from thinwire.remote.store import (
+    KEPT_SHARDS,
     ShardCollector,
     ShardSender,
     incoming_folder,
@@ -362,6 +363,24 @@ def test_members_remove_what_was_given_up_and_keep_the_last_complete(
         time.sleep(0.01)
     assert partial_folder(member, 10).exists() and partial_folder(member, 40).exists()
     there.close()
+
+
+def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Path) -> None:
+    sender = ShardSender(tmp_path, Pace())
+    here, there = memory_pair()
+    serving = on_daemon_thread("member", lambda: sender.serve(there))
+    talk = Talk(here)
+    for step in range(20):
+        write(tmp_path, 0, step)
+        os.utime(partial_folder(tmp_path, step), ns=(step, step))
+    talk.say(Done(3))
+    talk.say(Want(5, 1, "0" * 64, 1, 0))
+    assert isinstance(talk.hear(30), Refusal)
+    sender.remove_spare()
+    kept = [int(folder.name[-2:]) for folder in sorted(tmp_path.glob("checkpoints/.partial-*"))]
+    assert kept == [3, 5, *range(20 - KEPT_SHARDS, 20)], "complete, wanted, and the newest"
+    here.close()
+    serving.result(30)
 
 
 def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:

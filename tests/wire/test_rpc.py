@@ -190,6 +190,18 @@ def test_dialing_where_nothing_listens_is_an_error(authority, listener):
         dial(listener.address, "peer", authority.issue("peer"), "coordinator", 3.0, MAX_MESSAGE)
 
 
+def test_an_address_never_names_a_socket_among_the_files_of_this_machine(authority, tmp_path):
+    """A host tells a peer where to dial: it must not learn which files are there."""
+    with socket.socket(socket.AF_UNIX) as file:
+        file.bind(str(tmp_path / "s"))
+        file.listen()
+        file.settimeout(0.1)
+        with pytest.raises(WireError):
+            dial(f"unix:{tmp_path}/s", "x", authority.issue("x"), "coordinator", 0.5, MAX_MESSAGE)
+        with pytest.raises(TimeoutError):
+            file.accept()
+
+
 def test_a_proxy_of_the_environment_is_not_used(connect, monkeypatch):
     for variable in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")

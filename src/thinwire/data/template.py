@@ -1,9 +1,10 @@
 """A chat template: Jinja2 text that turns messages into one text, as tokenizers are published with.
 
-It comes from others, so it runs in Jinja's sandbox, where it can compute text and nothing else. The
-messages come from others too: a special token that is spelled out in one must not become one. A
-guard, a character that no text needs, is put into such spellings, and whoever encodes what was
-rendered splits it there (data/chat.py).
+It comes from others, so it runs in Jinja's sandbox, where it can compute text and nothing else, and
+in a process that has little time and memory for it (data/rendering.py). The messages come from
+others too: a special token that is spelled out in one must not become one. A guard, a character
+that no text needs, is put into such spellings, and whoever encodes what was rendered splits it
+there (data/chat.py).
 """
 
 import functools
@@ -12,21 +13,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from thinwire.data.files import reading
+from thinwire.data.rendering import BEGIN, END, RENDERER, InvalidTemplate, RenderError
 from thinwire.errors import DataError
 
 CONFIG = "tokenizer_config.json"
 JINJA = "chat_template.jinja"
-# Three of the characters that Unicode reserves for use inside of programs.
-GUARD, BEGIN, END = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
+# Such as those two, one of the characters that Unicode reserves for use inside of programs.
+GUARD = "\ufdd0"
+MARKS = GUARD, BEGIN, END
 _REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
-# A corpus must not depend on the day on which it is prepared.
-_TODAY = date(2024, 7, 26)
 
+TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"
@@ -111,32 +112,23 @@ class ChatTemplate:
         prompts: bool = False,
     ) -> str:
         """The text of messages; with `prompts` the beginning of an answer follows."""
-        import jinja2
-
+        values = {
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": prompts,
+            **self._tokens,
+        }
         try:
-            return self._compiled.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=prompts,
-                **self._tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
-                ArithmeticError, RecursionError, MemoryError) as error:  # fmt: skip
+            return RENDERER.render(self.source, values)
+        except InvalidTemplate as error:
+            raise DataError(f"{self.name} is not a valid chat template: {error}") from None
+        except RenderError as error:
             start = next((str(m.get("content", "")) for m in messages), "")[:60]
             raise DataError(
                 f"the chat template ({self.name}) cannot render a conversation that begins with "
                 f"{start!r}: {error}; correct the conversation, or choose another data.template"
-            ) from error
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        import jinja2
-
-        try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{self.name} is not a valid chat template: {error}") from error
+            ) from None
 
     @functools.cached_property
     def _tokens(self) -> dict[str, str]:
@@ -221,39 +213,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise DataError(f"{path} holds no object: repair or remove it")
     return config
-
-
-@functools.cache
-def _environment() -> Any:
-    """Jinja2 as chat templates expect it, which is as the `transformers` library sets it up."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Puts marks around {% generation %} ... {% endgeneration %}."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("marked")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def marked(self, caller: Any) -> str:
-            return BEGIN + caller() + END
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def as_json(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment

@@ -48,7 +48,7 @@ class Asked:
     wants_usage: bool  # at the end of a stream
 
 
-def read_request(body: Any, is_chat: bool, model: TextModel, name: str) -> Asked:
+def read_request(body: Any, is_chat: bool, model: TextModel, name: str, most_tokens: int) -> Asked:
     """The request in a body of JSON; RefusedError says which field is wrong."""
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
@@ -64,13 +64,13 @@ def read_request(body: Any, is_chat: bool, model: TextModel, name: str) -> Asked
     if len(ids) > context:
         text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
         raise RefusedError(text, 400, "context_length_exceeded", "messages" if is_chat else "")
-    usual = max(1, context - len(ids)) if is_chat else USUAL_TOKENS
-    most = _number(body, "max_completion_tokens", None, 1, 1 << 20, whole=True)
+    usual = min(most_tokens, max(1, context - len(ids)) if is_chat else USUAL_TOKENS)
+    asked = _number(body, "max_completion_tokens", None, 1, most_tokens, whole=True)
     options = body.get("stream_options")
     seed = _number(body, "seed", None, -(1 << 63), 1 << 63, whole=True)
     return Asked(
         ids=ids,
-        tokens=most or _number(body, "max_tokens", usual, 1, 1 << 20, whole=True),
+        tokens=asked or _number(body, "max_tokens", usual, 1, most_tokens, whole=True),
         sampling=Sampling(
             temperature=_number(body, "temperature", 1.0, 0, 100),
             top_k=_number(body, "top_k", 0, 0, 1 << 31, whole=True),
@@ -187,7 +187,7 @@ def _number(
         return usual
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:  # NaN is in no range
-        raise RefusedError(f"{key} must be a number from {least:g} to {most:g}", param=key)
+        raise RefusedError(f"{key} must be a number from {least:.15g} to {most:.15g}", param=key)
     if whole and value != int(value):
         raise RefusedError(f"{key} must be an integer", param=key)
     return int(value) if whole else float(value)

@@ -1,11 +1,13 @@
 """The model of a checkpoint over HTTP, with the interface of OpenAI's: one text at a time.
 
-A second client waits for the first; one that goes away ends its text. Nothing here is for the open
+A second client waits for the first; one that goes away, or reads far more slowly than the model
+writes, ends its text. Nobody waits for the reading of another. Nothing here is for the open
 internet: there are no keys and no encryption, so it listens on this machine alone unless told to.
 """
 
 import collections
 import contextlib
+import io
 import ipaddress
 import json
 import select
@@ -25,14 +27,19 @@ from thinwire.run.signals import heeding
 
 MOST_BYTES = 1 << 20  # of a request
 MOST_WAITING = 16  # requests; more are refused
+MOST_CONNECTIONS = 1024  # that the system keeps until they are accepted
+MOST_UNREAD = 1 << 20  # bytes of a text that its client has not read, beyond what the system keeps
+RETRY_SECONDS = 5  # what a client that is refused for now is told to wait
 LAST_SECONDS = 10.0
 SILENCE_SECONDS = 60.0  # for a client to send its request, or to take what it asked for
 CHATS, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 
 
-def run_server(model: TextModel, host: str, port: int, stream: TextIO) -> None:
+def run_server(
+    model: TextModel, host: str, port: int, stream: TextIO, most_tokens: int = 0
+) -> None:
     """Serve until a signal asks to end, or the model cannot go on."""
-    with Server(model, host, port) as server:
+    with Server(model, host, port, most_tokens) as server:
         with heeding(lambda number, frame: server.is_over.set()):
             name = f"[{host}]" if ":" in host else host
             place = f"http://{name}:{server.server_port}/v1"
@@ -64,10 +71,12 @@ class Turns:
             self._changed.wait_for(lambda: not self._waiting, seconds)
 
     @contextlib.contextmanager
-    def next(self) -> Iterator[None]:
-        """Wait for one's turn; it lasts as long as the context."""
+    def next(self, most_waiting: int) -> Iterator[None]:
+        """Wait for one's turn, which lasts as long as the context; RefusedError: too many wait."""
         me = object()
         with self._changed:
+            if len(self._waiting) > most_waiting:
+                raise RefusedError("too many requests wait: try again later", 503, "overloaded")
             self._waiting.append(me)
             self._changed.wait_for(lambda: self._waiting[0] is me)
         try:
@@ -79,12 +88,17 @@ class Turns:
 
 
 class Server(ThreadingHTTPServer):
-    """Has a thread for each connection; the model is used by one at a time."""
+    """Has a thread for each connection; the model is used by one at a time.
+
+    A request gets `most_tokens` at most, or as many as the model's context has.
+    """
 
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, model: TextModel, host: str, port: int):
+    def __init__(self, model: TextModel, host: str, port: int, most_tokens: int = 0):
         self.model = model
+        self.most_tokens = most_tokens or model.settings.model.context
         self.name = f"{model.settings.run.name}-{model.checkpoint.step}"
         self.turns = Turns()
         self.is_over = threading.Event()
@@ -107,6 +121,40 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Unread(io.BufferedIOBase):
+    """What is written to a client: taken at once, and sent as far as the client reads.
+
+    So the model waits for nobody who reads slowly. `flush` waits, and it comes after one's turn.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._unread = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        """Take all of it; ConnectionAbortedError for a client that has left too much unread."""
+        if len(self._unread) > MOST_UNREAD:
+            self._unread.clear()
+            raise ConnectionAbortedError("the client does not read what it asked for")
+        self._unread += content
+        self._connection.settimeout(0)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                del self._unread[: self._connection.send(self._unread)]
+        finally:
+            self._connection.settimeout(SILENCE_SECONDS)
+        return len(content)
+
+    def flush(self) -> None:
+        """Send the rest, which may take as long as a client may be silent."""
+        rest, self._unread = self._unread, bytearray()
+        if rest:
+            self._connection.sendall(rest)
+
+
 class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
@@ -116,6 +164,11 @@ class Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_SECONDS
     disable_nagle_algorithm = True  # else each small write waits for the one before: 40 ms
     _is_streaming = False
+
+    def setup(self) -> None:
+        """Let writes wait for nobody."""
+        super().setup()
+        self.wfile = _Unread(self.connection)
 
     def parse_request(self) -> bool:
         """Read the head of a request; one that was meant for another host is refused.
@@ -153,9 +206,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.path not in (CHATS, COMPLETIONS):
                 raise _unknown(self.path, CHATS, COMPLETIONS)
             asked = self._asked(body)
-            if len(self.server.turns) > MOST_WAITING:
-                raise RefusedError("too many requests wait: try again later", 503, "overloaded")
-            with self.server.turns.next():
+            with self.server.turns.next(MOST_WAITING):
                 self._answer(asked)
             self.server.answered += 1
         except RefusedError as error:
@@ -163,7 +214,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _asked(self, body: Any) -> Asked:
         try:
-            return read_request(body, self.path == CHATS, self.server.model, self.server.name)
+            server = self.server
+            is_chat = self.path == CHATS
+            return read_request(body, is_chat, server.model, server.name, server.most_tokens)
         except ThinwireError as error:  # such as a model without a chat template
             raise RefusedError(str(error)) from error
 
@@ -232,6 +285,8 @@ class Handler(BaseHTTPRequestHandler):
     def _start(self, status: int, kind: str, length: int | None) -> None:
         self.send_response(status, HTTPStatus(status).phrase)
         self.send_header("Content-Type", kind)
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.send_header("Retry-After", str(RETRY_SECONDS))
         if length is None:
             self._is_streaming = self.close_connection = True
         else:

@@ -4,8 +4,8 @@ On the host: one `SeatServer` for the checkpoint that an epoch starts from. For 
 `seat-STAGE@EPOCH` that is accepted from the member in that seat, a thread calls
 `serve(pipe, stage)`. When all stages run: `close()`, which removes what it had to extract.
 
-On a member: `fetch_seat(pipe, stage, run_folder, plugins, progress)` before it starts its child;
-the path that it returns is the child's `resume`.
+On a member: `fetch_seat(pipe, stage, run_folder, limit, plugins, progress)` before it starts its
+child; the path that it returns is the child's `resume`.
 
 With the split that the checkpoint was written with, a seat gets its own stage's file as it is. Of
 other files it gets only the tensors that it needs, such as the shared basis that the first stage
@@ -38,6 +38,7 @@ from thinwire.engine.checkpoint import (
 from thinwire.engine.state import names_for_stage
 from thinwire.errors import BreachError, CheckpointError, WireError, printable
 from thinwire.folders import flush, put_in_place, write_file
+from thinwire.remote.measure import free_disk
 from thinwire.remote.pieces import AskSeat, Pace, Refusal, Seat, Talk, Want, give, take
 from thinwire.remote.store import link_or_copy
 from thinwire.settings import Settings
@@ -138,20 +139,28 @@ def fetch_seat(
     pipe: Pipe,
     stage: int,
     run_folder: Path,
+    limit: int,
     plugins: Collection[str] = (),
     progress: Progress = lambda done, total: None,
     meter: Meter | None = None,
 ) -> Path:
     """Fetch what a stage needs of the host's checkpoint; returns a folder to resume from.
 
-    `plugins` are those that this machine allows: a checkpoint that names others is refused, for
-    they are code. What was fetched before a lost connection (WireError) is used the next time.
+    `limit` is the most bytes that the state of the stage can have: a host that offers more would
+    only fill this disk. `plugins` are those that this machine allows: a checkpoint that names
+    others is refused, for they are code. What was fetched before a lost connection (WireError) is
+    used the next time.
     """
     talk = Talk(pipe, meter)
     try:
         talk.say(AskSeat(stage))
         manifest = _answer(talk)
         shards = _checked_manifest(manifest, plugins)
+        if (size := sum(shard.bytes for shard in shards)) > limit:
+            raise CheckpointError(
+                f"the host offers {size:,} bytes as the state of stage {stage}, which takes at "
+                f"most {limit:,} with the settings of this run: nothing of it is fetched"
+            )
         return _Fetching(talk, manifest, shards, checkpoints_folder(run_folder), progress).run()
     except OSError as error:
         raise CheckpointError(
@@ -226,6 +235,7 @@ class _Fetching:
         partial = self._folder / ".fetching"
         partial.mkdir(parents=True, exist_ok=True)
         self._drop_others(partial)
+        self._check_room(partial)
         for shard in self._shards:
             self._obtain(shard, partial)
             self._done += shard.bytes
@@ -244,6 +254,18 @@ class _Fetching:
         for path in partial.iterdir():
             if path not in wanted:
                 path.unlink()
+
+    def _check_room(self, partial: Path) -> None:
+        """Take at most half of what is free: the rest is for the shards that the stage writes."""
+        missing = [shard for shard in self._shards if not any(self._alike(shard))]
+        here = sum(part.stat().st_size for part in partial.iterdir())
+        rest, free = sum(shard.bytes for shard in missing) - here, free_disk(partial)
+        if rest > free // 2:
+            raise CheckpointError(
+                f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in "
+                f"{self._folder}: the run leaves half of them free. Free some space, or join with "
+                "another --folder"
+            )
 
     def _obtain(self, shard: Shard, partial: Path) -> None:
         part = _part(partial, shard)

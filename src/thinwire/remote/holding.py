@@ -1,7 +1,7 @@
 """The seat that a joined peer holds: settings of its own machine, what is fetched, the process.
 
-The host says what a stage is as data. Which paths are written, on which device it computes and
-which plugins are imported, this machine decides.
+The host says what a stage is as data. Which paths are read and written, on which device it computes
+and which plugins are imported, this machine decides.
 """
 
 import copy
@@ -12,11 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire.data import DataConfig
+from thinwire.data.template import TEMPLATES
 from thinwire.engine.fetched import refuse_images
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
+from thinwire.remote.measure import free_disk
 from thinwire.remote.messages import TakeSeat
+from thinwire.remote.store import most_shard_bytes
 from thinwire.run.messages import Assign
 from thinwire.run.order import Order
 from thinwire.run.spawn import end, last_lines, make_log_folder, spawn
@@ -24,6 +28,7 @@ from thinwire.settings import Settings, machine_cores
 from thinwire.wire import Identity, Pipe
 
 FETCH_SECONDS = 600.0  # without a connection, before a seat is given back
+SEAT_MARGIN = 2  # a checkpoint of another split may have more of what stages share
 _PAUSE_S = 1.0
 
 
@@ -34,11 +39,19 @@ class Terms:
     device: str = "auto"
     threads: int = 0  # 0: as the run says, or all cores
     plugins: tuple[str, ...] = ()
-    data: Path | None = None  # the corpus, if this machine has it
+    data: Path | None = None  # the corpus, if this machine has it, and what its settings name
+    valid_data: Path | None = None
+    tokenizer: Path | None = None
+    template: Path | None = None
 
 
-def own_settings(seat: TakeSeat, terms: Terms) -> Settings:
-    """The settings of a run as this machine uses them; ConfigError says why it cannot."""
+def own_settings(seat: TakeSeat, terms: Terms, free_bytes: int) -> Settings:
+    """The settings of a run as this machine uses them; ConfigError says why it cannot.
+
+    Paths of the host stand for nothing here. Those of the tokenizer and of the template stay as
+    text: all neighbours agree on them, and nobody opens them (`own_data`). What codecs remember
+    takes at most half of the disk: a stage has up to four such memories.
+    """
     try:
         asked = Settings.as_asked(copy.deepcopy(seat.settings))
     except ConfigError as error:
@@ -55,9 +68,40 @@ def own_settings(seat: TakeSeat, terms: Terms) -> Settings:
     threads = terms.threads or asked.run.threads or machine_cores()
     run = dataclasses.replace(asked.run, out="runs", device=terms.device, threads=threads)
     link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1", port=0)
-    path = str(terms.data) if terms.data else ""
-    data = dataclasses.replace(asked.data, path=path)
-    return dataclasses.replace(asked, run=run, link=link, data=data).resolved()
+    memory = max(1, min(asked.codec.memory_mb, free_bytes // 8 >> 20))
+    codec = dataclasses.replace(asked.codec, memory_mb=memory)
+    data = dataclasses.replace(asked.data, path=_text(terms.data), valid_path="")
+    start = "of the host" if asked.train.init_from else ""  # its weights come as a checkpoint
+    train = dataclasses.replace(asked.train, init_from=start)
+    own = dataclasses.replace(asked, run=run, link=link, codec=codec, data=data, train=train)
+    return own.resolved()
+
+
+def own_data(seat: TakeSeat, settings: Settings, terms: Terms) -> DataConfig:
+    """What the corpus is made from on this machine: files that its owner named, and no others."""
+    own = {
+        "valid_path": (terms.valid_data, "--valid-data"),
+        "tokenizer": (terms.tokenizer, "--tokenizer"),
+        "template": (terms.template, "--template"),
+    }
+    asked = seat.settings.get("data", {})
+    named = {key for key in own if asked.get(key, "") not in TEMPLATES}
+    if missing := [f"data.{key} ({own[key][1]})" for key in sorted(named) if own[key][0] is None]:
+        raise DataError(
+            f"the run's data is made with files of its host: {', '.join(missing)}. Name the same "
+            "files on this machine with these options, or leave out --data: token ids then come "
+            "from the host"
+        )
+    return dataclasses.replace(
+        settings.data,
+        valid_path=_text(terms.valid_data),
+        tokenizer=_text(terms.tokenizer),
+        template=_text(terms.template) or settings.data.template,  # a word, as checked
+    )
+
+
+def _text(path: Path | None) -> str:
+    return str(path) if path else ""
 
 
 class Holding:
@@ -65,7 +109,7 @@ class Holding:
 
     def __init__(self, seat: TakeSeat, terms: Terms, folder: Path):
         self.seat, self.epoch, self.stage = seat, seat.epoch, seat.stage
-        self.settings = own_settings(seat, terms)
+        self.settings = own_settings(seat, terms, free_disk(folder))
         self.run_folder = folder / "run"
         self._terms = terms
         self._log = folder / "logs" / f"stage-{seat.stage}.log"
@@ -121,11 +165,13 @@ class Holding:
         if self._terms.data is None:
             refuse_images(settings)
             return None
-        data = settings.model.task.prepare(settings.data, settings.model.vocab, cache_folder(), say)
+        config = own_data(self.seat, settings, self._terms)
+        data = settings.model.task.prepare(config, settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.seat.corpus:
             raise DataError(
                 f"{self._terms.data} is not the data of this run (fingerprint {data.fingerprint}, "
-                f"the run's is {self.seat.corpus}): give the same files, or leave out --data"
+                f"the run's is {self.seat.corpus}): give the same files, and the tokenizer if the "
+                "run starts from weights (--tokenizer), or leave out --data"
             )
         return data.folder.resolve()
 
@@ -144,6 +190,7 @@ class Holding:
                     dial_host(),
                     self.stage,
                     self.run_folder,
+                    SEAT_MARGIN * most_shard_bytes(self.settings, self.stage),
                     self._terms.plugins,
                     tell,
                 )

@@ -69,8 +69,13 @@ def _check(options: JoinOptions) -> None:
         )
     if options.listen:
         split_address(options.listen)
-    if options.terms.data is not None and not options.terms.data.exists():
-        raise DataError(f"--data {options.terms.data}: there is no such file or folder")
+    terms = options.terms
+    for name in ("data", "valid_data", "tokenizer", "template"):
+        option, path = f"--{name.replace('_', '-')}", getattr(terms, name)
+        if path is not None and not path.exists():
+            raise DataError(f"{option} {path}: there is no such file or folder")
+        if path is not None and terms.data is None:
+            raise ConfigError(f"{option} goes with --data: name the run's data too")
 
 
 def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:

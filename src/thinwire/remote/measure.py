@@ -75,7 +75,9 @@ def measure_machine(device: str, folder: Path) -> MachineFigures:
     chosen = choose_device(device, 0)
     if chosen.type != "cuda":
         return figures_of(chosen, folder)
-    command = [sys.executable, "-m", "thinwire.remote.measure", device, str(folder)]
+    module = "thinwire.remote.measure"
+    # -P: a file in the current folder must not pass for a module
+    command = [sys.executable, "-P", "-m", module, device, str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
         return MachineFigures(**json.loads(done.stdout))

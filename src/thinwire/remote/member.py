@@ -10,6 +10,7 @@ import os
 import platform
 import queue
 import secrets
+import shutil
 import subprocess
 import threading
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.errors import StageError, ThinwireError, WireError
+from thinwire.errors import StageError, ThinwireError, WireError, outward
 from thinwire.remote.holding import Holding, Terms
 from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
@@ -53,6 +54,7 @@ from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.wire import Identity, Tunnel, ping
 
+SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
 
 
@@ -125,6 +127,7 @@ class Member:
     def run(self) -> str:
         """Take part until the run is over or this peer leaves; returns why, in a sentence."""
         self._begin(self._touch.keep)
+        self._begin(self._shards.keep_room)
         try:
             with heeding(self._on_signal):
                 while not self._is_over:
@@ -136,7 +139,16 @@ class Member:
             self._shards.close()
             if self._channel is not None:
                 self._channel.close()
+        self._clean_up()
         return self._farewell
+
+    def _clean_up(self) -> None:
+        """Remove this machine's part of the run, unless it can make a return cheap."""
+        part = self._place.folder / "run"
+        if self._is_leaving or (self.news and self.news.step == self.news.steps):
+            shutil.rmtree(part, ignore_errors=True)
+        elif part.exists():
+            self._display.note(f"{part} stays, so that a return is cheap; else delete it")
 
     @property
     def identity(self) -> Identity:
@@ -334,7 +346,7 @@ class Member:
             f"this machine cannot take the seat: {error}. Mend that, then end this command "
             "(Ctrl-C) and join again"
         )
-        self._say(Declined(epoch, str(error)))
+        self._say(Declined(epoch, outward(error)))
         self._give_up_seat()
 
     def _launch(self, epoch: int) -> None:
@@ -361,10 +373,10 @@ class Member:
             return
         self._pace.change(0)  # nothing else needs the uplink now
         code = exited.process.returncode
-        words = "" if code == 0 else exited.holding.last_words()
-        if words:
+        if code != 0:
+            words = exited.holding.last_words()
             self._display.note(f"the process of stage {exited.holding.stage} ended: {words}")
-        self._ended = Ended(exited.holding.epoch, code_of(code), words)
+        self._ended = Ended(exited.holding.epoch, code_of(code), "" if code == 0 else SEE_LOG)
         self._say(self._ended)
 
     def _vacate(self, epoch: int, reason: str) -> None:

@@ -59,6 +59,8 @@ from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.wire import Meter, Pipe
 
 REDIAL_S = (1.0, 30.0)  # the first and the longest pause between two attempts
+KEPT_SHARDS = 4  # that a member keeps for a host which says nothing of them
+LOOK_S = 2.0  # between two looks for more
 _REMEMBERED = 64  # steps that were given up, of which parts may still be announced
 _HEADER_BYTES = 4096  # for a tensor's name, type and place in its file, and more than that
 _STATES = 3  # of the size of a parameter at most: itself and two moments
@@ -352,6 +354,7 @@ class ShardSender:
         self._pace = pace
         self._closed = threading.Event()
         self._pipe: Pipe | None = None
+        self._wanted = self._done = -1  # the steps that the host asked for and completed last
 
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
@@ -371,8 +374,10 @@ class ShardSender:
             while (heard := talk.hear()) is not None:
                 match heard:
                     case Want():
+                        self._wanted = heard.step
                         self._give(talk, heard)
                     case Done(step):
+                        self._done = step
                         self._forget_before(step)
                     case Dropped(step):
                         place = partial_folder(self._run_folder, step)
@@ -387,6 +392,20 @@ class ShardSender:
         self._closed.set()
         if self._pipe is not None:
             self._pipe.close(0)
+
+    def keep_room(self) -> None:
+        """Look until `close` for shards beyond what this disk is for; on a thread of its own."""
+        while not self._closed.wait(LOOK_S):
+            self.remove_spare()
+
+    def remove_spare(self) -> None:
+        """Remove what no host needs: all shards but the newest few, and those that travel."""
+        found = [*checkpoints_folder(self._run_folder).glob(".partial-step-*")]
+        with contextlib.suppress(OSError):  # one has just been removed: look again later
+            newest = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)[-KEPT_SHARDS:]
+            needed = {partial_folder(self._run_folder, s) for s in (self._wanted, self._done)}
+            for folder in {*found} - {*newest} - needed:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _give(self, talk: Talk, want: Want) -> None:
         path = partial_folder(self._run_folder, want.step) / f"stage-{want.stage}.safetensors"

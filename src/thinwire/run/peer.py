@@ -35,7 +35,7 @@ from thinwire.engine.fetched import FetchedCorpus
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
-from thinwire.errors import ThinwireError, WireError
+from thinwire.errors import ThinwireError, WireError, outward
 from thinwire.report.stream import SafeStream
 from thinwire.run.control import CONTROL_KEEPALIVE, Channel, lasting_control
 from thinwire.run.messages import (
@@ -174,15 +174,21 @@ class Peer:
     def fail(self, error: BaseException) -> None:
         """Tell the coordinator why this stage cannot go on, if it still listens.
 
-        A broken link says more about the neighbour who vanished than about this stage.
+        A broken link says more about the neighbour who vanished than about this stage. What goes
+        to another machine holds nothing of this one's files: its log has the rest.
         """
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
+        told, trace = str(error) if known else f"{type(error).__name__}: {error}", ""
+        if self.order.epoch:  # to another machine
+            told = outward(error)
+        elif not known:
+            trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
         message = Failed(
             kind=type(error).__name__,
             known=known,
-            error=str(error) if known else f"{type(error).__name__}: {error}",
-            trace="" if known else "".join(traceback.format_exception(error)[-_TRACE_PARTS:]),
+            error=told,
+            trace=trace,
             accuses=lost if is_wire else [],
             convicts=[s for s, link in self._links.items() if link.other_end_at_fault],
         )

@@ -206,7 +206,8 @@ def dial(
     reason = ""
     while True:
         # A channel of its own per attempt: no back-off of earlier attempts, no shared connection.
-        channel = grpc.secure_channel(address, credentials, options)
+        # Said as the name of a machine, for gRPC would also take "unix:PATH".
+        channel = grpc.secure_channel(f"dns:///{address}", credentials, options)
         outcome = _try_to_dial(channel, name, deadline)
         if isinstance(outcome, Pipe):
             return outcome

@@ -1,0 +1,205 @@
+"""Chat templates at work, in a process of their own with bounded time and memory.
+
+Jinja's sandbox keeps a template from everything but text, not from endless text. So one process
+renders for this one: it reads a request on a line, a JSON object, and answers on a line. A template
+that takes too much is ended there, and at worst that process with it. It is this file, run by its
+path: it imports nothing else of this package, so that it starts in a tenth of a second.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import threading
+import time
+from datetime import date
+from types import FrameType
+from typing import Any
+
+try:
+    import resource
+    import signal
+except ImportError:  # not every system has it
+    resource = None  # type: ignore[assignment]
+
+MOST_SECONDS = 10  # of computing, for one conversation
+MOST_BYTES = 1 << 30  # of memory, with Python's own
+MOST_TEXT = 16 << 20  # characters
+TOO_MUCH = f"it takes more than {MOST_SECONDS} s, {MOST_BYTES >> 30} GiB or {MOST_TEXT} characters"
+# Two of the characters that Unicode reserves for use inside of programs.
+BEGIN, END = "\ufdd1", "\ufdd2"
+# A corpus must not depend on the day on which it is prepared.
+_TODAY = date(2024, 7, 26)
+_LOOK_SECONDS = 0.05  # of computing, between two looks at what a template has taken
+
+
+class InvalidTemplate(Exception):
+    """What is given as a template is none."""
+
+
+class RenderError(Exception):
+    """A template cannot render these values, and why."""
+
+
+class Renderer:
+    """The process that renders, as it is seen from here: started when it is needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, source: str, values: dict[str, Any]) -> str:
+        """The text of a template with these values."""
+        request = json.dumps({"source": source, "values": values}, default=str).encode()
+        with self._lock:
+            answer = self._answer(request)
+        if "invalid" in answer:
+            raise InvalidTemplate(answer["invalid"])
+        if "error" in answer:
+            raise RenderError(answer["error"])
+        return answer["text"]
+
+    def _answer(self, request: bytes) -> dict[str, str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = _started()
+        process, line = self._process, b""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(request + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            pass  # it has ended
+        except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
+            self.close()
+            raise
+        answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
+        if answer.get("error") == TOO_MUCH:
+            self.close()  # what was taken may not be given back
+        return answer
+
+    def close(self) -> None:
+        """End the process; another one starts when it is needed."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+RENDERER = Renderer()
+atexit.register(RENDERER.close)
+
+
+def _started() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        # -P: a file in the current folder must not pass for a module
+        [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the process that asks
+    )
+
+
+class _Meter:
+    """Ends a template that takes too much of this process's computing time, or of memory.
+
+    A signal comes whenever the process has computed for a while. Where a single operation lets no
+    signal through, the system ends the process.
+    """
+
+    def __init__(self, seconds: int, size: int) -> None:
+        self._seconds, self._size = seconds, size
+        self.begin()
+        with contextlib.suppress(OSError, ValueError):  # macOS does not know this limit
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        self._look()
+        signal.signal(signal.SIGPROF, self._look)
+        signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
+
+    def begin(self) -> None:
+        """A template begins."""
+        self._end = time.process_time() + self._seconds
+
+    def _look(self, number: int = 0, frame: FrameType | None = None) -> None:
+        now, _, hard = time.process_time(), *resource.getrlimit(resource.RLIMIT_CPU)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_CPU, (int(now) + self._seconds + 1, hard))
+        unit = 1 if sys.platform == "darwin" else 1024
+        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if taken > self._size or now > self._end:
+            self.begin()
+            raise MemoryError
+
+
+def main(seconds: int, size: int) -> None:
+    """Answer requests until the input ends."""
+    meter = _Meter(seconds, size) if resource is not None else None
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        if meter is not None:
+            meter.begin()
+        answer = _answer(request["source"], request["values"])
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(source: str, values: dict[str, Any]) -> dict[str, str]:
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        text = str(_compiled(source).render(**values))
+        return {"text": text} if len(text) <= MOST_TEXT else {"error": TOO_MUCH}
+    except TemplateSyntaxError as error:
+        return {"invalid": str(error)}
+    except MemoryError:
+        return {"error": TOO_MUCH}
+    except Exception as error:  # a template may stumble over anything
+        return {"error": str(error)}
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    return _environment().from_string(source)
+
+
+@functools.cache
+def _environment() -> Any:
+    """Jinja2 as chat templates expect it, which is as the `transformers` library sets it up."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Puts marks around {% generation %} ... {% endgeneration %}."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("marked")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def marked(self, caller: Any) -> str:
+            return BEGIN + caller() + END
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def as_json(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = as_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = _TODAY.strftime
+    return environment
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
