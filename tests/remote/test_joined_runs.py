@@ -30,6 +30,8 @@ def test_three_peers_train_to_the_weights_of_a_run_on_one_machine(
         for folder in (machines.run_folder, machines.folder / "alone" / "test")
     ]
     assert summaries[0]["valid_losses"] == summaries[1]["valid_losses"]
+    assert summaries[0]["link_utilisation"] > 0, "of the uplinks that its peers measured"
+    assert summaries[0]["paths"]["logs"] is None and "logs:" not in host.text()
     kinds = [summary["bytes_sent"]["by_kind"] for summary in summaries]
     assert kinds[0]["FORWARD"] == kinds[1]["FORWARD"]
     for name in ("ana", "ben", "cleo"):
@@ -75,6 +77,10 @@ def test_a_peer_and_the_host_are_killed_and_the_run_ends_as_if_nothing_had_happe
     assert_same_weights(machines.run_folder, machines.folder / "alone" / "test", 80)
     steps = [json.loads(line) for line in (machines.run_folder / "metrics.jsonl").open()]
     assert [row["step"] for row in steps if row["kind"] == "step"] == list(range(1, 81))
+    summary = json.loads((machines.run_folder / "summary.json").read_text())
+    assert [step for step, _ in summary["valid_losses"]][:: len(summary["valid_losses"]) - 1] == [
+        0, 80
+    ], "of the whole run, though its host was killed"  # fmt: skip
 
 
 def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(

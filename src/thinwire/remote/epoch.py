@@ -34,7 +34,7 @@ from thinwire.wire import LastingPipe, Listener, Meter, Pipe
 LOOK_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Base:
     """What all epochs of a run share."""
 
@@ -49,6 +49,8 @@ class Base:
     beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
         default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
     )
+    control_bytes: int = 0  # of all control streams
+    record: RunRecord | None = None  # of the last epoch that trained
 
     def beside_bytes(self) -> dict[str, int]:
         """Every byte of that so far, both ways, frame headers included."""
@@ -73,7 +75,14 @@ class Epoch:
             outage=settings.link.outage,
         )
         self.record = RunRecord(
-            settings, base.folder, base.data, checkpoint, base.display, goes_on=True
+            settings,
+            base.folder,
+            base.data,
+            checkpoint,
+            base.display,
+            goes_on=True,
+            earlier=base.record,
+            uplinks=self._uplinks(),
         )
         self.peers: RemotePeers | None = None
 
@@ -133,6 +142,9 @@ class Epoch:
                 lead(self._coordinator, peers, partial(self._carry_out, peers.collector))
             finally:
                 self.record.close()
+                base.control_bytes += peers.control_bytes()
+                if self.record.has_begun:
+                    base.record = self.record
         return self._coordinator
 
     def abandon(self, reason: str) -> None:
@@ -178,6 +190,12 @@ class Epoch:
 
     def _guests(self) -> list[Guest]:
         return [guest for guest in self._base.lobby.guests() if guest.name in self._seats]
+
+    def _uplinks(self) -> list[float]:
+        """Mbit/s of each stage's uplink, as its peer measured the way to this host."""
+        arrived = {guest.name: guest.arrived for guest in self._guests()}
+        said = [arrived.get(name) for name in self._seats]
+        return [it.figures.mbps_up if it is not None else 0.0 for it in said]
 
     def _is_prepared(self) -> bool:
         guests = self._guests()

@@ -202,7 +202,7 @@ class _Hosting:
         assert epoch.peers is not None
         epoch.peers.collector.forget()
         summary = record.finish(
-            epoch.peers.control_bytes(),
+            self._base.control_bytes,
             self._stop_asked,
             self._started,
             self._base.beside_bytes(),

@@ -123,6 +123,13 @@ def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationR
     return [steps[k] for k in sorted(steps)], [evaluations[k] for k in sorted(evaluations)]
 
 
+def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
+    """The evaluations alone."""
+    found = (record for record in losses_of(folder) if isinstance(record, EvaluationRecord))
+    latest = {record.step: record for record in found}
+    return [latest[step] for step in sorted(latest)]
+
+
 def metrics_of(folder: str | Path) -> Iterator[StepRecord | EvaluationRecord]:
     """The same one by one, as they were written: a long run need not fit into memory."""
     return _records(folder, StepRecord)

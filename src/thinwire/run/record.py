@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from thinwire.errors import (
 )
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
-from thinwire.report.metrics import without_nan
+from thinwire.report.metrics import read_evaluations, without_nan
 from thinwire.report.wandb import WandbLog
 from thinwire.run.commit import Checkpoints, divergence, origin_in, way_back
 from thinwire.run.events import Begin, Command, Commit, Discard, Record, Say, Starting
@@ -46,8 +46,13 @@ class RunRecord:
         resumed: Checkpoint | None,
         display: Display,
         goes_on: bool = False,
+        earlier: "RunRecord | None" = None,
+        uplinks: Sequence[float] = (),
     ):
-        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed."""
+        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed.
+        `earlier`: the record of the epoch before, which this one continues. `uplinks`: as a Ledger
+        takes them.
+        """
         self.settings = settings
         self.folder = folder
         self.display = display
@@ -56,7 +61,8 @@ class RunRecord:
         self._feed = Feed(data, settings, torch.device("cpu"))
         self._resume_step = resumed.step if resumed else 0 if goes_on else None
         self._origin = origin_in(resumed)
-        self._began = time.monotonic()
+        self._earlier, self._uplinks = earlier, uplinks
+        self._began = self._closed = time.monotonic()
         self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
         self._is_drawing = self._in_haste = False
@@ -83,9 +89,14 @@ class RunRecord:
             case Discard(step, error):
                 self.checkpoints.drop(step, error)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its stages have begun to train."""
+        return hasattr(self, "ledger")
+
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
-        self.is_over = True
+        self.is_over, self._closed = True, time.monotonic()
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
@@ -109,10 +120,12 @@ class RunRecord:
         trouble = self._trouble()
         if trouble is None:
             self.checkpoints.end(ledger.done)
-        latest = self.checkpoints.latest
+        latest, logs = self.checkpoints.latest, self.folder / "logs"
         seconds = time.monotonic() - started
         summary = {
-            **ledger.summary(self._versions, seconds, self._began - started),
+            **ledger.summary(
+                self._versions, seconds, self._began - started, self._earlier_validations()
+            ),
             "control_bytes": control_bytes,
             **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
             **self._origin,
@@ -123,7 +136,9 @@ class RunRecord:
                 "folder": str(self.folder),
                 "checkpoint": str(latest) if latest else None,
                 "metrics": str(self.folder / "metrics.jsonl"),
-                "logs": str(self.folder / "logs"),
+                "logs": str(logs)
+                if logs.is_dir()
+                else None,  # those of peers are on their machines
                 "plots": str(self.folder / "plots"),
             },
         }
@@ -156,8 +171,15 @@ class RunRecord:
     def _begin(self, begun: Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
         settings = self.settings
-        self._began, self._versions = time.monotonic(), begun.versions
-        self.ledger = Ledger(settings, begun.stages, self._resume_step or 0)
+        now, first_step, self._versions = time.monotonic(), self._resume_step or 0, begun.versions
+        if self._earlier is None:
+            self._began = now
+            self.ledger = Ledger(settings, begun.stages, first_step, self._uplinks)
+        else:
+            self._began, self.ledger = self._earlier._began, self._earlier.ledger
+            waited = now - self._earlier._closed
+            self.ledger.go_on(begun.stages, first_step, self._uplinks, waited)
+            self._earlier = None
         self.checkpoints.begin()
         header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
         for origin in self._origin.values():
@@ -169,6 +191,15 @@ class RunRecord:
             self._metrics = MetricsWriter(self.folder, self._resume_step, self._wandb())
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
+
+    def _earlier_validations(self) -> list[EvaluationRecord]:
+        """Those that the run's folder has; the last of each step."""
+        if not self.ledger.first_step:
+            return []
+        try:
+            return read_evaluations(self.folder)
+        except (OSError, ThinwireError):
+            return []  # the plots say what is damaged
 
     def _wandb(self) -> WandbLog | None:
         run = self.settings.run
