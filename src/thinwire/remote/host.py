@@ -132,13 +132,12 @@ class _Hosting:
 
     def run(self) -> dict[str, Any]:
         """Form the run, and form it again, until it is over; the summary."""
-        self._lobby.say_farewell("the host ended without a word; it may come back")
         try:
             while True:
                 if (summary := self._form_and_run()) is not None:
                     return summary
         except KeyboardInterrupt:
-            self._lobby.say_farewell("the host was stopped; the run can go on when it is back")
+            self._lobby.say_farewell("the host was stopped; join again when it is back")
             raise
         except Exception as error:
             self._lobby.say_farewell(f"the run ended with an error: {error}", in_order=False)
@@ -209,7 +208,8 @@ class _Hosting:
         )
         done, steps = record.ledger.done, self._settings.train.steps
         if done < steps:
-            self._lobby.say_farewell(f"the host stopped the run after step {done} of {steps}")
+            stopped_at = f"the host stopped the run after step {done} of {steps}"
+            self._lobby.say_farewell(f"{stopped_at}; join again when it is back")
         else:
             self._lobby.say_farewell(f"the run is complete: {done} steps")
         return summary

@@ -70,6 +70,8 @@ class RunRecord:
     def carry_out(self, command: Command) -> None:
         """Do what the coordinator of the run asks."""
         match command:
+            case Say(text, for_us=True):
+                self.display.phase("note", text)  # which a hosted run shows on its host alone
             case Say(text):
                 self.display.note(text)
             case Starting(count, what):
