@@ -251,6 +251,7 @@ class _Hosting:
     def _wait_for_peers(self) -> list[str]:
         """Wait until there is a peer for each stage; says for whom, and since when."""
         stages, began = self._settings.pipeline.stages, time.monotonic()
+        self._standing.forms()
         told, told_at = "", 0.0
         while True:
             guests = self._lobby.here()

@@ -50,7 +50,8 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
             Tunnel(invite.service("control"), routes) as host,
             _door(options.listen, invite) as door,
         ):
-            place = Place(folder, host.address, *_addresses(door, options.listen, invite, routes))
+            addresses = _addresses(door, options.listen, invite, routes)
+            place = Place(folder, host.address, *addresses, lambda: host.trouble)
             machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
             member = Member(place, identity, options.terms, machine, display)
             with ControlSocket(folder, member_handlers(member, invite)):

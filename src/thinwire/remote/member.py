@@ -63,6 +63,7 @@ class Place:
     host: str  # the local end of the tunnel to the host's streams
     door: str = ""
     outside: str = ""
+    trouble: Callable[[], str] = lambda: ""  # why the host cannot be reached, by its addresses
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Member:
         self.news: StepNews | None = None  # the latest step of the run
         self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._touch = Touch(place.host, identity, self._events.put)
+        self._touch = Touch(place.host, identity, self._events.put, place.trouble)
         self._channel: Channel | None = None
         self._holding: Holding | None = None
         self._ended: Ended | None = None  # of the seat that is held, if its process has ended

@@ -36,11 +36,18 @@ class Touch:
 
     `tell` gets what happens: Connected and Lost in turn, messages of the host in between, and the
     AdmissionError with which the host refuses this peer, which is the last. It must not wait.
+    `trouble` says why the tunnel found no way to the host: `address` is its end on this machine.
     """
 
-    def __init__(self, address: str, identity: Identity, tell: Callable[[Any], None]):
+    def __init__(
+        self,
+        address: str,
+        identity: Identity,
+        tell: Callable[[Any], None],
+        trouble: Callable[[], str] = lambda: "",
+    ):
         self.identity = identity  # replaced when it is renewed
-        self._address, self._tell = address, tell
+        self._address, self._tell, self._trouble = address, tell, trouble
         self._is_over = False
 
     def dial(self, name: str) -> Pipe:
@@ -57,7 +64,8 @@ class Touch:
                 self._tell(error)
                 return
             except WireError as error:
-                self._tell(Lost(None, str(error)))
+                reason = self._trouble() or str(error)
+                self._tell(Lost(None, f"the host cannot be reached: {reason}"))
                 continue
             self._attend(pipe)
             time.sleep(_PAUSE_S)
