@@ -96,6 +96,7 @@ def test_a_seat_passes_from_peer_to_peer_and_who_was_removed_stays_out(
     host.wait_for(r"stage \d was lost at step")
     host.wait_for(STEPPING_AGAIN)
 
+    assert "Traceback" not in ana.text() and 'File "' not in ana.text(), "that another was lost"
     ana.interrupt()
     assert ana.wait() == 0 and "left the run" in ana.text(), ana.text()
     host.wait_for(r"ana left after step \d+")

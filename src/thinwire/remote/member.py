@@ -333,7 +333,9 @@ class Member:
         code = exited.process.returncode
         words = "" if code == 0 else exited.holding.last_words()
         if words:
-            self._display.note(f"the process of stage {exited.holding.stage} ended: {words}")
+            said, logs = words.splitlines()[-1].lstrip(" |"), self._place.folder / "logs"
+            stage = exited.holding.stage
+            self._display.note(f"the process of stage {stage} ended: {said}\nits log is in {logs}")
         self._ended = Ended(exited.holding.epoch, code_of(code), words)
         self._say(self._ended)
 
