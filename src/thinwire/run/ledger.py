@@ -114,8 +114,8 @@ class Ledger:
             return None
         del self._pending[report.step]
         complete = [reports[s] for s in self._stages]
-        validated = report.step == self._epoch_began
-        validated = validated or self.settings.is_evaluation_step(report.step)
+        is_first = report.step == self._epoch_began
+        validated = is_first or self.settings.is_evaluation_step(report.step)
         self._times.add(complete, behind_validation=validated)
         # On the last stage a step begins when the validation before it is over on all stages.
         self._training_seconds += complete[-1].end - complete[-1].start
@@ -436,7 +436,7 @@ class Ledger:
         up = [*(forward for forward, _ in crossed), 0]
         down = [0, *(backward for _, backward in crossed)]
         return [
-            8e-6 * (above + below) / (rate * seconds) if rate and seconds else math.nan
+            8e-6 * (above + below) / (rate * seconds) if crossed and rate and seconds else math.nan
             for above, below, rate in zip(up, down, self._uplinks, strict=True)
         ]
 

@@ -122,7 +122,8 @@ class RunRecord:
         trouble = self._trouble()
         if trouble is None:
             self.checkpoints.end(ledger.done)
-        latest, logs = self.checkpoints.latest, self.folder / "logs"
+        latest = self.checkpoints.latest
+        logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
             **ledger.summary(
@@ -138,9 +139,7 @@ class RunRecord:
                 "folder": str(self.folder),
                 "checkpoint": str(latest) if latest else None,
                 "metrics": str(self.folder / "metrics.jsonl"),
-                "logs": str(logs)
-                if logs.is_dir()
-                else None,  # those of peers are on their machines
+                "logs": str(logs) if logs.is_dir() else None,
                 "plots": str(self.folder / "plots"),
             },
         }

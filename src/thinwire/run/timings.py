@@ -114,11 +114,6 @@ class StepTimes:
         """How many steps there were."""
         return sum(len(timings.seconds) for timings in self._kinds.values())
 
-    @property
-    def total(self) -> float:
-        """Seconds of all steps, as the first stage sees them."""
-        return sum(timings.total for timings in self._kinds.values())
-
 
 def wait_seconds(reports: Sequence[Step], stage: int) -> dict[str, float]:
     """What a stage waited for in a step, by the reasons in WAITS."""
