@@ -33,7 +33,7 @@ def meter(**frames: int) -> Moved:
 
 
 def report(stage: int, step: int, seconds: float, **changes: Any) -> Step:
-    """What one of two stages says of a step: four microbatches, and a quarter of it sending."""
+    """What one of two stages says of a step of four microbatches."""
     done = 4 * (step + 1)
     kinds = {"FORWARD": done, "VERDICT": step + 1} if stage == 0 else {
         "BACKWARD": done, "TALLY": step + 1}  # fmt: skip
@@ -100,11 +100,12 @@ def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
     )
     assert second["compute"] == pytest.approx(3 / 4)
     assert summary["bubble_fraction"] == pytest.approx(1 - (1 / 2 + 3 / 4) / 2 - 1 / 16)
-    assert summary["link_utilisation"] == pytest.approx(1 / 4), "stage 0 sends more than stage 1"
+    busy = FRAME * 25 / 5 * 8e-6 / (8.0 * 3.0)
+    assert summary["link_utilisation"] == pytest.approx(busy), "by the steps that count"
     (row,) = summary["cuts"]
     assert row["forward_bytes_per_token"] == pytest.approx(FRAME * 25 / (5 * tokens))
     assert (row["forward_codec"], row["backward_codec"]) == ("fp64", "fp64")
-    assert row["link_utilisation"] == pytest.approx(FRAME * 25 * 8e-6 / (8.0 * 27.0))
+    assert row["link_utilisation"] == summary["link_utilisation"]
     assert summary["refused_updates"] == 0 and summary["total_seconds"] == 30.0
 
 
@@ -157,7 +158,7 @@ def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None
     follow(ledger, [4.0, 4.0, 2.0])
     ledger.add_evaluation(Evaluation(3, 4.0, None, 0.5))
     summary = ledger.summary({}, total_seconds=30.0, start_seconds=12.0)
-    parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "other": 5.0}
+    parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "waiting": 0.0, "other": 5.0}
     assert summary["seconds"] == parts
     assert sum(parts.values()) == summary["total_seconds"]
 
@@ -173,6 +174,72 @@ def test_a_resumed_run_tells_its_own_steps_from_those_before(
     summary = ledger.summary({}, 9.0)
     assert (summary["steps"], summary["steps_run"]) == (24, 4)
     assert summary["final_train_loss_steps"] == 4, "the mean is over these, not over ten"
+
+
+def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(
+    make_ledger: Callable[..., Ledger],
+) -> None:
+    """Two steps are lost with a peer, and trained again after a wait of 7 s."""
+    ledger = make_ledger()
+    ledger.add_evaluation(Evaluation(0, 6.0, None, 1.0))
+    follow(ledger, [4.0, 4.0, 1.0, 1.0, 1.0, 1.0])
+    ledger.add_evaluation(Evaluation(4, 5.0, None, 1.0))
+    ledger.add_evaluation(Evaluation(6, 9.0, None, 1.0))
+    ledger.go_on([Ready("", "", "cpu")] * 2, 4, waited=7.0)
+    assert ledger.done == 4 and ledger.records[-1].step == 4
+    ledger.add_evaluation(Evaluation(4, 5.0, None, 1.0))
+    for step in range(4, 8):
+        counted = {"FORWARD": 4 * (step - 3)}, {"BACKWARD": 4 * (step - 3)}  # anew from zero
+        for stage in (1, 0):
+            meters = {"cut-0": meter(**counted[stage])}
+            record = ledger.add_step(stage, report(stage, step, 1.0, meters=meters))
+    assert record is not None and record.links[0].forward_bytes == 4 * FRAME
+    ledger.add_evaluation(Evaluation(8, 3.0, None, 1.0))
+    assert ledger.summary({}, 1.0)["bytes_sent"] is None, "these stages have not finished"
+    ledger.add_finished(0, {"cut-0": meter(FORWARD=16, BYE=1)})
+    ledger.add_finished(1, {"cut-0": meter(BACKWARD=16, BYE=1)})
+
+    summary = ledger.summary({}, total_seconds=60.0, start_seconds=10.0)
+    assert summary["valid_losses"] == [(0, 6.0), (4, 5.0), (8, 3.0)]
+    assert (summary["steps"], summary["steps_run"], summary["epochs"]) == (8, 10, 2)
+    assert ledger.first_step == 0
+    parts = {"start": 10.0, "training": 16.0, "validation": 5.0, "waiting": 7.0, "other": 22.0}
+    assert summary["seconds"] == parts
+    assert (summary["timed"]["steps"], summary["timed"]["seconds"]) == (6, 6.0)
+    by_kind = summary["bytes_sent"]["by_kind"]
+    assert by_kind["FORWARD"] == FRAME * (24 + 16) and by_kind["HELLO"] == 2 * FRAME
+    (row,) = summary["cuts"]
+    tokens = 10 * ledger.settings.tokens_per_step
+    assert row["forward_bytes_per_token"] == FRAME * (24 + 6 + 16) / tokens
+
+
+def test_an_uplink_carries_what_a_stage_sends_both_ways(make_settings: MakeSettings) -> None:
+    """The display of a step, each cut and the summary say the same of the stage in the middle."""
+    settings = make_settings(
+        pipeline__stages=3, link__emulate=True, link__mbps_up=8.0, train__eval_every=0
+    )
+    sent = [
+        {"cut-0": meter(FORWARD=20)},
+        {"cut-0": meter(BACKWARD=10), "cut-1": meter(FORWARD=20)},
+        {"cut-1": meter(BACKWARD=10)},
+    ]
+
+    def busy(ledger: Ledger) -> list[float]:
+        for stage, meters in enumerate(sent):
+            record = ledger.add_step(stage, report(stage, 0, 0.1, meters=meters))
+        assert record is not None
+        summary = ledger.summary({}, 1.0)
+        shown = [link.utilisation for link in record.links]
+        assert [cut["link_utilisation"] for cut in summary["cuts"]] == pytest.approx(shown)
+        return [*shown, summary["link_utilisation"]]
+
+    about = [Ready("", "", "cpu")] * 3
+    share = 30 * FRAME * 8e-6 / (8.0 * 0.1)
+    assert busy(Ledger(settings, about, 0)) == pytest.approx([share] * 3)
+    hosted = replace(settings, link=replace(settings.link, emulate=False))
+    measured = Ledger(hosted, about, 0, uplinks=[0.0, 16.0, 1.0])
+    last = 10 * FRAME * 8e-6 / 0.1
+    assert busy(measured) == pytest.approx([share / 2, last, last]), "the rates of its peers"
 
 
 def test_waits_are_told_by_what_was_waited_for(make_ledger: Callable[..., Ledger]) -> None:

@@ -171,6 +171,47 @@ def test_a_run_is_followed_to_its_summary(replay: Callable) -> None:
     assert (run.folder / "plots" / "loss.png").is_file()
 
 
+def test_a_run_that_was_formed_again_has_one_summary(
+    replay: Callable, corpus: Corpus, make_settings: Callable
+) -> None:
+    """A peer is lost in step 4, and the run goes on from its checkpoint of step 2."""
+    first, peers, stream = replay()
+    script = list(peers.script)
+    lost = max(i for i, (_, said) in enumerate(script) if isinstance(said, Step))
+
+    def lose(position: int) -> None:
+        if position == lost:
+            raise StageError("a peer was lost")
+
+    peers.before_each = lose
+    with pytest.raises(StageError):
+        first.follow()
+    (checkpoint,) = list_checkpoints(first.folder)
+    peers.before_each = lambda position: None
+    peers.script = [row for row in script if row[1].step >= 2 and not is_part(row[1], 2)]
+    peers._events = None
+    second = Run(first.record.settings, first.folder, corpus, peers)
+    second.record = RunRecord(
+        first.record.settings,
+        first.folder,
+        corpus,
+        Checkpoint.open(checkpoint),
+        PlainDisplay(stream),
+        goes_on=True,
+        earlier=first.record,
+    )
+    second.follow()
+    summary = second.finish(first.record._began)
+    assert [step for step, _ in summary["valid_losses"]] == [0, 2, 4]
+    assert (summary["first_step"], summary["steps"], summary["steps_run"]) == (0, 4, 5)
+    assert summary["seconds"]["start"] == 0.0 < summary["seconds"]["waiting"]
+    assert summary["paths"]["logs"] is None, "the logs of peers are on their machines"
+
+
+def is_part(said: Report, step: int) -> bool:
+    return isinstance(said, ShardWritten) and said.step == step
+
+
 def test_plots_that_fail_cost_no_run(replay: Callable) -> None:
     run, _, stream = replay()
     run.follow()
@@ -492,6 +533,8 @@ def test_a_run_goes_on_in_its_own_folder(
     settings = make_settings(pipeline__stages=1, train__steps=2, train__keep=1)
     summary = train(settings, PlainDisplay(stream), resume=middle)
     assert (summary["first_step"], summary["steps"]) == (1, 2)
+    assert [step for step, _ in summary["valid_losses"]] == [0, 1, 2], "of the whole run"
+    assert Path(summary["paths"]["logs"]).is_dir()
     left = sorted(path.name for path in checkpoints_folder(folder).iterdir())
     assert left == [
         "abandoned-step-00000002", "abandoned-step-00000003", "proven.json",

@@ -347,7 +347,7 @@ def _show_summary(summary: dict[str, Any]) -> None:
 
     Console(highlight=False).print(summary_table(summary))
     for what, path in summary["paths"].items():
-        if path:
+        if path and Path(path).exists():
             print(f"{what + ':':<12}{path}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.arguments import add_init_from, number, overrides
 from thinwire.errors import StageError, WireError
 
-WAY_ON = "to continue: start the same command again; peers that are still there come back"
+WAY_ON = "to continue: start the same command again; peers have to join again too"
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 

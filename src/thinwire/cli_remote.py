@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from thinwire.arguments import number
+from thinwire.errors import ConfigError
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 
@@ -17,7 +18,7 @@ _FOLDER = "folder of the run on its host, or of `join --folder` on a peer (defau
 
 def add_remote_commands(add: AddCommand) -> None:
     """Put the commands on the command line."""
-    sub = add("status", status_command, "show how a run over several machines stands")
+    sub = add("status", status_command, "show how a run stands that is under way on this machine")
     sub.add_argument("folder", type=Path, nargs="?", help=_FOLDER)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
@@ -60,14 +61,10 @@ def add_remote_commands(add: AddCommand) -> None:
 
 def status_command(options: argparse.Namespace) -> None:
     """Print how each run stands that is alive here."""
-    from thinwire.remote.alive import alive_folders
-    from thinwire.remote.control_socket import ask
-    from thinwire.remote.status import status_from_plain, status_table
+    from thinwire.remote.alive import alive_reports
+    from thinwire.remote.status import status_table
 
-    reports = [
-        status_from_plain(ask(folder, {"ask": "status"}))
-        for folder in alive_folders(options.folder)
-    ]
+    reports = alive_reports(options.folder)
     if options.json:
         plain = [report.to_plain() for report in reports]
         print(json.dumps(plain[0] if len(plain) == 1 else plain, indent=1))
@@ -91,27 +88,28 @@ def doctor_command(options: argparse.Namespace) -> None:
 
 def kick_command(options: argparse.Namespace) -> None:
     """Have the host remove a peer."""
-    from thinwire.remote.alive import only_alive_folder
+    from thinwire.remote.alive import host_folder
     from thinwire.remote.control_socket import ask
 
-    folder = only_alive_folder(options.folder, members=False)
-    request = {"ask": "kick", "peer": options.peer, "by_invite": options.by_invite}
-    print(ask(folder, request)["text"])
+    peer, folder = options.peer, options.folder
+    if folder is not None and not folder.exists() and Path(peer).exists():
+        raise ConfigError(f"the peer comes first: thinwire kick {folder} {peer}")
+    request = {"ask": "kick", "peer": peer, "by_invite": options.by_invite}
+    print(ask(host_folder(folder), request)["text"])
 
 
 def invite_command(options: argparse.Namespace) -> None:
     """Have the host make another invite, to the same addresses and for as many hours."""
-    from thinwire.remote.alive import only_alive_folder
+    from thinwire.remote.alive import host_folder
     from thinwire.remote.control_socket import ask
 
-    folder = only_alive_folder(options.folder, members=False)
-    print(ask(folder, {"ask": "invite", "machines": options.machines})["text"])
+    request = {"ask": "invite", "machines": options.machines}
+    print(ask(host_folder(options.folder), request)["text"])
 
 
 def leave_command(options: argparse.Namespace) -> None:
     """Have the peer of this machine leave."""
-    from thinwire.remote.alive import only_alive_folder
+    from thinwire.remote.alive import member_folder
     from thinwire.remote.control_socket import ask
 
-    folder = only_alive_folder(options.folder, hosts=False)
-    print(ask(folder, {"ask": "leave"})["text"])
+    print(ask(member_folder(options.folder), {"ask": "leave"})["text"])

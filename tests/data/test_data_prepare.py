@@ -79,6 +79,7 @@ def test_progress_goes_up_to_the_total_in_each_phase(text_folder, cache):
     size = sum(path.stat().st_size for path in text_folder.iterdir())
     for phase in seen.phases:
         done = [call[1] for call in seen.calls if call[0] == phase]
+        assert len(set(done)) == len(done), "a line is shown for each"
         assert done == sorted(done)
         assert done[-1] == size
     assert {call[2] for call in seen.calls} == {size}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from thinwire.engine.reports import StageCosts, Step
 from thinwire.remote.forming import form
 from thinwire.remote.lobby import Guest
 from thinwire.remote.messages import Arrive, Figures, StepNews
@@ -68,6 +69,18 @@ def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
     first, second = standing.report(1, seats, []).links
     assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
     assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
+
+
+def test_a_stage_is_where_its_last_step_left_it_until_it_says_more(standing: Standing) -> None:
+    """Pulses come every few seconds, steps may come more often."""
+    standing.heard(0, Pulse(3, "computes F0 of step 2"))
+    costs = StageCosts(0.1, 0.1, 0.1)
+    for done in (6, 7):
+        report = Step(done, None, 0.1, 1.0, True, 0.0, 1.0, 0.0, costs, [], {}, {}, 0)
+        standing.heard(0, report)
+        assert standing.doing(0) == f"has done step {done + 1}"
+    standing.heard(0, Pulse(9, "validates"))
+    assert standing.doing(0) == "validates"
 
 
 def test_a_link_that_is_down_is_what_the_run_waits_for(standing: Standing, clock: Clock) -> None:

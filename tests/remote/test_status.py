@@ -21,7 +21,8 @@ from thinwire.remote.status import (
     status_from_plain,
     status_table,
 )
-from thinwire.report import as_text
+from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
+from thinwire.run.claim import claim_folder
 
 NOW = 1_800_000_000.0
 
@@ -224,6 +225,9 @@ def test_the_commands_on_a_host(
         assert run("kick", "ben") == 0
         assert capsys.readouterr().out == "ben was kicked\n"
         assert run("leave") == 9, "a host does not leave"
+        assert "it hosts the one in runs/code" in capsys.readouterr().err
+        assert run("kick", "runs/code", "ben") == 2
+        assert "the peer comes first: thinwire kick ben runs/code" in capsys.readouterr().err
         (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
         assert run("status", "run.toml") == 0
 
@@ -239,8 +243,34 @@ def test_the_commands_on_a_peer(
     left = lambda request: {"text": "leaving after this step"}  # noqa: E731
     with ControlSocket(folders[0], {"leave": left}):
         assert run("kick", "ben") == 9, "only a host can"
+        assert f"it is a peer of the run in {folders[0]}" in capsys.readouterr().err
+        assert run("kick", "ben", str(folders[0])) == 2
+        assert "A host answers kick and invite" in capsys.readouterr().err
         with ControlSocket(folders[1], {"leave": left}):
             assert run("leave") == 2
             assert "several runs are alive" in capsys.readouterr().err
         assert run("leave") == 0
         assert capsys.readouterr().out == "leaving after this step\n"
+
+
+def test_a_local_run_under_way_is_shown_by_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "data"))
+    folder = Path("runs") / "mine"
+    with claim_folder(folder, None):
+        assert run("status") == 0
+        assert "starting" in capsys.readouterr().out
+        with MetricsWriter(folder) as metrics:
+            for step in (1, 2):
+                record = StepRecord(step, 200, 3.5, 0.1, 1.0, 64, 700.0, 0.5, 9.0, [], [])
+                metrics.step(record)
+            metrics.evaluation(EvaluationRecord(2, 3.25))
+        assert run("status", str(folder)) == 0
+        shown = capsys.readouterr().out
+        assert "mine, seen from its folder" in shown and "2 of 200, loss 3.5000" in shown
+        assert run("kick", "ben") == 9
+        assert "has no peers: it is a local one" in capsys.readouterr().err
+    assert run("status", str(folder)) == 9
+    assert "it has ended" in capsys.readouterr().err

@@ -112,6 +112,16 @@ def test_a_stopped_run_ends_with_its_last_loss_once(plain, stream, make_record):
     assert stream.getvalue().count("4.4444") == 1
 
 
+def test_what_is_held_back_is_shown_before_what_came_later(plain, stream, make_record):
+    plain.step(make_record(1))
+    plain.step(make_record(2, loss=4.4444))
+    plain.phase("end", "left the run")
+    plain.close()
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == [
+        "[train]", "[train]", "[end]"
+    ]  # fmt: skip
+
+
 def test_progress_is_thinned_but_the_end_appears(plain, stream):
     for done in range(1001):
         plain.progress("data", done, 1000, "files")

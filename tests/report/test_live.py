@@ -29,7 +29,9 @@ def make_display(width=80, run="shakespeare"):
         file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=40
     )
     clock = Clock()
-    return LiveDisplay(console, run, clock=clock), console, clock
+    clock.used = 0.0  # processor seconds
+    display = LiveDisplay(console, run, clock=clock, used=lambda: clock.used)
+    return display, console, clock
 
 
 def drawings(console):
@@ -96,18 +98,35 @@ def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
     display.close()
 
 
-def test_slow_drawing_is_done_less_often(make_record):
+def test_costly_drawing_is_done_less_often(make_record):
     display, console, clock = make_display()
 
-    def slow_panel():
-        clock.now += 0.02
+    def costly_panel():
+        clock.used += 0.04
         return "ETA"
 
-    display._panel = slow_panel
+    display._panel = costly_panel
     for _ in range(100):
         clock.now += 0.1
         display.step(make_record())
-    assert 5 <= drawings(console) <= 6  # 12 s at one per cent of 0.02 s each
+    assert 5 <= drawings(console) <= 6  # in 10 s at two per cent, 0.04 s each
+    display.close()
+
+
+def test_on_a_busy_machine_the_panel_still_follows_the_steps(make_record):
+    """Drawing waits 0.2 s for a core, of which it uses 5 ms."""
+    display, console, clock = make_display()
+
+    def delayed_panel():
+        clock.now += 0.2
+        clock.used += 0.005
+        return "ETA"
+
+    display._panel = delayed_panel
+    for _ in range(16):
+        clock.now += 1.2
+        display.step(make_record())
+    assert drawings(console) == 16
     display.close()
 
 

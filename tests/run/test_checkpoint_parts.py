@@ -88,7 +88,7 @@ def test_the_run_ends_when_the_last_part_has_arrived() -> None:
     assert lead.say(0, goodbye) == [Record(0, goodbye)]
     recorded, told = lead.say(1, goodbye)
     assert recorded == Record(1, goodbye)
-    assert told == Say("training is done; the checkpoint of stage 1 is still on its way here")
+    assert told == Say("all stages have stopped; the host waits for the checkpoint of stage 1")
     assert lead.coordinator.phase is Phase.COLLECTING
     for stage in (0, 1):
         assert lead.on(Exited(stage, 0)) == [], "its process need not wait"

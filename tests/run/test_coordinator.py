@@ -141,12 +141,19 @@ def test_before_training_a_request_to_stop_leaves_at_once(phase: Phase) -> None:
 
 def test_a_request_to_stop_is_passed_on_and_a_second_one_leaves_at_once() -> None:
     lead = Lead().until(Phase.TRAINING)
-    first, second, note = lead.on(StopAsked())
+    first, second, told, note = lead.on(StopAsked())
     assert (first, second) == (Tell(0, Stop()), Tell(1, Stop()))
-    assert isinstance(note, Say) and "press Ctrl-C again" in note.text
+    assert told == Say("stopping after this step, with a checkpoint")
+    assert note == Say("press Ctrl-C again to exit now", for_us=True), "not for peers"
     assert lead.coordinator.phase is Phase.STOPPING and lead.coordinator.stop_asked
     assert lead.say(0, step(0, 0)) == [Record(0, step(0, 0))], "the step under way is finished"
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
+
+
+def test_who_leaves_is_named_to_all_and_nobody_is_told_to_press_a_key() -> None:
+    *_, told = commands = Lead().until(Phase.TRAINING).on(StopAsked("ben"))
+    assert told == Say("ben leaves: the run stops after this step, with a checkpoint")
+    assert len([command for command in commands if isinstance(command, Say)]) == 1
 
 
 def test_a_run_that_was_asked_to_stop_ends_in_good_order() -> None:

@@ -152,7 +152,7 @@ def _documents(
         due = 0
         for text, is_given, consumed in of.read():
             yield text, is_given
-            if of.size and consumed >= due:
+            if due <= consumed < of.size:  # the end is reported once, below
                 report(phase, consumed, of.size)
                 due = consumed + max(1, of.size // 200)
         if of.size:

@@ -77,7 +77,8 @@ class ControlSocket:
         if handler is None:
             known = ", ".join(sorted(self._handlers))
             asked = printable(str(request.get("ask")), 100)
-            return {"error": f"{asked!r} cannot be asked here; what can: {known}"}
+            who = "A host answers kick and invite, a peer answers leave"
+            return {"error": f"{asked!r} cannot be asked here; what can: {known}. {who}"}
         try:
             return {"answer": handler(request)}
         except ThinwireError as error:

@@ -37,7 +37,7 @@ from thinwire.wire import LastingPipe, Listener, Meter, Pipe
 LOOK_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Base:
     """What all epochs of a run share."""
 
@@ -52,6 +52,8 @@ class Base:
     beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
         default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
     )
+    control_bytes: int = 0  # of all control streams
+    record: RunRecord | None = None  # of the last epoch that trained
 
     def beside_bytes(self) -> dict[str, int]:
         """Every byte of that so far, both ways, frame headers included."""
@@ -79,7 +81,14 @@ class Epoch:
             course=Course(settings, checkpoint.step if checkpoint else 0, len(self._seats)),
         )
         self.record = RunRecord(
-            settings, base.folder, base.data, checkpoint, base.display, goes_on=True
+            settings,
+            base.folder,
+            base.data,
+            checkpoint,
+            base.display,
+            goes_on=True,
+            earlier=base.record,
+            uplinks=self._uplinks(),
         )
         self.peers: RemotePeers | None = None
 
@@ -141,6 +150,9 @@ class Epoch:
                 lead(self._coordinator, peers, partial(self._carry_out, peers.collector))
             finally:
                 self.record.close()
+                base.control_bytes += peers.control_bytes()
+                if self.record.has_begun:
+                    base.record = self.record
 
     def abandon(self, reason: str) -> None:
         """The epoch cannot begin: its peers wait for another."""
@@ -185,6 +197,12 @@ class Epoch:
 
     def _guests(self) -> list[Guest]:
         return [guest for guest in self._base.lobby.guests() if guest.name in self._seats]
+
+    def _uplinks(self) -> list[float]:
+        """Mbit/s of each stage's uplink, as its peer measured the way to this host."""
+        arrived = {guest.name: guest.arrived for guest in self._guests()}
+        said = [arrived.get(name) for name in self._seats]
+        return [it.figures.mbps_up if it is not None else 0.0 for it in said]
 
     def _is_settled(self) -> bool:
         """Whether all peers are prepared, or one of them cannot take its seat."""

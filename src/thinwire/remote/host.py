@@ -135,13 +135,12 @@ class _Hosting:
 
     def run(self) -> dict[str, Any]:
         """Form the run, and form it again, until it is over; the summary."""
-        self._lobby.say_farewell("the host ended without a word; it may come back")
         try:
             while True:
                 if (summary := self._form_and_run()) is not None:
                     return summary
         except KeyboardInterrupt:
-            self._lobby.say_farewell("the host was stopped; the run can go on when it is back")
+            self._lobby.say_farewell("the host was stopped; join again when it is back")
             raise
         except Exception as error:
             self._lobby.say_farewell(f"the run ended with an error: {error}", in_order=False)
@@ -210,14 +209,15 @@ class _Hosting:
         assert epoch.peers is not None
         epoch.peers.collector.forget()
         summary = record.finish(
-            epoch.peers.control_bytes(),
+            self._base.control_bytes,
             self._stop_asked,
             self._started,
             self._base.beside_bytes(),
         )
         done, steps = record.ledger.done, self._settings.train.steps
         if done < steps:
-            self._lobby.say_farewell(f"the host stopped the run after step {done} of {steps}")
+            stopped_at = f"the host stopped the run after step {done} of {steps}"
+            self._lobby.say_farewell(f"{stopped_at}; join again when it is back")
         else:
             self._lobby.say_farewell(f"the run is complete: {done} steps")
         return summary
@@ -258,6 +258,7 @@ class _Hosting:
     def _wait_for_peers(self) -> list[str]:
         """Wait until there is a peer for each stage; says for whom, and since when."""
         stages, began = self._settings.pipeline.stages, time.monotonic()
+        self._standing.forms()
         told, told_at = "", 0.0
         while True:
             guests = self._lobby.here()

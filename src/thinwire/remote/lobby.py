@@ -117,7 +117,7 @@ class Lobby:
         self._guests: dict[str, Guest] = {}
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
-        self._farewell = Dismiss("the host has left; it may come back", in_order=True)
+        self._farewell = Dismiss("the host ended; join again when it is back", in_order=True)
         threading.Thread(target=self._look_for_peers, name="thinwire lobby", daemon=True).start()
 
     def __enter__(self) -> "Lobby":

@@ -373,9 +373,11 @@ class Member:
             return
         self._pace.change(0)  # nothing else needs the uplink now
         code = exited.process.returncode
-        if code != 0:
-            words = exited.holding.last_words()
-            self._display.note(f"the process of stage {exited.holding.stage} ended: {words}")
+        words = exited.holding.last_words() if code != 0 else ""
+        if words:
+            said = words.splitlines()[-1].lstrip(" |")
+            stage, logs = exited.holding.stage, self._place.folder / "logs"
+            self._display.note(f"the process of stage {stage} ended: {said}\nits log is in {logs}")
         self._ended = Ended(exited.holding.epoch, code_of(code), "" if code == 0 else SEE_LOG)
         self._say(self._ended)
 

@@ -80,9 +80,9 @@ class RemotePeers(Peers):
         self._lobby.launch()
         self._begin(self._watch_for_absence)
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, who: str = "") -> None:
         self.is_stopping = True
-        super().ask_to_stop()
+        super().ask_to_stop(who)
 
     def tell(self, stage: int, message: FromCoordinator) -> None:
         if isinstance(message, Connect):
@@ -142,7 +142,7 @@ class RemotePeers(Peers):
             case Leaving():
                 self.leaving = self.leaving or name
                 if not self.is_stopping:  # asked twice, a coordinator leaves at once
-                    self.ask_to_stop()
+                    self.ask_to_stop(name)
             case Ended(_, code, words):
                 self._words[stage] = words
                 self._ended.add(stage)

@@ -24,7 +24,7 @@ class Reception:
         while not self._is_over.is_set():
             left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                raise WireError(f"{peer} did not dial as {name!r} within {timeout:g} s")
+                raise WireError(f"{peer} did not dial as {name!r} within {timeout:.0f} s")
             with contextlib.suppress(WireError):  # nobody came: look whether to go on
                 return self._listener.accept(name, min(left, _LOOK_SECONDS), peer, True)
             time.sleep(0.01)  # the listener may be closed, and then says so at once

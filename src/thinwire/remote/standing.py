@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from thinwire.engine.reports import Step
 from thinwire.remote.messages import StepNews
 from thinwire.remote.status import LinkStatus, PeerStatus, StatusReport
 from thinwire.report import StepRecord
@@ -89,6 +90,8 @@ class Standing:
             match message:
                 case Pulse(_, doing):
                     noted.doing = doing
+                case Step(step=step):  # a pulse is seconds old by now
+                    noted.doing = f"has done step {step + 1}"
                 case Linked(way) if stage > 0:
                     self._cuts.setdefault(stage - 1, _Cut()).way = way or "direct"
                 case LinkDown(cut, reason):

@@ -52,7 +52,7 @@ class StatusReport:
 
     run: str
     run_id: str
-    role: str  # "host" or "member"
+    role: str  # "host", "member", or "folder": by what a run on this machine alone has written
     state: str  # "training", "waiting", "forming", "ending"
     time: float  # of this report, seconds since 1970
     epoch: int = 0
@@ -110,7 +110,8 @@ def _facts(report: StatusReport) -> RenderableType:
     def row(name: str, text: str) -> None:
         grid.add_row(name, Text(printable(text)))
 
-    row("run", f"{report.run} ({report.run_id}), seen from {_seen_from(report)}")
+    number = f" ({report.run_id})" if report.run_id else ""
+    row("run", f"{report.run}{number}, seen from {_seen_from(report)}")
     row("state", report.state)
     if report.waiting_for:
         since = _ago(report.waiting_since, report.time)
@@ -129,7 +130,7 @@ def _facts(report: StatusReport) -> RenderableType:
 
 
 def _seen_from(report: StatusReport) -> str:
-    return "its host" if report.role == "host" else "this peer"
+    return {"host": "its host", "folder": "its folder"}.get(report.role, "this peer")
 
 
 def _peers(report: StatusReport) -> RenderableType:

@@ -62,7 +62,8 @@ class Touch:
                 self._tell(error)
                 return
             except WireError as error:
-                self._tell(Lost(None, str(error)))
+                reason = self._way.trouble or str(error)
+                self._tell(Lost(None, f"the host cannot be reached: {reason}"))
                 continue
             self._attend(pipe)
             time.sleep(_PAUSE_S)

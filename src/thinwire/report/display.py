@@ -54,7 +54,8 @@ class PlainDisplay(Display):
     """One line per event, never rewritten: right for logs, pipes and dumb terminals.
 
     Steps, and the progress of long work, are thinned to one line per `interval` seconds, but the
-    first and the last always appear, and so does every evaluation.
+    first and the last always appear, and so does every evaluation. Lines stand in the order of
+    what happened: a step that was held back comes before a phase or a note.
     """
 
     def __init__(
@@ -71,6 +72,10 @@ class PlainDisplay(Display):
         self._unshown: StepRecord | None = None
 
     def phase(self, tag: str, text: str) -> None:
+        self._show_step()
+        self._line(tag, text)
+
+    def _line(self, tag: str, text: str) -> None:
         # further lines are indented to the column of the first
         first, *others = text.splitlines() or [""]
         lines = [padded_tag(tag) + " " + first, *(" " * (_TAG_WIDTH + 1) + text for text in others)]
@@ -82,7 +87,7 @@ class PlainDisplay(Display):
             return
         self._progress_due = self._clock() + self._interval
         share = percent(done / total if total else 1.0)
-        self.phase(tag, f"{share:>5}  {amount(done, total, unit)}")
+        self._line(tag, f"{share:>5}  {amount(done, total, unit)}")
 
     def step(self, record: StepRecord) -> None:
         self._latest = self._unshown = record
@@ -91,7 +96,7 @@ class PlainDisplay(Display):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         count = _step_count(record.step, self._latest)
-        self.phase("valid", f"{count}  loss {loss_text(record.loss):>7}{record.facts()}")
+        self._line("valid", f"{count}  loss {loss_text(record.loss):>7}{record.facts()}")
 
     def note(self, text: str) -> None:
         self.phase("note", text)
@@ -104,7 +109,7 @@ class PlainDisplay(Display):
         record, self._unshown = self._unshown, None
         if record is not None:
             self._step_due = self._clock() + self._interval
-            self.phase(
+            self._line(
                 "train",
                 f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
                 f"  {record.tokens_per_s:>7,.0f} {SHORT[record.unit]}/s"

@@ -34,7 +34,7 @@ _SIDE_BY_SIDE_WIDTH = 110  # from here on the two tables fit beside each other
 _SPARKLINE_WIDTH = 24
 _CURVE_POINTS = 256
 _LEAST_INTERVAL = 0.25  # seconds between two drawings of the panel
-_COST_SHARE = 0.01  # drawing may take this share of the time, whatever the number of stages
+_COST_SHARE = 0.02  # of a core that drawing may take, whatever the number of stages
 
 
 def open_display(stream: TextIO, run: str = "thinwire") -> Display:
@@ -54,17 +54,22 @@ class LiveDisplay(Display):
     """Permanent lines for phases and notes, and under them a panel redrawn in place.
 
     There is no refresh thread: the panel changes only when something is reported, at most
-    four times a second, and less often where drawing is slow, so the run keeps its cores.
+    four times a second, and less often where drawing costs much, so the run keeps its cores. What
+    it costs is processor time: on a busy machine a drawing also waits for a core.
     """
 
     def __init__(
-        self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        run: str,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.thread_time,
     ) -> None:
         self._stream = safe_stream(cast(TextIO, console.file))
         console.file = cast(IO[str], self._stream)
         self._console = console
         self._run = run
-        self._clock = clock
+        self._clock, self._used = clock, used
         self._live: Live | None = None
         self._due = -math.inf
         self._bar: RenderableType | None = None
@@ -122,9 +127,9 @@ class LiveDisplay(Display):
         self._console.print(Text.assemble(_tag(tag, style), " ", text), soft_wrap=is_long)
 
     def _draw(self, at_once: bool = False) -> None:
-        began = self._clock()
-        if not at_once and began < self._due:
+        if not at_once and self._clock() < self._due:
             return
+        began = self._used()
         if self._live is None:
             # prints to the terminal go above the panel; those to a file or pipe stay there
             self._live = Live(
@@ -135,8 +140,7 @@ class LiveDisplay(Display):
             )
             self._live.start()
         self._live.update(self._panel(), refresh=True)
-        ended = self._clock()
-        self._due = ended + max(_LEAST_INTERVAL, (ended - began) / _COST_SHARE)
+        self._due = self._clock() + max(_LEAST_INTERVAL, (self._used() - began) / _COST_SHARE)
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = []

@@ -142,6 +142,30 @@ def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationR
     return [steps[k] for k in sorted(steps)], [evaluations[k] for k in sorted(evaluations)]
 
 
+def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
+    """The evaluations alone."""
+    found = (record for record in losses_of(folder) if isinstance(record, EvaluationRecord))
+    latest = {record.step: record for record in found}
+    return [latest[step] for step in sorted(latest)]
+
+
+def last_step(folder: str | Path) -> StepRecord | None:
+    """The last step that was written; the file is read from its end, since it may be long."""
+    path = Path(folder) / FILE_NAME
+    if not path.exists() or not path.stat().st_size:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = len(content)
+        while end > 0:
+            start = content.rfind(b"\n", 0, end) + 1
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
+                values = _record_in(content[start:end], is_last=True)
+                if values is not None and values["kind"] == "step":
+                    return revived(StepRecord, values)
+            end = start - 1
+    return None
+
+
 def metrics_of(folder: str | Path) -> Iterator[StepRecord | EvaluationRecord]:
     """The same one by one, as they were written: a long run need not fit into memory."""
     return _records(folder, StepRecord)

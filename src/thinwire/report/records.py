@@ -33,7 +33,7 @@ class LinkRecord:
     cut: int
     forward_bytes: int
     backward_bytes: int
-    utilisation: float  # of the busier uplink at this cut, 0..1; NaN when not emulated
+    utilisation: float  # of the busier uplink of its two ends, 0..1; NaN where no rate is known
 
 
 @dataclass(frozen=True)

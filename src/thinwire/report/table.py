@@ -80,6 +80,10 @@ def _facts(summary: Summary) -> RenderableType:
         grid.add_row("validation accuracy", Text(accuracy, style="bold"))
     grid.add_row("training loss", _training(summary))
     grid.add_row("steps", _steps(summary))
+    if (epochs := summary.get("epochs", 1)) > 1:
+        grid.add_row(
+            "epochs", f"{epochs:,}: the run was formed again after peers left or were lost"
+        )
     grid.add_row("speed", _speed(summary))
     grid.add_row("time", _time(summary))
     grid.add_row("step time", _step_time(summary))
@@ -149,9 +153,14 @@ def _steps(summary: Summary) -> str:
     if done is None:
         return ABSENT
     text = f"{done:,} of {planned:,}"
-    if run is None or run == done:
+    if run is None:
         return text
-    return f"{text}; {run:,} in this run, which resumed at step {done - run:,}"
+    first = summary.get("first_step", done - run)
+    if first:
+        text += f"; {done - first:,} in this run, which resumed at step {first:,}"
+    if (again := run - (done - first)) > 0:
+        text += f"; {again:,} trained twice, since a peer was lost after them"
+    return text
 
 
 def _speed(summary: Summary) -> str:
@@ -160,8 +169,9 @@ def _speed(summary: Summary) -> str:
     speed = f"{_number(summary.get('tokens_per_s'), ',.0f')} {unit}s/s"
     if not timed or not timed["steps"]:
         return speed
+    first = "the first 2 of each epoch" if summary.get("epochs", 1) > 1 else "the first 2"
     left_out = {
-        "steady": "; not counted: the first 2, and those right after a validation",
+        "steady": f"; not counted: {first}, and those right after a validation",
         "behind validations": ", each right after a validation, whose end it includes",
         "first": ", which include the warm-up",
     }[timed["which"]]
@@ -177,10 +187,11 @@ def _time(summary: Summary) -> str:
     total, parts = summary.get("total_seconds"), summary.get("seconds")
     if total is None or not parts:
         return elapsed(total)
+    waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts.get("waiting") else ""
     return (
         f"{elapsed(total)}: {elapsed(parts['start'])} start, {elapsed(parts['training'])} "
-        f"training, {elapsed(parts['validation'])} validation, {elapsed(parts['other'])} saving "
-        "and ending"
+        f"training, {elapsed(parts['validation'])} validation, {waiting}"
+        f"{elapsed(parts['other'])} saving and ending"
     )
 
 
@@ -229,7 +240,7 @@ def _cut_table(summary: Summary) -> RenderableType:
     table = plain_table(f"Bytes per {_unit(summary)} at each cut")
     for name in ("cut", "stages", "forward", "backward", "dense bf16\none way"):
         table.add_column(name, justify="left" if name in ("cut", "stages") else "right")
-    for name in ("bytes vs\ndense bf16", "busier direction,\nshare of the link"):
+    for name in ("bytes vs\ndense bf16", "busier\nuplink"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary["cuts"]:
         table.add_row(

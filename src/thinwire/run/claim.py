@@ -40,6 +40,18 @@ def claim_folder(
             discard_partial(folder)
 
 
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds the folder, as one that trains in it does."""
+    try:
+        with (folder / ".lock").open() as held:
+            lock(held.fileno())
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
     """A folder that holds a run is for that run alone."""
     record, saved = folder / "metrics.jsonl", list_checkpoints(folder)

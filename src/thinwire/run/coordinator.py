@@ -193,8 +193,8 @@ class Coordinator:
                 return self._on_travelled(event)
             case PartRefused(stage=stage, error=error):
                 self._suspect(Lost(stage, error, in_breach=True), now)
-            case StopAsked():
-                return self._on_stop()
+            case StopAsked(who):
+                return self._on_stop(who)
             case Tick():
                 for stage in sorted(self._left - self._finished):
                     self._suspect(Exited(stage, 0), now)
@@ -249,8 +249,8 @@ class Coordinator:
             return [self._end()]
         self._enter(Phase.COLLECTING)
         stages = sorted({stage for _, stage in self._travelling})
-        which = ", ".join(f"stage {stage}" for stage in stages)
-        return [Say(f"training is done; the checkpoint of {which} is still on its way here")]
+        which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        return [Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
     def _check_due(self, stage: int, message: FromPeer) -> None:
         """Refuse what belongs to another phase, or comes from a stage that is done with this."""
@@ -371,7 +371,7 @@ class Coordinator:
             return [Say(f"{stream} is down: {event.reason}; it may come back")]
         return [Say(f"{stream} is back after {event.seconds:.1f} s; nothing was lost")]
 
-    def _on_stop(self) -> list[Command]:
+    def _on_stop(self, who: str) -> list[Command]:
         """The first time: finish the step, checkpoint, end. The second time: leave at once."""
         if self.phase in _ROUNDS or self.stop_asked:
             return [self._end(Interrupted())]
@@ -379,8 +379,12 @@ class Coordinator:
         if self.phase is Phase.SETTLING or 0 in self._finished:
             return []  # too late to ask, and the end is near
         self._enter(Phase.STOPPING)
-        note = "stopping after this step, with a checkpoint; press Ctrl-C again to exit now"
-        return [*self._tell_all(Stop()), Say(note)]
+        told = self._tell_all(Stop())
+        if who:
+            note = f"{who} leaves: the run stops after this step, with a checkpoint"
+            return [*told, Say(note)]
+        note = "stopping after this step, with a checkpoint"
+        return [*told, Say(note), Say("press Ctrl-C again to exit now", for_us=True)]
 
     def _suspect(self, evidence: Evidence, now: float) -> None:
         """Something is wrong: listen a moment before blaming anyone.

@@ -75,7 +75,9 @@ class PartRefused:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The user asks the run to end."""
+    """The user asks the run to end, or a peer that leaves it (`who`)."""
+
+    who: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,10 @@ class Tell:
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the user."""
+    """Tell the user; what is `for_us` alone is not for the peers of a hosted run."""
 
     text: str
+    for_us: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline
+from thinwire.report import EvaluationRecord, LinkRecord, StageRecord, StepRecord, Timeline
 from thinwire.run.blame import first_not_finite
 from thinwire.run.messages import Ready
 from thinwire.run.timings import StepTimes, spans_of, step_seconds
@@ -38,18 +38,25 @@ class Outages:
 
 
 class Ledger:
-    """Collects the stages' reports step by step, and sums the run up at its end."""
+    """Collects the stages' reports step by step, and sums the run up at its end.
 
-    def __init__(self, settings: Settings, stages: Sequence[Ready], first_step: int):
+    A run that is formed again goes on in the same ledger (`go_on`).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        stages: Sequence[Ready],
+        first_step: int,
+        uplinks: Sequence[float] = (),
+    ):
+        """`uplinks`: Mbit/s of each stage's uplink as it was measured, 0 where it was not. An
+        emulated link has the rate of the settings.
+        """
         self.settings = settings
         self.first_step = first_step
-        self.done = first_step
-        self.refused = 0  # updates in a row that were not committed
-        self.origin = ""  # of non-finite values, in the first of these
         self.records: deque[StepRecord] = deque(maxlen=_LAST_RECORDS)
-        self._ready = stages
         self._stages = range(len(stages))
-        self._pending: dict[int, dict[int, Step]] = {}
         self._times = StepTimes(len(stages))
         self._valid_losses: list[tuple[int, float]] = []
         self._accuracies: list[tuple[int, float]] = []
@@ -57,19 +64,58 @@ class Ledger:
         self._refused_in_all = 0
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
-        self._crossed = [(0, 0)] * (len(stages) - 1)
-        self._meters: dict[int, Meters] = {}
         self._outages = {cut: Outages() for cut in range(len(stages) - 1)}
+        self._epochs, self._waiting_seconds = 0, 0.0
+        self._crossed_before = [(0, 0)] * (len(stages) - 1)  # in earlier epochs
+        self._sent_before: Counter[str] = Counter()
+        self._begin(stages, first_step, uplinks)
+
+    def go_on(
+        self,
+        stages: Sequence[Ready],
+        first_step: int,
+        uplinks: Sequence[float] = (),
+        waited: float = 0.0,
+    ) -> None:
+        """The run was formed again, and goes on from this step after a wait of so many seconds.
+
+        Results of later steps are void; the time and the bytes that they took stay in the sums.
+        """
+        self._waiting_seconds += waited
+        self._crossed_before = self._crossed_in_all()
+        self._sent_before += self._sent_in_epoch()
+        self._times.go_on()
+        while self.records and self.records[-1].step > first_step:
+            self.records.pop()
+        self._moves = [move for move in self._moves if move["step"] <= first_step]
+        self._drop_evaluations(first_step + 1)
+        self.first_step = min(self.first_step, first_step)
+        self._begin(stages, first_step, uplinks)
+
+    def _begin(self, stages: Sequence[Ready], first_step: int, uplinks: Sequence[float]) -> None:
+        link = self.settings.link
+        emulated = [link.mbps_up if link.emulate else 0.0] * len(stages)
+        self._ready, self._uplinks = stages, list(uplinks) or emulated
+        self._epochs += 1
+        self._epoch_began = self.done = first_step
+        self.refused = 0  # updates in a row that were not committed
+        self.origin = ""  # of non-finite values, in the first of these
+        self._pending: dict[int, dict[int, Step]] = {}
+        self._crossed = [(0, 0)] * (len(stages) - 1)
+        self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
+        self._finished: set[int] = set()
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
         reports = self._pending.setdefault(report.step, {})
         reports[stage] = report
+        self._meters[stage] = report.meters
         if len(reports) < len(self._stages):
             return None
         del self._pending[report.step]
         complete = [reports[s] for s in self._stages]
-        validated = report.step == self.first_step or self.settings.is_evaluation_step(report.step)
+        is_first = report.step == self._epoch_began
+        validated = is_first or self.settings.is_evaluation_step(report.step)
         self._times.add(complete, behind_validation=validated)
         # On the last stage a step begins when the validation before it is over on all stages.
         self._training_seconds += complete[-1].end - complete[-1].start
@@ -87,11 +133,17 @@ class Ledger:
         return record
 
     def add_evaluation(self, report: Evaluation) -> None:
-        """File a validation, from the stage that has it."""
+        """File a validation, from the stage that has it; it replaces an earlier one of the step."""
+        self._drop_evaluations(report.step)
         self._valid_losses.append((report.step, report.loss))
         self._validation_seconds += report.seconds
         if report.accuracy is not None:
             self._accuracies.append((report.step, report.accuracy))
+
+    def _drop_evaluations(self, step: int) -> None:
+        """Forget the validations of this step and later ones."""
+        for results in (self._valid_losses, self._accuracies):
+            results[:] = [(at, result) for at, result in results if at < step]
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
@@ -101,6 +153,7 @@ class Ledger:
     def add_finished(self, stage: int, meters: Meters) -> None:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
         self._meters[stage] = meters
+        self._finished.add(stage)
 
     def last_losses(self) -> list[float]:
         """The last loss of training and the last of a validation, where there are any."""
@@ -119,21 +172,26 @@ class Ledger:
         )
 
     def summary(
-        self, versions: dict[str, str], total_seconds: float, start_seconds: float = 0.0
+        self,
+        versions: dict[str, str],
+        total_seconds: float,
+        start_seconds: float = 0.0,
+        earlier: Sequence[EvaluationRecord] = (),
     ) -> dict[str, Any]:
         """Everything a reader of summary.json wants to know about the run.
 
         Where `unit` is "image", all counts of tokens are of images. `start_seconds` of the total
-        passed before the stages began.
+        passed before the stages began. `earlier`: validations before its first step.
         """
         settings, microbatches = self.settings, self.settings.pipeline.microbatches
         shares = [self._times.timed.shares(stage, microbatches) for stage in self._stages]
-        cuts = self._cuts()
+        cuts, busy = self._cuts(), self._uplinks_busy()
         return {
             "name": settings.run.name,
-            **self._losses(),
+            **self._losses(earlier),
             "steps": self.done,
             "steps_run": self._times.steps,
+            "epochs": self._epochs,
             "unit": settings.unit,
             "tokens": self.done * settings.tokens_per_step,
             **self._speed(),
@@ -142,7 +200,7 @@ class Ledger:
             "measured_costs": vars(self._costs()),
             "bubble_fraction": self._bubble(shares),
             "time_shares": shares,
-            "link_utilisation": self._busiest_uplink(),
+            "link_utilisation": None if math.isnan(_busiest(busy)) else _busiest(busy),
             "ratio_vs_bf16": _total_ratio(cuts),
             "cuts": cuts,
             "outages": [
@@ -158,21 +216,25 @@ class Ledger:
             "versions": versions,
         }
 
-    def _losses(self) -> dict[str, Any]:
+    def _losses(self, earlier: Sequence[EvaluationRecord]) -> dict[str, Any]:
         losses = [record.loss for record in self.records][-_LAST_LOSSES:]
+        before = [record for record in earlier if record.step < self.first_step]
+        validations = [(record.step, record.loss) for record in before] + self._valid_losses
+        scored = [(r.step, r.accuracy) for r in before if r.accuracy is not None]
+        accuracies = scored + self._accuracies
         final = {
             "final_train_loss": statistics.fmean(losses) if losses else None,
             "last_train_loss": losses[-1] if losses else None,
-            "final_valid_loss": self._valid_losses[-1][1] if self._valid_losses else None,
+            "final_valid_loss": validations[-1][1] if validations else None,
         }
         return {
             **final,
             "final_train_loss_steps": len(losses),  # of which that loss is the mean
             # JSON has no NaN: a null that is named here was NaN or infinite
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
-            "valid_losses": self._valid_losses,
-            "final_accuracy": self._accuracies[-1][1] if self._accuracies else None,
-            "accuracies": self._accuracies,
+            "valid_losses": validations,
+            "final_accuracy": accuracies[-1][1] if accuracies else None,
+            "accuracies": accuracies,
         }
 
     def _speed(self) -> dict[str, Any]:
@@ -192,11 +254,16 @@ class Ledger:
     def _seconds(self, total: float, start: float) -> dict[str, float]:
         """How the run's time divides; other is saving, the goodbyes of the stages, and the rest.
 
-        Training and validation are timed on the last stage, where they do not overlap.
+        Training and validation are timed on the last stage, where they do not overlap. Waiting is
+        the time from the end of an epoch to the training of the next.
         """
-        training, validation = self._training_seconds, self._validation_seconds
-        other = max(0.0, total - start - training - validation)
-        return {"start": start, "training": training, "validation": validation, "other": other}
+        parts = {
+            "start": start,
+            "training": self._training_seconds,
+            "validation": self._validation_seconds,
+            "waiting": self._waiting_seconds,
+        }
+        return {**parts, "other": max(0.0, total - sum(parts.values()))}
 
     def _simulated(self) -> dict[str, Any]:
         """The step as the simulator plays it with the measured costs, and with faster stages."""
@@ -294,8 +361,9 @@ class Ledger:
             (now[0] - then[0], now[1] - then[1])
             for now, then in zip(self._crossed, before, strict=True)
         ]
+        busy = self._busy(moved, seconds)
         return [
-            LinkRecord(cut, forward, backward, self._share_of_link(max(forward, backward), seconds))
+            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
             for cut, (forward, backward) in enumerate(moved)
         ]
 
@@ -304,15 +372,19 @@ class Ledger:
 
         A step's report may miss frames that are still to leave; the last word of a stage has all.
         """
-        return _crossed(self._meters) if len(self._meters) == len(self._stages) else self._crossed
+        is_over = len(self._finished) == len(self._stages)
+        latest = _crossed(self._meters) if is_over else self._crossed
+        return [
+            (now[0] + then[0], now[1] + then[1])
+            for now, then in zip(latest, self._crossed_before, strict=True)
+        ]
 
     def _cuts(self) -> list[dict[str, Any]]:
         tokens = self._times.steps * self.settings.tokens_per_step
-        rows = []
+        rows, busy = [], self._uplinks_busy()
         for cut, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
             dense = BF16_BYTES * stream_width(self.settings, cut)
             codecs = self.settings.codec.names(cut)
-            fuller = max(forward, backward)
             rows.append(
                 {
                     "cut": cut,
@@ -322,8 +394,7 @@ class Ledger:
                     "backward_bytes_per_token": backward / tokens,
                     "bf16_bytes_per_token": dense,
                     "ratio_vs_bf16": 2 * dense * tokens / (forward + backward),
-                    # of this cut's own bytes: the fuller of its two directions
-                    "link_utilisation": self._share_of_link(fuller, self._times.total),
+                    "link_utilisation": _busiest(busy[cut : cut + 2]),  # of its two ends
                 }
             )
         return rows
@@ -334,30 +405,45 @@ class Ledger:
         Beside training this has validations, handshakes and goodbyes. None until all stages
         have said their last word.
         """
-        if len(self._meters) < len(self._stages):
+        if len(self._finished) < len(self._stages):
             return None
+        by_kind = self._sent_before + self._sent_in_epoch()
+        return {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
+
+    def _sent_in_epoch(self) -> Counter[str]:
+        """What all stages have sent by the meters that they reported last, by kind of frame."""
         by_kind: Counter[str] = Counter()
         for moved in (moved for meters in self._meters.values() for moved in meters.values()):
             for kind in moved["sent"].keys() - {"total"}:
                 by_kind[kind] += _sent(moved, (kind,))
-        return {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
+        return by_kind
 
-    def _share_of_link(self, size: int, seconds: float) -> float:
-        link = self.settings.link
-        if not link.emulate or not link.mbps_up or not seconds:
-            return math.nan
-        return size * 8e-6 / (link.mbps_up * seconds)
+    def _uplinks_busy(self) -> list[float]:
+        """Share of each uplink that training uses, by bytes per step and the steps that count."""
+        steps, seconds = self._times.steps, self._times.timed.seconds
+        per_step = [
+            (forward / max(1, steps), backward / max(1, steps))
+            for forward, backward in self._crossed_in_all()
+        ]
+        return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
-    def _busiest_uplink(self) -> float | None:
-        """Share of the steps' time in which the busiest host's uplink was sending.
+    def _busy(self, crossed: Sequence[tuple[float, float]], seconds: float) -> list[float]:
+        """Share of each stage's uplink that these bytes at the cuts take in so many seconds.
 
-        An uplink carries activations up and gradients down, so this may be twice what the two
-        cuts of a host say each. None where no rate is emulated: then nothing is "full".
+        An uplink carries activations up and gradients down: a stage in the middle sends over two
+        cuts. NaN where no rate is known: then nothing is "full".
         """
-        link, timings = self.settings.link, self._times.timed
-        if not (link.emulate and link.mbps_up and timings.total and len(self._stages) > 1):
-            return None
-        return max(timings.share(stage, "send") for stage in self._stages)
+        up = [*(forward for forward, _ in crossed), 0]
+        down = [0, *(backward for _, backward in crossed)]
+        return [
+            8e-6 * (above + below) / (rate * seconds) if crossed and rate and seconds else math.nan
+            for above, below, rate in zip(up, down, self._uplinks, strict=True)
+        ]
+
+
+def _busiest(shares: Sequence[float]) -> float:
+    """The largest share that is known; NaN if none is."""
+    return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
 
 def _merged_measures(reports: list[Step]) -> dict[str, float]:

@@ -88,9 +88,9 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """What happens next, or a Tick when the coordinator needs one."""
         return self.said.next(coordinator.rest(time.monotonic()))
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, who: str = "") -> None:
         """Ask the run to end; safe in a signal handler, for it only queues a note."""
-        self.said.note(StopAsked())
+        self.said.note(StopAsked(who))
 
     def tell(self, stage: int, message: FromCoordinator) -> None:
         """Send a message to a stage that has said hello; one that is gone shows as an event."""

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from thinwire.errors import (
 )
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
-from thinwire.report.metrics import without_nan
+from thinwire.report.metrics import read_evaluations, without_nan
 from thinwire.report.wandb import WandbLog
 from thinwire.run.commit import Checkpoints, divergence, origin_in, way_back
 from thinwire.run.events import (
@@ -55,8 +55,13 @@ class RunRecord:
         resumed: Checkpoint | None,
         display: Display,
         goes_on: bool = False,
+        earlier: "RunRecord | None" = None,
+        uplinks: Sequence[float] = (),
     ):
-        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed."""
+        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed.
+        `earlier`: the record of the epoch before, which this one continues. `uplinks`: as a Ledger
+        takes them.
+        """
         self.settings = settings
         self.folder = folder
         self.display = display
@@ -65,7 +70,8 @@ class RunRecord:
         self._feed = Feed(data, settings, torch.device("cpu"))
         self._resume_step = resumed.step if resumed else 0 if goes_on else None
         self._origin = origin_in(resumed)
-        self._began = time.monotonic()
+        self._earlier, self._uplinks = earlier, uplinks
+        self._began = self._closed = time.monotonic()
         self._versions: dict[str, str] = {}
         self._metrics: MetricsWriter | None = None
         self._explosion = ""  # of the loss, as long as it lasts
@@ -74,6 +80,8 @@ class RunRecord:
     def carry_out(self, command: Command) -> None:
         """Do what the coordinator of the run asks."""
         match command:
+            case Say(text, for_us=True):
+                self.display.phase("note", text)  # which a hosted run shows on its host alone
             case Say(text):
                 self.display.note(text)
             case Starting(count, what):
@@ -100,9 +108,14 @@ class RunRecord:
             case Discard(step, error):
                 self.checkpoints.drop(step, error)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its stages have begun to train."""
+        return hasattr(self, "ledger")
+
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
-        self.is_over = True
+        self.is_over, self._closed = True, time.monotonic()
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
@@ -134,9 +147,12 @@ class RunRecord:
         if trouble is None:
             self.checkpoints.end(ledger.done)
         latest = self.checkpoints.latest
+        logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
-            **ledger.summary(self._versions, seconds, self._began - started),
+            **ledger.summary(
+                self._versions, seconds, self._began - started, self._earlier_validations()
+            ),
             "control_bytes": control_bytes,
             **({"beside_bytes": dict(beside_bytes)} if beside_bytes is not None else {}),
             **self._origin,
@@ -147,7 +163,7 @@ class RunRecord:
                 "folder": str(self.folder),
                 "checkpoint": str(latest) if latest else None,
                 "metrics": str(self.folder / "metrics.jsonl"),
-                "logs": str(self.folder / "logs"),
+                "logs": str(logs) if logs.is_dir() else None,
                 "plots": str(self.folder / "plots"),
             },
         }
@@ -180,8 +196,15 @@ class RunRecord:
     def _begin(self, begun: Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
         settings = self.settings
-        self._began, self._versions = time.monotonic(), begun.versions
-        self.ledger = Ledger(settings, begun.stages, self._resume_step or 0)
+        now, first_step, self._versions = time.monotonic(), self._resume_step or 0, begun.versions
+        if self._earlier is None:
+            self._began = now
+            self.ledger = Ledger(settings, begun.stages, first_step, self._uplinks)
+        else:
+            self._began, self.ledger = self._earlier._began, self._earlier.ledger
+            waited = now - self._earlier._closed
+            self.ledger.go_on(begun.stages, first_step, self._uplinks, waited)
+            self._earlier = None
         self.checkpoints.begin()
         header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
         for origin in self._origin.values():
@@ -193,6 +216,15 @@ class RunRecord:
             self._metrics = MetricsWriter(self.folder, self._resume_step, self._wandb())
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
+
+    def _earlier_validations(self) -> list[EvaluationRecord]:
+        """Those that the run's folder has; the last of each step."""
+        if not self.ledger.first_step:
+            return []
+        try:
+            return read_evaluations(self.folder)
+        except (OSError, ThinwireError):
+            return []  # the plots say what is damaged
 
     def _wandb(self) -> WandbLog | None:
         run = self.settings.run

@@ -42,8 +42,6 @@ class Timings:
             sums["wait"] += report.wait
             for reason, seconds in wait_seconds(reports, stage).items():
                 sums[f"wait for {reason}"] += seconds
-            sent = (end - start for lane, _, start, end in report.spans if lane == "send")
-            sums["send"] += sum(sent)
 
     @property
     def total(self) -> float:
@@ -88,11 +86,17 @@ class StepTimes:
     def __init__(self, stages: int):
         kinds = ("steady", "behind validations", "first")  # the best first
         self._kinds = {kind: Timings(stages) for kind in kinds}
+        self._since_start = 0  # steps
+
+    def go_on(self) -> None:
+        """Stages were started again: their first steps are first steps too."""
+        self._since_start = 0
 
     def add(self, reports: list[Step], behind_validation: bool) -> None:
         """File a step that all stages have reported."""
         kind = "behind validations" if behind_validation else "steady"
-        is_first = len(self._kinds["first"].seconds) < _WARMUP_STEPS
+        is_first = self._since_start < _WARMUP_STEPS
+        self._since_start += 1
         self._kinds["first" if is_first else kind].add(reports)
 
     @property
@@ -109,11 +113,6 @@ class StepTimes:
     def steps(self) -> int:
         """How many steps there were."""
         return sum(len(timings.seconds) for timings in self._kinds.values())
-
-    @property
-    def total(self) -> float:
-        """Seconds of all steps, as the first stage sees them."""
-        return sum(timings.total for timings in self._kinds.values())
 
 
 def wait_seconds(reports: Sequence[Step], stage: int) -> dict[str, float]:
