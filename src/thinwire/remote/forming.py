@@ -37,8 +37,11 @@ class Forming:
     lacking: str = ""
 
 
-def form(settings: Settings, here: list[Guest], run: str, token: str) -> Forming:
-    """Choose seats and blocks among the peers that are here; their doors are tried first."""
+def form(settings: Settings, here: list[Guest], run: str, token: str, keeps_split: bool) -> Forming:
+    """Choose seats and blocks among the peers that are here; their doors are tried first.
+
+    `keeps_split`: the blocks of each stage stay as the settings have them.
+    """
     doors = probe_all([guest.arrived for guest in here], run, token)
     peers = [
         as_peer(guest, settings.run.precision, bool(door.outside))
@@ -46,6 +49,10 @@ def form(settings: Settings, here: list[Guest], run: str, token: str) -> Forming
     ]
     if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
         peers = [dataclasses.replace(peer, tflops=1.0) for peer in peers]
+    if keeps_split:
+        split = [len(blocks) for blocks in settings.split()]
+        pipeline = dataclasses.replace(settings.pipeline, split=split)
+        settings = dataclasses.replace(settings, pipeline=pipeline)
     try:
         return Forming(choose_split(settings, peers))
     except ConfigError as error:
