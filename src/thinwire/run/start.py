@@ -193,12 +193,12 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
     differing = [
         f"model.{key} = {value} (not {now[key]})"
         for key, value in saved.items()
-        if key not in FREE and value != now[key]
+        if key not in FREE and value != now[key] and not (key == "vocab" and value < now[key])
     ]
     if differing:
         raise ConfigError(
             f"the model of {origin.folder} has another shape: {', '.join(differing)}. Set these "
-            "keys as it has them"
+            "keys as it has them; model.vocab may only grow"
         )
 
 
@@ -224,6 +224,12 @@ def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
 def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     """What is to be known of weights that fit."""
     saved, notes = origin.settings, []
+    if settings.model.vocab > saved.model.vocab:
+        stay = ", and stay so: lora.rank = 0 would train them" if settings.lora.rank else ""
+        notes.append(
+            f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}: the rows of "
+            f"new tokens start anew{stay}"
+        )
     if settings.model.context > saved.model.context:
         notes.append(
             f"model.context = {settings.model.context} is longer than the {saved.model.context} "
