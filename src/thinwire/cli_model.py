@@ -58,6 +58,7 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
         "--chat", action="store_true", help="hold a conversation, by the chat template of the model"
     )
     sub.add_argument("--system", default="", help="with --chat: what the model is told first")
+    _add_template(sub)
     add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
     add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
     add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
@@ -77,6 +78,7 @@ def add_model_commands(add: AddCommand, add_plugins: AddOptions) -> None:
     add_value(sub, "--port", number(int, 0, most=65535), "port; 0 = any free one", 8000)
     most = "most tokens that a request may ask for; 0 = the model's context"
     add_value(sub, "--max-tokens", number(int, 0), most, 0)
+    _add_template(sub)
     _add_pipeline(sub)
 
 
@@ -96,6 +98,15 @@ def _add_checkpoint(sub: argparse.ArgumentParser, add_plugins: AddOptions) -> No
         default="auto",
         choices=("auto", "cpu", "cuda", "mps"),
         help="device to compute on (default: auto)",
+    )
+
+
+def _add_template(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--template",
+        default="",
+        metavar="FILE",
+        help="chat template, a Jinja file (default: the model's own, or chatml)",
     )
 
 
@@ -170,6 +181,8 @@ def generate_command(options: argparse.Namespace) -> None:
     from thinwire.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if options.template and not options.chat:
+        raise ConfigError("--template is about the conversation of --chat: add that, too")
     with _text_model(options) as model:
         _show_notes(model.notes())
         if options.chat:
@@ -232,7 +245,9 @@ def _text_model(options: argparse.Namespace) -> Iterator["TextModel"]:
     if not options.pipeline:
         if options.no_emulation:
             raise ConfigError("--no-emulation is about the links of --pipeline: add that, too")
-        yield _open_model(options)
+        alone = _open_model(options)
+        alone.template = options.template
+        yield alone
         return
     if options.compression == "off":
         raise ConfigError(
@@ -245,6 +260,7 @@ def _text_model(options: argparse.Namespace) -> Iterator["TextModel"]:
     display = PlainDisplay(sys.stderr)  # a live one would paint over the text
     place, emulate = options.checkpoint, not options.no_emulation
     with PipelineModel(place, display, options.device, options.allow_plugins, emulate) as model:
+        model.template = options.template
         yield model
         print(model.finish().text(), file=sys.stderr)
 

@@ -12,7 +12,7 @@ from thinwire.data.conversations import Conversation, NotAConversation, conversa
 from thinwire.data.encode import Losses, encode_conversations
 from thinwire.data.rendering import RENDERER
 from thinwire.data.template import CHATML, CHATML_TOKENS, ChatTemplate
-from thinwire.data.tokenizer import END_OF_TEXT, Tokenizer
+from thinwire.data.tokenizer import END_OF_TEXT, RESERVED, Tokenizer
 from thinwire.errors import DataError
 
 ASKED = {"role": "user", "content": "How far?"}
@@ -174,6 +174,23 @@ def test_calls_of_tools_are_answers_and_results_are_not(tokenizer: Tokenizer) ->
     assert said == '{"to": "<|im_end|> the hill"}<|im_end|>Two miles.<|im_end|>'
     (encoded,) = chat.encode_all([Conversation(messages)], learn_all=False)
     assert (encoded.ids == tokenizer.id_of("<|im_end|>")).sum() == 4
+
+
+def test_chatml_shows_tools_and_calls_of_them() -> None:
+    chat = Chat(Tokenizer.train(TEXT, 320, RESERVED), ChatTemplate(CHATML, "chatml"))
+    call = {"type": "function", "function": {"name": "far", "arguments": "<|tool_call|>"}}
+    messages = [
+        ASKED,
+        {"role": "assistant", "content": "Wait.", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        TALK[2],
+    ]
+    said = learned_text(chat, messages, tools=[{"name": "far"}])
+    called = '<|tool_call|>{"name": "far", "arguments": "<|tool_call|>"}'
+    assert said == f"Wait.{called}<|im_end|>Two miles.<|im_end|>"
+    (encoded,) = chat.encode_all([Conversation(messages, [{"name": "far"}])], learn_all=False)
+    assert encoded.text.startswith('<|im_start|>system\n<|tools|>[{"name": "far"}]<|im_end|>\n')
+    assert (encoded.ids == chat.tokenizer.id_of("<|tool_call|>")).sum() == 1
 
 
 def test_a_tokenizer_without_an_end_of_text(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from thinwire.data import Corpus, DataConfig, Order, Tokenizer, prepare
 from thinwire.data import prepared as prepared_module
+from thinwire.data.template import CHATML, ChatTemplate
+from thinwire.data.tokenizer import RESERVED
 from thinwire.errors import ConfigError, DataError
 from thinwire.typed import from_plain
 
@@ -172,6 +174,17 @@ def test_given_tokenizer_is_used_and_kept(text_folder, cache, tmp_path, text_of)
     assert corpus.vocab == 280
     assert corpus.tokenizer().digest == given.digest
     assert seen.phases == ["reading", "tokenising"]
+
+
+def test_a_trained_tokenizer_has_tokens_for_chats_and_tools(text_folder, cache):
+    """Behind all others, so that text keeps its ids; ChatML uses them, and needs no more."""
+    tokenizer = prepare(text_config(text_folder), VOCAB, cache).tokenizer()
+    last = range(tokenizer.vocab_size - len(RESERVED), tokenizer.vocab_size)
+    assert [tokenizer.id_of(name) for name in RESERVED] == list(last)
+    assert set(last) <= set(tokenizer.special_ids)
+    assert set(ChatTemplate(CHATML, "chatml").special_names) == set(RESERVED)
+    bytes_alone = prepare(text_config(text_folder), 257, cache)
+    assert bytes_alone.vocab == 257, "there is no room for them"
 
 
 def test_damaged_cache_is_refused_until_deleted(text_folder, cache):

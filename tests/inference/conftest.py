@@ -80,7 +80,7 @@ def chatting(
 ) -> Callable[..., Path]:
     """A checkpoint of a fresh model whose tokenizer has ChatML's tokens; its answers are noise."""
 
-    def make(**changes: Any) -> Path:
+    def make(special: tuple[str, ...] = CHATML_TOKENS, **changes: Any) -> Path:
         settings = make_settings(**{"pipeline__stages": 1, "model__context": 128, **changes})
         builder = StageBuilder(settings, torch.device("cpu"))
         shards = []
@@ -90,7 +90,7 @@ def chatting(
             tensors = {name: p.detach() for name, p in stage.global_parameters().items()}
             shards.append(write_shard(partial_folder(tmp_path / "chat", 0), index, tensors))
         texts = [path.read_text() for path in sorted(text_folder.iterdir())]
-        tokenizer = Tokenizer.train(texts, settings.model.vocab, CHATML_TOKENS)
+        tokenizer = Tokenizer.train(texts, settings.model.vocab, special)
         facts = {"settings": settings.to_plain(), "corpus": "", "weight_version": 0,
                  "basis_version": 0}  # fmt: skip
         return commit(tmp_path / "chat", 0, shards, facts, tokenizer)

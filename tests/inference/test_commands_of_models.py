@@ -40,6 +40,25 @@ def test_a_conversation_remembers_what_was_said(chatting: Callable, say: Callabl
     assert say("", folder, *options, "--prompt", "stage") == f"{wanted[0]}\n"
 
 
+def test_a_template_may_be_named_where_the_tokenizer_has_none(
+    chatting: Callable, say: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = chatting(special=())
+    options = ("--chat", "--tokens", 6, "--temperature", 0, "--prompt", "stage")
+    with pytest.raises(SystemExit):
+        say("", folder, *options)
+    assert "--template" in capsys.readouterr().err
+    template = tmp_path / "plain.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    model = Model(folder, "cpu")
+    wanted = model.write(model.encode("user: stage\nassistant:"), 6, Sampling(0.0, 40, 1.0, 0))
+    said = say("", folder, *options, "--template", template)
+    assert said == "".join(wanted) + "\n"
+
+
 def test_a_long_prompt_is_cut_and_that_is_said(
     chatting: Callable, capsys: pytest.CaptureFixture
 ) -> None:

@@ -18,7 +18,9 @@ from thinwire.report import PlainDisplay
 from thinwire.run.claim import claim_folder
 from thinwire.run.commit import commit
 from thinwire.run.resume import FIXED_ON_RESUME, open_resume
+from thinwire.run.start import adopted
 from thinwire.settings import Settings
+from thinwire.train import train
 
 
 def save(run: Path, settings: Settings, step: int = 2) -> Path:
@@ -99,7 +101,6 @@ def test_everything_else_may_change_on_resume(
         ),
         ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
         ({"codec__forward": "fp16"}, {"pipeline__split": [1, 3]}, True),
-        ({"boundary__mode": "projected", "boundary__rank": 4}, {"pipeline__stages": 4}, True),
     ],
 )
 def test_a_split_anew_says_whether_it_is_exact(
@@ -115,13 +116,54 @@ def test_a_split_anew_says_whether_it_is_exact(
     assert ("not bit for bit" in stream.getvalue()) == noted
 
 
-def test_ranks_of_single_cuts_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
-    ranks = {"boundary__mode": "projected", "boundary__rank": 4, "boundary__ranks": ["0: 6"]}
-    saved = save(tmp_path, make_settings(**ranks))
-    open_resume(saved, make_settings(**ranks), silent())
-    for split in ({"pipeline__stages": 4}, {"pipeline__split": [1, 3]}):
-        with pytest.raises(ConfigError, match=r"boundary.ranks belong .* Keep its pipeline.stages"):
-            open_resume(saved, make_settings(**ranks, **split), silent())
+NARROW = {
+    "projected": {"boundary__mode": "projected", "boundary__anchor": "trainable"},
+    "ranks of single cuts": {"boundary__mode": "projected", "boundary__ranks": ["0: 6"]},
+    "subspace": {"boundary__mode": "subspace"},
+    "around the embedding": {"boundary__mode": "reparam", "boundary__anchor": "embedding"},
+}
+
+
+@pytest.mark.parametrize("narrow", NARROW.values(), ids=NARROW)
+@pytest.mark.parametrize("before", [{}, {"pipeline__split": [1, 3]}, {"pipeline__stages": 4}])
+def test_narrow_cuts_stay_where_the_model_learned_them(
+    before: dict[str, Any], narrow: dict[str, Any], make_settings: Callable, tmp_path: Path
+) -> None:
+    """Refused before any process starts, and before anything in the folder changes."""
+    narrow = {**narrow, "boundary__rank": 4}
+    settings = make_settings(**narrow, **before)
+    saved = save(tmp_path / "test", settings)
+    assert open_resume(saved, settings, silent()).folder == saved
+    files = sorted(tmp_path.rglob("*"))
+    others: list[dict[str, Any]] = [
+        {"pipeline__stages": 4},
+        {"pipeline__split": [3, 1]},
+        {"pipeline__stages": 3, "pipeline__split": [1, 1, 2]},
+    ]
+    for other in others:
+        changed = make_settings(**narrow, **other)
+        if changed.split() == settings.split():
+            continue
+        with pytest.raises(ConfigError, match=r"cannot resume .* blocks") as caught:
+            train(changed, silent(), saved)
+        kept = [len(blocks) for blocks in settings.split()]
+        assert f"pipeline.split = {kept}" in str(caught.value)
+        assert f"--init-from {saved}" in str(caught.value)
+        assert "free_layers" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_split_that_is_left_open_is_that_of_the_model(
+    make_settings: Callable, tmp_path: Path
+) -> None:
+    """A hosted run was split by what its peers measured, which its run.toml does not say."""
+    narrow = {"boundary__mode": "projected", "boundary__rank": 4}
+    saved = make_settings(**narrow, pipeline__split=[1, 3])
+    kept = make_settings(**narrow)
+    open_resume(save(tmp_path, saved), kept, silent())
+    assert adopted(kept, saved).split() == saved.split() != kept.split()
+    dense = make_settings()
+    assert adopted(dense, make_settings(pipeline__split=[1, 3])) == dense
 
 
 @pytest.mark.parametrize(("threads", "noted"), [(0, True), (1, False), (2, False)])

@@ -1,6 +1,7 @@
 """A new run starts from the weights of another: other split, precision, boundary, data."""
 
 import json
+import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -85,6 +86,90 @@ def test_a_new_run_begins_where_the_other_ended(
     assert now == (was if (before, after) in EXACT.values() else pytest.approx(was, abs=1e-6))
 
 
+EMBEDDED: Changes = {**SUBSPACE, "boundary__anchor": "embedding"}
+GROWN: dict[str, tuple[Changes, Changes]] = {
+    "dense": ({}, {"pipeline__stages": 3}),
+    "subspace": (SUBSPACE, SUBSPACE),
+    "reparam": (REPARAM, REPARAM),
+    "around the embedding": (EMBEDDED, EMBEDDED),
+    "reparam, folded and projected again": (SUBSPACE, REPARAM),
+    "learned basis and table": (LEARNED, LEARNED),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), GROWN.values(), ids=GROWN)
+def test_a_vocabulary_grows_by_rows(
+    before: Changes, after: Changes, make_settings: Callable[..., Settings], corpus: Corpus,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """What the model says of old tokens stays; rows of new ones come from names and the seed."""
+    source = trained(make_settings(**before, train__steps=3), corpus, tmp_path / "source")
+    settings = make_settings(**after, train__init_from=str(source), model__vocab=310)
+    said = StringIO()
+    made = started(settings, corpus, tmp_path / "new", said)
+    assert "model.vocab grows from 300 to 310" in said.getvalue()
+    ids_BT = torch.from_numpy(corpus.train[:32].astype("int64")).reshape(2, 16)
+    was, now = (Model(place, "cpu")(ids_BT) for place in (source, made.folder))
+    assert was.shape[-1] == 300 and torch.allclose(now[..., :300], was, rtol=0, atol=1e-9)
+    head = made.tensors(["lm_head.weight"])["lm_head.weight"]
+    assert torch.unique(head[300:], dim=0).shape == (10, 32), "the new rows differ"
+    again = started(settings, corpus, tmp_path / "again")
+    names = made.names()
+    assert names == again.names()
+    assert all(made.tensors([n])[n].equal(again.tensors([n])[n]) for n in names)
+
+
+def saved_by_an_earlier_release(
+    settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Checkpoint:
+    """A checkpoint whose tokenizer has all of the vocabulary for text."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(sys.modules["thinwire.data.prepare"], "RESERVED", ())
+        data = prepare_data(settings, silent())
+    assert data.tokenizer().vocab_size == settings.model.vocab
+    return Checkpoint.open(trained(settings, data, folder))
+
+
+def test_a_model_trained_on_text_learns_chat(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer has the tokens of ChatML. One of an earlier release grows: as the error says"""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    own = make_settings(train__steps=2)
+    source = trained(own, prepare_data(own, silent()), tmp_path / "source")
+    chats = tmp_path / "chats.jsonl"
+    lines = [{"prompt": f"link {i}?", "completion": f"frame {i} of a link"} for i in range(30)]
+    chats.write_text("\n".join(map(json.dumps, lines)))
+
+    def begun(source: Path, folder: str, **changes: Any) -> Checkpoint:
+        settings = make_settings(
+            **changes, train__init_from=str(source), data__source="chat", data__path=str(chats)
+        )
+        origin = open_origin(settings, silent())
+        data = prepare_data(settings, silent(), origin)
+        assert data.tokenizer().id_of("<|im_end|>") in data.train[data.train_learned == 1]
+        return make_start(origin, settings, tmp_path / folder, data, silent())
+
+    begun(source, "new")
+    old = saved_by_an_earlier_release(own, tmp_path / "old", monkeypatch).folder
+    with pytest.raises(DataError, match=r"at least 302 .*--init-from") as caught:
+        begun(old, "refused")
+    assert "<|im_start|>, <|im_end|>" in str(caught.value)
+    grown = begun(old, "grown", model__vocab=302)
+    assert Tokenizer.load(grown.tokenizer).vocab_size == 302
+    assert grown.tensors(["lm_head.weight"])["lm_head.weight"].shape == (302, 32)
+
+
+def test_a_run_of_an_earlier_release_keeps_its_tokenizer(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    settings = make_settings(train__steps=2)
+    old = saved_by_an_earlier_release(settings, tmp_path / "old", monkeypatch)
+    assert prepare_data(settings, silent()).fingerprint != old.manifest["corpus"]
+    assert prepare_data(settings, silent(), old).fingerprint == old.manifest["corpus"]
+
+
 def test_another_precision_rounds_the_weights(
     make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -142,6 +227,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         ConfigError, r"model.layers = 4 \(not 6\), model.ffn = 48 \(not 64\)",
         model__layers=6, model__ffn=64,
     )  # fmt: skip
+    refused(ConfigError, r"model.vocab = 300 \(not 290\).* may only grow", model__vocab=290)
     refused(CheckpointError, "no such folder", train__init_from=str(tmp_path / "nothing"))
     other = tmp_path / "other.json"
     Tokenizer.train(["other words entirely"], 290).save(other)

@@ -46,17 +46,21 @@ class Chat:
             raise DataError(
                 f"the chat template ChatML needs {' and '.join(CHATML_TOKENS)} as special tokens, "
                 f"and the tokenizer has no {missing[0]}: put the chat template of the tokenizer "
-                "beside it (tokenizer_config.json), or name one with data.template"
+                "beside it (tokenizer_config.json), or name one: data.template in training, "
+                "--template for text"
             )
         self.tokenizer = tokenizer
         self.template = template
         self._specials = Specials(tokenizer.special_tokens)
 
     @classmethod
-    def open(cls, folder: Path) -> "Chat":
-        """What a prepared corpus, a checkpoint or an imported model is asked with."""
+    def open(cls, folder: Path, template: str = "") -> "Chat":
+        """What a prepared corpus, a checkpoint or an imported model is asked with.
+
+        `template` chooses one as data.template does.
+        """
         path = folder / "tokenizer.json"
-        return cls(Tokenizer.load(path), ChatTemplate.chosen("", path))
+        return cls(Tokenizer.load(path), ChatTemplate.chosen(template, path))
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None

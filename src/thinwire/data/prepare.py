@@ -20,8 +20,8 @@ from thinwire.data.hub import HubDataset
 from thinwire.data.prepared import Progress, found_or_made
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
 from thinwire.data.split import Passage, Scan, Split, scan_documents
-from thinwire.data.template import ChatTemplate
-from thinwire.data.tokenizer import Tokenizer, check_trainable
+from thinwire.data.template import CHATML, CHATML_TOKENS, ChatTemplate
+from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
 from thinwire.typed import option
@@ -144,6 +144,7 @@ def _documents(
     special = _missing(of, template, tokenizer)
     if tokenizer is None:
         check_trainable(vocab, special)
+        special = _with_reserved(special, vocab)
     elif special:
         tokenizer = _extended(tokenizer, special, vocab)
 
@@ -186,7 +187,7 @@ def _documents(
             of.remarks,
         )
 
-    encoding = tokenizer.digest if tokenizer else f"train {vocab}"
+    encoding = tokenizer.digest if tokenizer else " ".join(["train", str(vocab), *special])
     key = _key(config, encoding)
     if template is not None:
         key += [template.digest, config.learn]
@@ -199,8 +200,15 @@ def _missing(
     """Special tokens of a template that is not the tokenizer's own, where they must be added."""
     if template is None or template.is_own or not isinstance(documents, Conversations):
         return []
-    names = template.special_names
+    # A tool's tokens are text to a tokenizer that lacks them.
+    names = CHATML_TOKENS if template.source == CHATML else template.special_names
     return [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
+
+
+def _with_reserved(special: list[str], vocab: int) -> list[str]:
+    """With the tokens of ChatML, so that the model can learn chat later, where there is room."""
+    wanted = list(dict.fromkeys([*special, *RESERVED]))
+    return wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
 
 
 def _extended(tokenizer: Tokenizer, special: list[str], vocab: int) -> Tokenizer:
@@ -210,8 +218,8 @@ def _extended(tokenizer: Tokenizer, special: list[str], vocab: int) -> Tokenizer
     raise DataError(
         f"the chat template needs the special tokens {', '.join(special)}, which the tokenizer "
         f"lacks, and model.vocab = {vocab} has no room for them: set it to at least "
-        f"{wider.vocab_size}, or put the tokenizer's own chat template beside it "
-        "(tokenizer_config.json)"
+        f"{wider.vocab_size} (with --init-from the weights grow by the rows of the new tokens), or "
+        "put the tokenizer's own chat template beside it (tokenizer_config.json)"
     )
 
 

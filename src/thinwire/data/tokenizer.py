@@ -23,6 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+RESERVED = ("<|im_start|>", "<|im_end|>", "<|tools|>", "<|tool_call|>")
+"""What ChatML needs: in every tokenizer that is trained for a corpus and has room for it."""
 SMALLEST_VOCAB = 257  # every byte, and the end of text
 # The library needs over a hundred bytes of memory for each character it works on.
 PIECE_CHARACTERS = 128_000
@@ -69,21 +71,22 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> "Tokenizer":
         """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one.
 
-        `special` are tokens beside the end of text.
+        `special` are tokens beside the end of text; their ids follow all others.
         """
         check_trainable(vocab, special)
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab,
-            special_tokens=[END_OF_TEXT, *special],
+            vocab_size=vocab - len(special),
+            special_tokens=[END_OF_TEXT],
             # All 256, so that text with bytes never seen in training still has an encoding.
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
         pieces = (piece for text in texts for piece, _ in pieces_of(text))
         interruptible(lambda fed: backend.train_from_iterator(fed, trainer), pieces)
+        backend.add_special_tokens(list(special))
         return cls(backend)
 
     @property
@@ -92,9 +95,9 @@ class Tokenizer:
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
     def has_vocabulary_of(self, other: "Tokenizer") -> bool:
-        """Whether each id stands for the same token in both."""
+        """Whether each id of the other stands for the same token here; there may be more."""
         mine, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))
-        return mine == theirs
+        return theirs.items() <= mine.items()
 
     def json(self) -> str:
         """The text of a tokenizer.json."""

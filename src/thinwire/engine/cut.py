@@ -221,6 +221,14 @@ def remembered(source: Source, block: int, leg: Leg, codec: Codec) -> bool:
     return block in cuts and _codec(saved, cuts.index(block), leg).name == codec.name
 
 
+def are_cuts_learned(settings: Settings) -> bool:
+    """Whether a run that moved its cuts would lose what it learned: narrow cuts, and memories."""
+    if settings.boundary.mode != "dense":
+        return True
+    cuts = range(settings.pipeline.stages - 1)
+    return any(_codec(settings, cut, leg).remembers for cut in cuts for leg in Leg)
+
+
 def check_memory(settings: Settings, checkpoint: Checkpoint) -> list[str]:
     """Refuse a resume in which a cut with a memory is gone; returns what begins without one.
 
@@ -256,7 +264,9 @@ def _check_gone(settings: Settings, checkpoint: Checkpoint, leg: Leg) -> list[st
     raise CheckpointError(
         f"{checkpoint.folder} holds {lost} of the cut {where}, but this run has no cut there: its "
         f"stages have {_blocks_of(settings)} blocks, and had {_blocks_of(saved)}. Memory cannot be "
-        "re-split: resume with that pipeline.split or a finer one, or with codecs without memory"
+        "re-split: resume with that pipeline.split or a finer one, or with codecs without memory, "
+        f"or start a new run from its weights, whose codecs begin anew: --init-from "
+        f"{checkpoint.folder}"
     )
 
 

@@ -2,7 +2,8 @@
 
 What both models hold in the same form is copied, bit for bit. What they hold in different forms
 goes through the plain weights (engine/fold.py): of a subspace model to free weights nothing is
-lost; into a subspace only the part that lies in it is taken, and how much is lost is counted.
+lost; into a subspace only the part that lies in it is taken, and how much is lost is counted. A
+vocabulary may grow: rows of tokens that the source does not know keep their starting values.
 """
 
 import math
@@ -60,7 +61,7 @@ class Transfer:
             if _is_of_a_cut(name) or is_adapter(name):
                 self._take_own(name, tensor)
             elif self._is_alike(name, forms):
-                _put(tensor, self._source.tensors([name])[name], name, self._source)
+                self._put(tensor, self._source.tensors([name])[name], name)
             else:
                 self._take_folded(name, builder, stage)
 
@@ -68,8 +69,8 @@ class Transfer:
         """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
         if name in self._names and (not _is_of_a_cut(name) or self._keeps_cut(name)):
             saved = self._source.tensors([name])[name]
-            if saved.shape == tensor.shape:
-                tensor.copy_(saved)
+            if self._fits(saved, tensor):
+                self._put(tensor, saved, name)
                 return
         self.fresh.append(name)
 
@@ -95,12 +96,12 @@ class Transfer:
         parameter = stage.global_parameters()[name]
         layers, held = stage.reparametrised(), {h.name: h for h in stage.held_parameters()}
         if name not in layers and name not in held:
-            _put(parameter, full, name, self._folded)
+            self._put(parameter, full, name)
             return
         assert builder.space is not None, "only a model with a space holds weights in it"
         axis = layers[name].axis if name in layers else held[name].axis
         if axis == 1 and builder.space.table_VD is not None:  # the embedding
-            full = full - builder.space.table_VD.to(full)
+            full = full - builder.space.table_VD[: len(full)].to(full)
         basis_DK = builder.space.basis_DK.to(full)
         inside = project(full, basis_DK, axis)
         self._size += float(full.double().square().sum())
@@ -108,16 +109,21 @@ class Transfer:
         if name in layers:
             layers[name].set_full(full)
         else:
-            _put(parameter, inside, name, self._folded)
+            self._put(parameter, inside, name)
 
+    def _fits(self, value: Tensor, target: Tensor) -> bool:
+        """Whether a tensor has the shape that is needed, or its first rows: one for each token."""
+        grows = self._source.settings.model.vocab, self._settings.model.vocab
+        more_rows = (*value.shape[:1], *target.shape[:1]) == grows
+        return value.shape == target.shape or (more_rows and value.shape[1:] == target.shape[1:])
 
-def _put(target: Tensor, value: Tensor, name: str, source: Source) -> None:
-    if value.shape != target.shape:
-        raise CheckpointError(
-            f"{name} has shape {tuple(value.shape)} in {source}, the model needs "
-            f"{tuple(target.shape)}"
-        )
-    target.copy_(value)
+    def _put(self, target: Tensor, value: Tensor, name: str) -> None:
+        if not self._fits(value, target):
+            raise CheckpointError(
+                f"{name} has shape {tuple(value.shape)} in {self._source}, the model needs "
+                f"{tuple(target.shape)}"
+            )
+        (target[: len(value)] if value.dim() else target).copy_(value)
 
 
 def _is_of_a_cut(name: str) -> bool:

@@ -25,6 +25,8 @@ class TextModel(ABC):
 
     checkpoint: Checkpoint
     settings: Settings
+    template = ""
+    """The chat template to ask it with, as data.template chooses one; empty: its own."""
 
     @abstractmethod
     def notes(self) -> list[str]:
@@ -57,7 +59,7 @@ class TextModel(ABC):
     @functools.cached_property
     def _chat(self) -> Chat:
         self.tokenizer()  # which says why there is none
-        return Chat.open(self.checkpoint.folder)
+        return Chat.open(self.checkpoint.folder, self.template)
 
     def chat(self) -> Chat:
         """The chat template with which the model is asked; DataError if none fits it."""

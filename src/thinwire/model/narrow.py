@@ -75,7 +75,7 @@ class Reparametrised(InSpace, ABC):
 
     @abstractmethod
     def set_full(self, full: Tensor) -> None:
-        """Take the part of a full matrix that lies in S."""
+        """Take the part of a full matrix that lies in S; a table keeps rows beyond it."""
 
 
 class ReparamEmbedding(Reparametrised):
@@ -95,7 +95,7 @@ class ReparamEmbedding(Reparametrised):
             return part_BTD + self.space.anchors(ids_BT)
 
     def set_full(self, full: Tensor) -> None:
-        self.weight.copy_(full @ self.space.basis_DK.to(full))
+        self.weight[: len(full)].copy_(full @ self.space.basis_DK.to(full))
 
 
 class ReparamLinear(Reparametrised):

@@ -39,9 +39,16 @@ class Forming:
 
 
 def form(
-    settings: Settings, here: list[Guest], run: str, token_of: Callable[[str], str]
+    settings: Settings,
+    here: list[Guest],
+    run: str,
+    token_of: Callable[[str], str],
+    keeps_split: bool,
 ) -> Forming:
-    """Choose seats and blocks among the peers that are here; their doors are tried first."""
+    """Choose seats and blocks among the peers that are here; their doors are tried first.
+
+    `keeps_split`: the blocks of each stage stay as the settings have them.
+    """
     doors = probe_all([*here], run, token_of)
     peers = [
         as_peer(guest, settings.run.precision, bool(door.outside))
@@ -49,6 +56,10 @@ def form(
     ]
     if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
         peers = [dataclasses.replace(peer, tflops=1.0) for peer in peers]
+    if keeps_split:
+        split = [len(blocks) for blocks in settings.split()]
+        pipeline = dataclasses.replace(settings.pipeline, split=split)
+        settings = dataclasses.replace(settings, pipeline=pipeline)
     try:
         return Forming(choose_split(settings, peers))
     except ConfigError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
+from thinwire.engine.cut import are_cuts_learned
 from thinwire.errors import StageError
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
@@ -60,8 +61,10 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     goes_on = is_hosted(folder) or options.resume
     checkpoint = _newest(folder, settings, display) if goes_on else None
     weights = checkpoint or open_origin(settings, display)
+    keeps_split = False
     if weights is not None:
         settings = adopted(settings, weights.settings)
+        keeps_split = are_cuts_learned(weights.settings) and are_cuts_learned(settings)
     with heeding(leave_at_once), claim_folder(folder, checkpoint, goes_on):
         data = prepare_data(settings, display, weights)
         if checkpoint is not None:
@@ -69,7 +72,10 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
         book = AuthorityBook(folder / "authority", settings.run.name)
         with contextlib.ExitStack() as opened:
             origin = weights if checkpoint is None else None
-            return _Hosting(settings, options, folder, data, book, display, opened, origin).run()
+            hosting = _Hosting(
+                settings, options, folder, data, book, display, opened, origin, keeps_split
+            )
+            return hosting.run()
 
 
 def over_real_links(settings: Settings) -> Settings:
@@ -89,11 +95,16 @@ class _Hosting:
         book: AuthorityBook,
         display: Display,
         opened: contextlib.ExitStack,
-        origin: Checkpoint | None = None,
+        origin: Checkpoint | None,
+        keeps_split: bool,
     ):
-        """`origin`: the weights that the run starts from, as long as it has no checkpoint."""
+        """`origin`: the weights that the run starts from, as long as it has no checkpoint.
+
+        `keeps_split`: it goes on from weights whose cuts are part of what they learned.
+        """
         self._started = time.monotonic()
         self._folder, self._data, self._origin = folder, data, origin
+        self._keeps_split = keeps_split
         self._formation = _fitting(read_formation(folder), settings)
         split = tuple(self._formation.split)
         self._settings = with_split(settings, split) if split else settings
@@ -296,13 +307,14 @@ class _Hosting:
         names = [guest.name for guest in here]
         if names == self._refused[0]:
             return None, self._refused[1]
-        forming = form(self._settings, here, self._base.run_id, self._base.token_of)
+        base = self._base
+        forming = form(self._settings, here, base.run_id, base.token_of, self._keeps_split)
         if (split := forming.split) is None:
             self._refused = names, f"waiting for other peers: {forming.lacking}"
             return None, self._refused[1]
-        self._settings = split.settings
+        self._settings = with_split(self._settings, tuple(split.counts))
         self._formation = dataclasses.replace(
-            self._formation, split=list(split.settings.pipeline.split)
+            self._formation, split=list(self._settings.pipeline.split)
         )
         blocks = ", ".join(
             f"{peer.name} {count}" for peer, count in zip(split.peers, split.counts, strict=True)

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from thinwire.data import Corpus, prepare
+from thinwire.data import Corpus, Tokenizer, prepare
+from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Data, Feed
 from thinwire.engine.weights import model_weights
@@ -46,11 +47,14 @@ def prepare_data(settings: Settings, display: Display, weights: Checkpoint | Non
     """The data of these settings, from the cache if it was prepared before.
 
     A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
-    settings name one.
+    settings name one. So does one that goes on with a tokenizer that an earlier release trained:
+    today's would be another.
     """
     task, vocab, config = settings.model.task, settings.model.vocab, settings.data
-    if settings.train.init_from and not config.tokenizer and weights and weights.tokenizer:
-        config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
+    if weights and weights.tokenizer and not config.tokenizer:
+        own = Tokenizer.load(weights.tokenizer)
+        if settings.train.init_from or any(own.id_of(token) is None for token in RESERVED):
+            config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
     data = task.prepare(config, vocab, cache_folder(), _progress(display))
     return _announced(data, settings, display)
 

@@ -42,7 +42,9 @@ def open_resume(
     for note in choice:
         display.note(note)
     saved = checkpoint.settings
-    _refuse_changes(checkpoint, adopted(settings, saved))
+    settings = adopted(settings, saved)
+    _refuse_moved_cuts(checkpoint, settings)
+    _refuse_changes(checkpoint, settings)
     steps = saved.train.steps, settings.train.steps
     notes = [
         *_inexact(saved, settings),
@@ -55,6 +57,33 @@ def open_resume(
     return checkpoint
 
 
+def _refuse_moved_cuts(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Narrow cuts are part of what a model learned: elsewhere they would ruin it."""
+    saved, boundary = checkpoint.settings, settings.boundary
+    before, now = ([len(blocks) for blocks in s.split()] for s in (saved, settings))
+    if before == now or boundary.mode == "dense" or boundary.mode != saved.boundary.mode:
+        return
+    if not boundary.is_constrained:
+        lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
+        cost = "its loss starts far above the one that this run reached"
+    else:
+        free = saved.boundary.free_layers
+        lost = f"all blocks but the last {free} are held in the subspace for it"
+        cost = "its weights stay as they are"
+        if now[-1] < free:
+            cost = (
+                f"of the last {free} blocks those below the last cut keep only what lies in the "
+                'subspace, which ruins a trained model (boundary.mode = "dense" keeps all)'
+            )
+    raise ConfigError(
+        f"cannot resume {checkpoint.folder} with {now} blocks in its stages: the model learned "
+        f'with {before}, and with boundary.mode = "{boundary.mode}" its cuts are part of it: '
+        f"{lost}. Keep pipeline.stages = {len(before)} and pipeline.split = {before}. "
+        f"`--init-from {checkpoint.folder} --set run.name=NAME` starts a new run with other cuts "
+        f"from these weights: {cost}, and steps, data order and optimizer begin anew"
+    )
+
+
 def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
     before, now = checkpoint.settings.to_plain(), settings.to_plain()
     changed = {
@@ -65,15 +94,16 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
         and before[section][key] != now[section][key]
     }
     if changed:
+        way = "Start a new run instead"
+        if any(place.startswith("boundary.") for place in changed):
+            way += (
+                f": with --init-from {checkpoint.folder} it takes these weights along, as far as "
+                "they fit (docs/finetuning.md says what each change costs); steps, data order and "
+                "optimizer begin anew"
+            )
         raise ConfigError(
             f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
-            f"checkpoint: {changed}): the weights depend on them. Start a new run instead"
-        )
-    if settings.boundary.ranks and checkpoint.settings.split() != settings.split():
-        raise ConfigError(
-            f"cannot resume {checkpoint.folder} with its layers split differently: boundary.ranks "
-            "belong to the cuts of the run that saved it. Keep its pipeline.stages and "
-            "pipeline.split, or start a new run"
+            f"checkpoint: {changed}): the weights depend on them. {way}"
         )
     if checkpoint.step >= settings.train.steps:
         raise ConfigError(

@@ -16,6 +16,7 @@ from thinwire.data import Tokenizer
 from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.calibrate import Calibration
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
+from thinwire.engine.cut import are_cuts_learned
 from thinwire.engine.feed import Data
 from thinwire.engine.fold import why_not_folded
 from thinwire.engine.state import StageState
@@ -53,7 +54,7 @@ def open_origin(
             f"{origin.folder} cannot become a model with boundary.mode = "
             f'"{settings.boundary.mode}": {why}. Use dense or projected'
         )
-    for note in _notes(origin, settings):
+    for note in _notes(origin, adopted(settings, origin.settings)):
         display.note(note)
     if origin.tokenizer is not None and not settings.data.tokenizer:
         display.phase("data", f"tokenizer of {origin.folder}, which its weights were trained with")
@@ -71,20 +72,30 @@ def refuse_frozen_noise(settings: Settings) -> None:
 
 
 def adopted(settings: Settings, saved: Settings) -> Settings:
-    """The settings of a run that starts from weights, with what comes along with these weights.
+    """The settings of a run that goes on from weights, with what comes along with these weights.
 
     The seed of a basis and the size of a fixed token table are as much a part of the weights as
-    those that are saved. `saved` are those of the origin, or of the run's own checkpoint later.
+    those that are saved. So are cuts that learned something, where the split is left open. `saved`
+    are the settings of the origin, or of the run's own checkpoint later.
     """
-    if not settings.train.init_from:
-        return settings
-    model = dataclasses.replace(settings.model, embed_std=saved.model.embed_std)
-    boundary = settings.boundary
-    if boundary.mode == saved.boundary.mode or (
-        boundary.is_constrained and saved.boundary.is_constrained
-    ):
-        boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
-    return dataclasses.replace(settings, model=model, boundary=boundary)
+    model, boundary, pipeline = settings.model, settings.boundary, settings.pipeline
+    if settings.train.init_from:
+        model = dataclasses.replace(model, embed_std=saved.model.embed_std)
+        if boundary.mode == saved.boundary.mode or (
+            boundary.is_constrained and saved.boundary.is_constrained
+        ):
+            boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
+    if not pipeline.split and _may_have_cuts_of(settings, saved):
+        pipeline = dataclasses.replace(pipeline, split=saved.pipeline.split)
+    return dataclasses.replace(settings, model=model, boundary=boundary, pipeline=pipeline)
+
+
+def _may_have_cuts_of(settings: Settings, saved: Settings) -> bool:
+    alike = [
+        (s.model.layers, s.pipeline.stages, s.boundary.mode, s.boundary.free_layers)
+        for s in (settings, saved)
+    ]
+    return alike[0] == alike[1] and are_cuts_learned(settings) and are_cuts_learned(saved)
 
 
 def keys_for(place: str) -> list[str]:
@@ -180,12 +191,12 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
     differing = [
         f"model.{key} = {value} (not {now[key]})"
         for key, value in saved.items()
-        if key not in FREE and value != now[key]
+        if key not in FREE and value != now[key] and not (key == "vocab" and value < now[key])
     ]
     if differing:
         raise ConfigError(
             f"the model of {origin.folder} has another shape: {', '.join(differing)}. Set these "
-            "keys as it has them"
+            "keys as it has them; model.vocab may only grow"
         )
 
 
@@ -211,6 +222,12 @@ def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
 def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     """What is to be known of weights that fit."""
     saved, notes = origin.settings, []
+    if settings.model.vocab > saved.model.vocab:
+        stay = ", and stay so: lora.rank = 0 would train them" if settings.lora.rank else ""
+        notes.append(
+            f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}: the rows of "
+            f"new tokens start anew{stay}"
+        )
     if settings.model.context > saved.model.context:
         notes.append(
             f"model.context = {settings.model.context} is longer than the {saved.model.context} "

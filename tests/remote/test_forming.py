@@ -1,0 +1,65 @@
+"""The split of a hosted run that goes on from weights: by measures, or as the model learned it."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire
+from thinwire.data import Corpus
+from thinwire.remote import host as host_module
+from thinwire.remote.forming import form
+from thinwire.remote.host import host
+from thinwire.remote.lobby import Guest
+from thinwire.remote.messages import Arrive, Figures
+from thinwire.remote.opening import HostOptions
+from thinwire.remote.seats import Formation, write_formation
+from thinwire.report import PlainDisplay
+from thinwire.settings import Settings
+from trained import trained
+
+NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"}
+REMEMBERS = {"codec__forward": "int8+ef"}
+
+
+def guest(name: str, tflops: float) -> Guest:
+    figures = Figures(tflops, tflops, 1.0, 1.0, 0.0, 0.0, 0.0)
+    arrived = Arrive({"thinwire": thinwire.__version__}, "cpu", figures, "", "", 0, 0, False)
+    return Guest(name, arrived=arrived)
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "kept"),
+    [
+        (NARROW, {}, [2, 2]),
+        (NARROW, {"pipeline__split": [3, 1]}, [3, 1]),
+        (REMEMBERS, {}, [2, 2]),
+        ({}, {"pipeline__split": [3, 1]}, [1, 3]),
+    ],
+    ids=["narrow", "narrow and uneven", "codecs with memory", "dense: the fast peer gets more"],
+)
+def test_cuts_stay_where_the_model_learned_them_whoever_comes(
+    changes: dict[str, Any], before: dict[str, Any], kept: list[int], corpus: Corpus,
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One of these peers is fifty times as fast as the other, and the split is left open."""
+    trained(make_settings(**changes, **before, train__steps=2), corpus, tmp_path / "test")
+    write_formation(tmp_path / "test", Formation(epoch=1))
+    splits = []
+
+    class Formed:
+        def __init__(self, settings: Settings, *arguments: Any) -> None:
+            here = [guest("ana", 1e-6), guest("ben", 5e-5)]
+            formed = form(settings, here, "run", "token", arguments[-1])
+            assert formed.split is not None, formed.lacking
+            splits.append(formed.split.counts)
+
+        def run(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr(host_module, "_Hosting", Formed)
+    monkeypatch.setattr(host_module, "prepare_data", lambda *_: corpus)
+    host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
+    assert splits == [kept]
