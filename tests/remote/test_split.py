@@ -13,10 +13,10 @@ from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, make_plan, stage_memory
 from thinwire.remote.figures import StageFigures, links_of, with_split
 from thinwire.remote.peerfile import PeerFigures, load_peers
-from thinwire.remote.search import MEMORY_SHARE, Search, deal, ranges
+from thinwire.remote.search import MEMORY_SHARE, Search, ranges
 from thinwire.remote.split import WORTH, better_window, choose_split
 from thinwire.remote.split_report import split_text, split_to_plain
-from thinwire.schedule import Network, build, simulate
+from thinwire.schedule import Network, build, deal, simulate
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 

@@ -6,15 +6,15 @@ import itertools
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.remote.figures import Counts, StageFigures, is_relayed, with_split
+from thinwire.plan import WORTH, with_split
+from thinwire.remote.figures import StageFigures, is_relayed
 from thinwire.remote.peerfile import PeerFigures, check_names
 from thinwire.remote.search import MEMORY_SHARE, Placement, Search, ranges
 from thinwire.report.human import human_bytes
-from thinwire.schedule import Simulation, split_layers
+from thinwire.schedule import Counts, Simulation, split_layers
 from thinwire.settings import Settings
 
 ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
-WORTH = 0.03  # what another split must gain before an even one, or the listed order, is left
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from thinwire.schedule.action import NO_MICROBATCH, Action, Kind, Schedule
 from thinwire.schedule.build import (
+    Counts,
     PipelineConfig,
     build,
+    deal,
     forward_only,
     in_flight,
     split_layers,
@@ -19,6 +21,7 @@ __all__ = [
     "ROW_FRAME_BYTES",
     "Action",
     "Costs",
+    "Counts",
     "Kind",
     "Links",
     "Network",
@@ -27,6 +30,7 @@ __all__ = [
     "Simulation",
     "Span",
     "build",
+    "deal",
     "forward_only",
     "in_flight",
     "simulate",

@@ -1,5 +1,7 @@
 """Makes the schedules by name, splits the layers, and refuses schedules that cannot run."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -9,6 +11,8 @@ from thinwire.typed import nearest, option
 
 NAMES = ("gpipe", "1f1b")
 FORWARD_ONLY = "forward"
+Counts = tuple[int, ...]
+"""The number of blocks of each stage."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,39 @@ def split_layers(layers: int, config_split: list[int], stages: int) -> list[rang
             counts[stage] += 1
     starts = [sum(counts[:stage]) for stage in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def deal(
+    layers: int, stages: int, least_on_last: int, cost: Callable[[int, range], float]
+) -> tuple[float, Counts]:
+    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be).
+
+    A stage with more blocks must not be cheaper. By dynamic programming over the stages: exact,
+    also where blocks differ.
+    """
+    ends: dict[int, tuple[float, Counts]] = {
+        0: (0.0, ())
+    }  # where the stages so far may end: their dearest, and their blocks
+    for stage in range(stages):
+        after = stages - stage - 1  # stages still to come, with one block each at least
+        room = layers - (after - 1 + least_on_last if after else 0)
+        new: dict[int, tuple[float, Counts]] = {}
+        for stop in range(stage + 1, room + 1) if after else [layers]:
+            found: tuple[float, Counts] = (math.inf, ())
+            for start in sorted(ends, reverse=True):
+                if start >= stop or (not after and stop - start < least_on_last):
+                    continue
+                dearest, counts = ends[start]
+                here = cost(stage, range(start, stop))
+                if here >= found[0] and found[1]:
+                    break  # with still more blocks it would be dearer yet
+                worst = max(dearest, here)
+                if worst < found[0] or not found[1]:
+                    found = (worst, (*counts, stop - start))
+            if found[1]:
+                new[stop] = found
+        ends = new
+    return ends[layers]
 
 
 def in_flight(schedule: Schedule) -> list[int]:
