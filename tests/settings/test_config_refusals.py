@@ -32,7 +32,7 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"pipeline__split": [0, 4]}, "every stage needs at least one"),
         ({"pipeline__microbatches": 1}, "1f1b with pipeline.microbatches = 1 .*stages = 2"),
         ({"pipeline__microbatches": 0}, "pipeline.microbatches = 0"),
-        ({"pipeline__window": -1}, "pipeline.window = -1 .*; 0 = the schedule's own"),
+        ({"pipeline__window": -2}, "pipeline.window = -2 .*; 0 = the schedule's own"),
         ({"pipeline__schedule": "gpipe", "pipeline__window": 2}, "window = 2 with gpipe"),
         ({"train__batch": 9}, "batch = 9 sequences do not divide .*microbatches = 4"),
         ({"train__batch": 2}, "batch = 2 sequences do not divide .*microbatches = 4"),

@@ -2,6 +2,7 @@
 
 from thinwire.schedule.action import NO_MICROBATCH, Action, Kind, Schedule
 from thinwire.schedule.build import (
+    OPEN,
     Counts,
     PipelineConfig,
     build,
@@ -18,6 +19,7 @@ from thinwire.schedule.simulate import Simulation, simulate, window_table
 __all__ = [
     "CONTROL_BYTES",
     "NO_MICROBATCH",
+    "OPEN",
     "ROW_FRAME_BYTES",
     "Action",
     "Costs",

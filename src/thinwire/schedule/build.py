@@ -11,6 +11,7 @@ from thinwire.typed import nearest, option
 
 NAMES = ("gpipe", "1f1b")
 FORWARD_ONLY = "forward"
+OPEN = -1  # a window that is left open
 Counts = tuple[int, ...]
 """The number of blocks of each stage."""
 
@@ -26,11 +27,14 @@ class PipelineConfig:
     microbatches: int = option(8, "microbatches per training step", least=1, most=4096)
     schedule: str = option("1f1b", "order of forward and backward passes", NAMES)
     window: int = option(
-        0,
-        "maximum number of microbatches in flight on the first stage; "
+        OPEN,
+        "most microbatches in flight on the first stage; more hide delays and take memory; "
+        "-1 = twice the stages, or on a host what is fastest within the peers' memory; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
         least=0,
         most=10**9,
+        auto=OPEN,
+        scope="keeping",  # it changes no bit: gradients are summed in one order
     )
     recompute: bool = option(
         False, "recompute activations in the backward pass instead of storing them"
@@ -41,11 +45,14 @@ def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedul
     """The validated schedule of that name.
 
     A window beyond what is of use (more than all microbatches, or any with one stage of
-    1f1b) is lowered to that, so one setting serves runs of different sizes.
+    1f1b) is lowered to that, so one setting serves runs of different sizes. An open one follows
+    from these sizes alone, so that equal settings give equal runs anywhere.
     """
     _check_sizes(stages=stages, microbatches=microbatches)
+    if window == OPEN:
+        window = 2 * stages if name == "1f1b" else 0
     if window < 0:
-        raise ConfigError(f"pipeline.window = {window}: must be 0 (the schedule's own) or more")
+        raise ConfigError(f"pipeline.window = {window}: must be -1, 0 or more")
     if name == "gpipe":
         if 0 < window < microbatches:
             raise ConfigError(

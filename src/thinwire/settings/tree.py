@@ -166,6 +166,11 @@ class Settings:
             optim=self.optim.relaxed(self.train.steps, self.boundary.own_tables),
         )
 
+    def with_window(self) -> "Settings":
+        """The same with the number that `pipeline.window` stands for."""
+        window = self.schedule().window
+        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, window=window))
+
     def to_plain(self) -> dict[str, Any]:
         """Nested dictionaries that `from_plain` reads back to the same settings."""
         return to_plain(self)
