@@ -39,7 +39,7 @@ def test_the_settings_below_are_one_change_away_from_a_good_run(
         ({"train__batch": 0}, "train.batch = 0 must be at least 1"),
         ({"train__steps": 0}, "train.steps = 0 must be at least 1"),
         ({"train__steps": -4}, "train.steps = -4 must be at least 1"),
-        ({"train__eval_batches": -1}, "train.eval_batches = -1 must be at least 0"),
+        ({"train__eval_batches": -2}, "train.eval_batches = -2 must be at least 0"),
         ({"train__keep": 0}, "train.keep = 0 must be at least 1"),
         ({"train__eval_every": -1}, "train.eval_every = -1 must be at least 0"),
         ({"train__checkpoint_every": -2}, "checkpoint_every = -2 .*0 = only at the end, -1 = none"),

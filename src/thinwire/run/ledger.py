@@ -52,6 +52,7 @@ class Ledger:
         self._pending: dict[int, dict[int, Step]] = {}
         self._times = StepTimes(len(stages))
         self._valid_losses: list[tuple[int, float]] = []
+        self._valid_count = 0
         self._accuracies: list[tuple[int, float]] = []
         self._training_seconds = self._validation_seconds = 0.0
         self._refused_in_all = 0
@@ -89,6 +90,7 @@ class Ledger:
     def add_evaluation(self, report: Evaluation) -> None:
         """File a validation, from the stage that has it."""
         self._valid_losses.append((report.step, report.loss))
+        self._valid_count = report.count
         self._validation_seconds += report.seconds
         if report.accuracy is not None:
             self._accuracies.append((report.step, report.accuracy))
@@ -171,6 +173,7 @@ class Ledger:
             # JSON has no NaN: a null that is named here was NaN or infinite
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
             "valid_losses": self._valid_losses,
+            "valid_tokens": self._valid_count,  # or images, behind each of these
             "final_accuracy": self._accuracies[-1][1] if self._accuracies else None,
             "accuracies": self._accuracies,
         }
