@@ -44,6 +44,28 @@ def test_bash_completes(words: list[str], some: list[str]) -> None:
     assert all(word.startswith(words[-1]) for word in found)
 
 
+@pytest.mark.parametrize(
+    ("typed", "some"),
+    [
+        ("codec.forward=", ["bf16", "int8"]),
+        ("codec.forward=int", ["int2", "int8"]),
+        ("boundary.mode=p", ["projected"]),
+        ("boundary.learn=", ["true", "false"]),
+        ("model.preset=16", ["160m"]),
+        ("data.path=", []),  # files, by bash itself
+    ],
+)
+@pytest.mark.parametrize("is_split", [True, False])
+def test_values_of_settings_complete(typed: str, some: list[str], is_split: bool) -> None:
+    """Bash takes "=" for a word of its own, unless COMP_WORDBREAKS lacks it."""
+    key, _, value = typed.partition("=")
+    words = [key, "=", *([value] if value else [])] if is_split else [typed]
+    found = completions("train", "run.toml", "--set", *words)
+    offered = some if is_split else [f"{key}={word}" for word in some]
+    assert set(offered) <= set(found) and bool(found) == bool(some)
+    assert all(word.startswith(value if is_split else typed) for word in found)
+
+
 def test_an_option_of_another_command_is_not_offered() -> None:
     assert "--resume" not in completions("plan", "--")
     assert completions("init", "--resu") == []
@@ -52,7 +74,7 @@ def test_an_option_of_another_command_is_not_offered() -> None:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_script_names_all_commands_and_settings(shell: str) -> None:
     script = completion_script(shell, make_parser())
-    for word in ("convergence", "generate", "optim.schedule=", "resume"):
+    for word in ("convergence", "generate", "optim.schedule=", "resume", "codec.forward=int8"):
         assert word in script
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True, capture_output=True)

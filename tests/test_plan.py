@@ -388,6 +388,52 @@ def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettin
     assert f"{machine_cores()} cores shared by all stages" in plan_text(plan)
 
 
+@pytest.mark.parametrize(("threads", "at_once"), [(1, 2.0), (2, 1.0)])
+def test_stages_of_one_machine_share_its_cores(
+    threads: int, at_once: float, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages with two threads each on two cores compute one after the other."""
+    monkeypatch.setattr("thinwire.plan.machine_cores", lambda: 2)
+    monkeypatch.setattr("thinwire.plan.measure_flops", lambda settings: RATE)
+    plan = make_plan(make_settings(run__threads=threads))
+    alone = make_plan(plan.settings, RATE).simulation
+    assert plan.cores == at_once
+    slower = plan.simulation.step_seconds > alone.step_seconds
+    assert slower == (threads == 2)
+    if threads == 2:
+        assert plan.simulation.bound == "compute shared by all stages"
+
+
+def test_a_gpu_is_shared_by_the_stages_on_it(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.plan.choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("thinwire.plan.measure_flops", lambda settings: RATE)
+    plan = make_plan(make_settings())
+    assert plan.cores == 1
+    assert "1 GPU shared by all stages" in plan_text(plan)
+
+
+def test_a_slow_last_stage_gets_a_split_suggested(make_settings: MakeSettings) -> None:
+    """With a large vocabulary the head takes as long as several blocks."""
+    head = {"model__layers": 12, "model__vocab": 2048, "pipeline__stages": 3}
+    settings = make_settings(**head)
+    plan = make_plan(settings, RATE)
+    assert plan.simulation.compute_seconds[2] > 2 * plan.simulation.compute_seconds[1]
+    assert plan.better_split is not None
+    counts, seconds = plan.better_split
+    assert counts[2] < 4 and seconds < 0.9 * plan.simulation.step_seconds
+    assert f"note: pipeline.split = {counts} would take {seconds:.3f} s per step" in plan_text(plan)
+    better = make_plan(make_settings(**head, pipeline__split=counts), RATE)
+    assert better.simulation.step_seconds == pytest.approx(seconds)
+    assert better.better_split is None and "note: pipeline.split" not in plan_text(better)
+    plain = plan_to_plain(plan)
+    assert plain["better_split"] == counts and plain["better_split_step_seconds"] == seconds
+    stuck = plan_text(make_plan(make_settings(**{**head, "model__layers": 3}), RATE))
+    assert "times as long as any other, and no split would be faster" in stuck
+
+
 def test_it_is_measured_with_the_threads_that_a_stage_has(
     make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,11 +154,12 @@ def test_where_every_step_follows_a_validation_they_are_timed_and_named_so(
 
 def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None:
     ledger = make_ledger()
-    ledger.add_evaluation(Evaluation(0, 5.0, None, 2.5))
+    ledger.add_evaluation(Evaluation(0, 5.0, None, 2.5, 4096))
     follow(ledger, [4.0, 4.0, 2.0])
-    ledger.add_evaluation(Evaluation(3, 4.0, None, 0.5))
+    ledger.add_evaluation(Evaluation(3, 4.0, None, 0.5, 4096))
     summary = ledger.summary({}, total_seconds=30.0, start_seconds=12.0)
     parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "waiting": 0.0, "other": 5.0}
+    assert summary["valid_tokens"] == 4096, "what stands behind a validation loss"
     assert summary["seconds"] == parts
     assert sum(parts.values()) == summary["total_seconds"]
 

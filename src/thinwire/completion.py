@@ -1,10 +1,13 @@
 """Completion for bash, zsh and fish, written from the parser itself: it knows every option."""
 
 import argparse
+import dataclasses
 import shlex
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from thinwire.codec.config import PLAIN
 from thinwire.settings import Settings
 
 SHELLS = ("bash", "zsh", "fish")
@@ -35,6 +38,17 @@ def setting_names() -> tuple[str, ...]:
     """What `--set` takes: every `section.key=`."""
     sections = Settings().to_plain()
     return tuple(f"{section}.{key}=" for section, keys in sections.items() for key in keys)
+
+
+def setting_values() -> Iterator[str]:
+    """`section.key=value` for each value of a setting that has few, or is known by name."""
+    for section, cls in typing.get_type_hints(Settings).items():
+        kinds = typing.get_type_hints(cls)
+        for entry in dataclasses.fields(cls):
+            known = ("true", "false") if kinds[entry.name] is bool else entry.metadata["choices"]
+            if section == "codec" and kinds[entry.name] is str:
+                known = PLAIN
+            yield from (f"{section}.{entry.name}={value}" for value in known)
 
 
 def _commands(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
@@ -94,6 +108,7 @@ def _words(commands: list[_Command], add: str) -> str:
 
 def _bash(commands: list[_Command]) -> str:
     reply = 'COMPREPLY=($(compgen -W "{}" -- "$cur"))'
+    # Bash splits words at "=", unless COMP_WORDBREAKS lacks it; then only what follows is replaced.
     return f"""\
 # bash completion of thinwire; to use it: source <(thinwire completion bash)
 _thinwire() {{
@@ -103,6 +118,14 @@ _thinwire() {{
 {_steps(commands)}
         esac
     done
+    word="$cur"
+    if [[ $cur == "=" ]]; then word="$prev="; cur=""; fi
+    if [[ $prev == "=" ]]; then word="${{COMP_WORDS[COMP_CWORD-2]}}=$cur"; fi
+    if [[ $word == *.*=* ]]; then
+        COMPREPLY=($(compgen -W "{" ".join(setting_values())}" -- "$word"))
+        if [[ $word != "$cur" ]]; then COMPREPLY=("${{COMPREPLY[@]#*=}}"); fi
+        return
+    fi
     case "$at|$prev" in
 {_offers(commands, reply, "compopt -o nospace 2>/dev/null; " + reply)}
     esac
@@ -115,6 +138,8 @@ complete -o default -F _thinwire thinwire
 
 
 def _zsh(commands: list[_Command]) -> str:
+    values = f"compadd -- {' '.join(setting_values())} || {{{{ compset -P '*='; _files; }}}}"
+    setting = f"if [[ $PREFIX == *=* ]]; then {values}; else compadd -S '' -- {{}}; fi"
     return f"""\
 #compdef thinwire
 # zsh completion of thinwire; to use it: source <(thinwire completion zsh)
@@ -126,7 +151,7 @@ _thinwire() {{
         esac
     done
     case "$at|${{words[CURRENT-1]}}" in
-{_offers(commands, "compadd -- {}", "compadd -S '' -- {}")}
+{_offers(commands, "compadd -- {}", setting)}
     esac
     case "$at" in
 {_words(commands, "compadd -- {}")}
@@ -153,7 +178,8 @@ def _fish(commands: list[_Command]) -> str:
             )
             value = "" if option.nargs == 0 else " -r"
             if values := _values(option):
-                value = f" -x -a {_quoted(' '.join(values))}"
+                more = setting_values() if "--set" in option.option_strings else ()
+                value = f" -x -a {_quoted(' '.join([*values, *more]))}"
             lines.append(f"{start.format('')} {names}{value} -d {_quoted(option.help or '')}")
     return "\n".join(lines) + "\n"
 

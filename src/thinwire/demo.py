@@ -23,7 +23,6 @@ from thinwire.settings import Settings, make_recipe
 Summary = dict[str, Any]
 
 COMMON = (
-    "pipeline.window=8",
     *("link.mbps_up=5", "link.mbps_down=50", "link.latency_ms=25"),
     *("train.eval_every=0", "train.eval_batches=32", "train.checkpoint_every=0"),
 )

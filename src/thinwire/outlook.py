@@ -74,11 +74,10 @@ def compare_cuts(
 
     def settings(mode: str, width: int, forward: str, backward: str) -> Settings:
         link = {"emulate": True, "mbps_up": mbps, "mbps_down": mbps, "latency_ms": latency_ms}
-        window = min(2 * stages, microbatches)
         return Settings.from_plain(
             {
                 "model": {"preset": preset},
-                "pipeline": {"stages": stages, "microbatches": microbatches, "window": window},
+                "pipeline": {"stages": stages, "microbatches": microbatches},
                 "link": link,
                 "boundary": {"mode": mode, "rank": width},
                 "codec": {"forward": forward, "backward": backward},

@@ -19,7 +19,7 @@ from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
 from thinwire.run.ledger import BF16_BYTES
-from thinwire.schedule import Costs, Schedule, Simulation, simulate, window_table
+from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
 from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
     basis_bytes,
@@ -36,6 +36,8 @@ from thinwire.settings.precision import WEIGHT_TYPES
 
 BACKWARD_PER_FORWARD = 2.0  # operations of a block whose matrices are trained
 TABLE_BYTES = 2  # the fixed token table is kept in bf16
+WORTH = 0.03  # what another split, order or window must gain before the plain one is left
+_SLOW = 1.5  # a stage that computes so many times as long as any other is told
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
 _GRID_COLUMNS = 40  # a grid with more slots than these is shown by its two ends
 _GRID_END = 12
@@ -52,8 +54,10 @@ class Plan:
     weights: list[Weights]
     memory_bytes: list[int]
     flops_per_s: float
-    cores: int | None
     is_measured: bool  # whether the FLOP rate was measured here, or given
+    cores: float | None  # stages that compute at full speed at once; None: all of them
+    machine: str  # what they share
+    better_split: tuple[list[int], float] | None  # one that is faster, and the seconds of its step
 
     @property
     def parameters(self) -> list[int]:
@@ -65,8 +69,7 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
     """Measure (unless a FLOP rate is given), simulate, and estimate memory for each stage."""
     rate = flops_per_s or measure_flops(settings)
     # Stages of a local run share this machine; with a given rate each has a machine of its own.
-    shared = flops_per_s is None and choose_device(settings.run.device, 0).type == "cpu"
-    cores = machine_cores() if shared else None
+    cores, machine = (None, "a machine per stage") if flops_per_s else _shared(settings)
     costs = estimate_costs(settings, rate)
     p = settings.pipeline
     network = network_of(settings)
@@ -82,8 +85,55 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         stage_memory(settings, stage, weights[stage], simulation.in_flight[stage])
         for stage in range(p.stages)
     ]
-    is_measured = flops_per_s is None
-    return Plan(settings, costs, simulation, windows, weights, memory, rate, cores, is_measured)
+    return Plan(
+        settings,
+        costs,
+        simulation,
+        windows,
+        weights,
+        memory,
+        rate,
+        is_measured=flops_per_s is None,
+        cores=cores,
+        machine=machine,
+        better_split=_better_split(settings, rate, simulation),
+    )
+
+
+def _shared(settings: Settings) -> tuple[float, str]:
+    """How many stages of a local run compute at full speed at once, and what they share."""
+    device = choose_device(settings.run.device, 0)
+    if device.type == "cpu":
+        cores = machine_cores()
+        return max(1.0, cores / threads_per_stage(settings)), f"{cores} cores shared by all stages"
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    return float(gpus), f"{gpus} GPU{'s' * (gpus > 1)} shared by all stages"
+
+
+def _better_split(
+    settings: Settings, flops_per_s: float, now: Simulation
+) -> tuple[list[int], float] | None:
+    """The split whose slowest stage is fastest, and its seconds, where that gains enough."""
+
+    def seconds(stage: int, blocks: range) -> float:
+        return sum(block_seconds(settings, blocks, flops_per_s))
+
+    least_on_last = max(1, settings.boundary.free_layers)
+    _, counts = deal(settings.model.layers, settings.pipeline.stages, least_on_last, seconds)
+    costs = estimate_costs(with_split(settings, counts), flops_per_s)
+    other = simulate(now.schedule, costs, network_of(settings), cores=now.cores).step_seconds
+    return (list(counts), other) if other * (1 + WORTH) < now.step_seconds else None
+
+
+def with_split(settings: Settings, counts: Counts) -> Settings:
+    """The same run with so many blocks on each stage; an even split is left unnamed, as it was.
+
+    What is trained stays the same: blocks that are left unconstrained remain so.
+    """
+    if list(counts) == [len(blocks) for blocks in settings.split()]:
+        return settings
+    pipeline = dataclasses.replace(settings.pipeline, split=list(counts))
+    return dataclasses.replace(settings, pipeline=pipeline)
 
 
 def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> Costs:
@@ -224,6 +274,8 @@ def plan_text(plan: Plan) -> str:
         for window, seconds, held in plan.windows:
             mark = "  <- this run" if window == simulation.schedule.window else ""
             lines.append(f"{window:6}  {seconds:16.3f}  {' '.join(map(str, held))}{mark}")
+    if notes := _notes(plan):
+        lines += ["", *notes]
     seconds = simulation.step_seconds
     rate = settings.tokens_per_step / seconds
     total = seconds * settings.train.steps
@@ -259,8 +311,33 @@ def _lora_lines(plan: Plan) -> list[str]:
 
 def _compute_line(plan: Plan) -> str:
     source = "measured here with one block" if plan.is_measured else "as given"
-    where = f"{plan.cores} cores shared by all stages" if plan.cores else "a machine per stage"
-    return f"compute: {human_flops(plan.flops_per_s)} per stage, {source}; {where}"
+    return f"compute: {human_flops(plan.flops_per_s)} per stage, {source}; {plan.machine}"
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What would make the step shorter, or why a slow stage stays slow."""
+    simulation, notes = plan.simulation, []
+    others = sorted(simulation.compute_seconds)
+    if plan.better_split:
+        counts, seconds = plan.better_split
+        notes.append(
+            f"note: pipeline.split = {counts} would take {seconds:.3f} s per step: stages would "
+            "compute more equally long; its cuts lie elsewhere"
+        )
+    elif len(others) > 1 and others[-1] > _SLOW * others[-2]:
+        slow = simulation.compute_seconds.index(others[-1])
+        notes.append(
+            f"note: stage {slow} computes {others[-1] / others[-2]:.1f} times as long as any "
+            "other, and no split would be faster; fewer stages leave fewer to wait for it"
+        )
+    fastest = min((seconds for _, seconds, _ in plan.windows), default=math.inf) * (1 + WORTH)
+    if fastest < simulation.step_seconds:
+        window, seconds = next((w, s) for w, s, _ in plan.windows if s <= fastest)
+        notes.append(
+            f"note: with pipeline.window = {window} a step would take {seconds:.3f} s: more "
+            "microbatches in flight hide more of the delays, and take memory"
+        )
+    return notes
 
 
 def _cut_lines(settings: Settings) -> list[str]:
@@ -320,6 +397,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": plan.settings.tokens_per_step / plan.simulation.step_seconds,
         "unit": plan.settings.unit,
         "bound": plan.simulation.bound,
+        "chain_seconds": plan.simulation.chain,
         "bubble_fraction": plan.simulation.bubble_fraction,
         "flops_per_s": plan.flops_per_s,
         "flops_are_measured": plan.is_measured,
@@ -345,6 +423,8 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "windows": [
             {"window": w, "step_seconds": s, "in_flight": held} for w, s, held in plan.windows
         ],
+        "better_split": plan.better_split[0] if plan.better_split else None,
+        "better_split_step_seconds": plan.better_split[1] if plan.better_split else None,
         "schedule": str(plan.simulation.schedule),
         "config_hash": plan.settings.hash,
     }

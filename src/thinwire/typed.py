@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError
 T = TypeVar("T")
 Scope = typing.Literal["result", "keeping", "machine"]
 """Whose affair a setting is: it decides the result, so that every peer must have the same; it says
-how a run is named, watched and kept; or it is each machine's own."""
+how a run is named, watched, kept and hurried; or it is each machine's own."""
 _HOLDS = {
     "at least": operator.ge,
     "above": operator.gt,

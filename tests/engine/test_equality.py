@@ -114,6 +114,33 @@ def test_split_does_not_change_a_bit(
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.parametrize("kind", ["own tables and memory", "a moving basis", "shared rows"])
+def test_the_window_does_not_change_a_bit(
+    kind: str, make_settings: Callable, run_in_threads: Callable
+) -> None:
+    """One, two or all microbatches in flight: the same losses and float32 weights, also where
+    codecs remember what crossed, a basis moves, or rows of an embedding are shared.
+    """
+    changes = {
+        "own tables and memory": {"boundary__mode": "projected", "codec__forward": "int8+ef21",
+                                  "codec__backward": "int4+ef21"},
+        "a moving basis": {"boundary__mode": "subspace", "boundary__basis_update_every": 2,
+                           "codec__forward": "int8", "codec__backward": "int8"},
+        "shared rows": {"boundary__mode": "subspace", "boundary__anchor": "embedding",
+                        "boundary__row_tokens": 20, "boundary__row_steps": 2,
+                        "optim__name": "adamw"},
+    }[kind]  # fmt: skip
+    narrow = {"boundary__rank": 6, "pipeline__stages": 4, "run__precision": "fp32"}
+    own = {"codec__forward": "fp32", "codec__backward": "fp32", **narrow, **changes}
+    runs = [run_in_threads(make_settings(pipeline__window=w, **own)) for w in (1, 2, -1)]
+    weights = runs[0].weights()
+    for other in runs[1:]:
+        assert other.losses() == runs[0].losses()
+        assert other.valid_losses() == runs[0].valid_losses()
+        found = other.weights()
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
 def test_the_seed_decides(make_settings: Callable, run_in_threads: Callable) -> None:
     first = run_in_threads(make_settings())
     again = run_in_threads(make_settings())

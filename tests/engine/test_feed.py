@@ -6,6 +6,22 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
+from thinwire.settings import Settings, TrainConfig
+
+
+def test_a_validation_left_open_scores_64k_tokens_or_all(
+    corpus: Corpus, make_settings: Callable[..., Settings]
+) -> None:
+    """By tokens, so that a loss means the same with small and large microbatches."""
+    for batch, count in ((8, 2048), (16, 1024)):
+        settings = make_settings(train__eval_batches=-1, train__batch=batch)
+        assert settings.train.eval_batches == count
+        assert count * settings.tokens_per_microbatch == 65_536
+        assert settings.relaxed().train.eval_batches == -1
+    cpu = torch.device("cpu")
+    whole = Feed(corpus, make_settings(train__eval_batches=0), cpu).validation_count
+    assert Feed(corpus, make_settings(train__eval_batches=-1), cpu).validation_count == whole
+    assert TrainConfig().eval_batches == -1
 
 
 def test_a_validation_may_take_all_there_is(make_settings: Callable, corpus: Corpus) -> None:

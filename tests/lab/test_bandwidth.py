@@ -73,6 +73,14 @@ def test_a_cut_that_pays_without_a_link_shows_that_compute_times_do_not_compare(
     assert "without a rate limit, speeds against dense are thin 1.20x" in incomparable(found)
 
 
+def test_a_limit_that_makes_a_run_faster_shows_that_the_speeds_are_noise() -> None:
+    found = speeds(60.0)
+    found["thin"]["measured"][80.0] = 102.0
+    assert incomparable(found) == "", "about as fast: the limit does not bind"
+    found["thin"]["measured"][80.0] = 104.0
+    assert "thin at 80 Mbps is 1.04x as fast as without a limit" in incomparable(found)
+
+
 def test_no_column_mixes_the_two(tmp_path: Path) -> None:
     study = Study({"optim": {"warmup": 2}}, ARMS, [80.0], 5, str(tmp_path))
     rows = table(study, speeds(60.0), "1B tokens", {"dense": 1e9, "thin": 1e9})

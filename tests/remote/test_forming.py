@@ -52,7 +52,7 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
     class Formed:
         def __init__(self, settings: Settings, *arguments: Any) -> None:
             here = [guest("ana", 1e-6), guest("ben", 5e-5)]
-            formed = form(settings, here, "run", "token", arguments[-1])
+            formed = form(settings, here, "run", str, arguments[-1])
             assert formed.split is not None, formed.lacking
             splits.append(formed.split.counts)
 

@@ -64,6 +64,7 @@ from thinwire.run.events import Lost, Suspect
 from thinwire.run.order import control_name
 from thinwire.run.peers import StageFailedError
 from thinwire.run.vocabulary import MAX_MESSAGE
+from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Identity, Listener, dial
 from thinwire.wire.background import on_daemon_thread
@@ -439,8 +440,14 @@ def test_a_wait_says_for_whom_and_who_is_there_in_vain() -> None:
 
 def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:
     assert read_formation(tmp_path) == Formation()
-    write_formation(tmp_path, Formation(3, ["ana", "ben"], [1, 3], 7000))
-    assert read_formation(tmp_path) == Formation(3, ["ana", "ben"], [1, 3], 7000)
+    write_formation(tmp_path, Formation(3, ["ana", "ben"], [1, 3], 7000, 4))
+    formation = read_formation(tmp_path)
+    assert formation == Formation(3, ["ana", "ben"], [1, 3], 7000, 4)
+    pipeline = formation.applied(Settings()).pipeline
+    assert (pipeline.split, pipeline.window) == ([1, 3], 4)
+    unformed, set_by_hand = Settings(), Settings(pipeline=PipelineConfig(window=6))
+    assert Formation().applied(unformed) is unformed
+    assert formation.applied(set_by_hand).pipeline.window == 6, "a change of the settings counts"
     (tmp_path / "epochs.json").write_text('{"epoch": "many"}')
     with pytest.raises(ConfigError, match=r"cannot read .*epochs.json"):
         read_formation(tmp_path)

@@ -13,10 +13,10 @@ from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, make_plan, stage_memory
 from thinwire.remote.figures import StageFigures, links_of, with_split
 from thinwire.remote.peerfile import PeerFigures, load_peers
-from thinwire.remote.search import MEMORY_SHARE, Search, deal, ranges
-from thinwire.remote.split import WORTH, better_window, choose_split
+from thinwire.remote.search import MEMORY_SHARE, Search, ranges
+from thinwire.remote.split import WORTH, Split, better_window, choose_split
 from thinwire.remote.split_report import split_text, split_to_plain
-from thinwire.schedule import Network, build, simulate
+from thinwire.schedule import Network, build, deal, simulate
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
@@ -89,7 +89,7 @@ def test_equal_peers_train_as_one_machine_would(spread: float, make_settings: Ma
     """Two measurements of one machine differ a little: the settings must not follow them."""
     settings = make_settings(model__layers=7, model__vocab=900, pipeline__stages=3)
     split = choose_split(settings, [peer("a", 0.5), peer("b", 0.5 * spread), peer("c", 0.5)])
-    assert split.settings == settings and split.settings.hash == settings.hash
+    assert split.settings.split() == settings.split() and split.settings.hash == settings.hash
     # The last stage has the head: who is a little faster may get it, and the settings stay.
     assert [p.name for p in split.peers] == (["a", "b", "c"] if spread == 1 else ["a", "c", "b"])
     assert "about equally fast" in split.why
@@ -101,7 +101,7 @@ def test_equal_peers_train_as_one_machine_would(spread: float, make_settings: Ma
 def test_a_split_that_is_set_is_kept(make_settings: MakeSettings) -> None:
     settings = make_settings(model__layers=6, pipeline__stages=3, pipeline__split=[1, 4, 1])
     split = choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 2)])
-    assert split.counts == [1, 4, 1] and split.settings == settings
+    assert split.counts == [1, 4, 1] and split.settings.hash == settings.hash
     assert split.peers[1].name == "a", "the fastest peer has the largest stage"
     assert "pipeline.split is set" in split.why
 
@@ -227,7 +227,7 @@ def test_equal_links_play_as_before_and_a_far_cut_takes_longer(make_settings: Ma
 
 def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> None:
     far = [peer("a", 50, latency_ms=50.0), peer("b", 50, latency_ms=50.0)]
-    settings = make_settings(pipeline__microbatches=8)
+    settings = make_settings(pipeline__microbatches=8, pipeline__window=2)
     split = choose_split(settings, far)
     found = better_window(split)
     assert found is not None and found[0] == 8
@@ -235,6 +235,28 @@ def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> Non
     assert found[1] == wide.simulation.step_seconds < split.simulation.step_seconds
     assert "note: with pipeline.window = 8 a step would take" in split_text(split, found)
     assert better_window(wide) is None, "nothing is left to gain"
+
+
+def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSettings) -> None:
+    """Two peers far away: more in flight hide the delay, as far as their memory goes."""
+
+    def chosen(window: int, memory_mb: float = 100.0) -> Split:
+        far = [peer(name, 50, memory_mb, latency_ms=50.0) for name in "ab"]
+        settings = {"pipeline__microbatches": 16, "train__batch": 16, "pipeline__window": window}
+        return choose_split(make_settings(**settings, model__context=64), far)
+
+    split = chosen(-1)
+    assert split.settings.pipeline.window == 8, "four times the stages: nothing wider is tried"
+    assert split.simulation.step_seconds == chosen(8).simulation.step_seconds
+    assert better_window(split) is None
+    needs = max(chosen(4).memory_bytes) / MEMORY_SHARE / 1e6
+    assert max(chosen(8).memory_bytes) / 1e6 > needs
+    poor = chosen(-1, needs * 1.001)
+    assert poor.settings.pipeline.window == 4 and poor.counts == split.counts
+    near = choose_split(make_settings(), [peer("a", 1, latency_ms=0.1), peer("b", 1, latency_ms=0)])
+    assert near.settings.pipeline.window == 2, "no delay to hide: the least memory"
+    with pytest.raises(ConfigError, match="no split fits"):
+        chosen(-1, 0.01)
 
 
 def test_more_orders_than_can_be_tried(make_settings: MakeSettings) -> None:

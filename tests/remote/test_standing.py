@@ -112,7 +112,7 @@ def test_seats_follow_the_rate_in_which_a_run_computes(
         settings = make_settings(
             model__layers=8, run__precision=precision, codec__forward="bf16", codec__backward="bf16"
         )
-        split = form(settings, here, RUN, "token").split
+        split = form(settings, here, RUN, str, False).split
         assert split is not None
         blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
         assert max(blocks, key=lambda name: blocks[name]) == fast
@@ -122,10 +122,14 @@ def test_seats_follow_the_rate_in_which_a_run_computes(
 
 def test_peers_without_figures_count_as_equal(make_settings: Callable[..., Settings]) -> None:
     settings = make_settings()
-    split = form(settings, [guest("ana", 0.0, memory_gb=0.0), guest("ben", 5.0)], RUN, "t").split
+    split = form(
+        settings, [guest("ana", 0.0, memory_gb=0.0), guest("ben", 5.0)], RUN, str, False
+    ).split
     assert split is not None and split.settings == settings
 
 
 def test_what_is_lacking_is_said(make_settings: Callable[..., Settings]) -> None:
-    forming = form(make_settings(), [guest("a", 1, 1, 1e-5), guest("b", 1, 1, 1e-5)], RUN, "t")
+    forming = form(
+        make_settings(), [guest("a", 1, 1, 1e-5), guest("b", 1, 1, 1e-5)], RUN, str, False
+    )
     assert forming.split is None and "no split fits" in forming.lacking

@@ -49,6 +49,7 @@ def summary():
             for stage in range(2)
         ],
         "config_hash": "a1b2c3d4",
+        "valid_tokens": 65_536,
         "seed": 17,
         "total_seconds": 252.3,
         "seconds": {"start": 9.5, "training": 238.1, "validation": 3.2, "other": 1.5},
@@ -74,7 +75,7 @@ def fact(text, name):
 def test_summary_has_the_numbers(summary):
     text = as_text(summary_table(summary))
     for name, told in {
-        "validation loss": "10.8123 -> 3.4567 nats per token (step 0 -> 200)",
+        "validation loss": "10.8123 -> 3.4567 nats per token (step 0 -> 200), of 65,536 tokens",
         "training loss": "3.3123 (mean of the last 10 steps), 3.2000 in the last",
         "steps": "200 of 200",
         "speed": "3,412 tokens/s: 194 steps of 4,096 tokens in 3m53s; not counted: the first 2, "
@@ -201,7 +202,7 @@ def test_one_stage_has_no_cuts_and_nothing_simulated(summary):
     assert "at each cut" not in text
     assert fact(text, "step time") == "1.23 s measured (median)"
     assert fact(text, "bytes at the cuts") == "-"
-    assert fact(text, "validation loss") == "3.4567 nats per token (step 200)"
+    assert fact(text, "validation loss") == "3.4567 nats per token (step 200), of 65,536 tokens"
     assert line_with(text, "busiest uplink").split()[-1] == "-"
 
 

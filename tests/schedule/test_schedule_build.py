@@ -69,12 +69,20 @@ def test_a_window_beyond_use_is_lowered():
     assert build("1f1b", 1, 8, 5) == build("1f1b", 1, 8)
 
 
+def test_an_open_window_is_twice_the_stages_by_the_settings_alone():
+    assert build("1f1b", 4, 20, -1) == build("1f1b", 4, 20, 8)
+    assert build("1f1b", 4, 6, -1) == build("1f1b", 4, 6, 6)
+    assert build("1f1b", 1, 6, -1) == build("1f1b", 1, 6)
+    assert build("gpipe", 4, 20, -1) == build("gpipe", 4, 20)
+    assert PipelineConfig().window == -1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("gpipe", 0, 8), "pipeline.stages = 0"),
         (("1f1b", 4, 0), "pipeline.microbatches = 0"),
-        (("1f1b", 4, 8, -1), "pipeline.window = -1"),
+        (("1f1b", 4, 8, -2), "pipeline.window = -2"),
         (("gpipe", 4, 8, 3), 'pipeline.window = 3 .* pipeline.schedule = "1f1b"'),
         (("1f1b", 4, 3), "raise pipeline.microbatches to 4 or lower pipeline.stages to 3.*gpipe"),
         (("1flb", 4, 8), 'did you mean "1f1b"'),
@@ -100,7 +108,7 @@ def test_forward_only_holds_nothing_and_passes():
 def test_the_config_builds_its_default_schedule_and_refuses_unknown_names():
     config = PipelineConfig()
     schedule = build(config.schedule, config.stages, config.microbatches, config.window)
-    assert (schedule.name, schedule.window) == ("1f1b", 4)
+    assert (schedule.name, schedule.window) == ("1f1b", 8)
     assert from_plain(PipelineConfig, {"split": [1, 2]}).split == [1, 2]
     with pytest.raises(ConfigError, match="gpipe"):
         from_plain(PipelineConfig, {"schedule": "gpip"}, "pipeline")

@@ -51,9 +51,7 @@ def test_free_links_leave_only_the_pipeline_bubble(name, stages, microbatches):
     assert step.bubble_fraction == pytest.approx(1 - (microbatches * 3.0 + 0.5) / expected)
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "bound"), [(5, "latency/bubble"), (6, "compute of stage 0")]
-)
+@pytest.mark.parametrize(("microbatches", "bound"), [(5, "compute"), (6, "compute of stage 0")])
 def test_a_resource_is_the_limit_from_85_percent_on(microbatches, bound):
     """Two stages are busy for M of M + 1 turns: 83 % with five microbatches, 86 % with six."""
     assert simulate(build("1f1b", 2, microbatches), costs(2, update=0.0)).bound == bound
@@ -117,7 +115,28 @@ def test_a_middle_downlink_is_shared_too():
 def test_latency_bound_one_microbatch_at_a_time():
     step = simulate(build("1f1b", 3, 5, window=1), costs(3), Network(latency_s=10.0))
     assert step.step_seconds == pytest.approx(5 * (3 * 3.0 + 4 * 10.0) + 0.5)
-    assert step.bound == "latency/bubble"
+    assert step.bound == "latency"
+    assert step.chain == pytest.approx({"compute": 45.5, "shared": 0, "latency": 200, "links": 0})
+
+
+@pytest.mark.parametrize(
+    ("network", "cores", "bound"),
+    [
+        (Network(latency_s=0.4), 2.0, "compute shared by all stages"),
+        (Network(latency_s=0.4), None, "compute"),
+        (Network(latency_s=9.0), 2.0, "latency"),
+        (Network(MBPS, latency_s=0.4), None, "links"),
+    ],
+)
+def test_where_nothing_is_busy_the_longest_chain_names_the_limit(network, cores, bound):
+    """On two cores stages wait for each other's compute: a short delay does not decide."""
+    sizes = costs(4, size=BYTES * 6) if bound == "links" else costs(4)
+    step = simulate(
+        build("1f1b", 4, 4, window=1 if bound == "links" else 4), sizes, network, cores=cores
+    )
+    assert step.bound == bound
+    assert sum(step.chain.values()) == pytest.approx(step.step_seconds)
+    assert (step.chain["shared"] > 0) == (cores is not None and bound != "latency")
 
 
 def test_a_wider_window_hides_latency():
@@ -147,7 +166,7 @@ def test_compute_and_links_do_not_wait_for_each_other():
 def test_one_core_makes_everything_serial():
     step = simulate(build("1f1b", 4, 8), costs(4), cores=1)
     assert step.step_seconds == pytest.approx(4 * (8 * 3.0 + 0.5))
-    assert step.bound == "1 shared cores"
+    assert step.bound == "compute shared by all stages"
 
 
 def test_the_bubble_is_the_time_in_which_stages_do_not_compute():
@@ -204,9 +223,10 @@ def test_the_description_says_the_step_and_its_limit():
     text = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0, BYTES), Network(MBPS)).describe()
     assert "1f1b, 2 stages, 20 microbatches, window 20: 10.500 s per step" in text
     assert "limited by: uplink of stage 0" in text
-    assert len(text.splitlines()) == 6
+    assert len(text.splitlines()) == 7
     idle = simulate(build("1f1b", 2, 2), costs(2), Network(latency_s=9.0)).describe()
-    assert "limited by: latency/bubble (no stage and no link is busy for 85% of the step)" in idle
+    assert "limited by: latency (no stage and no link is busy for 85% of the step)" in idle
+    assert "longest chain: compute 9.5 s, latency 18 s" in idle
 
 
 def test_the_window_table_trades_memory_for_time():

@@ -242,7 +242,8 @@ def test_a_patience_shorter_than_an_outage_is_remarked() -> None:
 
 def test_the_comment_of_a_key_left_open_names_its_value() -> None:
     settings = load_settings(None, [])
-    lines = to_toml(settings.relaxed(), settings).splitlines()
+    lines = to_toml(settings.relaxed(), settings.with_window()).splitlines()
+    assert any(line.startswith("window = -1 ") and "# here 8: most" in line for line in lines)
     assert any(line.startswith("dim = 0 ") and "# here 128: width" in line for line in lines)
     assert any(line.startswith('anchor = "auto"') and '# here "none": ' in line for line in lines)
     assert any(line.startswith("lr = 0.003 ") and "here" not in line for line in lines)

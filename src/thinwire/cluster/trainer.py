@@ -87,7 +87,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """The validation as things are; every rank gets its result."""
-        start, found = time.monotonic(), [0.0, 0.0, 0.0]
+        start, found = time.monotonic(), [0.0, 0.0, 0.0, 0.0]
         for held in self.held:
             held.chunk.begin(self.done, training=False)
         for number in range(self.feed.validation_count):
@@ -98,9 +98,11 @@ class Trainer:
                 score = held.chunk.score
                 accuracy = self.settings.model.task.accuracy(score)
                 seconds = time.monotonic() - start
-                found = [score.loss, math.nan if accuracy is None else accuracy, seconds]
-        loss, accuracy, seconds = self.world.sum(found)
-        return Evaluation(self.done, loss, None if math.isnan(accuracy) else accuracy, seconds)
+                right = math.nan if accuracy is None else accuracy
+                found = [score.loss, right, seconds, score.count]
+        loss, right, seconds, count = self.world.sum(found)
+        accuracy = None if math.isnan(right) else right
+        return Evaluation(self.done, loss, accuracy, seconds, int(count))
 
     def _forward(self, number: Tensor) -> None:
         """A validation microbatch through the stages of this rank, in the order of all stages.

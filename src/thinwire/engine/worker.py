@@ -216,7 +216,8 @@ class Worker:
         score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
         if score is not None:
             accuracy = self.settings.model.task.accuracy(score)
-            tell(Evaluation(done, score.loss, accuracy, time.monotonic() - start))
+            seconds = time.monotonic() - start
+            tell(Evaluation(done, score.loss, accuracy, seconds, score.count))
         return stop
 
     def _checkpoint(self, done: int, tell: Tell) -> None:

@@ -41,6 +41,7 @@ DENSE = "dense"
 UNLIMITED = 0.0
 RATES = sheet("bandwidth")["rates"]  # in Mbit/s
 PAYS = 1.05  # a narrow cut pays while it trains at least so much faster
+NOISE = 1 + (PAYS - 1) / 2  # a limited run that is so much faster than without a limit
 KINDS = ("measured", "simulated")
 
 
@@ -219,7 +220,19 @@ def verdict(speeds: dict[str, Speeds]) -> str:
 
 
 def incomparable(speeds: dict[str, Speeds]) -> str:
-    """Why the arms' compute times do not compare, if so: without a link no cut can pay."""
+    """Why the arms' speeds do not compare, if so: without a link no cut can pay, and no limit can
+    make a run faster.
+    """
+    if noise := [
+        f"{arm} at {_rate(rate)} is {speed / own['measured'][UNLIMITED]:.2f}x as fast"
+        for arm, own in speeds.items()
+        for rate, speed in own["measured"].items()
+        if speed > NOISE * own["measured"][UNLIMITED]
+    ]:
+        return (
+            f"{', '.join(noise)} as without a limit, which is noise; try more --steps on an idle "
+            "machine"
+        )
     times = {arm: ratio(speeds, "simulated", arm, UNLIMITED) for arm in speeds}
     found = [f"{arm} {times[arm]:.2f}x" for arm in speeds if _pays(times[arm])]
     if not found:

@@ -33,6 +33,9 @@ class Task(ABC):
     """What is counted where the speed and the bytes of a run are told."""
     rows: ClassVar[str]
     """What a batch consists of."""
+    validated: ClassVar[int]
+    """Tokens or images behind a validation, where settings leave that open: a loss of few of them
+    depends on which they are."""
     no_text: ClassVar[str] = ""
     """Why such a model cannot continue a text, if it cannot."""
 
@@ -75,6 +78,7 @@ class Text(Task):
 
     unit = "token"
     rows = "sequences"
+    validated = 65_536
 
     def check_model(self, model: "ModelConfig") -> None:
         if not model.head_dim or (model.head_dim % 2 and model.attention_dim == model.dim):
@@ -122,6 +126,7 @@ class Images(Task):
 
     unit = "image"
     rows = "images"
+    validated = 2_048
     no_text = "classifies images: it has no text to continue. `thinwire eval` measures its accuracy"
 
     def check_model(self, model: "ModelConfig") -> None:

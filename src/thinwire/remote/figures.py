@@ -14,26 +14,13 @@ import torch
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.weights import Weights
 from thinwire.model import architecture
-from thinwire.plan import block_memory, block_seconds, estimate_costs
+from thinwire.plan import block_memory, block_seconds, estimate_costs, with_split
 from thinwire.remote.peerfile import PeerFigures
-from thinwire.schedule import Costs, Links, Simulation, in_flight, simulate
+from thinwire.schedule import Costs, Counts, Links, Simulation, in_flight, simulate
 from thinwire.settings import Settings
 
 Order = tuple[int, ...]
 """The numbers of the peers, by stage."""
-Counts = tuple[int, ...]
-"""The number of blocks of each stage."""
-
-
-def with_split(settings: Settings, counts: Counts) -> Settings:
-    """The same run with so many blocks on each stage; an even split is left unnamed, as it was.
-
-    What is trained stays the same: blocks that are left unconstrained remain so.
-    """
-    if list(counts) == [len(blocks) for blocks in settings.split()]:
-        return settings
-    pipeline = dataclasses.replace(settings.pipeline, split=list(counts))
-    return dataclasses.replace(settings, pipeline=pipeline)
 
 
 class StageFigures:

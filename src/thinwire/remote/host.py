@@ -18,7 +18,6 @@ from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.epoch import Base, Epoch
-from thinwire.remote.figures import with_split
 from thinwire.remote.forming import form
 from thinwire.remote.here import own_peers
 from thinwire.remote.host_console import HostConsole
@@ -43,6 +42,7 @@ from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
 from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.schedule import OPEN
 from thinwire.settings import Settings
 from thinwire.wire import raise_descriptor_limit
 
@@ -106,8 +106,7 @@ class _Hosting:
         self._folder, self._data, self._origin = folder, data, origin
         self._keeps_split = keeps_split
         self._formation = _fitting(read_formation(folder), settings)
-        split = tuple(self._formation.split)
-        self._settings = with_split(settings, split) if split else settings
+        self._settings = self._formation.applied(settings)
         self._stop_asked = False
         self._refused: tuple[list[str], str] = ([], "")  # peers that cannot hold the run, and why
         self._failures = Failures()
@@ -312,9 +311,10 @@ class _Hosting:
         if (split := forming.split) is None:
             self._refused = names, f"waiting for other peers: {forming.lacking}"
             return None, self._refused[1]
-        self._settings = with_split(self._settings, tuple(split.counts))
+        self._settings = split.settings
+        pipeline = split.settings.pipeline
         self._formation = dataclasses.replace(
-            self._formation, split=list(self._settings.pipeline.split)
+            self._formation, split=list(pipeline.split), window=pipeline.window
         )
         blocks = ", ".join(
             f"{peer.name} {count}" for peer, count in zip(split.peers, split.counts, strict=True)
@@ -322,7 +322,8 @@ class _Hosting:
         self._display.announce(
             "split",
             f"blocks: {blocks}. {split.why} By what the peers measured, a step takes "
-            f"{elapsed(split.simulation.step_seconds)}",
+            f"{elapsed(split.simulation.step_seconds)}, with at most "
+            f"{split.simulation.schedule.window} microbatches in flight",
         )
         return [peer.name for peer in split.peers], ""
 
@@ -331,7 +332,7 @@ def _fitting(before: Formation, settings: Settings) -> Formation:
     """The forming of before, without its seats where the run has another number of stages now."""
     if len(before.seats) in (0, settings.pipeline.stages):
         return before
-    return dataclasses.replace(before, seats=[], split=[])
+    return dataclasses.replace(before, seats=[], split=[], window=OPEN)
 
 
 def _leaver(epoch: Epoch) -> str:

@@ -8,11 +8,12 @@ among the best and improves on them.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.occupancy import Occupancy
-from thinwire.remote.figures import Counts, Order, StageFigures, links_of
+from thinwire.remote.figures import Order, StageFigures, links_of
+from thinwire.schedule import Counts, deal
 
 MOST_ORDERS = 720  # all orders of six peers
 SIMULATED = 16  # placements that the simulator compares, at first and in each round
@@ -191,39 +192,6 @@ class Search:
         schedule = self.figures.schedule
         one = sum(busy) / schedule.microbatches + 2 * sum(links.latency_s)
         return max(max(busy) + one, one * schedule.microbatches / schedule.window)
-
-
-def deal(
-    layers: int, stages: int, least_on_last: int, cost: Callable[[int, range], float]
-) -> tuple[float, Counts]:
-    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be).
-
-    A stage with more blocks must not be cheaper. By dynamic programming over the stages: exact,
-    also where blocks differ.
-    """
-    ends: dict[int, tuple[float, Counts]] = {
-        0: (0.0, ())
-    }  # where the stages so far may end: their dearest, and their blocks
-    for stage in range(stages):
-        after = stages - stage - 1  # stages still to come, with one block each at least
-        room = layers - (after - 1 + least_on_last if after else 0)
-        new: dict[int, tuple[float, Counts]] = {}
-        for stop in range(stage + 1, room + 1) if after else [layers]:
-            found: tuple[float, Counts] = (math.inf, ())
-            for start in sorted(ends, reverse=True):
-                if start >= stop or (not after and stop - start < least_on_last):
-                    continue
-                dearest, counts = ends[start]
-                here = cost(stage, range(start, stop))
-                if here >= found[0] and found[1]:
-                    break  # with still more blocks it would be dearer yet
-                worst = max(dearest, here)
-                if worst < found[0] or not found[1]:
-                    found = (worst, (*counts, stop - start))
-            if found[1]:
-                new[stop] = found
-        ends = new
-    return ends[layers]
 
 
 def ranges(counts: Counts) -> list[range]:

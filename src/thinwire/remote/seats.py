@@ -1,5 +1,6 @@
 """Who holds which stage: chosen when a run is formed, and kept across restarts of the host."""
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from thinwire.errors import ConfigError
 from thinwire.folders import replace_file
+from thinwire.schedule import OPEN
+from thinwire.settings import Settings
 from thinwire.typed import from_plain
 
 FILE = "epochs.json"
@@ -16,12 +19,25 @@ FAILURES, ABSENCES = 3, 10  # of one peer without net progress, before it gets n
 
 @dataclass(frozen=True)
 class Formation:
-    """One forming of a run: its number, the peer of each stage, and the blocks of each stage."""
+    """One forming of a run: its number, the peer of each stage, the blocks of each stage, and the
+    microbatches in flight.
+    """
 
     epoch: int = 0
     seats: list[str] = field(default_factory=list)
     split: list[int] = field(default_factory=list)  # empty: as the settings say
     port: int = 0  # of the host's door
+    window: int = OPEN  # as the settings say, unless they leave it open
+
+    def applied(self, settings: Settings) -> Settings:
+        """The settings with what was chosen for these peers."""
+        pipeline = settings.pipeline
+        if self.split:
+            pipeline = dataclasses.replace(pipeline, split=self.split)
+        if pipeline.window == OPEN:
+            pipeline = dataclasses.replace(pipeline, window=self.window)
+        changed = pipeline != settings.pipeline
+        return dataclasses.replace(settings, pipeline=pipeline) if changed else settings
 
     def stage_of(self, peer: str) -> int:
         """The stage that a peer holds."""

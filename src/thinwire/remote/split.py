@@ -6,15 +6,15 @@ import itertools
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.remote.figures import Counts, StageFigures, is_relayed, with_split
+from thinwire.plan import WORTH, with_split
+from thinwire.remote.figures import StageFigures, is_relayed
 from thinwire.remote.peerfile import PeerFigures, check_names
 from thinwire.remote.search import MEMORY_SHARE, Placement, Search, ranges
 from thinwire.report.human import human_bytes
-from thinwire.schedule import Simulation, split_layers
+from thinwire.schedule import OPEN, Counts, Simulation, split_layers
 from thinwire.settings import Settings
 
 ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
-WORTH = 0.03  # what another split must gain before an even one, or the listed order, is left
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ def choose_split(settings: Settings, peers: list[PeerFigures]) -> Split:
     """The fastest split of a run over these peers that fits into their memory.
 
     Peers of about one rate get the split that the run has on one machine, so that they train to
-    the same weights; so do all peers where `pipeline.split` is set. ConfigError where no split
-    fits: it names the stage that lacks memory, how much, and what would help.
+    the same weights; so do all peers where `pipeline.split` is set. A window that is left open is
+    the smallest of a few that is about as fast as any. ConfigError where no split fits: it names
+    the stage that lacks memory, how much, and what would help.
     """
     check_names(peers)
     stages = settings.pipeline.stages
@@ -68,6 +69,13 @@ def choose_split(settings: Settings, peers: list[PeerFigures]) -> Split:
             f"{len(peers)} peer{'s' if len(peers) != 1 else ''}: every stage needs one. Add "
             f"{stages - len(peers)}, or set pipeline.stages = {len(peers)}"
         )
+    if settings.pipeline.window == OPEN and (windows := _windows(settings)):
+        smallest = choose_split(_with_window(settings, windows[0]), peers)
+        # The run's own split decides its weights: it is not left for a wider window.
+        is_own = smallest.settings.split() == settings.split()
+        wider = _fitting(settings, peers, windows[1:])
+        kept = [split for split in wider if not is_own or split.counts == smallest.counts]
+        return _fastest([smallest, *kept])
     figures = StageFigures(settings, peers)
     own: Counts = tuple(len(blocks) for blocks in settings.split())
     as_listed = Search(figures).place(tuple(range(stages)), own)
@@ -109,22 +117,46 @@ def better_window(split: Split) -> tuple[int, float] | None:
 
     More microbatches in flight hide delays, and take memory; the blocks are dealt out anew.
     """
-    pipeline, now = split.settings.pipeline, split.simulation.step_seconds
-    window = split.simulation.schedule.window
+    pipeline = dataclasses.replace(split.settings.pipeline, split=split.asked_split)
+    settings = dataclasses.replace(split.settings, pipeline=pipeline)
+    wider = [w for w in _windows(settings) if w > split.simulation.schedule.window]
+    found = _fitting(settings, [*split.peers, *split.spare], wider)
+    if not found or _seconds(_fastest(found)) * (1 + WORTH) > _seconds(split):
+        return None
+    best = _fastest(found)
+    return best.settings.pipeline.window, _seconds(best)
+
+
+def _windows(settings: Settings) -> list[int]:
+    """The windows that are tried, the smallest first; none where there is nothing to choose."""
+    pipeline = settings.pipeline
     if pipeline.schedule != "1f1b" or pipeline.stages == 1:
-        return None
+        return []
+    return sorted({min(n * pipeline.stages, pipeline.microbatches) for n in (1, 2, 4)})
+
+
+def _with_window(settings: Settings, window: int) -> Settings:
+    pipeline = dataclasses.replace(settings.pipeline, window=window)
+    return dataclasses.replace(settings, pipeline=pipeline)
+
+
+def _fitting(settings: Settings, peers: list[PeerFigures], windows: list[int]) -> list[Split]:
+    """A split with each of these windows whose memory is there."""
     found = []
-    for wider in sorted({min(n * pipeline.stages, pipeline.microbatches) for n in (2, 4)}):
-        if wider > window:
-            changed = dataclasses.replace(pipeline, window=wider, split=split.asked_split)
-            settings = dataclasses.replace(split.settings, pipeline=changed)
-            with contextlib.suppress(ConfigError):  # its memory is not there
-                other = choose_split(settings, [*split.peers, *split.spare])
-                found.append((other.simulation.step_seconds, wider))
-    if not found or min(found)[0] * (1 + WORTH) > now:
-        return None
-    seconds, wider = next(row for row in found if row[0] <= min(found)[0] * (1 + WORTH))
-    return wider, seconds
+    for window in windows:
+        with contextlib.suppress(ConfigError):
+            found.append(choose_split(_with_window(settings, window), peers))
+    return found
+
+
+def _fastest(splits: list[Split]) -> Split:
+    """The first that is about as fast as any."""
+    limit = min(map(_seconds, splits)) * (1 + WORTH)
+    return next(split for split in splits if _seconds(split) <= limit)
+
+
+def _seconds(split: Split) -> float:
+    return split.simulation.step_seconds
 
 
 def _spread(peers: list[PeerFigures]) -> float:

@@ -159,7 +159,10 @@ def _estimate_line(split: Split) -> str:
 
 def _even_line(split: Split) -> str:
     if split.even is None:
-        return "even split in the listed order: does not fit into the peers' memory"
+        return (
+            "even split in the listed order: does not fit into the peers' memory with "
+            f"{split.simulation.schedule.window} microbatches in flight"
+        )
     seconds = split.even.step_seconds
     rate = split.settings.tokens_per_step / seconds
     gain = seconds / split.simulation.step_seconds

@@ -115,9 +115,11 @@ def _validation(summary: Summary) -> str:
     if not losses:
         return f"{final} {unit}"
     (first_step, first), (last_step, _) = losses[0], losses[-1]
+    count = summary.get("valid_tokens")  # earlier versions did not say
+    of = f", of {count:,} {_unit(summary)}s" if count else ""
     if len(losses) == 1:  # an interrupted run: of the start, perhaps, and not of its end
-        return f"{final} {unit} (step {last_step:,})"
-    return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,})"
+        return f"{final} {unit} (step {last_step:,}){of}"
+    return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,}){of}"
 
 
 def _beside(moved: Mapping[str, int]) -> str:

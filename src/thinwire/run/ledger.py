@@ -59,6 +59,7 @@ class Ledger:
         self._stages = range(len(stages))
         self._times = StepTimes(len(stages))
         self._valid_losses: list[tuple[int, float]] = []
+        self._valid_count = 0
         self._accuracies: list[tuple[int, float]] = []
         self._training_seconds = self._validation_seconds = 0.0
         self._refused_in_all = 0
@@ -136,6 +137,7 @@ class Ledger:
         """File a validation, from the stage that has it; it replaces an earlier one of the step."""
         self._drop_evaluations(report.step)
         self._valid_losses.append((report.step, report.loss))
+        self._valid_count = report.count
         self._validation_seconds += report.seconds
         if report.accuracy is not None:
             self._accuracies.append((report.step, report.accuracy))
@@ -233,6 +235,7 @@ class Ledger:
             # JSON has no NaN: a null that is named here was NaN or infinite
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
             "valid_losses": validations,
+            "valid_tokens": self._valid_count,  # or images, behind each of these
             "final_accuracy": accuracies[-1][1] if accuracies else None,
             "accuracies": accuracies,
         }

@@ -211,7 +211,7 @@ class RunRecord:
             facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
             header += f"# its weights started from: {facts}\n"
         try:
-            text = header + "\n" + to_toml(settings.relaxed(), settings)
+            text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
             self._metrics = MetricsWriter(self.folder, self._resume_step, self._wandb())
         except OSError as error:

@@ -2,8 +2,11 @@
 
 from thinwire.schedule.action import NO_MICROBATCH, Action, Kind, Schedule
 from thinwire.schedule.build import (
+    OPEN,
+    Counts,
     PipelineConfig,
     build,
+    deal,
     forward_only,
     in_flight,
     split_layers,
@@ -16,9 +19,11 @@ from thinwire.schedule.simulate import Simulation, simulate, window_table
 __all__ = [
     "CONTROL_BYTES",
     "NO_MICROBATCH",
+    "OPEN",
     "ROW_FRAME_BYTES",
     "Action",
     "Costs",
+    "Counts",
     "Kind",
     "Links",
     "Network",
@@ -27,6 +32,7 @@ __all__ = [
     "Simulation",
     "Span",
     "build",
+    "deal",
     "forward_only",
     "in_flight",
     "simulate",

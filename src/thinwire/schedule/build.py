@@ -1,5 +1,7 @@
 """Makes the schedules by name, splits the layers, and refuses schedules that cannot run."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -9,6 +11,9 @@ from thinwire.typed import nearest, option
 
 NAMES = ("gpipe", "1f1b")
 FORWARD_ONLY = "forward"
+OPEN = -1  # a window that is left open
+Counts = tuple[int, ...]
+"""The number of blocks of each stage."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,14 @@ class PipelineConfig:
     microbatches: int = option(8, "microbatches per training step", least=1, most=4096)
     schedule: str = option("1f1b", "order of forward and backward passes", NAMES)
     window: int = option(
-        0,
-        "maximum number of microbatches in flight on the first stage; "
+        OPEN,
+        "most microbatches in flight on the first stage; more hide delays and take memory; "
+        "-1 = twice the stages, or on a host what is fastest within the peers' memory; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
         least=0,
         most=10**9,
+        auto=OPEN,
+        scope="keeping",  # it changes no bit: gradients are summed in one order
     )
     recompute: bool = option(
         False, "recompute activations in the backward pass instead of storing them"
@@ -37,11 +45,14 @@ def build(name: str, stages: int, microbatches: int, window: int = 0) -> Schedul
     """The validated schedule of that name.
 
     A window beyond what is of use (more than all microbatches, or any with one stage of
-    1f1b) is lowered to that, so one setting serves runs of different sizes.
+    1f1b) is lowered to that, so one setting serves runs of different sizes. An open one follows
+    from these sizes alone, so that equal settings give equal runs anywhere.
     """
     _check_sizes(stages=stages, microbatches=microbatches)
+    if window == OPEN:
+        window = 2 * stages if name == "1f1b" else 0
     if window < 0:
-        raise ConfigError(f"pipeline.window = {window}: must be 0 (the schedule's own) or more")
+        raise ConfigError(f"pipeline.window = {window}: must be -1, 0 or more")
     if name == "gpipe":
         if 0 < window < microbatches:
             raise ConfigError(
@@ -126,6 +137,39 @@ def split_layers(layers: int, config_split: list[int], stages: int) -> list[rang
             counts[stage] += 1
     starts = [sum(counts[:stage]) for stage in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def deal(
+    layers: int, stages: int, least_on_last: int, cost: Callable[[int, range], float]
+) -> tuple[float, Counts]:
+    """Blocks per stage whose dearest stage is cheapest, and its cost (infinite if none can be).
+
+    A stage with more blocks must not be cheaper. By dynamic programming over the stages: exact,
+    also where blocks differ.
+    """
+    ends: dict[int, tuple[float, Counts]] = {
+        0: (0.0, ())
+    }  # where the stages so far may end: their dearest, and their blocks
+    for stage in range(stages):
+        after = stages - stage - 1  # stages still to come, with one block each at least
+        room = layers - (after - 1 + least_on_last if after else 0)
+        new: dict[int, tuple[float, Counts]] = {}
+        for stop in range(stage + 1, room + 1) if after else [layers]:
+            found: tuple[float, Counts] = (math.inf, ())
+            for start in sorted(ends, reverse=True):
+                if start >= stop or (not after and stop - start < least_on_last):
+                    continue
+                dearest, counts = ends[start]
+                here = cost(stage, range(start, stop))
+                if here >= found[0] and found[1]:
+                    break  # with still more blocks it would be dearer yet
+                worst = max(dearest, here)
+                if worst < found[0] or not found[1]:
+                    found = (worst, (*counts, stop - start))
+            if found[1]:
+                new[stop] = found
+        ends = new
+    return ends[layers]
 
 
 def in_flight(schedule: Schedule) -> list[int]:

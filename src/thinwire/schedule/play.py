@@ -118,6 +118,22 @@ class Span:
     end: float
 
 
+class Chain(NamedTuple):
+    """What stands one after the other in the chain of causes that ends here, in seconds.
+
+    Together they are the time since the start.
+    """
+
+    compute: float = 0.0
+    shared: float = 0.0  # what actions took longer because they shared cores
+    latency: float = 0.0
+    links: float = 0.0  # queues and the bytes themselves
+
+    def then(self, **seconds: float) -> "Chain":
+        """The same chain with more behind it."""
+        return self._replace(**{name: getattr(self, name) + s for name, s in seconds.items()})
+
+
 class _Message(NamedTuple):
     target: int
     label: str
@@ -189,8 +205,10 @@ class _Host:
     position: int = 0  # among its turns
     is_computing: bool = False
     since: float = 0.0  # when it began to compute, or else to wait
-    # Steps and labels of the messages that have come; the first step has its basis at hand.
-    inbox: set[tuple[int, str]] = field(default_factory=lambda: {(0, NEW_BASIS)})
+    # What ended its last turn, or led to the one that it computes.
+    chain: Chain = field(default_factory=Chain)
+    # By step and label, what led to messages that have come; the first step has its basis at hand.
+    inbox: dict[tuple[int, str], Chain] = field(default_factory=lambda: {(0, NEW_BASIS): Chain()})
 
     @property
     def turn(self) -> _Turn:
@@ -206,7 +224,7 @@ class _Cores:
     changes: at full speed it reads the time exactly and no rounding piles up.
     """
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: float) -> None:
         self.cores = cores
         self.ends: dict[int, float] = {}  # stage -> reading of the work clock
         self.speed = 1.0
@@ -241,15 +259,16 @@ class _Cores:
 class Play:
     """The event loop: compute that ends, first bytes that reach a downlink, deliveries.
 
-    `run` plays all steps; `step_ends` then has the times at which stage 0 ended each of them, and
-    `spans` what happened in the last.
+    `run` plays all steps; `step_ends` then has the times at which stage 0 ended each of them,
+    `chains` what led there, and `spans` what happened in the last.
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, links: Links, steps: int, cores: int | None
+        self, schedule: Schedule, costs: Costs, links: Links, steps: int, cores: float | None
     ) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
+        self.chains: list[Chain] = []
         self.hosts = [
             _Host(
                 _turns(schedule, stage, costs),
@@ -283,8 +302,10 @@ class Play:
         """Do the stage's next turns, as far as it is idle and what they need is there."""
         host = self.hosts[stage]
         while not host.is_computing and host.step < self._steps:
-            if any((host.step, label) not in host.inbox for label in host.turn.needs):
+            needs = [(host.step, label) for label in host.turn.needs]
+            if any(message not in host.inbox for message in needs):
                 return
+            host.chain = max([host.chain, *(host.inbox[message] for message in needs)], key=sum)
             action = host.turn.action
             if action is None:
                 self._complete(stage)
@@ -299,6 +320,8 @@ class Play:
         assert host.turn.action is not None
         self._cores.stop(stage, self._now)
         self._record(stage, "compute", host.turn.action.label, host.since, self._now)
+        work = self._costs.of(host.turn.action)
+        host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
         self._complete(stage)
         self._advance(stage)
@@ -313,6 +336,7 @@ class Play:
             host.step, host.position = host.step + 1, 0
             if stage == 0:
                 self.step_ends.append(self._now)
+                self.chains.append(host.chain)
 
     def _send(self, source: int, message: _Message) -> None:
         """Queue on the uplink; the first byte reaches the other end one latency after its start."""
@@ -322,16 +346,17 @@ class Play:
         self._record(source, "send", shown, start, end)
         step = host.step + 1 if message.label == NEW_BASIS else host.step  # that it is for
         latency = self._latency[min(source, message.target)]
-        reach = partial(self._reach_downlink, message, step, end + latency)
+        chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
+        reach = partial(self._reach_downlink, message, step, end + latency, chain)
         self._at(start + latency, reach)
 
-    def _reach_downlink(self, message: _Message, step: int, last_byte: float) -> None:
+    def _reach_downlink(self, message: _Message, step: int, last_byte: float, chain: Chain) -> None:
         downlink = self.hosts[message.target].downlink
         _, passed = downlink.carry(message.size, self._now, last_byte)
-        self._at(passed, partial(self._deliver, message, step))
+        self._at(passed, partial(self._deliver, message, step, chain.then(links=passed)))
 
-    def _deliver(self, message: _Message, step: int) -> None:
-        self.hosts[message.target].inbox.add((step, message.label))
+    def _deliver(self, message: _Message, step: int, chain: Chain) -> None:
+        self.hosts[message.target].inbox[step, message.label] = chain
         self._advance(message.target)
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from thinwire.errors import ConfigError
 from thinwire.schedule.action import Schedule
 from thinwire.schedule.build import FORWARD_ONLY, build, in_flight, validate
-from thinwire.schedule.play import Costs, Links, Network, Play, Span
+from thinwire.schedule.play import Chain, Costs, Links, Network, Play, Span
 
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
-WAITING = "latency/bubble"  # the limit of a step in which no resource is that busy
+SHARED = "compute shared by all stages"
 MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 
@@ -18,7 +18,8 @@ class Simulation:
 
     Span times count from the step's start on stage 0. Another stage may begin its step a
     little before (negative times) or after. `compute_seconds` is work: with shared cores
-    an action may take longer than its work.
+    an action may take longer than its work. `chain` says what stands one after the other in the
+    longest chain of causes through the step; its parts add up to it.
     """
 
     schedule: Schedule
@@ -28,7 +29,8 @@ class Simulation:
     uplink_utilisation: list[float]
     downlink_utilisation: list[float]
     in_flight: list[int]
-    cores: int | None = None
+    chain: dict[str, float]
+    cores: float | None = None
 
     @property
     def bubble_fraction(self) -> float:
@@ -41,31 +43,56 @@ class Simulation:
 
     @property
     def bound(self) -> str:
-        """What limits the step: the busiest resource, or WAITING when none is busy."""
-        step, cores = self.step_seconds, self.cores
+        """What limits the step: the busiest resource, or where none is busy what most of its
+        longest chain is.
+        """
+        name, share = self._busiest()
+        if share >= BOUND_SHARE:
+            return name
+        chain = self.chain
+        parts = {
+            SHARED if self._is_shared else "compute": chain["compute"] + chain["shared"],
+            "latency": chain["latency"],
+            "links": chain["links"],
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.cores is not None and self.cores < self.schedule.stages
+
+    def _busiest(self) -> tuple[str, float]:
+        """The resource that is busy for the largest share of the step."""
+        step = self.step_seconds
         busy = {
             f"compute of stage {stage}": _ratio(seconds, step)
             for stage, seconds in enumerate(self.compute_seconds)
         }
-        if cores is not None and cores < self.schedule.stages:
-            busy[f"{cores} shared cores"] = _ratio(sum(self.compute_seconds), cores * step)
+        if self._is_shared:
+            busy[SHARED] = _ratio(sum(self.compute_seconds), (self.cores or 1) * step)
         for stage, share in enumerate(self.uplink_utilisation):
             busy[f"uplink of stage {stage}"] = share
         for stage, share in enumerate(self.downlink_utilisation):
             busy[f"downlink of stage {stage}"] = share
-        name = max(busy, key=lambda name: busy[name])
-        return name if busy[name] >= BOUND_SHARE else WAITING
+        return max(busy.items(), key=lambda item: item[1])
 
     def describe(self) -> str:
         """A few lines for a person: the step, its limit, and one line per stage."""
-        schedule, bound = self.schedule, self.bound
-        limit = f"limited by: {bound}"
-        if bound == WAITING:
+        schedule = self.schedule
+        limit = f"limited by: {self.bound}"
+        if self._busiest()[1] < BOUND_SHARE:
             limit += f" (no stage and no link is busy for {BOUND_SHARE:.0%} of the step)"
+        names = {"shared": "sharing the machine"}
+        chain = [
+            f"{names.get(name, name)} {seconds:.3g} s"
+            for name, seconds in self.chain.items()
+            if seconds > 0.005 * self.step_seconds
+        ]
         lines = [
             f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches, "
             f"window {schedule.window}: {self.step_seconds:.3f} s per step",
             limit,
+            f"longest chain: {', '.join(chain)}",
             f"bubble: {self.bubble_fraction:.0%} of the stages' time is not compute",
             "stage  compute (s)  uplink busy  downlink busy  microbatches held",
         ]
@@ -83,13 +110,14 @@ def simulate(
     costs: Costs,
     network: Network | Links | None = None,
     steps: int = 3,
-    cores: int | None = None,
+    cores: float | None = None,
 ) -> Simulation:
     """Play `steps` steps of a training schedule and report on the last.
 
-    With `cores`, the stages share one machine: n running actions each go at the speed
-    min(1, cores / n). Two steps reach the steady state, because when stage 0 sends its
-    verdict every stage is idle and every link empty; the default leaves one to spare.
+    With `cores`, the stages share one machine on which so many compute at full speed at once:
+    n running actions each go at the speed min(1, cores / n). Two steps reach the steady state,
+    because when stage 0 sends its verdict every stage is idle and every link empty; the default
+    leaves one to spare.
     """
     validate(schedule)
     if schedule.name == FORWARD_ONLY:
@@ -113,6 +141,10 @@ def simulate(
         uplink_utilisation=[_ratio(host.uplink.busy, steps * seconds) for host in play.hosts],
         downlink_utilisation=[_ratio(host.downlink.busy, steps * seconds) for host in play.hosts],
         in_flight=in_flight(schedule),
+        chain={
+            name: now - before
+            for name, before, now in zip(Chain._fields, *play.chains[-2:], strict=True)
+        },
         cores=cores,
     )
 
@@ -122,7 +154,7 @@ def window_table(
     microbatches: int,
     costs: Costs,
     network: Network | Links | None = None,
-    cores: int | None = None,
+    cores: float | None = None,
 ) -> list[tuple[int, float, list[int]]]:
     """(window, seconds per step, microbatches held by each stage) for 1f1b.
 

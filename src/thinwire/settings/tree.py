@@ -93,10 +93,15 @@ class TrainConfig:
         scope="machine",
     )
     eval_every: int = option(
-        50, "steps between validations; 0 = only first and last", least=0, most=10**9
+        100, "steps between validations; 0 = only first and last", least=0, most=10**9
     )
     eval_batches: int = option(
-        8, "microbatches per validation; 0 = the whole validation set", least=0, most=10**9
+        -1,
+        "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens or "
+        "2,048 images, or all there are; 0 = the whole validation set",
+        least=0,
+        most=10**9,
+        auto=-1,
     )
     checkpoint_every: int = option(
         100,
@@ -157,7 +162,9 @@ class Settings:
         )
         boundary = settings.boundary.resolved(settings.model.dim, split)
         optim = settings.optim.resolved(settings.train.steps, boundary.own_tables)
-        settings = dataclasses.replace(settings, boundary=boundary, optim=optim)
+        settings = dataclasses.replace(
+            settings, boundary=boundary, optim=optim, train=settings._resolved_train()
+        )
         _check(settings)
         return settings
 
@@ -172,7 +179,24 @@ class Settings:
             model=self.model.relaxed(self.optim.embed_std),
             boundary=self.boundary.relaxed(self.model.dim, self.split()),
             optim=self.optim.relaxed(self.train.steps, self.boundary.own_tables),
+            train=self._relaxed_train(),
         )
+
+    def _resolved_train(self) -> TrainConfig:
+        if self.train.eval_batches != -1:
+            return self.train
+        batches = -(-self.model.task.validated // max(1, self.tokens_per_microbatch))
+        return dataclasses.replace(self.train, eval_batches=batches)
+
+    def _relaxed_train(self) -> TrainConfig:
+        freer = dataclasses.replace(self.train, eval_batches=-1)
+        is_same = dataclasses.replace(self, train=freer)._resolved_train() == self.train
+        return freer if is_same else self.train
+
+    def with_window(self) -> "Settings":
+        """The same with the number that `pipeline.window` stands for."""
+        window = self.schedule().window
+        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, window=window))
 
     def to_plain(self) -> dict[str, Any]:
         """Nested dictionaries that `from_plain` reads back to the same settings."""
