@@ -94,7 +94,7 @@ class HostConsole:
                 if address in guest.tried.answers
             }
             for guest in self._lobby.try_door(TRY_SECONDS)
-            if guest.tried and not guest.origin.startswith("127.")
+            if guest.tried and not guest.origin.startswith(("127.", "::1"))
         }
         run = self._settings().run.name
         return {"run": run, "addresses": list(self._addresses), "peers": peers}

@@ -339,7 +339,8 @@ class Lobby:
         def close() -> None:
             if is_its and channel is not None:
                 channel.close()
-            then()
+            with contextlib.suppress(ThinwireError):  # all is closed by now
+                then()
 
         threading.Thread(target=close, daemon=True).start()
 
