@@ -76,7 +76,8 @@ class ShardCheck:
 
     def _memories(self, stage: int, part: ShardWritten, file: Any) -> dict[str, Tensor]:
         """What the codecs at the cuts of a stage remember when they are restored from the file."""
-        source, found, agreements = _Memories(file, self._settings, part), {}, {}
+        source, agreements = _Memories(file, self._settings, part), {}
+        found: dict[str, Tensor] = {}
         for cut, is_lower in ((stage - 1, False), (stage, True)):
             if 0 <= cut < self._settings.pipeline.stages - 1:
                 end = CutEnd.build(
