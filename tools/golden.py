@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
@@ -64,7 +65,9 @@ RUNS = {
     ),
     "topk": Run("codec.forward=topk(0.1) codec.backward=topk(shared)"),
     "ef21": Run("codec.forward=topk(0.2)+ef21 codec.backward=int8"),
-    "aqsgd": Run("codec.forward=int4+aqsgd codec.backward=int8"),
+    "aqsgd": Run(
+        "codec.forward=int4+aqsgd codec.backward=int8 data.path=text/0.txt data.valid_fraction=0.3"
+    ),
     "lowrank and entropy": Run("codec.forward=lowrank(2) codec.backward=step(3)+zstd"),
     "muon": Run("optim.name=muon optim.lr=0.005"),
     "chat": Run("data.source=chat data.path=chats.jsonl model.vocab=400"),
@@ -359,7 +362,7 @@ def read_run(run: Path) -> Record:
 def hashes(place: Path) -> dict[str, str]:
     """A hash of every tensor in a folder."""
     return {
-        name: hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        name: hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
         for path in sorted(place.rglob("*.safetensors"))
         for name, value in load_file(path).items()
     }

@@ -1,0 +1,113 @@
+"""A small corpus and small settings; logs of arms that nobody trained: losses by a formula."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from settings_values import TINY_MODEL, with_changes
+from thinwire.data import Corpus, DataConfig, prepare
+from thinwire.settings import Settings
+from thinwire_lab.arms import ground_of
+from thinwire_lab.recipe_arms import recipe_grid, with_rates
+
+BASE = {
+    "model": {"preset": "tiny", "layers": 8},
+    "pipeline": {"microbatches": 2, "window": 2, "schedule": "gpipe"},
+    "train": {"batch": 16},
+}
+RATIOS = {"dense": 1.0, "thin32": 26.0, "thin100": 68.0}
+Loss = Callable[[str, float, int], float]
+"""From label, tokens and seed to a validation loss."""
+
+
+class NoData:
+    """What names the data of a ground."""
+
+    fingerprint = "none"
+    folder = Path("none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data, once for all tests of a process."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["THINWIRE_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small distinct documents, made from a counter."""
+    folder = tmp_path_factory.mktemp("text")
+    words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
+    for number in range(40):
+        lines = [
+            " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))
+            for line in range(20)
+        ]
+        (folder / f"doc-{number:02d}.txt").write_text(f"document {number}\n" + "\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(text_folder: Path, cache: Path) -> Corpus:
+    config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.1)
+    return prepare(config, TINY_MODEL["vocab"], cache)
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
+    """Settings of a tiny exact run; `section__key=value` changes one key."""
+
+    def make(**changes: Any) -> Settings:
+        values: dict[str, dict[str, Any]] = {
+            "run": {"name": "test", "out": str(tmp_path), "device": "cpu", "precision": "fp64",
+                    "threads": 1},
+            "model": dict(TINY_MODEL),
+            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
+            "pipeline": {"stages": 2, "microbatches": 4},
+            "codec": {"forward": "fp64", "backward": "fp64"},
+            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
+            "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2},
+        }  # fmt: skip
+        return with_changes(values, changes)
+
+    return make
+
+
+@pytest.fixture
+def write_log(tmp_path: Path) -> Callable[..., Path]:
+    """Writes convergence.jsonl with recipes of several lengths, whose curves follow the losses."""
+
+    def write(
+        loss: Loss, lengths: list[int], seeds: tuple[int, ...] = (0,), stages: int = 4
+    ) -> Path:
+        base = with_rates(BASE)
+        lines = []
+        for steps in lengths:
+            arms = recipe_grid("thin32,thin100", base, [0.02], [stages], seeds, steps)
+            ground = ground_of(arms[0], base, NoData())  # type: ignore[arg-type]
+            for arm in arms:
+                step = arm.settings(base).tokens_per_step
+                points = [part * steps // 10 * step for part in range(1, 11)]
+                curve = [(tokens, loss(arm.label, tokens, arm.seed)) for tokens in points]
+                figures = {
+                    "loss": curve[-1][1],
+                    "curve": curve,
+                    "ratio": RATIOS[arm.label],
+                    "bytes_forward": 10.0,
+                    "bytes_backward": 10.0,
+                    "seconds": 1.0,
+                }
+                row = {"arm": asdict(arm), "ground": ground.names, "figures": figures}
+                lines.append(json.dumps(row))
+        log = tmp_path / "convergence.jsonl"
+        log.write_text("\n".join(lines) + "\n")
+        return log
+
+    return write
