@@ -5,7 +5,7 @@ all arms share, a seed, a number of steps, and tags by which reports decide.
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +16,7 @@ from thinwire.settings import Settings, apply_override, machine_cores, merged, t
 from thinwire_lab.experiment import EXPERIMENTS, sheet
 
 if TYPE_CHECKING:
-    from thinwire.engine.feed import Data
+    from thinwire.data import Corpus
 
 Values = dict[str, dict[str, Any]]
 """Plain settings: section -> key -> value."""
@@ -93,7 +93,7 @@ class Ground:
 
 
 def ground_of(
-    dense: Arm, base: Values, data: "Data", weights: Path | None = None, **shared: Any
+    dense: Arm, base: Values, data: "Corpus", weights: Path | None = None, **shared: Any
 ) -> Ground:
     """The ground of such arms on a base: its data, the weights they start from, if any, and the
     settings that decide a result and that arms do not choose, where not at their defaults.
@@ -124,7 +124,7 @@ def differences(settings: Settings) -> dict[str, Any]:
     }
 
 
-def base_of(options: argparse.Namespace, small: Values) -> Values:
+def base_of(options: argparse.Namespace, small: Values, kind: type = Settings) -> Values:
     """The settings that all arms share: small ones, and what --set changes in them.
 
     What the experiment does not use is refused.
@@ -133,7 +133,7 @@ def base_of(options: argparse.Namespace, small: Values) -> Values:
     if any(override.startswith("model.preset=") for override in options.set):
         values["model"] = {}  # a preset is a whole shape, not a patch on the small one
     for override in options.set:
-        apply_override(values, override)
+        apply_override(values, override, kind)
         place = override.partition("=")[0].strip()
         if any(fnmatchcase(place, unused) for unused in EXPERIMENTS[options.name].unused):
             raise ConfigError(
@@ -159,11 +159,16 @@ def width_of(base: Values) -> int:
     return Settings.from_plain({"model": base["model"], "pipeline": {"stages": 1}}).model.dim
 
 
-def check_arms(arms: Iterable[Arm], base: Values, overrides: Sequence[str]) -> None:
+def check_arms(
+    arms: Iterable[Arm],
+    base: Values,
+    overrides: Sequence[str],
+    settings: Callable[[Arm, Values], object] = Arm.settings,
+) -> None:
     """Refuse an arm that cannot work, or that overrides what was set, before any one trains."""
     for arm in arms:
         refuse_overridden(arm.all_changes(), base, overrides, arm.line)
-        arm.settings(base)
+        settings(arm, base)
 
 
 def refuse_overridden(changes: Values, base: Values, overrides: Sequence[str], arm: str) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinwire.data import Corpus, prepare_images
+from thinwire.data import Corpus
 from thinwire.data.corpus import TOKENIZER
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
@@ -31,6 +31,7 @@ from thinwire.run.prepare import prepare_corpus
 from thinwire.settings import Settings, merged
 from thinwire_lab.arms import (
     Arm,
+    Ground,
     Values,
     base_of,
     check_arms,
@@ -40,6 +41,8 @@ from thinwire_lab.arms import (
 )
 from thinwire_lab.codec_report import GroundReport, outcome
 from thinwire_lab.experiment import Say, sheet, steps_of
+from thinwire_lab.image_chain import ImageSettings, ground_of_images
+from thinwire_lab.images import ImageSet
 from thinwire_lab.outcome import Outcome
 from thinwire_lab.pool import Session, Trained, train_arms
 from thinwire_lab.vision import CHARACTERS, MEAN, SPREAD, character_batch
@@ -89,18 +92,19 @@ def _on_images(options: argparse.Namespace, chosen: Chosen, session: Session) ->
     if not has_images and not options.quick:
         raise ConfigError(
             "codecs --task cifar needs CIFAR-10: --set data.path=FOLDER of its binary batches, or "
-            "any image format that docs/data.md lists; --quick needs none"
+            "an .npz with x_train, y_train, x_test and y_test; --quick needs none"
         )
-    base = base_of(options, sheet("codecs")["settings"]["cifar" if has_images else "letters"])
+    small = sheet("codecs")["settings"]["cifar" if has_images else "letters"]
+    base = base_of(options, small, ImageSettings)
     if not has_images:
         base["data"]["path"] = str(letters())
-    images = prepare_images(base["data"]["path"], cache_folder())
+    images = ImageSet.read(base["data"]["path"])
     session.say(images.summary())
     epochs = options.epochs or (5 if options.quick else 30)
-    steps = steps_for(epochs, len(images.train), Settings.from_plain(base).train.batch)
+    steps = steps_for(epochs, len(images.train), ImageSettings.from_plain(base).train.batch)
     arms = make_arms("cifar", chosen["cifar"], options.seeds, steps)
-    check_arms(arms, base, options.set)
-    runs = train_ground("cifar", arms, base, images, session)
+    check_arms(arms, base, options.set, ImageSettings.of_arm)
+    runs = train_ground("cifar", arms, ground_of_images(arms[0], base, images), session)
     return {"cifar": runs}, [f"cifar: {epochs} epochs; {images.summary()}"]
 
 
@@ -116,7 +120,8 @@ def _on_text(options: argparse.Namespace, chosen: Chosen, session: Session) -> F
         text = prepare_corpus(dense.settings(tuning), display)
     if chosen["scratch"]:
         arms = make_arms("scratch", chosen["scratch"], seeds, steps)
-        found["scratch"] = train_ground("scratch", arms, base, corpus, session)
+        ground = ground_of(arms[0], base, corpus, to="")
+        found["scratch"] = train_ground("scratch", arms, ground, session)
     if chosen["tune"]:
         length = options.base_steps or steps
         weights = base_model(base, corpus, seeds[0], length, session)
@@ -126,7 +131,8 @@ def _on_text(options: argparse.Namespace, chosen: Chosen, session: Session) -> F
         examples = Feed(text, settings, torch.device("cpu")).example_count
         steps = steps_for(epochs, examples, settings.train.batch)
         arms = make_arms("tune", chosen["tune"], seeds, steps)
-        found["tune"] = train_ground("tune", arms, tuning, text, session, weights)
+        ground = ground_of(arms[0], tuning, text, weights, to="")
+        found["tune"] = train_ground("tune", arms, ground, session)
         notes.append(
             f"tune: {epochs} epochs from a dense model of {length} steps on the text of scratch, "
             f"learning rate {TUNING_RATE:g} of its; {text.summary()}"
@@ -184,21 +190,13 @@ def _arm(ground: str, entry: Entry, seed: int, steps: int) -> Arm:
     return Arm(f"{ground}/{entry['name']}", seed, steps, changes, entry)
 
 
-def train_ground(
-    ground: str,
-    arms: list[Arm],
-    base: Values,
-    data: Data,
-    session: Session,
-    weights: Path | None = None,
-    keep: str = "",
-) -> list[Trained]:
-    """Train the arms that the log lacks, from `weights` if given.
+def train_ground(name: str, arms: list[Arm], ground: Ground, session: Session) -> list[Trained]:
+    """Train the arms that the log lacks.
 
     Returns the runs of that length on that ground, also of other calls, in the order of the grid.
     """
-    runs = train_arms(arms, ground_of(arms[0], base, data, weights, to=keep), session)
-    known = [_arm(ground, entry, 0, arms[0].steps) for entry in grid(ground)]
+    runs = train_arms(arms, ground, session)
+    known = [_arm(name, entry, 0, arms[0].steps) for entry in grid(name)]
     return [
         Trained(dataclasses.replace(arm, seed=run.arm.seed), run.figures)
         for arm in known
@@ -220,7 +218,7 @@ def base_model(base: Values, corpus: Corpus, seed: int, steps: int, session: Ses
         session.say(f"a dense model of {steps} steps, to be fine-tuned")
         alone = dataclasses.replace(session, log=path.with_suffix(".jsonl"))
         alone.log.unlink(missing_ok=True)
-        train_ground("scratch", [arm], base, corpus, alone, keep=str(path))
+        train_ground("scratch", [arm], ground_of(arm, base, corpus, to=str(path)), alone)
     return path
 
 

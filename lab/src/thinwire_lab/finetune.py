@@ -45,7 +45,7 @@ from thinwire_lab.codecs import steps_for
 from thinwire_lab.decide import at_best_rate, compared, noise_note, noise_of, one_seed, too_short
 from thinwire_lab.experiment import Say, sheet
 from thinwire_lab.frontier import DENSE, equal_bytes, figure, is_on_edge
-from thinwire_lab.measure import train_measured
+from thinwire_lab.measure import mean_width, train_measured
 from thinwire_lab.outcome import Outcome, Row
 from thinwire_lab.pool import Session, Trained, train_arms
 
@@ -126,7 +126,7 @@ def train(arm: Arm, shared: dict[str, Any]) -> Row:
         chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
         for stage in chain.stages:
             restore_weights(stage, chain.builder.space, made)
-    return train_measured(chain, points=10)
+    return train_measured(chain, mean_width(chain.settings), points=10)
 
 
 def pretrained(base: Values, options: argparse.Namespace, session: Session) -> Path:

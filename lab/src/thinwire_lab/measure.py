@@ -12,21 +12,26 @@ seconds.
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from thinwire.codec import Leg
+from thinwire.data import Corpus
 from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.folders import replace_file
+from thinwire.settings import Settings
 from thinwire.settings.crossing import stream_width
 from thinwire.wire import HEADER_BYTES
 from thinwire_lab.arms import Arm
 from thinwire_lab.outcome import Row
+
+if TYPE_CHECKING:
+    from thinwire_lab.image_chain import ImageChain
 
 BF16_BYTES = 2
 SAMPLES = 32  # steps whose crossings are looked at, at most
@@ -64,18 +69,29 @@ class Errors:
 def train(arm: Arm, shared: dict[str, Any]) -> Row:
     """What an arm's process does: train the arm on what its grid shares."""
     settings = arm.settings_beside(shared["base"], shared["processes"])
-    data = settings.model.task.open(Path(shared["data"]))
+    data = Corpus.open(shared["data"])
     chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
     if shared["from"]:
         load_weights(chain, Path(shared["from"]))
-    figures = train_measured(chain, shared.get("points", 0))
+    figures = train_measured(chain, mean_width(settings), shared.get("points", 0))
     if shared.get("to"):
         save_weights(chain, Path(shared["to"]))
     return figures
 
 
-def train_measured(chain: Chain, points: int = 0) -> Row:
-    """Train for as long as the settings say; with `points`, a curve of about so many losses too."""
+def mean_width(settings: Settings) -> float:
+    """Numbers that a dense cut would carry for a token, mean over the cuts."""
+    cuts = range(settings.pipeline.stages - 1)
+    return sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
+
+
+def train_measured(
+    chain: "Chain | ImageChain", width: float, points: int = 0, with_accuracy: bool = False
+) -> Row:
+    """Train for as long as the settings say; with `points`, a curve of about so many losses too.
+
+    A dense cut would carry `width` numbers for a token or image.
+    """
     steps, errors = chain.settings.train.steps, Errors(chain.settings.train.steps)
     due = {steps, *range(0, steps, max(1, steps // points))} if points else set()
     curve, weighing = [], max(1, steps // WEIGHED)
@@ -91,22 +107,18 @@ def train_measured(chain: Chain, points: int = 0) -> Row:
     seconds = time.perf_counter() - start
     on, off = chain.score(), chain.score(compressed=False)
     figures: Row = {"loss": on.loss, "loss_off": off.loss}
-    task = chain.settings.model.task
-    if task.accuracy(on) is not None:
+    if with_accuracy:
         figures |= {"accuracy": on.accuracy, "accuracy_off": off.accuracy}
     if points:
         figures["curve"] = curve
     figures |= {f"error_{leg.value}": errors.mean(leg) for leg in Leg}
-    return {**figures, **crossed(chain), "seconds": seconds}
+    return {**figures, **crossed(chain, width), "seconds": seconds}
 
 
-def crossed(chain: Chain) -> Row:
+def crossed(chain: "Chain | ImageChain", width: float) -> Row:
     """Bytes of one token or image at one cut, mean over the cuts; how much less than in bf16."""
-    settings = chain.settings
-    header = HEADER_BYTES / settings.tokens_per_microbatch
+    header = HEADER_BYTES / chain.settings.tokens_per_microbatch
     forward, backward = (chain.payload_bytes_per_token(leg) + header for leg in Leg)
-    cuts = range(len(chain.cuts))
-    width = sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
     return {
         "bytes_forward": forward,
         "bytes_backward": backward,

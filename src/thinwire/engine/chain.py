@@ -59,7 +59,7 @@ class Joined:
         self.builder = StageBuilder(settings, device)
         self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
         self.cuts = [
-            Cut(settings, index, self.builder.wire_spec(index), feed)
+            Cut.build(settings, index, self.builder.wire_spec(index), feed)
             for index in range(len(self.stages) - 1)
         ]
         self._autocast = autocast_for(settings.run.precision, device)

@@ -240,15 +240,18 @@ def merged(
     return values
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into the plain values, read as the key's own type."""
+def apply_override(values: dict[str, Any], override: str, kind: type = Settings) -> None:
+    """Put one `section.key=value` into the plain values, read as the key's own type.
+
+    `kind` is the dataclass of the sections.
+    """
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
     if not equals or not dot:
         raise ConfigError(
             f'--set {override!r} must look like section.key=value, such as "train.steps=50"'
         )
-    sections = typing.get_type_hints(Settings)
+    sections = typing.get_type_hints(kind)
     if section not in sections:
         raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
     parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
