@@ -153,9 +153,9 @@ def test_where_every_step_follows_a_validation_they_are_timed_and_named_so(
 
 def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None:
     ledger = make_ledger()
-    ledger.add_evaluation(Evaluation(0, 5.0, None, 2.5))
+    ledger.add_evaluation(Evaluation(0, 5.0, 2.5))
     follow(ledger, [4.0, 4.0, 2.0])
-    ledger.add_evaluation(Evaluation(3, 4.0, None, 0.5))
+    ledger.add_evaluation(Evaluation(3, 4.0, 0.5))
     summary = ledger.summary({}, total_seconds=30.0, start_seconds=12.0)
     parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "other": 5.0}
     assert summary["seconds"] == parts
@@ -329,7 +329,7 @@ def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., 
 
 def test_a_summary_is_plain_data(make_ledger: Callable[..., Ledger]) -> None:
     ledger = follow(make_ledger(), [1.0] * 4)
-    ledger.add_evaluation(Evaluation(4, 3.0, None, 0.0))
+    ledger.add_evaluation(Evaluation(4, 3.0, 0.0))
     summary = json.loads(json.dumps(ledger.summary({}, 1.0)))
     assert summary["final_valid_loss"] == 3.0 and summary["valid_losses"] == [[4, 3.0]]
 
@@ -339,7 +339,7 @@ def test_losses_that_are_null_for_not_being_finite_are_listed(
 ) -> None:
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
-    ledger.add_evaluation(Evaluation(3, math.inf, None, 0.0))
+    ledger.add_evaluation(Evaluation(3, math.inf, 0.0))
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
     assert follow(make_ledger(), [1.0]).summary({}, 1.0)["not_finite"] == []
 

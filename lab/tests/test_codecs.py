@@ -1,6 +1,7 @@
 """The grid, the rules that judge findings, what an arm measures, and tiny studies of each task."""
 
 import csv
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from thinwire_lab.findings import (
     of_kind,
     too_small,
 )
+from thinwire_lab.image_chain import ImageSettings
 from thinwire_lab.measure import Errors, load_weights, save_weights
 from thinwire_lab.pool import Session, Trained
 
@@ -53,14 +55,14 @@ def arm_of(ground: str, name: str, seed: int = 0, steps: int = 9, **codec: str) 
 
 @pytest.mark.parametrize("ground", ALL_GROUNDS)
 def test_every_arm_can_work(ground: str) -> None:
-    images = sheet("codecs")["settings"]["cifar"]
-    base = images if ground == "cifar" else {"pipeline": images["pipeline"]}
+    base = sheet("codecs")["settings"]["cifar"] if ground == "cifar" else {}
+    settings = ImageSettings.of_arm if ground == "cifar" else Arm.settings
     arms = codecs.make_arms(ground, codecs.grid(ground), [0, 1], 100)
     names = [arm.tags["name"] for arm in arms]
     assert names[:2] == ["dense", "dense"] and len(set(names)) == len(names) - 1
     for arm in arms:
         expected = arm.tags["forward"], arm.tags["backward"]
-        assert arm.settings(base).codec.names(0) == expected
+        assert settings(arm, base).codec.names(0) == expected
     core = [arm.tags.get("core", False) for arm in arms]
     assert core == sorted(core, reverse=True), "what decides findings is trained first"
     changes = [str(arm.changes) for arm in arms if arm.seed == 0]
@@ -299,7 +301,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str
     def train_arms(arms: list[Arm], ground: Ground, session: Session) -> list[Trained]:
         trained.extend(f"{arm.label}  seed {arm.seed}" for arm in arms)
         shared = {**ground.shared, "processes": 1}
-        return [Trained(arm, measure.train(arm, shared)) for arm in arms]
+        train = importlib.import_module(ground.trainer).train
+        return [Trained(arm, train(arm, shared)) for arm in arms]
 
     monkeypatch.setattr(codecs, "train_arms", train_arms)
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))

@@ -36,7 +36,7 @@ def test_the_longest_runs_of_a_log_are_held_against_dense_of_their_seed(
 def test_one_command_draws_logs_beside_the_literature(
     write_log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs = f"{write_log(loss, [100])},{LOGS / 'convergence-160m.jsonl'}"
+    logs = f"{write_log(loss, [100])},convergence-160m"
     main(["lab", "gap", "--logs", logs, "--json", "--out", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
     by_method = {(row["method"], row.get("stages")): row for row in found["rows"]}

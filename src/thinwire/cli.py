@@ -135,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=RECIPES,
         help="settings measured together: 32, 50, 100 or 200 times fewer bytes, 32 times with "
         "weights that fold into an ordinary Llama, dense, or fine-tuning "
-        f"(default: {BEST}; dense for an image model)",
+        f"(default: {BEST})",
     )
     _add_set(sub)
 

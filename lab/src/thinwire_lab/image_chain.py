@@ -23,7 +23,7 @@ from thinwire.settings import Settings, machine_cores
 from thinwire.typed import from_plain, option
 from thinwire_lab.arms import Arm, Ground, Values, merged
 from thinwire_lab.images import ImageFeed, ImageSet
-from thinwire_lab.measure import train_measured
+from thinwire_lab.measure import Scored, train_measured
 from thinwire_lab.outcome import Row
 from thinwire_lab.resnet import (
     BLOCKS,
@@ -193,9 +193,9 @@ class ImageChain:
         return float(loss.detach())
 
     @torch.no_grad()
-    def score(self, compressed: bool = True) -> Score:
+    def score(self, compressed: bool = True) -> Scored:
         """Loss and accuracy on the test images."""
-        score = Score()
+        score, right = Score(), 0
         for stage in self.stages:
             stage.eval()
         for number in range(self.feed.validation_count):
@@ -203,10 +203,11 @@ class ImageChain:
             for cut in self.cuts:
                 cut.at, cut.training = (self.settings.train.steps, number), False
             logits = self.logits(inputs, compressed)
-            score.add(token_loss(logits, labels_B), logits, labels_B)
+            score.add(token_loss(logits, labels_B), labels_B)
+            right += int((logits.argmax(-1) == labels_B).sum())
         for stage in self.stages:
             stage.train()
-        return score
+        return Scored(score.loss, right / score.count)
 
     def evaluate(self, compressed: bool = True) -> float:
         """Mean loss on the test images."""
@@ -243,7 +244,7 @@ def train(arm: Arm, shared: dict[str, Any]) -> Row:
     share = max(1, machine_cores() // max(shared["processes"], settings.pipeline.stages))
     run = dataclasses.replace(settings.run, threads=settings.run.threads or share)
     chain = ImageChain(dataclasses.replace(settings, run=run), ImageSet.read(shared["data"]))
-    return train_measured(chain, chain.width, with_accuracy=True)
+    return train_measured(chain, chain.width)
 
 
 def _check_fit(model: ModelSection, images: ImageSet) -> None:

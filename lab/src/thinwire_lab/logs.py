@@ -22,6 +22,9 @@ Curve = Sequence[tuple[float, float]]
 """Tokens and validation loss, fewest tokens first."""
 
 
+OURS = Path(__file__).with_name("logs")  # logs of the runs behind our results
+
+
 @dataclass(frozen=True)
 class Method:
     """The runs of one label with one number of stages: for each length, those of its best rate."""
@@ -56,12 +59,15 @@ class Method:
         ]
 
 
-def read_logs(logs: Sequence[Path]) -> list[Trained]:
-    """All arms of these logs that did not diverge."""
-    for log in logs:
+def read_logs(names: Sequence[Path]) -> list[Trained]:
+    """All arms of these logs that did not diverge: files, or names of logs that come with us."""
+    logs = [name if name.exists() else OURS / name.with_suffix(".jsonl") for name in names]
+    for name, log in zip(names, logs, strict=True):
         if not log.exists():
+            ours = ", ".join(sorted(path.stem for path in OURS.glob("*.jsonl")))
             raise ConfigError(
-                f"{log}: no such log; name logs of thinwire lab convergence or frontier with --logs"
+                f"{name}: no such log; name logs of thinwire lab convergence or frontier with "
+                f"--logs, or some that come with the lab ({ours})"
             )
     found = [run for log in logs for run in read_log(log) if run.loss is not None]
     if not found:

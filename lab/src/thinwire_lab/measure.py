@@ -12,7 +12,7 @@ seconds.
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 BF16_BYTES = 2
 SAMPLES = 32  # steps whose crossings are looked at, at most
 WEIGHED = 100  # steps whose bytes are counted, of a longer run, where the content decides them
+
+
+class Scored(NamedTuple):
+    """How well a model does that is judged by its accuracy too."""
+
+    loss: float
+    accuracy: float
 
 
 class Errors:
@@ -85,9 +92,7 @@ def mean_width(settings: Settings) -> float:
     return sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
 
 
-def train_measured(
-    chain: "Chain | ImageChain", width: float, points: int = 0, with_accuracy: bool = False
-) -> Row:
+def train_measured(chain: "Chain | ImageChain", width: float, points: int = 0) -> Row:
     """Train for as long as the settings say; with `points`, a curve of about so many losses too.
 
     A dense cut would carry `width` numbers for a token or image.
@@ -107,7 +112,7 @@ def train_measured(
     seconds = time.perf_counter() - start
     on, off = chain.score(), chain.score(compressed=False)
     figures: Row = {"loss": on.loss, "loss_off": off.loss}
-    if with_accuracy:
+    if isinstance(on, Scored) and isinstance(off, Scored):
         figures |= {"accuracy": on.accuracy, "accuracy_off": off.accuracy}
     if points:
         figures["curve"] = curve

@@ -175,10 +175,7 @@ class Cut:
         return self._cross(Leg.BACKWARD, gradient, self.upper, self.lower)
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
-        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary.
-
-        An image counts as one token.
-        """
+        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary."""
         codec = self.lower.codecs[leg]
         if codec.size_varies and self._crossings[leg]:
             return self._bytes[leg] / (self._crossings[leg] * self._tokens)

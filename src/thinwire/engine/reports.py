@@ -80,7 +80,6 @@ class Evaluation:
 
     step: int
     loss: float
-    accuracy: float | None
     seconds: Finite
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.feed import Data
 from thinwire.errors import ThinwireError
 from thinwire.remote.fetch import SeatServer
 from thinwire.remote.lobby import Guest, Lobby
@@ -44,7 +44,7 @@ class Base:
     token: str
     meeting: list[Way]
     folder: Path
-    data: Data
+    data: Corpus
     display: SharedDisplay
     beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
         default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.engine.fetched import refuse_images
+from thinwire.data import prepare
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
@@ -127,9 +127,8 @@ class Holding:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
         settings = self.settings
         if self._terms.data is None:
-            refuse_images(settings)
             return None
-        data = settings.model.task.prepare(settings.data, settings.model.vocab, cache_folder(), say)
+        data = prepare(settings.data, settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.seat.corpus:
             raise DataError(
                 f"{self._terms.data} is not the data of this run (fingerprint {data.fingerprint}, "

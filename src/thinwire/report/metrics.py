@@ -50,7 +50,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._append("step", record)
         scalars = {
             "loss/train": record.loss,
-            f"speed/{record.unit}s_per_s": record.tokens_per_s,
+            "speed/tokens_per_s": record.tokens_per_s,
             "speed/step_seconds": record.step_seconds,
             "optim/lr": record.lr,
             "optim/grad_norm": record.grad_norm,
@@ -70,7 +70,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         scalars = {
             "loss/valid": record.loss,
             "loss/valid_bits_per_byte": record.bits_per_byte,
-            "accuracy/valid": record.accuracy,
         }
         self._plot(scalars, record.step)
 

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from thinwire.data import Tokenizer
+from thinwire.data import Corpus, Tokenizer
 from thinwire.data.template import CONFIG, ChatTemplate
 from thinwire.engine.checkpoint import (
     FORMAT,
@@ -26,7 +26,6 @@ from thinwire.engine.checkpoint import (
     sha256_of,
     step_of,
 )
-from thinwire.engine.feed import Data
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, StageError
@@ -52,7 +51,7 @@ class Checkpoints:
         self,
         settings: Settings,
         folder: Path,
-        data: Data,
+        data: Corpus,
         resumed: Checkpoint | None,
         display: Display,
     ):

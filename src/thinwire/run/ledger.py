@@ -52,7 +52,6 @@ class Ledger:
         self._pending: dict[int, dict[int, Step]] = {}
         self._times = StepTimes(len(stages))
         self._valid_losses: list[tuple[int, float]] = []
-        self._accuracies: list[tuple[int, float]] = []
         self._training_seconds = self._validation_seconds = 0.0
         self._refused_in_all = 0
         self._largest_drift: float | None = None
@@ -90,8 +89,6 @@ class Ledger:
         """File a validation, from the stage that has it."""
         self._valid_losses.append((report.step, report.loss))
         self._validation_seconds += report.seconds
-        if report.accuracy is not None:
-            self._accuracies.append((report.step, report.accuracy))
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
@@ -123,8 +120,7 @@ class Ledger:
     ) -> dict[str, Any]:
         """Everything a reader of summary.json wants to know about the run.
 
-        Where `unit` is "image", all counts of tokens are of images. `start_seconds` of the total
-        passed before the stages began.
+        `start_seconds` of the total passed before the stages began.
         """
         settings, microbatches = self.settings, self.settings.pipeline.microbatches
         shares = [self._times.timed.shares(stage, microbatches) for stage in self._stages]
@@ -134,7 +130,6 @@ class Ledger:
             **self._losses(),
             "steps": self.done,
             "steps_run": self._times.steps,
-            "unit": settings.unit,
             "tokens": self.done * settings.tokens_per_step,
             **self._speed(),
             "seconds": self._seconds(total_seconds, start_seconds),
@@ -171,8 +166,6 @@ class Ledger:
             # JSON has no NaN: a null that is named here was NaN or infinite
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
             "valid_losses": self._valid_losses,
-            "final_accuracy": self._accuracies[-1][1] if self._accuracies else None,
-            "accuracies": self._accuracies,
         }
 
     def _speed(self) -> dict[str, Any]:
@@ -269,7 +262,6 @@ class Ledger:
             stages=self._stage_records(reports),
             links=self._link_records(reports),
             measures=_merged_measures(reports),
-            unit=settings.unit,
         )
 
     def _stage_records(self, reports: list[Step]) -> list[StageRecord]:

@@ -8,7 +8,7 @@ import torch
 
 from thinwire.data import Corpus, prepare
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.engine.weights import model_weights
 from thinwire.paths import cache_folder
 from thinwire.report import Display
@@ -16,7 +16,7 @@ from thinwire.settings import Settings
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
 
-DataT = TypeVar("DataT", bound=Data)
+DataT = TypeVar("DataT", bound=Corpus)
 
 
 def describe(settings: Settings) -> list[str]:
@@ -28,7 +28,7 @@ def describe(settings: Settings) -> list[str]:
     frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
     first = (
         f"{settings.run.name}: {weights.count:,} parameters{frozen} in {stages} stages, "
-        f"{settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s, "
+        f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
         f"hash {settings.hash}"
     )
     asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
@@ -42,16 +42,16 @@ def describe(settings: Settings) -> list[str]:
     return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
 
 
-def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Data:
+def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Corpus:
     """The data of these settings, from the cache if it was prepared before.
 
     A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
     settings name one.
     """
-    task, vocab, config = settings.model.task, settings.model.vocab, settings.data
+    vocab, config = settings.model.vocab, settings.data
     if settings.train.init_from and not config.tokenizer and weights and weights.tokenizer:
         config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
-    data = task.prepare(config, vocab, cache_folder(), _progress(display))
+    data = prepare(config, vocab, cache_folder(), _progress(display))
     return _announced(data, settings, display)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Step
 from thinwire.errors import (
     CheckpointError,
@@ -42,7 +43,7 @@ class RunRecord:
         self,
         settings: Settings,
         folder: Path,
-        data: Data,
+        data: Corpus,
         resumed: Checkpoint | None,
         display: Display,
         goes_on: bool = False,
@@ -194,7 +195,7 @@ class RunRecord:
     def _on_evaluation(self, report: Evaluation) -> None:
         self.ledger.add_evaluation(report)
         ratio = bits_per_byte(report.loss, *self._feed.validation_text)
-        record = EvaluationRecord(report.step, report.loss, ratio, report.accuracy)
+        record = EvaluationRecord(report.step, report.loss, ratio)
         self._write(MetricsWriter.evaluation, record)
         self.display.evaluation(record)
 
