@@ -81,11 +81,6 @@ RUNS = {
     "LoRA": Run("lora.rank=4 optim.name=adamw", begins="dense"),
     "hosted": Run("pipeline.split=[2,2]", recipe="thin32", by="host"),
     "torchrun": Run(recipe="thin32", by="torchrun"),
-    "images": Run(
-        "data.source=images data.path=images.npz model.preset=resnet18 model.layers=0 model.dim=4 "
-        "model.heads=0 model.kv_heads=0 model.ffn=0 model.vocab=0 model.context=0 model.side=8 "
-        "model.classes=3 optim.name=sgd optim.lr=0.01 codec.forward=int8(tensor)"
-    ),
     "codecs on images": Run(by="lab"),
     "dense, resumed": Run(resumes="dense"),
     "dense, resumed in 4 stages": Run(FOUR, resumes="dense"),
@@ -315,7 +310,7 @@ class House:
 
 
 def write_data(folder: Path) -> None:
-    """A little text, a few conversations and a few images, the same every time."""
+    """A little text and a few conversations, the same every time."""
     words = [f"{a}{b}" for a in ("ka", "li", "mo", "ne") for b in ("ra", "so", "ti", "vu", "wex")]
     order = np.random.default_rng(0)
     (folder / "text").mkdir()
@@ -330,12 +325,6 @@ def write_data(folder: Path) -> None:
                 {"role": role, "content": text} for role, text in zip(roles, said, strict=True)
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
-    images = {
-        f"{kind}_{part}": order.integers(0, high, shape).astype(np.uint8)
-        for part, count in (("train", 48), ("test", 16))
-        for kind, high, shape in (("x", 256, (count, 8, 8, 3)), ("y", 3, (count,)))
-    }
-    np.savez(folder / "images.npz", **images)
 
 
 def label(name: str) -> str:

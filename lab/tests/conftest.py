@@ -25,6 +25,33 @@ Loss = Callable[[str, float, int], float]
 """From label, tokens and seed to a validation loss."""
 
 
+# A small run of each experiment, and what the guarantees name; `make bench` has the rest.
+SMOKE = {
+    "test_lossless.py": ("test_float64_cuts_change_nothing", "test_the_report_is_written"),
+    "test_optimizer.py": ("test_the_report_is_written",),
+    "test_rank_collapse.py": ("test_the_verdict_says_whose_collapse_it_is",),
+    "test_stability.py": ("test_the_whole_experiment_runs",),
+    "test_bandwidth.py": ("test_every_rank_is_measured_and_what_measurements_override_is_refused",),
+    "test_recipe_arms.py": ("test_recipes_are_compared",),
+    "test_codecs.py": ("test_a_study_of_language", "test_a_study_of_images"),
+    "test_frontier.py": ("test_a_small_map_from_the_command_line",),
+    "test_finetune.py": ("test_a_small_map",),
+    "test_gap.py": ("test_one_command_draws_logs_beside_the_literature",),
+    "test_headline.py": ("test_time_is_simulated_seconds_times_measured_steps",),
+    "test_scaling.py": ("test_a_trend_is_told_from_chance",),
+    "test_images.py": ("test_a_resnet_trains_to_the_same_bits_wherever_it_is_cut",),
+    "test_bench.py": ("test_every_case_can_be_run",),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent != Path(__file__).parent or item.path.name == "test_options.py":
+            continue
+        if item.name.partition("[")[0] not in SMOKE.get(item.path.name, ()):
+            item.add_marker("slow")
+
+
 class NoData:
     """What names the data of a ground."""
 
