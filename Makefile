@@ -12,25 +12,25 @@ export NO_PROXY := $(no_proxy)
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "thinwire needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./lab
 	touch $@
 
 demo: install
 	$(BIN)/thinwire demo
 
 lint: install
-	$(BIN)/ruff check src tests examples tools
-	$(BIN)/ruff format --check src tests examples tools
+	$(BIN)/ruff check src tests examples tools lab
+	$(BIN)/ruff format --check src tests examples tools lab
 	$(BIN)/mypy
 
 test: install lint
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 bench: install
-	$(BIN)/thinwire bench
+	$(BIN)/python -m thinwire_lab.bench
 	$(BIN)/python -m pytest -m slow
 
 clean:

@@ -110,13 +110,6 @@ class Outcome:
             for name, parameter in worker.stage.global_parameters().items()
         }
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            name: buffer.clone()
-            for worker in self.workers
-            for name, buffer in worker.stage.global_buffers().items()
-        }
-
     def shards(self) -> dict[int, list[ShardWritten]]:
         """The reports of written shards by step, in stage order."""
         found: dict[int, list[ShardWritten]] = {}

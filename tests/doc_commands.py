@@ -93,7 +93,9 @@ def find_blocks(page: str, text: str) -> list[Block]:
 
 def pages(root: Path) -> list[Path]:
     """The pages whose commands are tested."""
-    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
+    folders = (root / "docs", root / "lab", root / "lab" / "results")
+    below = [page for folder in folders for page in sorted(folder.glob("*.md"))]
+    return [root / "README.md", root / "CONTRIBUTING.md", *below]
 
 
 def _check_mark(place: str, way: str, reason: str | None) -> None:

@@ -24,7 +24,7 @@ FLOORS = [
     {"settings"},
     {"engine"},
     {"run"},
-    {"plan", "outlook", "train", "inference", "hf", "lab", "remote", "cluster"},
+    {"plan", "outlook", "train", "inference", "hf", "remote", "cluster"},
     {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf", "cli"},
     {"__main__"},
 ]
@@ -37,7 +37,6 @@ NEIGHBOURS = {
     "lazy": {"errors"},
     "boundary": {"optim"},
     "outlook": {"plan"},
-    "lab": {"plan", "train", "inference"},
     "remote": {"plan", "train"},
     "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf"},
 }
@@ -199,7 +198,7 @@ def test_rooms_import_only_downward() -> None:
         ("thinwire.settings", "import thinwire.cli", "cli is above settings"),
         ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),
         ("thinwire.data.order", "from .. import errors", "write the whole name"),
-        ("thinwire.lab.bench", "import thinwire.attic", "attic is on no floor"),
+        ("thinwire.remote.host", "import thinwire.attic", "attic is on no floor"),
         ("thinwire", "from thinwire.errors import WireError", "imports no room"),
     ],
 )
@@ -214,13 +213,22 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
         ("thinwire.codec.cast", "from thinwire.errors import WireError\nimport torch"),
         ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
         ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
-        ("thinwire.lab.bench", "import thinwire.train, thinwire.plan, thinwire.wire"),
+        ("thinwire.remote.host", "import thinwire.train, thinwire.plan, thinwire.wire"),
         ("thinwire.inference", "from thinwire.run.prepare import prepare_corpus"),
         ("thinwire.cli", "from thinwire.settings import load_settings"),
     ],
 )
 def test_an_import_downward_is_welcome(module: str, source: str) -> None:
     assert objections(module, source) == []
+
+
+def test_the_product_stands_without_the_lab_and_the_lab_on_what_is_public() -> None:
+    users = {name for name, source in modules().items() if "thinwire_lab" in source}
+    assert users == {"thinwire.cli"}, "the command finds the lab where it is installed"
+    lab = SOURCE.parents[1] / "lab" / "src" / "thinwire_lab"
+    names = [name for path in lab.rglob("*.py") for name in imported(path.read_text())]
+    assert len(names) > 100
+    assert [name for name in names if room_of(name) and "._" in name] == []
 
 
 def test_no_module_leads_back_to_itself() -> None:

@@ -44,7 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The source distribution, and the wheel that is built from it."""
     copy = tmp_path_factory.mktemp("copy")
     unwanted = shutil.ignore_patterns(
-        ".*", "__pycache__", "*.egg-info", "runs", "lab", "build", "dist", "shared"
+        ".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "shared"
     )
     for path in ROOT.iterdir():
         if path.name in unwanted(str(ROOT), [path.name]):
@@ -93,7 +93,15 @@ def test_the_source_distribution_holds_tests_and_pages(built: dict[str, Path]) -
         packed = {
             PurePosixPath(name).relative_to(f"thinwire-{VERSION}") for name in sdist.getnames()
         }
-    for pattern in ("tests/**/*.py", "docs/*.md", "docs/logs/*", "examples/*.py", "tools/*.py"):
+    patterns = (
+        "tests/**/*.py",
+        "docs/*.md",
+        "lab/**/*.py",
+        "lab/**/*.jsonl",
+        "examples/*.py",
+        "tools/*.py",
+    )
+    for pattern in patterns:
         wanted = {PurePosixPath(path.relative_to(ROOT).as_posix()) for path in ROOT.glob(pattern)}
         assert wanted and wanted <= packed, pattern
     top = {"LICENSE", "README.md", "Makefile", "constraints.txt", "pyproject.toml", "Dockerfile"}

@@ -14,7 +14,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    *sorted((README.parent / "docs").glob("*.md")),
+    *sorted((README.parent / "lab").glob("**/*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,7 +14,6 @@ from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
 from thinwire.settings import Settings, load_settings, make_recipe
 from thinwire.settings.remarks import remarks
-from thinwire.typed import to_toml
 from trained import trained
 
 FROM_SEED = [name for name in RECIPES if name != "finetune"]
@@ -141,14 +140,6 @@ def test_changes_of_a_recipe_are_named_and_another_optimizer_keeps_its_defaults(
     recipe = make_recipe(BEST, ["optim.name=adamw", "codec.backward=int8", "train.steps=9"])
     assert (recipe.asked.optim.lr, recipe.asked.optim.table_lr) == (3e-3, -1)
     assert recipe.about[-1].endswith("apply: optim.name=adamw, codec.backward=int8")
-
-
-def test_an_image_model_is_dense_by_itself(tmp_path: Path) -> None:
-    recipe = make_recipe(None, ["model.preset=resnet18", "data.source=images"])
-    assert (recipe.name, recipe.asked.boundary.mode) == ("dense", "dense")
-    path = tmp_path / "run.toml"
-    path.write_text(to_toml(recipe.asked))
-    assert load_settings(path, []).optim.name == "adamw"
 
 
 def test_fine_tuning_starts_from_weights_of_the_same_shape(

@@ -12,15 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from programs import Program, gone, long_run
 from thinwire.cli import main
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder
-from thinwire.settings import Settings
-from thinwire.typed import to_toml
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="looks at processes through /proc"
@@ -288,47 +285,3 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     assert exit_.value.code == 0
     assert f"thinwire {command}" in capsys.readouterr().out
-
-
-def test_a_run_on_images_from_start_to_finish(
-    thinwire: Callable, tmp_path: Path, refused: Callable, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A ResNet in processes: images are counted, accuracy is shown, and text is not continued."""
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for side, count in (("train", 24), ("test", 10)):
-        arrays[f"x_{side}"] = rng.integers(256, size=(count, 8, 8), dtype=np.uint8)
-        arrays[f"y_{side}"] = np.arange(count) % 3
-    np.savez(tmp_path / "grey.npz", **arrays)
-    shape = {"preset": "resnet18", "dim": 4, "classes": 3, "channels": 1, "side": 8}
-    settings = Settings.from_plain(
-        {
-            "run": {"name": "seen", "out": str(tmp_path), "device": "cpu", "threads": 1},
-            "model": shape,
-            "data": {"source": "images", "path": str(tmp_path / "grey.npz")},
-            "pipeline": {"stages": 2, "microbatches": 2},
-            "link": {"emulate": False},
-            "codec": {"forward": "topk(0.3)+ef21", "backward": "int4(tensor)"},
-            "optim": {"name": "sgd", "lr": 0.05, "warmup": 0},
-            "train": {"steps": 3, "batch": 8, "eval_batches": 0},
-        }
-    )
-    (tmp_path / "run.toml").write_text(to_toml(settings))
-    run = thinwire("train", tmp_path / "run.toml")
-    assert run.wait() == 0, run.text()
-    text = run.text()
-    for wanted in (
-        "3 steps of 8 images",
-        "24 training and 10 test images of 1 x 8 x 8, 3 classes",
-        "img/s",
-        "Bytes per image at each cut",
-    ):
-        assert wanted in text
-    assert len(re.findall(r"^\[valid\] .* accuracy \d+\.\d\d %$", text, re.MULTILINE)) == 2
-    assert "heads" not in text, "what an image model has no use for"
-    summary = json.loads((tmp_path / "seen" / "summary.json").read_text())
-    assert summary["unit"] == "image" and summary["tokens"] == 24
-    main(["eval", str(tmp_path / "seen")])
-    accuracy = f"(accuracy {100 * summary['final_accuracy']:.2f} %) over 10 images, compression on"
-    assert accuracy in capfd.readouterr().out
-    refused(["generate", tmp_path / "seen"], 2, "no text to continue")

@@ -154,9 +154,9 @@ def test_where_every_step_follows_a_validation_they_are_timed_and_named_so(
 
 def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None:
     ledger = make_ledger()
-    ledger.add_evaluation(Evaluation(0, 5.0, None, 2.5, 4096))
+    ledger.add_evaluation(Evaluation(0, 5.0, 2.5, 4096))
     follow(ledger, [4.0, 4.0, 2.0])
-    ledger.add_evaluation(Evaluation(3, 4.0, None, 0.5, 4096))
+    ledger.add_evaluation(Evaluation(3, 4.0, 0.5, 4096))
     summary = ledger.summary({}, total_seconds=30.0, start_seconds=12.0)
     parts = {"start": 12.0, "training": 10.0, "validation": 3.0, "waiting": 0.0, "other": 5.0}
     assert summary["valid_tokens"] == 4096, "what stands behind a validation loss"
@@ -182,20 +182,20 @@ def test_a_run_that_was_formed_again_is_summed_up_as_a_whole(
 ) -> None:
     """Two steps are lost with a peer, and trained again after a wait of 7 s."""
     ledger = make_ledger()
-    ledger.add_evaluation(Evaluation(0, 6.0, None, 1.0))
+    ledger.add_evaluation(Evaluation(0, 6.0, 1.0))
     follow(ledger, [4.0, 4.0, 1.0, 1.0, 1.0, 1.0])
-    ledger.add_evaluation(Evaluation(4, 5.0, None, 1.0))
-    ledger.add_evaluation(Evaluation(6, 9.0, None, 1.0))
+    ledger.add_evaluation(Evaluation(4, 5.0, 1.0))
+    ledger.add_evaluation(Evaluation(6, 9.0, 1.0))
     ledger.go_on([Ready("", "", "cpu")] * 2, 4, waited=7.0)
     assert ledger.done == 4 and ledger.records[-1].step == 4
-    ledger.add_evaluation(Evaluation(4, 5.0, None, 1.0))
+    ledger.add_evaluation(Evaluation(4, 5.0, 1.0))
     for step in range(4, 8):
         counted = {"FORWARD": 4 * (step - 3)}, {"BACKWARD": 4 * (step - 3)}  # anew from zero
         for stage in (1, 0):
             meters = {"cut-0": meter(**counted[stage])}
             record = ledger.add_step(stage, report(stage, step, 1.0, meters=meters))
     assert record is not None and record.links[0].forward_bytes == 4 * FRAME
-    ledger.add_evaluation(Evaluation(8, 3.0, None, 1.0))
+    ledger.add_evaluation(Evaluation(8, 3.0, 1.0))
     assert ledger.summary({}, 1.0)["bytes_sent"] is None, "these stages have not finished"
     ledger.add_finished(0, {"cut-0": meter(FORWARD=16, BYE=1)})
     ledger.add_finished(1, {"cut-0": meter(BACKWARD=16, BYE=1)})
@@ -397,7 +397,7 @@ def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., 
 
 def test_a_summary_is_plain_data(make_ledger: Callable[..., Ledger]) -> None:
     ledger = follow(make_ledger(), [1.0] * 4)
-    ledger.add_evaluation(Evaluation(4, 3.0, None, 0.0))
+    ledger.add_evaluation(Evaluation(4, 3.0, 0.0))
     summary = json.loads(json.dumps(ledger.summary({}, 1.0)))
     assert summary["final_valid_loss"] == 3.0 and summary["valid_losses"] == [[4, 3.0]]
 
@@ -407,7 +407,7 @@ def test_losses_that_are_null_for_not_being_finite_are_listed(
 ) -> None:
     ledger = follow(make_ledger(), [1.0] * 3, loss=[5.0, math.nan, 4.0])
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss"], "the mean of all three"
-    ledger.add_evaluation(Evaluation(3, math.inf, None, 0.0))
+    ledger.add_evaluation(Evaluation(3, math.inf, 0.0))
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
     assert follow(make_ledger(), [1.0]).summary({}, 1.0)["not_finite"] == []
 

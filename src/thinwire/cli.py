@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,8 +23,6 @@ from thinwire.cli_host import add_host_commands, add_listen
 from thinwire.cli_model import add_model_commands
 from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
-from thinwire.lab.experiment import add_experiments
-from thinwire.lazy import needs
 from thinwire.recipes import BEST, RECIPES
 from thinwire.report.stream import SafeStream
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # commands import what they need when they run: --help stays 
 Command = Callable[[argparse.Namespace], None]
 
 INTERRUPTED = 130
+LAB = "thinwire_lab"  # the package of experiments, where it is installed
 LONGEST_ERROR = 100_000  # characters
 STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
@@ -135,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=RECIPES,
         help="settings measured together: 32, 50, 100 or 200 times fewer bytes, 32 times with "
         "weights that fold into an ordinary Llama, dense, or fine-tuning "
-        f"(default: {BEST}; dense for an image model)",
+        f"(default: {BEST})",
     )
     _add_set(sub)
 
@@ -176,7 +176,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_host_commands(add, _add_config, _show_summary)
 
-    add_experiments(add("lab", lab_command, "run an experiment and write its report"))
+    _add_lab(add("lab", lab_command, "run an experiment and write its report"))
 
     sub = add("relay", relay_command, "let peers meet here that accept nothing from outside")
     add_listen(sub, "0.0.0.0:4617", "address and port to listen on; port 0 = any free one")
@@ -192,10 +192,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     sub = add("completion", completion_command, "print a shell completion script")
     sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
-
-    sub = add("bench", bench_command, "benchmark the runtime and the links on this machine")
-    sub.add_argument("--json", type=Path, help="also write the results to this JSON file")
     return parser
+
+
+def _add_lab(lab: argparse.ArgumentParser) -> None:
+    """Give `thinwire lab` its experiments, which are a package of their own."""
+    if find_spec(LAB) is None:
+        lab.add_argument("words", nargs=argparse.REMAINDER, help="an experiment and its options")
+        return
+    from thinwire_lab.experiment import add_experiments
+
+    add_experiments(lab)
 
 
 def _add_config(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -314,9 +321,13 @@ def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
 
 
 def lab_command(options: argparse.Namespace) -> None:
-    """Run one experiment."""
-    needs("matplotlib", extra="plots", what="thinwire lab")  # told before hours of training
-    from thinwire.lab.run import run_lab
+    """Run one experiment, where the lab is installed."""
+    if find_spec(LAB) is None:
+        raise ConfigError(
+            "the experiments are a package of their own, thinwire-lab, which is not installed "
+            "here: in a checkout of thinwire, `pip install ./lab`"
+        )
+    from thinwire_lab.run import run_lab
 
     run_lab(options)
 
@@ -333,13 +344,6 @@ def completion_command(options: argparse.Namespace) -> None:
     from thinwire.completion import completion_script
 
     print(completion_script(options.shell, make_parser()), end="")
-
-
-def bench_command(options: argparse.Namespace) -> None:
-    """Print the benchmarks of the runtime and the links."""
-    from thinwire.lab.bench import run_bench
-
-    run_bench(options.json)
 
 
 def _show_summary(summary: dict[str, Any]) -> None:

@@ -142,15 +142,12 @@ def eval_command(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    if "accuracy" in result:
-        extra, over = f"accuracy {100 * result['accuracy']:.2f} %", f"{result['images']:,} images"
-    else:
-        bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
-        extra, over = f"perplexity {result['perplexity']:.1f}{bits}", f"{result['tokens']:,} tokens"
+    bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     what = f"loss on {options.data}" if options.data else "validation loss"
     print(
-        f"{result['checkpoint']}: {what} {result['valid_loss']:.4f} ({extra}) over "
-        f"{over}, compression {result['compression']}"
+        f"{result['checkpoint']}: {what} {result['valid_loss']:.4f} (perplexity "
+        f"{result['perplexity']:.1f}{bits}) over {result['tokens']:,} tokens, compression "
+        f"{result['compression']}"
     )
 
 

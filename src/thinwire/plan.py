@@ -241,8 +241,7 @@ def plan_text(plan: Plan) -> str:
     """The plan for a person."""
     settings, simulation = plan.settings, plan.simulation
     link = settings.link
-    unit = settings.unit
-    rows = "images" if unit == "image" else f"sequences, {settings.tokens_per_step:,} tokens,"
+    rows = f"sequences, {settings.tokens_per_step:,} tokens,"
     lines = [
         "An estimate: nothing is trained. The step is simulated from a compute rate that is "
         f"{'measured here' if plan.is_measured else 'given'},",
@@ -281,7 +280,7 @@ def plan_text(plan: Plan) -> str:
     total = seconds * settings.train.steps
     lines += [
         "",
-        f"estimate: {seconds:.3f} s per step, {rate:,.0f} {unit}s/s, {duration(total)} for "
+        f"estimate: {seconds:.3f} s per step, {rate:,.0f} tokens/s, {duration(total)} for "
         f"{settings.train.steps:,} steps, not counting start, validations and checkpoints",
     ]
     if not link.emulate:
@@ -356,7 +355,7 @@ def _cut_lines(settings: Settings) -> list[str]:
         ratio = 2 * BF16_BYTES * stream_width(settings, cut) * tokens / (out + back)
         lines.append(
             f"{which}, per microbatch: {size_word(settings, cut)}{human_bytes(out)} forward "
-            f"({out / tokens:,.1f} bytes per {settings.unit}), {human_bytes(back)} backward "
+            f"({out / tokens:,.1f} bytes per token), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
         if settings.boundary.learn:
@@ -368,7 +367,7 @@ def _cut_lines(settings: Settings) -> list[str]:
         ratio = 2 * BF16_BYTES * stream_width(settings, 0) / bytes_per_token(settings)
         lines.append(
             f"each cut, per step: about {human_bytes(rows)} each way for rows of the embedding "
-            f"({rows / settings.tokens_per_step:,.1f} bytes per {settings.unit}); with them "
+            f"({rows / settings.tokens_per_step:,.1f} bytes per token); with them "
             f"{against_bf16(ratio)}"
         )
     return lines
@@ -395,7 +394,6 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": plan.simulation.step_seconds,
         "tokens_per_s": plan.settings.tokens_per_step / plan.simulation.step_seconds,
-        "unit": plan.settings.unit,
         "bound": plan.simulation.bound,
         "chain_seconds": plan.simulation.chain,
         "bubble_fraction": plan.simulation.bubble_fraction,

@@ -24,6 +24,7 @@ from thinwire.cluster.grid import lay_out
 from thinwire.cluster.seat import Seat
 from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
+from thinwire.data import Corpus
 from thinwire.settings import Settings
 
 RANKS = 4
@@ -37,7 +38,7 @@ def go_through(cases: list[dict[str, Any]]) -> None:
         folder = Path(settings.run.out) / settings.run.name
         grid = lay_out(settings, seat.world, case["schedule"], case["replicas"])
         world = World(seat, grid, settings.run.device)
-        trainer = Trainer(settings, world, settings.model.task.open(Path(case["data"])), folder,
+        trainer = Trainer(settings, world, Corpus.open(Path(case["data"])), folder,
                           None)  # fmt: skip
         valid = [trainer.evaluate().loss]
         steps = [trainer.train_step() for _ in range(settings.train.steps)]

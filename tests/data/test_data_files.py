@@ -8,7 +8,6 @@ import pytest
 
 from thinwire.data import Tokenizer
 from thinwire.data.files import kind_and_packing, stdlib_files, text_files
-from thinwire.data.image_files import find_images
 from thinwire.data.shards import find_shards
 from thinwire.data.sources import read_documents
 from thinwire.errors import ConfigError, DataError
@@ -106,7 +105,7 @@ needs_permissions = pytest.mark.skipif(
 
 
 @needs_permissions
-@pytest.mark.parametrize("find", [text_files, find_shards, find_images])
+@pytest.mark.parametrize("find", [text_files, find_shards])
 def test_folder_without_permission_is_named(tmp_path, find):
     write(tmp_path, "locked/a.txt")
     (tmp_path / "locked").chmod(0)
@@ -119,21 +118,18 @@ def test_folder_without_permission_is_named(tmp_path, find):
 
 @needs_permissions
 def test_files_without_permission_are_named(tmp_path):
-    write(tmp_path, "a.txt", "a.bin", "a.npz", "a.tar", "t.json")
+    write(tmp_path, "a.txt", "a.bin", "t.json")
     for path in tmp_path.iterdir():
         path.chmod(0)
     with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
         list(read_documents(text_files(str(tmp_path / "a.txt"))))
     with pytest.raises(DataError, match=r"cannot read .*a\.bin"):
         find_shards(str(tmp_path / "a.bin"))
-    for name in ("a.npz", "a.tar"):
-        with pytest.raises(DataError, match=rf"{name}"):
-            list(find_images(str(tmp_path / name)).read())
     with pytest.raises(DataError, match=r"cannot read the tokenizer .*t\.json"):
         Tokenizer.load(tmp_path / "t.json")
 
 
-@pytest.mark.parametrize("read", [text_files, find_shards, find_images, Tokenizer.load])
+@pytest.mark.parametrize("read", [text_files, find_shards, Tokenizer.load])
 def test_home_of_nobody_is_named(read):
     with pytest.raises(
         ConfigError, match=r"data\.(path|tokenizer) = ~nosuchuser/x names an unknown home"

@@ -192,7 +192,7 @@ class Growing(Delta):
 def test_sizes_that_vary_are_measured(settings_with: Callable, corpus: Corpus) -> None:
     settings = settings_with()
     spec = TensorSpec((2, 16, 32), torch.float32, torch.device("cpu"))
-    cut = Cut(settings, 0, spec)
+    cut = Cut.build(settings, 0, spec)
     assert cut.payload_bytes_per_token(Leg.FORWARD) == 64
     for end in (cut.lower, cut.upper):
         end.codecs[Leg.FORWARD] = Growing()

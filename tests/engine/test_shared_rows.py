@@ -375,7 +375,6 @@ def test_the_start_of_the_embedding_is_the_same_on_every_machine(settings_for: C
     [
         ({"boundary__mode": "projected"}, 'cannot work with boundary.mode = "projected"'),
         ({"boundary__basis_update_every": 5}, "basis_update_every cannot work"),
-        ({"optim__name": "sgd"}, 'needs optim.name = "muon" or "adamw"'),
         ({"lora__rank": 2}, "leaves the embedding frozen"),
         ({"codec__rows": "int4+zstd"}, "can neither remember nor vary in size"),
         ({"codec__rows": "topk(0.1)+ef21"}, "can neither remember nor vary in size"),

@@ -26,10 +26,6 @@ CASES: dict[str, dict[str, Any]] = {
     **{mode: {**EXACT, **changes} for mode, changes in EMBEDDING.items()},
     "moving and remembering": {**EXACT, **MODES["subspace-moving"], **MEMORY},
 }
-IMAGES: dict[str, dict[str, Any]] = {
-    "exact": EXACT,
-    "remembering": {**EXACT, **MEMORY, "optim__momentum": 0.9},
-}
 
 
 def stop_in_the_second_step(worker: Any) -> None:
@@ -67,11 +63,6 @@ def test_fresh_stages_go_on_from_states_in_memory(
     case: str, make_settings: Callable, run_in_threads: Callable
 ) -> None:
     moved(make_settings(pipeline__stages=3, train__steps=5, **CASES[case]), run_in_threads)
-
-
-@pytest.mark.parametrize("case", IMAGES)
-def test_image_stages_go_on_too(case: str, image_settings: Callable, run_images: Callable) -> None:
-    moved(image_settings(pipeline__stages=3, **IMAGES[case]), run_images)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
-from thinwire.engine.checkpoint import partial_folder
 from thinwire.engine.fold import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export
@@ -24,8 +23,6 @@ from thinwire.hf.tokenizer import tokenizer_files, write_json
 from thinwire.hf.verify import Exported, verify
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.run.commit import commit
-from thinwire.settings import Settings
 
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
@@ -229,24 +226,6 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     shard = place / "stage-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     refused(CheckpointError, "truncated", place)
-
-
-def test_an_image_model_is_refused(tmp_path: Path) -> None:
-    values = {
-        "model": {"preset": "resnet18"},
-        "data": {"source": "images"},
-        "optim": {"name": "sgd"},
-    }
-    settings = Settings.from_plain(values)
-    facts = {
-        "settings": settings.to_plain(),
-        "corpus": "",
-        "weight_version": 1,
-        "basis_version": 0,
-    }
-    partial_folder(tmp_path / "run", 1).mkdir(parents=True)
-    place = commit(tmp_path / "run", 1, [], facts, None)
-    refused(ConfigError, "classifies images: only language models", place)
 
 
 def test_folders_are_written_without_transformers(

@@ -7,7 +7,6 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS, ModelConfig, Stage, architecture
-from thinwire.model.task import IMAGES, TEXT
 from thinwire.typed import from_plain
 
 presets = pytest.mark.parametrize("preset", PRESETS)
@@ -18,16 +17,14 @@ def test_every_preset_resolves_to_itself(preset: str) -> None:
     config = ModelConfig(preset=preset).resolved()
     assert {key: getattr(config, key) for key in PRESETS[preset]} == PRESETS[preset]
     assert config.resolved() == config
-    assert (config.task is IMAGES) == (preset == "resnet18")
-    if config.task is TEXT:
-        assert config.head_dim * config.heads == config.dim
+    assert config.head_dim * config.heads == config.dim
 
 
 def counted(preset: str) -> int:
     return architecture(ModelConfig(preset=preset).resolved()).parameter_count()
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "resnet18"])
+@presets
 def test_the_count_is_that_of_a_llama_with_an_untied_head(preset: str) -> None:
     config = ModelConfig(preset=preset).resolved()
     attention = 2 * config.dim**2 + 2 * config.dim * config.kv_heads * config.head_dim
@@ -38,7 +35,6 @@ def test_the_count_is_that_of_a_llama_with_an_untied_head(preset: str) -> None:
 
 def test_counts_are_those_that_were_published() -> None:
     assert counted("8b") == 8_030_261_248
-    assert counted("resnet18") == 11_173_962  # with a 3x3 stem, ten classes
 
 
 @pytest.mark.parametrize(
@@ -159,37 +155,3 @@ def test_rope_scaling_reads_back_what_it_writes() -> None:
     config = ModelConfig(rope_scaling=text).resolved()
     assert config.rope_scaling == "llama3(factor=8.5, low=1, high=4, context=8192)"
     assert config.resolved() == config
-
-
-# --- images ---
-
-
-@pytest.mark.parametrize("change", ["dim", "classes", "side"])
-def test_an_image_model_has_its_own_keys(change: str) -> None:
-    base = ModelConfig(preset="resnet18").resolved()
-    config = ModelConfig(preset="resnet18", **{change: 7}).resolved()
-    assert config == dataclasses.replace(base, **{change: 7})
-    assert (base.heads, base.kv_heads, base.ffn, base.vocab, base.context) == (0,) * 5
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"heads": 4},
-            'model.heads = 4 has no effect with model.preset = "resnet18": leave it at 0',
-        ),
-        ({"vocab": 300}, "model.vocab = 300 has no effect"),
-        ({"context": 8}, "model.context = 8 has no effect"),
-        ({"norm_eps": 1e-3}, "model.norm_eps = 0.001 has no effect .* leave it at 1e-05"),
-        ({"qk_norm": True}, "model.qk_norm = True has no effect"),
-        ({"layers": 4}, "model.layers = 4, but resnet18 has 8 blocks"),
-        ({"channels": 2}, "model.channels = 2 must be 3, or 1 for grey images"),
-        ({"preset": "tiny", "classes": 10}, 'model.classes = 10 has no effect .*preset = "tiny"'),
-        ({"preset": "8b", "side": 32}, "model.side = 32 has no effect"),
-        ({"side": -1}, "model.side = -1 must be at least 0"),
-    ],
-)
-def test_keys_of_the_other_family_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_plain(ModelConfig, {"preset": "resnet18", **changes}, "model").resolved()

@@ -1,4 +1,4 @@
-"""The score of a validation: every token or image that counts weighs the same."""
+"""The score of a validation: every token that counts weighs the same."""
 
 import gc
 import math
@@ -18,9 +18,8 @@ def test_batches_weigh_by_what_counts_in_them() -> None:
     score = Score()
     for at in range(0, 12, 6):
         part, targets = padded[at : at + 6], filled[at : at + 6]
-        score.add(token_loss(part, targets), part, targets)
+        score.add(token_loss(part, targets), targets)
     assert abs(score.loss - F.cross_entropy(logits, labels).item()) < 1e-14
-    assert score.accuracy == (logits.argmax(1) == labels).sum().item() / 10
     assert score.count == 10
 
 
@@ -29,11 +28,10 @@ def test_tokens_are_scored_as_rows_are() -> None:
     logits_BTV = torch.randn(2, 3, 5, generator=generator)
     targets_BT = torch.randint(5, (2, 3), generator=generator)
     score = Score()
-    score.add(token_loss(logits_BTV, targets_BT), logits_BTV, targets_BT)
+    score.add(token_loss(logits_BTV, targets_BT), targets_BT)
     flat = logits_BTV.flatten(0, 1)
     assert token_loss(logits_BTV, targets_BT) == token_loss(flat, targets_BT.flatten())
     assert score.count == 6
-    assert score.accuracy == (flat.argmax(1) == targets_BT.flatten()).sum().item() / 6
 
 
 def test_a_score_keeps_as_much_of_many_batches_as_of_one() -> None:
@@ -44,12 +42,12 @@ def test_a_score_keeps_as_much_of_many_batches_as_of_one() -> None:
 
     logits, targets = torch.zeros(4, 8), torch.tensor([0, 1, 2, -100])
     score = Score()
-    score.add(token_loss(logits, targets), logits, targets)
+    score.add(token_loss(logits, targets), targets)
     gc.collect()
     before = tensors()
     for _ in range(50):
-        score.add(token_loss(logits, targets), logits, targets)
+        score.add(token_loss(logits, targets), targets)
     gc.collect()
     assert tensors() == before
-    assert (score.count, score.accuracy) == (153, 1 / 3)
+    assert score.count == 153
     assert math.isclose(score.loss, math.log(8), rel_tol=1e-7)

@@ -102,8 +102,6 @@ def test_the_rate_remembers_nothing(schedule: str) -> None:
         ({"lr": float("inf")}, "optim.lr"),
         ({"weight_decay": -0.1}, "optim.weight_decay = -0.1 must be at least 0"),
         ({"clip": -1.0}, "optim.clip"),
-        ({"momentum": 1.0}, "optim.momentum = 1.0 must be at least 0 and below 1"),
-        ({"momentum": -0.1}, "optim.momentum = -0.1"),
         ({"floor": 1.5}, "optim.floor = 1.5 must be at least 0 and at most 1"),
         ({"floor": -0.5}, "optim.floor = -0.5"),
         ({"warmup": -2}, "optim.warmup = -2 must be at least 0, or -1"),

@@ -38,7 +38,7 @@ GROUPINGS = {
     "singles": [[name] for name in NAMES],
 }
 EQUAL = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
-optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 
 def noise(what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -245,36 +245,6 @@ def test_tables_of_stages_learn_slower_in_a_long_run(
     assert found.relaxed(steps, has_own_tables).table_lr == -1, "it is what -1 gives"
     chosen = OptimConfig(name=name, table_lr=7.0).resolved(steps, has_own_tables)
     assert chosen.table_lr == 7.0 == chosen.relaxed(steps, has_own_tables).table_lr
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.8])
-def test_sgd_is_the_textbook_update(momentum: float) -> None:
-    """Decay is a part of every gradient, gains' too, and so of the momentum."""
-    config = OptimConfig(name="sgd", weight_decay=0.1, momentum=momentum)
-    ensemble = Ensemble("halves", config, torch.float64)
-    expected = ensemble.weights()
-    kept = {name: torch.zeros_like(weight) for name, weight in expected.items()}
-    for step in range(4):
-        for name, weight in expected.items():
-            gradient = noise(f"gradient of {name} at {step}", SHAPES[name], torch.float64)
-            kept[name] = momentum * kept[name] + gradient + 0.1 * weight
-            expected[name] = weight - 0.01 * (step + 1) * kept[name]
-    ensemble.train(range(4))
-    for name, weight in ensemble.weights().items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-13)
-    remembered = [name for part in ensemble.parts for name in part.remembered()]
-    assert remembered == (NAMES if momentum else [])
-    assert ensemble.state().keys() == {f"{name}/momentum_buffer" for name in remembered}
-
-
-def test_sgd_turns_a_learned_basis_at_its_own_rate_without_decay() -> None:
-    name = "boundary.model.layers.1.basis"
-    basis = nn.Parameter(noise(name, (8, 2), torch.float64))
-    before, gradient = basis.detach().clone(), noise("gradient", (8, 2), torch.float64)
-    basis.grad = gradient.clone()
-    config = OptimConfig(name="sgd", weight_decay=0.5, basis_lr=0.25)
-    StageOptimizer({name: basis}, {name: Role.BASIS}, config).step(lr=0.5)
-    torch.testing.assert_close(basis.detach(), before - 0.5 * 0.25 * gradient)
 
 
 @optimizers

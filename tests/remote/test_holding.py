@@ -15,26 +15,11 @@ from thinwire.remote.holding import Holding, Terms
 from thinwire.remote.member import Member
 from thinwire.remote.messages import TakeSeat
 from thinwire.run.peer import Peer
-from thinwire.settings import Settings
 from thinwire.wire import Pipe
-
-IMAGES = {
-    "model": {"preset": "resnet18"},
-    "data": {"source": "images", "path": "cifar-10"},
-    "optim": {"name": "sgd", "floor": 0.0},
-    "train": {"batch": 32},
-}
 
 
 def nowhere() -> Pipe:
     raise AssertionError("nothing is to be fetched")
-
-
-def test_a_machine_without_the_images_declines_a_seat_that_reads_them(tmp_path: Path) -> None:
-    settings = Settings.from_plain(IMAGES).to_plain()
-    seat = Holding(TakeSeat(1, 0, settings, False, "abc"), Terms(), tmp_path)
-    with pytest.raises(DataError, match="images, which are not sent over the network"):
-        seat.prepare(nowhere, lambda *_: None)
 
 
 def test_text_is_not_needed_here(tmp_path: Path, make_settings: Callable) -> None:

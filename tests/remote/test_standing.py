@@ -33,7 +33,7 @@ def standing(clock: Clock) -> Standing:
 
 
 def news(step: int, loss: float = 2.5) -> StepNews:
-    return StepNews(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0, "token")
+    return StepNews(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0)
 
 
 def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock: Clock) -> None:

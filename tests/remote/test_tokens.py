@@ -12,7 +12,7 @@ import torch
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
 from thinwire.engine.fetched import Columns, FetchedCorpus, columns_read
-from thinwire.errors import DataError, WireError
+from thinwire.errors import WireError
 from thinwire.remote.tokens import TokenServer
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
@@ -259,15 +259,3 @@ def test_what_is_no_request_ends_the_stream(
     link.send(frame)
     assert gone.wait(30)
     assert server.failure is not None
-
-
-def test_images_are_not_sent(make_settings: Callable, tmp_path: Path) -> None:
-    values = {
-        "model": {"preset": "resnet18"},
-        "data": {"source": "images", "path": str(tmp_path)},
-        "optim": {"name": "sgd", "floor": 0.0},
-        "train": {"batch": 32},
-    }
-    settings = Settings.from_plain(values)
-    with pytest.raises(DataError, match=r"reads images, which are not sent .*--data"):
-        FetchedCorpus(memory_pair()[0], settings, 0)

@@ -271,14 +271,3 @@ def test_a_real_pseudo_terminal_is_recognised():
             assert isinstance(open_display(stream), LiveDisplay)
     finally:
         os.close(leader)
-
-
-def test_a_run_on_images_counts_images_and_shows_accuracy(plain, stream, make_record):
-    plain.evaluation(EvaluationRecord(0, 2.3026, accuracy=0.1))
-    plain.step(make_record(200, unit="image"))
-    plain.evaluation(EvaluationRecord(200, 0.25, accuracy=0.93456))
-    assert stream.getvalue() == (
-        "[valid] step    0  loss  2.3026  accuracy 10.00 %\n"
-        "[train] step  200/200  loss  5.1234    3,412 img/s    1.25 s/step  ETA 3m12s\n"
-        "[valid] step  200/200  loss  0.2500  accuracy 93.46 %\n"
-    )

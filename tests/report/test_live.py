@@ -222,14 +222,3 @@ def test_progress_bar_comes_and_goes():
     assert panel_lines(display, console) == []
     assert "10.2 MB / 10.2 MB done" in console.file.getvalue()
     display.close()
-
-
-def test_the_panel_of_a_run_on_images_shows_accuracy(make_record):
-    display, console, _ = make_display(80)
-    display.step(make_record(40, unit="image"))
-    display.evaluation(EvaluationRecord(40, 0.4987, accuracy=0.8765))
-    text = "\n".join(panel_lines(display, console))
-    display.close()
-    for part in ("valid 0.4987 87.65 % at step 40", "3,412 img/s", "163.8k images"):
-        assert part in text
-    assert "tok" not in text

@@ -190,26 +190,20 @@ def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path
     assert "link/1/utilisation" not in tags  # nan all along
 
 
-def test_accuracy_and_the_unit_are_kept(tmp_path, make_record, without_tensorboard):
-    record, found = make_record(1, stage_count=2, unit="image"), EvaluationRecord(1, 2.0, None, 0.5)
-    with MetricsWriter(tmp_path) as writer:
-        writer.step(record)
-        writer.evaluation(found)
-    assert read_metrics(tmp_path) == ([record], [found])
-
-
 def test_records_of_earlier_versions_are_read(tmp_path, make_record, without_tensorboard):
     """A field with a default may be missing, one without may not."""
     write_run(tmp_path, make_record, 2)
     path = tmp_path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    old = [{k: v for k, v in line.items() if k not in ("unit", "accuracy")} for line in lines]
+    old = [{k: v for k, v in line.items() if k != "bits_per_byte"} for line in lines]
+    for line in old:
+        line["unit"] = "token"  # as earlier versions wrote
     for link in (link for line in old for link in line.get("links", ())):
         link["boundary"] = link.pop("cut")
     path.write_text("".join(json.dumps(line) + "\n" for line in old))
     steps, evaluations = read_metrics(tmp_path)
-    assert [record.unit for record in steps] == ["token", "token"]
-    assert [record.accuracy for record in evaluations] == [None]
+    assert [record.step for record in steps] == [1, 2]
+    assert [record.bits_per_byte for record in evaluations] == [None]
     path.write_text(json.dumps({k: v for k, v in old[0].items() if k != "loss"}) + "\n")
     with pytest.raises(ThinwireError, match="a field is missing"):
         read_metrics(tmp_path)
@@ -230,11 +224,11 @@ def long_record(folder, make_record, rows):
 def test_losses_alone_are_those_of_the_records(tmp_path, make_record, without_tensorboard):
     with MetricsWriter(tmp_path) as writer:
         writer.evaluation(EvaluationRecord(0, 9.0))
-        writer.step(make_record(1, loss=8.0, unit="image"))
-        writer.step(make_record(2, loss=math.nan, unit="image"))
+        writer.step(make_record(1, loss=8.0))
+        writer.step(make_record(2, loss=math.nan))
     whole, quick = Losses(metrics_of(tmp_path)), Losses.read(tmp_path)
     assert str(vars(quick)) == str(vars(whole)), "NaN does not equal itself"
-    assert (quick.unit, quick.steps, quick.valid) == ("image", [1, 2], [9.0])
+    assert (quick.steps, quick.valid) == ([1, 2], [9.0])
 
 
 def peak_of(work):

@@ -239,10 +239,3 @@ def test_an_unknown_action_is_drawn_as_other_and_nothing_is_an_empty_chart(tmp_p
 def test_a_span_of_an_unknown_stage_is_refused():
     with pytest.raises(KeyError):
         step_figure(timeline([TraceSpan(5, "compute", "F0", 0, 1)]))
-
-
-def test_the_loss_of_images_is_told_per_image(make_record):
-    for unit in ("token", "image"):
-        (axes,) = loss_figure(Losses([make_record(1, unit=unit)]), "").axes
-        assert axes.get_xlabel() == f"{unit}s seen"
-        assert axes.get_ylabel() == f"loss (nats per {unit})"

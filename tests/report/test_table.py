@@ -279,14 +279,3 @@ def test_long_run_names_fold_instead_of_squeezing_the_numbers(summary):
 
 def test_markup_in_names_is_left_alone(summary):
     assert "[bold]x[/bold]" in as_text(comparison_table({"[bold]x[/bold]": summary}))
-
-
-def test_a_run_on_images_has_its_accuracy_and_counts_images(summary):
-    assert "accuracy" not in as_text(summary_table(summary)), "not said, so not shown"
-    accuracies = [[0, 0.1], [100, 0.5], [200, 0.91234]]
-    text = as_text(summary_table(summary | {"accuracies": accuracies, "unit": "image"}))
-    assert fact(text, "validation accuracy") == "10.00 % -> 91.23 %"
-    assert "3,412 images/s" in line_with(text, "speed")
-    assert "Bytes per image at each cut" in text and "token" not in text
-    once = as_text(summary_table(summary | {"accuracies": accuracies[:1]}))
-    assert fact(once, "validation accuracy") == "10.00 %"

@@ -63,7 +63,7 @@ def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
     assert lead.all_say(Linked()) == [
         Tell(0, Start()), Tell(1, Start()), Begin(ready, {"torch": "2"}),
     ]  # fmt: skip
-    scored = Evaluation(0, 2.0, None, 0.1)
+    scored = Evaluation(0, 2.0, 0.1)
     reports = [(1, scored), (0, step(0, 0)), (1, step(1, 0)), (0, Finished(METERS))]
     for stage, report in reports:
         assert lead.say(stage, report) == [Record(stage, report)]

@@ -30,7 +30,7 @@ def trained(losses: list[float], watch: LossWatch) -> list[Command]:
 
 
 def validated(losses: list[float], watch: LossWatch) -> list[Command]:
-    return [s for n, loss in enumerate(losses) for s in watch.hear(Evaluation(n, loss, None, 1.0))]
+    return [s for n, loss in enumerate(losses) for s in watch.hear(Evaluation(n, loss, 1.0))]
 
 
 def curves() -> list[list[float]]:
@@ -115,7 +115,7 @@ def test_a_run_stops_where_it_explodes_if_that_is_asked_for(stops: bool) -> None
     for number, loss in enumerate((4.26, 71.0)):
         lead.say(0, step(0, number))
         lead.say(1, dataclasses.replace(step(1, number), loss=loss))
-        said = lead.say(1, Evaluation(number + 1, loss, None, 1.0))
+        said = lead.say(1, Evaluation(number + 1, loss, 1.0))
     assert isinstance(said[1], Exploded)
     told: list[Any] = [Tell(stage, Stop()) for stage in (0, 1)]
     assert said[2:-1] == (told if stops else []) and isinstance(said[-1], Say | Exploded)

@@ -81,7 +81,7 @@ MESSAGES: list[Message] = [
     LinkDown(0, "the connection was lost"),
     LinkUp(0, 1.5),
     STEP,
-    Evaluation(3, 2.0, None, 1.5),
+    Evaluation(3, 2.0, 1.5),
     WRITTEN,
     ShardFailed(4, "disk full"),
     Finished(METERS),
@@ -280,7 +280,7 @@ def test_control_characters_of_a_peer_reach_nobody() -> None:
             replace(STEP, step=3, meters=BOTH_METERS, loss=None, not_finite="x"),
             "with non-finite values in 'x'",
         ),
-        (Evaluation(1, 1.0, None, 0.1), "only the last stage"),
+        (Evaluation(1, 1.0, 0.1), "only the last stage"),
         (Finished(METERS), "with meters of cut-0"),
         (LinkDown(1, "lost"), "of cut 1"),
         (LinkUp(0, 1.0), "'link_up' message twice"),
@@ -321,7 +321,7 @@ def test_steps_are_reported_one_after_the_other() -> None:
 def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
     """Else an enrolled peer could have the coordinator pile them up."""
     conduct = PeerConduct(0, 1)
-    scored = Evaluation(3, 1.0, None, 0.1)
+    scored = Evaluation(3, 1.0, 0.1)
     written = replace(WRITTEN, shard=replace(SHARD, file="stage-0.safetensors"))
     conduct.check(scored)  # before the first step
     conduct.check(replace(STEP, meters={}))

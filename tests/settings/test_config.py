@@ -173,9 +173,8 @@ def test_an_override_cannot_enter_what_is_no_section() -> None:
 # --- what follows from other settings stays behind for none of them ---
 
 THIN = ["boundary.mode=subspace", "boundary.rank=8"]
-RESNET = ["model.preset=resnet18", "data.source=images", "data.path=x", "train.batch=128"]
 CHANGES = [
-    [], ["train.steps=12"], THIN, ["model.preset=160m", "model.vocab=50304"], RESNET,
+    [], ["train.steps=12"], THIN, ["model.preset=160m", "model.vocab=50304"],
     [*THIN, "pipeline.stages=2"], ["boundary.mode=projected", "boundary.rank=4"],
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable"],
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable", "boundary.table=8"],
@@ -269,7 +268,6 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
     ("changes", "remark"),
     [
         (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
-        (["optim.momentum=0.5"], 'optim.momentum = 0.5 has no effect without optim.name = "sgd"'),
         (["boundary.basis=per-cut"], "boundary.basis = 'per-cut' has no effect without"),
         (["boundary.ratio=8"], "boundary.ratio = 8.0 has no effect without a narrow boundary.mode"),
         (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
@@ -292,8 +290,7 @@ def test_ordinary_settings_need_no_remark(changes: list[str]) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_written_settings_read_back_the_same(preset: str) -> None:
-    source = "images" if preset == "resnet18" else "stdlib"
-    settings = load_settings(None, [f"model.preset={preset}", f"data.source={source}"])
+    settings = load_settings(None, [f"model.preset={preset}"])
     assert Settings.from_plain(tomllib.loads(to_toml(settings))) == settings
 
 
@@ -396,3 +393,14 @@ def test_a_plugin_is_imported_where_settings_are_read(
     assert "sound_plugin" in sys.modules
     with pytest.raises(ConfigError, match='"broken_plugin" failed: RuntimeError: out of codecs'):
         make_settings(codec__plugins=["broken_plugin"])
+
+
+def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing() -> None:
+    old = {
+        "model": {"classes": 0, "side": 0},
+        "data": {"augment": True},
+        "optim": {"momentum": 0.9},
+    }
+    assert Settings.from_plain(old) == Settings.from_plain({})
+    with pytest.raises(ConfigError, match=r'unknown key "model.side"'):
+        Settings.from_plain({"model": {"side": 32}})

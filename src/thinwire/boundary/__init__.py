@@ -8,7 +8,6 @@ from thinwire.lazy import on_first_use
 if TYPE_CHECKING:
     from thinwire.boundary.base import Boundary
     from thinwire.boundary.dense import DenseBoundary
-    from thinwire.boundary.image import ImageBoundary
     from thinwire.boundary.narrow import EmbeddedBoundary, ProjectedBoundary, SubspaceBoundary
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "BoundaryConfig",
     "DenseBoundary",
     "EmbeddedBoundary",
-    "ImageBoundary",
     "ProjectedBoundary",
     "SubspaceBoundary",
 ]
@@ -26,7 +24,6 @@ __getattr__ = on_first_use(
     {
         "base": ("Boundary",),
         "dense": ("DenseBoundary",),
-        "image": ("ImageBoundary",),
         "narrow": ("EmbeddedBoundary", "ProjectedBoundary", "SubspaceBoundary"),
     },
 )

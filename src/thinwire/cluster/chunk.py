@@ -70,7 +70,7 @@ class Chunk(nn.Module):
         if self.training:
             return batch.loss(self.stage, output, self._microbatches)
         loss = self.stage.loss(output, batch.targets)
-        self.score.add(loss, output, batch.targets)
+        self.score.add(loss, batch.targets)
         return loss
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from thinwire.cluster.grid import Grid
 from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
+from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
-from thinwire.engine.feed import Data
 from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
 from thinwire.engine.worker import scratch
 from thinwire.errors import ConfigError, StageError
@@ -220,7 +220,7 @@ def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | 
     return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
 
 
-def _data(settings: Settings, world: World, display: Display, weights: Checkpoint | None) -> Data:
+def _data(settings: Settings, world: World, display: Display, weights: Checkpoint | None) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
     shown = display if world.leads else Silent()
     data = prepare_data(settings, shown, weights) if world.seat.local_rank == 0 else None

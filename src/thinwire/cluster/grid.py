@@ -130,8 +130,3 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
             "boundary.basis_update_every does not work with replicas: a replica sees the "
             "gradients of its own microbatches alone. Set it to 0, or start one replica"
         )
-    if grid.replicas > 1 and settings.unit == "image":
-        raise ConfigError(
-            "image models do not train with replicas: each would keep batch statistics of its "
-            "own. Start one replica"
-        )

@@ -19,9 +19,10 @@ from thinwire.cluster.chunk import ThinStage
 from thinwire.cluster.ending import Ending
 from thinwire.cluster.held import Held
 from thinwire.cluster.world import World
+from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, prepare_torch, weights_rounded_once
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.engine.finite import FORWARD
 from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.verdict import Verdict
@@ -41,7 +42,7 @@ class Trainer:
     """The stages of one rank, trained together with all other ranks."""
 
     def __init__(
-        self, settings: Settings, world: World, data: Data, folder: Path, resume: Path | None
+        self, settings: Settings, world: World, data: Corpus, folder: Path, resume: Path | None
     ):
         self.settings = settings
         self.world = world
@@ -87,7 +88,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """The validation as things are; every rank gets its result."""
-        start, found = time.monotonic(), [0.0, 0.0, 0.0, 0.0]
+        start, found = time.monotonic(), [0.0, 0.0, 0.0]
         for held in self.held:
             held.chunk.begin(self.done, training=False)
         for number in range(self.feed.validation_count):
@@ -96,13 +97,9 @@ class Trainer:
             held.chunk.train()
             if held.above is None and self.world.replica == 0:
                 score = held.chunk.score
-                accuracy = self.settings.model.task.accuracy(score)
-                seconds = time.monotonic() - start
-                right = math.nan if accuracy is None else accuracy
-                found = [score.loss, right, seconds, score.count]
-        loss, right, seconds, count = self.world.sum(found)
-        accuracy = None if math.isnan(right) else right
-        return Evaluation(self.done, loss, accuracy, seconds, int(count))
+                found = [score.loss, time.monotonic() - start, score.count]
+        loss, seconds, count = self.world.sum(found)
+        return Evaluation(self.done, loss, seconds, int(count))
 
     def _forward(self, number: Tensor) -> None:
         """A validation microbatch through the stages of this rank, in the order of all stages.

@@ -28,8 +28,8 @@ _SEED = 0
 class LowRank(Stateful):
     """M is sent as P (R x r, orthonormal) and Q = M^T P, both in bf16, and arrives as P Q^T.
 
-    The last dimension gives the columns and all others the rows; of an image (four dimensions) the
-    channels, dimension 1, give the columns: a row is what is known of one token or pixel.
+    The last dimension gives the columns and all others the rows: a row is what is known of one
+    token.
 
     P spans M Q for the last Q (PowerSGD's single power iteration with a warm start), so the
     sending end remembers Q and follows a subspace that moves slowly. Without a memory, that is at
@@ -70,7 +70,9 @@ class LowRank(Stateful):
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         if self._whole(tuple(tensor.shape)):
             return (tensor.to(FACTORS).reshape(-1),)
-        M = _as_matrix(tensor).to(_machine(tensor.device), working(tensor.dtype))
+        M = tensor.reshape(_matrix_shape(tuple(tensor.shape))).to(
+            _machine(tensor.device), working(tensor.dtype)
+        )
         largest = M.abs().amax()
         finite, scale = largest.isfinite(), _power_of_two(largest)
         M = torch.where(finite, M / scale, 0)
@@ -93,7 +95,7 @@ class LowRank(Stateful):
             return parts[0].reshape(spec.shape).to(spec.dtype)
         factors = (part.view(-1, self.rank).to(_machine(spec.device)) for part in parts)
         P, Q = (factor.to(torch.float64) for factor in factors)
-        return _from_matrix((P @ Q.T).to(spec.dtype), spec.shape).to(spec.device)
+        return (P @ Q.T).to(spec.dtype).view(spec.shape).to(spec.device)
 
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         super().prepare(spec, surroundings)
@@ -135,20 +137,7 @@ class LowRank(Stateful):
 def _matrix_shape(shape: Shape) -> tuple[int, int]:
     if len(shape) < 2:
         return elements(shape), 1
-    columns = shape[1] if len(shape) == 4 else shape[-1]
-    return elements(shape) // max(1, columns), columns
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    rows_first = tensor.movedim(1, -1) if tensor.dim() == 4 else tensor
-    return rows_first.reshape(_matrix_shape(tuple(tensor.shape)))
-
-
-def _from_matrix(M: Tensor, shape: Shape) -> Tensor:
-    if len(shape) != 4:
-        return M.view(shape)
-    images, channels, height, width = shape
-    return M.view(images, height, width, channels).movedim(-1, 1).contiguous()
+    return elements(shape) // max(1, shape[-1]), shape[-1]
 
 
 def _machine(device: torch.device) -> torch.device:

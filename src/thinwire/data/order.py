@@ -1,4 +1,4 @@
-"""Which tokens a step trains on, computed from numbers alone; images are shuffled the same way.
+"""Which tokens a step trains on, computed from numbers alone.
 
 Shapes: B sequences of a microbatch, T tokens of context, N indices.
 """

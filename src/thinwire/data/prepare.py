@@ -26,16 +26,15 @@ from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
 from thinwire.typed import option
 
-TEXT_SOURCES = ("stdlib", "text", "tokens", "chat", "hf")
+SOURCES = ("stdlib", "text", "tokens", "chat", "hf")
 LEARN = ("answers", "all")
-SOURCES = (*TEXT_SOURCES, "images")
 # More text hardly changes the merges of a BPE, but its training time grows with it.
 TOKENIZER_SAMPLE_BYTES = 128_000_000
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens or images come from."""
+    """Where tokens come from."""
 
     source: str = option("stdlib", "what to train on", SOURCES)
     path: str = option(
@@ -46,7 +45,7 @@ class DataConfig:
     tokenizer: str = option("", "path of a tokenizer.json; empty = train one on the corpus")
     valid_fraction: float = option(
         0.02,
-        "fraction of text or tokens held out for validation; images have a test set",
+        "fraction of text or tokens held out for validation",
         above=0,
         below=1,
     )
@@ -63,9 +62,6 @@ class DataConfig:
         "chat: empty = the tokenizer's own, or chatml; tokenizer, chatml, or a Jinja file",
     )
     learn: str = option("answers", "chat: which tokens are learned", LEARN)
-    augment: bool = option(
-        True, "images: random shifts of up to 4 pixels and horizontal flips in training"
-    )
 
 
 def prepare(
@@ -76,8 +72,8 @@ def prepare(
     `vocab` is the number of ids that the model has. `progress(phase, done, total)` gets
     the bytes read so far. Only the coordinator calls this.
     """
-    if config.source not in TEXT_SOURCES:
-        known = ", ".join(TEXT_SOURCES)
+    if config.source not in SOURCES:
+        known = ", ".join(SOURCES)
         raise ConfigError(f"data.source = {config.source!r} is not one of {known}")
     if not 0 < config.valid_fraction < 1:
         raise ConfigError(f"data.valid_fraction = {config.valid_fraction} must lie between 0 and 1")

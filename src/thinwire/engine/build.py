@@ -6,7 +6,13 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from thinwire.boundary import Boundary, EmbeddedBoundary, ProjectedBoundary, SubspaceBoundary
+from thinwire.boundary import (
+    Boundary,
+    DenseBoundary,
+    EmbeddedBoundary,
+    ProjectedBoundary,
+    SubspaceBoundary,
+)
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
 from thinwire.model import Narrow, Stage, architecture
@@ -42,7 +48,7 @@ def prepare_torch(settings: Settings, device: torch.device) -> None:
     _check_precision(settings.run.precision, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Convolutions would round to ten bits; matrix products do not unless told to.
+        # What a caller convolves would round to ten bits; matrix products do not unless told to.
         torch.backends.cudnn.allow_tf32 = False
     # Not as a warning only: then attention's backward on a GPU would still add up in any order.
     torch.use_deterministic_algorithms(True)
@@ -178,7 +184,7 @@ class StageBuilder:
         """One end of a cut. One of a lower rank takes the first columns of a shared basis."""
         config, space = self.settings.boundary, self.space
         if space is None:
-            return self.architecture.dense()
+            return DenseBoundary()
         if config.shares_embedding:
             model = self.settings.model
             return EmbeddedBoundary(space, (model.vocab, model.dim) if receives else None)

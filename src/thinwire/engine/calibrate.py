@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from thinwire.boundary import ProjectedBoundary
+from thinwire.data import Corpus
 from thinwire.engine.build import autocast_for
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.model import Stage
 from thinwire.settings import Settings
 from thinwire.subspace.principal import narrowed, principal_basis, token_means
@@ -35,7 +36,7 @@ class Fit:
 class Calibration:
     """Goes with the stages of a new run from the first to the last."""
 
-    def __init__(self, settings: Settings, data: Data, device: torch.device, told: Told):
+    def __init__(self, settings: Settings, data: Corpus, device: torch.device, told: Told):
         self.fits: list[Fit] = []
         self.device = device
         self._settings = settings
@@ -120,7 +121,7 @@ class Calibration:
             self._table = known_VD - (known_VD @ inside_DK) @ inside_DK.T
 
 
-def _batches(settings: Settings, data: Data, device: torch.device) -> list[Tensor]:
+def _batches(settings: Settings, data: Corpus, device: torch.device) -> list[Tensor]:
     """The token ids (B, T) of the first training batches, or of all where there are few."""
     feed = Feed(data, settings, device)
     count, per_step = settings.tokens_per_microbatch, settings.pipeline.microbatches

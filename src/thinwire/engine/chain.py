@@ -59,7 +59,7 @@ class Joined:
         self.builder = StageBuilder(settings, device)
         self.stages = [self.builder.build(i) for i in range(settings.pipeline.stages)]
         self.cuts = [
-            Cut(settings, index, self.builder.wire_spec(index), feed)
+            Cut.build(settings, index, self.builder.wire_spec(index), feed)
             for index in range(len(self.stages) - 1)
         ]
         self._autocast = autocast_for(settings.run.precision, device)
@@ -91,7 +91,7 @@ class Joined:
 
     @torch.no_grad()
     def validate(self, feed: Feed, step: int, compressed: bool, told: Told | None = None) -> Score:
-        """Loss and accuracy of the validation after `step` updates, as the pipeline makes it."""
+        """The loss of the validation after `step` updates, as the pipeline makes it."""
         score, trains = Score(), self.stages[0].training
         for stage in self.stages:
             stage.eval()
@@ -99,7 +99,7 @@ class Joined:
             batch = feed.validation(number)
             self.go_to(step, number, training=False)
             logits = self.logits(batch.inputs, compressed)
-            score.add(self.loss(logits, batch.targets), logits, batch.targets)
+            score.add(self.loss(logits, batch.targets), batch.targets)
             if told is not None:
                 told(number + 1, feed.validation_count)
         for stage in self.stages:
@@ -216,15 +216,13 @@ class Chain(Joined):
         return self.score(compressed).loss
 
     def score(self, compressed: bool = True) -> Score:
-        """Loss and accuracy of a validation, as the pipeline would make it."""
+        """The loss of a validation, as the pipeline would make it."""
         assert self.feed is not None, "evaluation needs a feed"
         return self.validate(self.feed, self.done, compressed)
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
         """Mean over the cuts of what one token costs on this leg, without frame headers; rows of a
         shared embedding are included, with theirs.
-
-        An image counts as one token.
         """
         total = sum(cut.payload_bytes_per_token(leg) for cut in self.cuts)
         total += self.row_bytes[leg] / max(1, self.done * self.settings.tokens_per_step)

@@ -3,8 +3,8 @@
     checkpoints/step-00000200/
         manifest.json            written last: what is here, of which run, with sha256 of each file
                                  and of itself
-        stage-0.safetensors      parameters, statistics of norms, optimizer state, what codecs
-                                 remember: all under global names
+        stage-0.safetensors      parameters, optimizer state, what codecs remember: all under
+                                 global names
         stage-1.safetensors
         tokenizer.json           when the corpus has one, so that a checkpoint stands on its own
         tokenizer_config.json    its chat template, when it has one (data/chat.py opens both)

@@ -145,21 +145,26 @@ class Cut:
     `at` is the step and the microbatch that cross next; bytes are counted of training alone, and
     where the content decides them only while `weigh` is set: that takes packing, which changes
     nothing else. `observe`, if set, is told of every crossing in training: the leg, what was sent,
-    what arrived.
+    what arrived. `tokens` are those of a microbatch.
     """
 
-    def __init__(
-        self, settings: Settings, index: int, spec: TensorSpec, feed: Feed | None = None
-    ) -> None:
+    def __init__(self, lower: CutEnd, upper: CutEnd, tokens: int) -> None:
         self.at = 0, 0
         self.training = True
         self.weigh = True
         self.observe: Callable[[Leg, Tensor, Tensor], None] | None = None
-        self.lower = CutEnd.build(settings, index, True, spec, feed)
-        self.upper = CutEnd.build(settings, index, False, spec, feed)
-        self._tokens = settings.tokens_per_microbatch
+        self.lower, self.upper = lower, upper
+        self._tokens = tokens
         self._crossings: Counter[Leg] = Counter()
         self._bytes: Counter[Leg] = Counter()
+
+    @classmethod
+    def build(
+        cls, settings: Settings, index: int, spec: TensorSpec, feed: Feed | None = None
+    ) -> "Cut":
+        """The cut of a run, with no memory yet."""
+        ends = (CutEnd.build(settings, index, is_lower, spec, feed) for is_lower in (True, False))
+        return cls(*ends, settings.tokens_per_microbatch)
 
     def forward(self, z: Tensor) -> Tensor:
         """The activation as the stage above unpacks it."""
@@ -170,10 +175,7 @@ class Cut:
         return self._cross(Leg.BACKWARD, gradient, self.upper, self.lower)
 
     def payload_bytes_per_token(self, leg: Leg) -> float:
-        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary.
-
-        An image counts as one token.
-        """
+        """Bytes of payload: by the codec's layout, or as measured so far where sizes vary."""
         codec = self.lower.codecs[leg]
         if codec.size_varies and self._crossings[leg]:
             return self._bytes[leg] / (self._crossings[leg] * self._tokens)

@@ -1,6 +1,6 @@
 """Batches for one stage: computed from (step, microbatch), wherever the data is.
 
-Shapes: B sequences or images of a microbatch, T tokens of context.
+Shapes: B sequences of a microbatch, T tokens of context.
 """
 
 from abc import ABC, abstractmethod
@@ -11,21 +11,11 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import build_codecs
-from thinwire.data import Batch, Corpus, ImageSet, Order, Validation
-from thinwire.data.image_batches import (
-    ImageBatch,
-    ImageOrder,
-    augmented,
-    evaluation_batch,
-    evaluation_batch_count,
-    normalised,
-)
+from thinwire.data import Batch, Corpus, Order, Validation
 from thinwire.data.order import Shuffled
 from thinwire.errors import ConfigError, DataError
 from thinwire.model import Stage
-from thinwire.model.task import Data
 from thinwire.settings import Settings
-from thinwire.settings.precision import WEIGHT_TYPES
 
 
 class FarCorpus(ABC):
@@ -63,7 +53,7 @@ class FarCorpus(ABC):
 class DeviceBatch:
     """A microbatch on the stage's device: what a model reads, and what it should say.
 
-    Each is computed when it is asked for: images by the first stage alone, labels by the last.
+    Each is computed when it is asked for: inputs by the first stage, targets by the last.
     `wait` is there if something has to come from another machine first. `learned` gives the number
     of tokens that are learned in the whole step, where that is not all of them.
     """
@@ -81,12 +71,12 @@ class DeviceBatch:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """Token ids (B, T), or normalised images (B, C, S, S)."""
+        """Token ids (B, T)."""
         return self._read_inputs()
 
     @cached_property
     def targets(self) -> Tensor:
-        """The next token of each position (B, T), or the class of each image (B).
+        """The next token of each position (B, T).
 
         A target of -100 is not learned.
         """
@@ -94,7 +84,7 @@ class DeviceBatch:
 
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
         """What this microbatch adds to the loss of its step, which is the mean over all tokens
-        or images that are learned in it.
+        that are learned in it.
 
         Each microbatch has as many, unless some are masked: then the mean over the step is not
         the mean of the means of its microbatches.
@@ -114,16 +104,14 @@ class Feed:
 
     def __init__(
         self,
-        data: Data | FarCorpus,
+        data: Corpus | FarCorpus,
         settings: Settings,
         device: torch.device,
         eval_batches: int = 0,
     ):
         limit = eval_batches or settings.train.eval_batches
         self._source: _Source
-        if isinstance(data, ImageSet):
-            self._source = _Images(data, settings, device, limit)
-        elif isinstance(data, FarCorpus):
+        if isinstance(data, FarCorpus):
             self._source = _FarTokens(data, settings, device)
         else:
             self._source = _Tokens(data, settings, device, limit)
@@ -156,7 +144,7 @@ class Feed:
         """How many tokens the validation microbatches predict, and their UTF-8 bytes.
 
         Just those that a validation scores, so that a loss and its bits per byte belong
-        together. Both are 0 for images, and for token shards, whose text is not known.
+        together. Both are 0 for token shards, whose text is not known.
         """
         return self._source.validation_text()
 
@@ -169,7 +157,7 @@ class Feed:
             raise ConfigError(
                 f"{remembering[0]} remembers each training example until it repeats, but none "
                 f"does: train.steps = {train.steps} of train.batch = {train.batch} "
-                f"{settings.model.task.rows} see {train.steps * train.batch:,} of "
+                f"sequences see {train.steps * train.batch:,} of "
                 f"{self.example_count:,} examples, each once. Train for several epochs, or choose "
                 "a codec that does not remember examples, such as one with +ef21"
             )
@@ -263,55 +251,4 @@ class _FarTokens(_Source):
             lambda: self._far.targets(at).to(self._device),
             (lambda: self._far.wait(at)) if self._far.is_due(at) else None,
             lambda: None if isinstance(at, int) else self._far.learned_count(at),
-        )
-
-
-class _Images(_Source):
-    """Images, varied in training where the settings say so."""
-
-    order: ImageOrder
-
-    def __init__(self, images: ImageSet, settings: Settings, device: torch.device, limit: int):
-        _check_shape(images, settings)
-        microbatches, seed = settings.pipeline.microbatches, settings.run.seed
-        self.order = ImageOrder(images.train, settings.train.batch, microbatches, seed)
-        self._images = images
-        self._size = settings.microbatch_size
-        self._augment = settings.data.augment
-        self._dtype = WEIGHT_TYPES[settings.run.precision]
-        self._device = device
-        self.validation_count = evaluation_batch_count(images.test, self._size, limit)
-
-    def training(self, step: int, microbatch: int) -> DeviceBatch:
-        return self._on_device(self.order.microbatch(step, microbatch), self._augment)
-
-    def validation(self, microbatch: int) -> DeviceBatch:
-        return self._on_device(evaluation_batch(self._images.test, self._size, microbatch), False)
-
-    def _on_device(self, batch: ImageBatch, augment: bool) -> DeviceBatch:
-        return DeviceBatch(
-            lambda: self._normalised(batch, augment),
-            lambda: torch.from_numpy(batch.labels_B).to(self._device),
-        )
-
-    def _normalised(self, batch: ImageBatch, augment: bool) -> Tensor:
-        pixels_BCSS = torch.from_numpy(batch.pixels_BCSS).to(self._device)
-        if augment:
-            pixels_BCSS = augmented(pixels_BCSS, self.order.seed, batch.place)
-        return normalised(pixels_BCSS, self._images.mean_C, self._images.std_C, self._dtype)
-
-
-def _check_shape(images: ImageSet, settings: Settings) -> None:
-    """Refuse images that the model was not made for."""
-    model = settings.model
-    if (images.channels, images.side) != (model.channels, model.side):
-        raise DataError(
-            f"the images are {images.channels} x {images.side} x {images.side}, but the model "
-            f"reads {model.channels} x {model.side} x {model.side}: set model.channels = "
-            f"{images.channels} and model.side = {images.side}"
-        )
-    if len(images.classes) > model.classes:
-        raise DataError(
-            f"the images have {len(images.classes)} classes, but model.classes = {model.classes}: "
-            f"set it to {len(images.classes)}"
         )

@@ -26,8 +26,7 @@ from torch import Tensor
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.feed import FarCorpus
-from thinwire.errors import DataError, WireError
-from thinwire.model.task import TEXT
+from thinwire.errors import WireError
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
 
@@ -86,15 +85,6 @@ class Facts:
             raise ValueError("masked is neither true nor false")
 
 
-def refuse_images(settings: Settings) -> None:
-    """Only token ids are sent; DataError says what to do for images."""
-    if settings.model.task is not TEXT:
-        raise DataError(
-            f'model.preset = "{settings.model.preset}" reads images, which are not sent over the '
-            "network: put the same images on this machine, and name them with --data"
-        )
-
-
 def columns_read(settings: Settings, stage: int) -> Columns:
     """What a stage reads of its batches: inputs, targets, both or nothing."""
     built = StageBuilder(settings, torch.device("meta")).build(stage)
@@ -144,7 +134,6 @@ class FetchedCorpus(FarCorpus):
     """Token ids that another machine sends as they are needed; reads wait for what is due."""
 
     def __init__(self, pipe: Pipe, settings: Settings, stage: int, timeout: float = _ANSWER_S):
-        refuse_images(settings)
         self.meter = Meter()
         said = {"config_hash": settings.hash}
         self._read_facts(handshake(pipe, said, said, timeout, self.meter))

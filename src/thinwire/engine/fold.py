@@ -140,7 +140,7 @@ def _whole(settings: Settings) -> Stage:
 
 
 def _state(stage: Stage) -> dict[str, Tensor]:
-    return {**stage.global_parameters(), **stage.global_buffers()}
+    return {**stage.global_parameters()}
 
 
 def _by_rows(table: Tensor, widen: Callable[[Tensor], Tensor]) -> Tensor:

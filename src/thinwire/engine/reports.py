@@ -77,12 +77,11 @@ class Step:
 @dataclass(frozen=True)
 class Evaluation:
     """A validation, scored by the last stage; `seconds` are those it took there, and `count` the
-    tokens or images behind the loss.
+    tokens behind the loss.
     """
 
     step: int
     loss: float
-    accuracy: float | None
     seconds: Finite
     count: int = 0
 

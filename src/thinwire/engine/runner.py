@@ -146,7 +146,7 @@ class Runner:
         with self._autocast():
             output = self._run_layers(received, batch)
             if self._above is None:
-                score.add(self.stage.loss(output, batch.targets), output, batch.targets)
+                score.add(self.stage.loss(output, batch.targets), batch.targets)
         if self._above is not None:
             self._sync()
             self._above.send_tensor(kind, output, step, number, self._update.versions)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import TensorSpec
+from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import not_finite_in
 from thinwire.engine.cut import MEMORY, CutEnd
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Source, Versions
@@ -32,7 +33,7 @@ from thinwire.settings.precision import WEIGHT_TYPES
 class ShardCheck:
     """Checks the parts that the stages of a run send; safe to call from several threads."""
 
-    def __init__(self, settings: Settings, data: Data, scratch: Path):
+    def __init__(self, settings: Settings, data: Corpus, scratch: Path):
         """`scratch`: where codec memories that are too large for memory are restored."""
         self._settings = settings
         self._feed = Feed(data, settings, torch.device("cpu"))

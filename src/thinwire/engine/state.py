@@ -27,7 +27,7 @@ OPTIMIZER = "optimizer/"
 
 
 class StageState:
-    """Weights, statistics of norms, moments, the basis and its gradients, what codecs remember."""
+    """Weights, moments, the basis and its gradients, what codecs remember."""
 
     def __init__(
         self, settings: Settings, stage: Stage, update: StageUpdate, ends: Iterable[CutEnd]
@@ -46,7 +46,6 @@ class StageState:
         update = self._update
         tensors: dict[str, Tensor] = {
             **self._stage.global_parameters(),
-            **self._stage.global_buffers(),
             **{OPTIMIZER + name: t for name, t in update.optimizer.state_tensors().items()},
         }
         if update.keeper is not None:
@@ -98,7 +97,7 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
     Beside what it would save itself: what stages below have learned for it, and the shared basis.
     """
     built, split = StageBuilder(settings, torch.device("meta")).build(stage), settings.split()
-    exact = {*built.global_parameters(), *built.global_buffers()}
+    exact = {*built.global_parameters()}
     prefixes = [f"{OPTIMIZER}{name}/" for name in built.trained_parameters()]
     for cut, is_lower in ((stage - 1, False), (stage, True)):
         if 0 <= cut < len(split) - 1:
@@ -114,7 +113,7 @@ def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set
 @torch.no_grad()
 def restore_weights(stage: Stage, space: Space | None, source: Source) -> None:
     """Fill a stage (and the basis, if it has moved) from a state of any split."""
-    state: dict[str, Tensor] = {**stage.global_parameters(), **stage.global_buffers()}
+    state = stage.global_parameters()
     loaded = source.tensors(state)
     for name, tensor in state.items():
         if loaded[name].shape != tensor.shape:

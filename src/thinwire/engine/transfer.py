@@ -55,7 +55,7 @@ class Transfer:
     @torch.no_grad()
     def fill(self, builder: StageBuilder, stage: Stage) -> None:
         """Lay the source's weights over the starting weights of a stage."""
-        state: dict[str, Tensor] = {**stage.owned_parameters(), **stage.global_buffers()}
+        state = stage.owned_parameters()
         forms = _forms_of(stage)
         for name, tensor in state.items():
             if _is_of_a_cut(name) or is_adapter(name):

@@ -40,8 +40,6 @@ class StageUpdate:
         self.version = 0  # updates committed
         self._stage = stage
         self._clip = clip
-        self._buffers = stage.global_buffers()
-        self._buffers_before: dict[str, Tensor] = {}
 
     @classmethod
     def build(
@@ -79,7 +77,6 @@ class StageUpdate:
 
     def begin(self, step: int) -> None:
         """Before the first forward: note what a refused step must leave as it was."""
-        self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers.items()}
         if self.keeper is not None:
             self.keeper.begin_step(step)
 
@@ -132,14 +129,12 @@ class StageUpdate:
 
     @torch.no_grad()
     def withdraw(self, step: int) -> None:
-        """Leave everything as it was before the step: what batch norms have seen, too."""
+        """Leave everything as it was before the step."""
         self.optimizer.zero_grad()
         if self.keeper is not None:
             self.keeper.withdraw(step)
         if self.rows is not None:
             self.rows.withdraw()
-        for name, before in self._buffers_before.items():
-            self._buffers[name].copy_(before)
 
     @torch.no_grad()
     def check(self, step: int) -> None:

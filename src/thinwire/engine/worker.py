@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.contract import terms_between_machines
@@ -84,7 +85,7 @@ class Worker:
         self.stop_requested = threading.Event()
         self.seal = Seal()  # of what all stages tell each other; replaced where peers are strangers
         self.device = choose_device(settings.run.device, self.index)
-        self.data = far or settings.model.task.open(assignment.corpus)
+        self.data = far or Corpus.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
         self.mailbox = Mailbox()
         prepare_torch(settings, self.device)
@@ -215,9 +216,7 @@ class Worker:
         batches = self.feed.validation_count
         score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
         if score is not None:
-            accuracy = self.settings.model.task.accuracy(score)
-            seconds = time.monotonic() - start
-            tell(Evaluation(done, score.loss, accuracy, seconds, score.count))
+            tell(Evaluation(done, score.loss, time.monotonic() - start, score.count))
         return stop
 
     def _checkpoint(self, done: int, tell: Tell) -> None:

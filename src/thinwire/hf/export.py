@@ -50,11 +50,6 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     settings = checkpoint.settings
-    if no_text := settings.model.task.no_text:
-        raise ConfigError(
-            f"{checkpoint.folder} holds a model that {no_text.partition(':')[0]}: only language "
-            "models can be exported"
-        )
     checkpoint.verify()
     tokenizer = tokenizer_files(checkpoint, wanted.tokenizer)
     why_not = why_not_folded(settings)

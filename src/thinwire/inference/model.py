@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Model(Joined, TextModel):
         return not self.compression or crosses_by_token(self.settings)
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
-        """Logits of every position or image; `number` tells a microbatch or token from the next.
+        """Logits of every position; `number` tells a microbatch or token from the next.
 
         With the past of each stage, of the positions that follow those in it.
         """
@@ -102,19 +103,20 @@ class Model(Joined, TextModel):
         places, score = text.windows(batches), Score()
         for number, window in enumerate(text.read(places, self.device)):
             logits_BTV = self(window.inputs_BT, number)
-            score.add(self.loss(logits_BTV, window.targets_BT), logits_BTV, window.targets_BT)
+            score.add(self.loss(logits_BTV, window.targets_BT), window.targets_BT)
             display.progress("eval", number + 1, len(places), "microbatches")
         return {**self._figures(score, *text.size(places)), "data": str(path)}
 
     def _figures(self, score: Score, tokens: int, size: int) -> dict[str, Any]:
-        found = {
+        return {
             "checkpoint": str(self.checkpoint.folder),
             "step": self.checkpoint.step,
             "compression": "on" if self.compression else "off",
             "valid_loss": score.loss,
+            "perplexity": _perplexity(score.loss),
+            "bits_per_byte": bits_per_byte(score.loss, tokens, size),
+            "tokens": score.count,
         }
-        ratio = bits_per_byte(score.loss, tokens, size)
-        return {**found, **self.settings.model.task.figures(score, ratio)}
 
     def tokens_behind(
         self, ids: Sequence[int], sampling: Sampling, cache: bool = True
@@ -129,3 +131,11 @@ class Model(Joined, TextModel):
                 logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
             ids.append(choose(logits_BTV[0, -1].float().cpu()))
             yield ids[-1]
+
+
+def _perplexity(loss: float) -> float:
+    """e to the loss; infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -43,8 +43,6 @@ class TextModel(ABC):
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
-        if no_text := self.checkpoint.settings.model.task.no_text:
-            raise ConfigError(f"{self.checkpoint.folder} holds a model that {no_text}")
         if self.checkpoint.tokenizer is None:
             raise CheckpointError(
                 f"{self.checkpoint.folder} holds no tokenizer (it was trained on token shards "

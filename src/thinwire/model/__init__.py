@@ -8,7 +8,7 @@ from thinwire.model.lora import LoraConfig
 
 if TYPE_CHECKING:
     from thinwire.model.base import Architecture, LayerPlan
-    from thinwire.model.family import architecture
+    from thinwire.model.llama import architecture
     from thinwire.model.loss import Score, token_loss
     from thinwire.model.narrow import Narrow
     from thinwire.model.stage import Past, Stage
@@ -30,8 +30,8 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "family": ("architecture",),
         "base": ("Architecture", "LayerPlan"),
+        "llama": ("architecture",),
         "loss": ("Score", "token_loss"),
         "narrow": ("Narrow",),
         "stage": ("Past", "Stage"),

@@ -4,12 +4,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.boundary import Boundary, DenseBoundary
 from thinwire.model.config import ModelConfig
 from thinwire.model.narrow import Narrow
 from thinwire.optim.roles import Role
@@ -44,12 +42,9 @@ class Probe:
 class Architecture(ABC):
     """A family of models, as those who cut, place and plan them need to know it.
 
-    A row of a batch is a sequence of tokens, or an image. What is split over stages is blocks; the
-    first stage also has what comes before them, and the last one what comes after.
+    A row of a batch is a sequence of tokens. What is split over stages is blocks; the first stage
+    also has what comes before them, and the last one what comes after.
     """
-
-    dense: ClassVar[type[Boundary]] = DenseBoundary
-    """The boundary that carries all of the stream."""
 
     def __init__(self, config: ModelConfig):
         self._config = config
@@ -64,7 +59,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
-        """What a dense cut after so many blocks carries: (batch, tokens or pixels, channels)."""
+        """What a dense cut after so many blocks carries: (batch, tokens, channels)."""
 
     @abstractmethod
     def forward_flops(self, blocks: range, batch: int) -> float:

@@ -6,46 +6,35 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.model.rope import RopeScaling
-from thinwire.model.task import IMAGES, TEXT, Task
 from thinwire.typed import option
 
-_LLAMA = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
-_RESNET = ("layers", "dim", "classes", "channels", "side")
-SIZES = tuple(dict.fromkeys((*_LLAMA, *_RESNET)))
+SIZES = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 MATRIX_STD = 0.02  # of starting weights
-_LLAMA_OTHERS = (
-    *("embed_std", "rope_theta", "rope_scaling", "norm_eps"),
-    *("head_dim", "qkv_bias", "qk_norm"),
-)
 CUSTOM = "custom"
 """The preset without sizes of its own: all of them stand in the file, as for imported models."""
 
 
-def _llama(*sizes: int) -> dict[str, int]:
-    return dict(zip(_LLAMA, sizes, strict=True))
+def _sizes(*sizes: int) -> dict[str, int]:
+    return dict(zip(SIZES, sizes, strict=True))
 
 
-# layers, dim, heads, kv_heads, ffn, vocab, context; or those of an image model
+# layers, dim, heads, kv_heads, ffn, vocab, context
 PRESETS: dict[str, dict[str, int]] = {
-    "tiny": _llama(4, 128, 4, 2, 352, 2048, 128),
-    "mini": _llama(8, 256, 8, 4, 704, 4096, 256),
-    "70m": _llama(8, 512, 8, 4, 1536, 50304, 512),
-    "160m": _llama(12, 768, 12, 4, 2048, 50304, 1024),
-    "400m": _llama(24, 1024, 16, 8, 2816, 50304, 1024),
-    "1b": _llama(16, 2048, 32, 8, 8192, 128256, 2048),
-    "2b": _llama(8, 4096, 32, 32, 11008, 32000, 1024),
-    "3b": _llama(28, 3072, 24, 8, 8192, 128256, 4096),
-    "8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
-    "resnet18": dict(zip(_RESNET, (8, 64, 10, 3, 32), strict=True)),
+    "tiny": _sizes(4, 128, 4, 2, 352, 2048, 128),
+    "mini": _sizes(8, 256, 8, 4, 704, 4096, 256),
+    "70m": _sizes(8, 512, 8, 4, 1536, 50304, 512),
+    "160m": _sizes(12, 768, 12, 4, 2048, 50304, 1024),
+    "400m": _sizes(24, 1024, 16, 8, 2816, 50304, 1024),
+    "1b": _sizes(16, 2048, 32, 8, 8192, 128256, 2048),
+    "2b": _sizes(8, 4096, 32, 32, 11008, 32000, 1024),
+    "3b": _sizes(28, 3072, 24, 8, 8192, 128256, 4096),
+    "8b": _sizes(32, 4096, 32, 8, 14336, 128256, 8192),
 }
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`[model]`: a Llama-style decoder, or a ResNet-18 for images.
-
-    A key left at 0 takes the preset's value; one that is of no use to the preset stays at 0.
-    """
+    """`[model]`: a Llama-style decoder. A key left at 0 takes the preset's value."""
 
     preset: str = option(
         "tiny",
@@ -60,7 +49,7 @@ class ModelConfig:
     )
     dim: int = option(
         0,
-        "width of the residual stream; resnet18: of its first group; 0 = the preset's",
+        "width of the residual stream; 0 = the preset's",
         least=0,
         most=2**20,
     )
@@ -75,13 +64,6 @@ class ModelConfig:
         0, "size of the vocabulary, at least the tokenizer's; 0 = the preset's", least=0, most=2**24
     )
     context: int = option(0, "tokens per training sequence; 0 = the preset's", least=0, most=2**24)
-    classes: int = option(0, "resnet18: number of classes; 0 = the preset's", least=0, most=2**20)
-    channels: int = option(
-        0, "resnet18: channels of an image, 3 or 1; 0 = the preset's", least=0, most=2**10
-    )
-    side: int = option(
-        0, "resnet18: height and width of an image in pixels; 0 = the preset's", least=0, most=2**14
-    )
     embed_std: float = option(
         0.0,
         "standard deviation of the embedding at the start; 0 = 1 with muon, else 0.02",
@@ -100,13 +82,8 @@ class ModelConfig:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The preset's own sizes: those that mean something to its family of models."""
-        return PRESETS[self.preset] if self.preset != CUSTOM else _llama(*(0 for _ in _LLAMA))
-
-    @property
-    def task(self) -> Task:
-        """What a model of this preset is trained to do."""
-        return IMAGES if "side" in self.shape else TEXT
+        """The preset's own sizes."""
+        return PRESETS[self.preset] if self.preset != CUSTOM else dict.fromkeys(SIZES, 0)
 
     @property
     def attention_dim(self) -> int:
@@ -118,19 +95,17 @@ class ModelConfig:
 
         `embed_std` is the embedding's spread where the config leaves it open.
         """
-        self._check_use()
         filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
         missing = [f"model.{key}" for key, size in filled.items() if not size]
         if missing:
             raise ConfigError(
                 f'model.preset = "{self.preset}" has no sizes of its own: set {", ".join(missing)}'
             )
-        if "vocab" in self.shape:
-            filled["embed_std"] = self.embed_std or embed_std
-            filled["head_dim"] = self.head_dim or _even_share(filled["dim"], filled["heads"])
-            filled["rope_scaling"] = str(RopeScaling.parse(self.rope_scaling) or "")
+        filled["embed_std"] = self.embed_std or embed_std
+        filled["head_dim"] = self.head_dim or _even_share(filled["dim"], filled["heads"])
+        filled["rope_scaling"] = str(RopeScaling.parse(self.rope_scaling) or "")
         full = dataclasses.replace(self, **filled)
-        full.task.check_model(full)
+        full._check_heads()
         return full
 
     def relaxed(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
@@ -146,23 +121,28 @@ class ModelConfig:
         """Sizes that are set and differ from the preset's, each with the preset's after it."""
         if self.preset == CUSTOM:
             return {}
-        preset = {key: self.shape.get(key, 0) for key in SIZES}
         return {
             key: (getattr(self, key), size)
-            for key, size in preset.items()
+            for key, size in self.shape.items()
             if getattr(self, key) not in (0, size)
         }
 
-    def _check_use(self) -> None:
-        """Refuse keys that mean nothing to this family of models."""
-        used = {*self.shape, *(_LLAMA_OTHERS if "vocab" in self.shape else ())}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("preset", *used) and value != field.default:
-                raise ConfigError(
-                    f"model.{field.name} = {value} has no effect with model.preset = "
-                    f'"{self.preset}": leave it at {field.default}'
-                )
+    def _check_heads(self) -> None:
+        """Refuse sizes that cannot work together."""
+        if not self.head_dim or (self.head_dim % 2 and self.attention_dim == self.dim):
+            raise ConfigError(
+                f"model.dim = {self.dim} must split into model.heads = {self.heads} heads of "
+                "even width (rotary positions turn pairs of channels), or model.head_dim be set"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim = {self.head_dim} must be even: rotary positions turn pairs of "
+                "channels"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads = {self.heads} must be a multiple of model.kv_heads = {self.kv_heads}"
+            )
 
 
 def _even_share(dim: int, heads: int) -> int:

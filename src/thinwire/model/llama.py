@@ -163,6 +163,11 @@ class Block(nn.Module):
         return KeyValues(len(self.cos_TE))
 
 
+def architecture(config: ModelConfig) -> Architecture:
+    """What is to be known of the model of a resolved config."""
+    return Llama(config)
+
+
 class Llama(Architecture):
     """Llama-style decoders."""
 

@@ -31,7 +31,7 @@ class LoraConfig:
         """The factor of what an adapter adds."""
         return self.alpha / self.rank
 
-    def check(self, is_text: bool, boundary: BoundaryConfig) -> None:
+    def check(self, boundary: BoundaryConfig) -> None:
         """Refuse what cannot work."""
         if not self.rank:
             return
@@ -45,11 +45,6 @@ class LoraConfig:
             raise ConfigError(
                 f"lora.targets is empty, but lora.rank = {self.rank}: name the matrices that get "
                 f"an adapter ({', '.join(TARGETS)}), or set lora.rank = 0"
-            )
-        if not is_text:
-            raise ConfigError(
-                f"lora.rank = {self.rank} cannot work with images: adapters stand beside the "
-                "matrices of a transformer; leave it at 0"
             )
         if boundary.shares_embedding:
             raise ConfigError(

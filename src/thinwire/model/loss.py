@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token (B, T, V) or per image (B, K), in float32 at least.
+    """Mean cross-entropy per token (B, T, V), in float32 at least.
 
     A target of -100 counts for nothing: it fills up a batch.
     """
@@ -21,7 +21,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Score:
-    """Loss and accuracy over batches: every token or image that counts weighs the same.
+    """The loss over batches: every token that counts weighs the same.
 
     Sums stay on the device until they are asked for, so that scoring a batch waits for nothing.
     They are one tensor, whatever the number of batches: a small tensor kept from each would sit
@@ -29,31 +29,24 @@ class Score:
     """
 
     def __init__(self) -> None:
-        self._total: Tensor | None = None  # loss times count, right answers, count; in float64
+        self._total: Tensor | None = None  # loss times count, count; in float64
 
-    def add(self, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
+    def add(self, loss: Tensor, targets: Tensor) -> None:
         """Take in a batch with its mean loss."""
         count = (targets >= 0).sum().double()
-        right = (logits.argmax(-1) == targets).sum().double()
-        part = torch.stack((loss.detach().double() * count, right, count))
+        part = torch.stack((loss.detach().double() * count, count))
         self._total = part if self._total is None else self._total.add_(part)
 
     @property
     def loss(self) -> float:
         """The mean loss."""
-        total, _, count = self._sums()
+        total, count = self._sums()
         return total / count
 
     @property
-    def accuracy(self) -> float:
-        """The share of tokens or images whose likeliest answer is the right one."""
-        _, right, count = self._sums()
-        return right / count
-
-    @property
     def count(self) -> int:
-        """Tokens or images that count."""
-        return int(self._sums()[2])
+        """Tokens that count."""
+        return int(self._sums()[1])
 
     def _sums(self) -> list[float]:
         assert self._total is not None, "a score of no batch"

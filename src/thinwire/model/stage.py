@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from thinwire.boundary import Boundary
 from thinwire.model.base import EMBEDDING, EMBEDDING_WEIGHT, LayerPlan
 from thinwire.model.config import ModelConfig
-from thinwire.model.family import architecture
-from thinwire.model.llama import Block
+from thinwire.model.llama import Block, architecture
 from thinwire.model.loss import summed_loss, token_loss
 from thinwire.model.narrow import InSpace, Reparametrised
 from thinwire.model.past import KeyValues
@@ -56,7 +55,7 @@ def with_ends(
 class Stage(nn.Module):
     """Consecutive layers of the model, from its inputs or a decoded activation onward.
 
-    Without an incoming boundary it starts from the model's inputs, token ids or images; without an
+    Without an incoming boundary it starts from the model's inputs, token ids; without an
     outgoing one it ends with what the last layer says (logits). A stage without either is the
     whole model. `next_name` is the layer that follows the outgoing boundary.
     """
@@ -203,18 +202,6 @@ class Stage(nn.Module):
         ends = {f"boundary.{self.names[0]}": self.incoming}
         ends[f"boundary.{self._next_name}"] = self.outgoing
         return {name: end for name, end in ends.items() if end is not None}
-
-    def global_buffers(self) -> dict[str, Tensor]:
-        """What layers keep of the data they have seen (a batch norm's statistics), by global name.
-
-        It is as much a part of the trained model as its parameters are.
-        """
-        return {
-            f"{name}.{local}": value
-            for name, layer in zip(self.names, self.layers, strict=True)
-            for local, value in layer.state_dict(keep_vars=True).items()
-            if not isinstance(value, nn.Parameter)
-        }
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""

@@ -38,7 +38,6 @@ class StageOptimizer:
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
         self._optimizers = _build(parameters, roles, config.with_shares(), constraint, by_rows)
-        self._keeps_state = _keeps_state(config)
 
     def step(self, lr: float) -> None:
         """One update at this learning rate; gradients are cleared afterwards."""
@@ -71,7 +70,7 @@ class StageOptimizer:
 
     def remembered(self) -> list[str]:
         """The parameters of which something is kept from one update to the next."""
-        return list(self._parameters) if self._keeps_state else []
+        return list(self._parameters)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter name/state name`, ready for a checkpoint."""
@@ -121,8 +120,6 @@ def state_like(
 
     Without an optimizer: what torch imports to make the first one takes seconds.
     """
-    if not _keeps_state(config):
-        return {}
     names = {p: name for name, p in parameters.items()}
     kinds = _grouped(parameters, roles, config.with_shares(), constraint, by_rows)
     return {
@@ -134,10 +131,6 @@ def state_like(
     }
 
 
-def _keeps_state(config: OptimConfig) -> bool:
-    return config.name != "sgd" or config.momentum > 0
-
-
 def _state_like(
     kind: type[torch.optim.Optimizer], group: dict[str, Any], parameter: Tensor
 ) -> dict[str, Tensor]:
@@ -147,7 +140,7 @@ def _state_like(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     shape = tuple(parameter.shape)
-    if issubclass(kind, Muon | torch.optim.SGD):
+    if issubclass(kind, Muon):
         return {"momentum_buffer": like(shape)}
     if issubclass(kind, RowAdamW):
         updated = like(shape[:1], torch.int64)
@@ -181,7 +174,6 @@ def _build(
     kinds = _grouped(parameters, roles, config, constraint, by_rows)
     fused = all(p.is_cuda for p in parameters.values())
     common: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
-        torch.optim.SGD: {"momentum": config.momentum},
         torch.optim.AdamW: {"betas": BETAS, "fused": fused},
         SubspaceAdamW: {"betas": BETAS},
         RowAdamW: {"betas": BETAS},
@@ -205,12 +197,10 @@ def _grouped(
         kind: type[torch.optim.Optimizer] = torch.optim.AdamW
         options: dict[str, Any] = {
             "lr_share": _share(role, config),
-            "weight_decay": config.weight_decay if _decays(role, parameter, config) else 0.0,
+            "weight_decay": config.weight_decay if _decays(role, parameter) else 0.0,
         }
         if by_rows and role is Role.TABLE:
             kind = RowAdamW
-        elif config.name == "sgd":
-            kind = torch.optim.SGD
         elif config.name == "muon" and role is Role.MATRIX:
             kind = Muon
             options["basis"] = constraint.basis_DK if constraint and name in axes else None
@@ -236,6 +226,5 @@ def _share(role: Role | None, config: OptimConfig) -> float:
     return 1.0 if role is None else shares[role]
 
 
-def _decays(role: Role | None, parameter: Tensor, config: OptimConfig) -> bool:
-    """Gains decay with SGD alone, where decay is a part of the gradient, as in image studies."""
-    return role is not Role.BASIS and (parameter.ndim > 1 or config.name == "sgd")
+def _decays(role: Role | None, parameter: Tensor) -> bool:
+    return role is not Role.BASIS and parameter.ndim > 1

@@ -23,16 +23,15 @@ class OptimConfig:
 
     name: str = option(
         "adamw",
-        "adamw; muon (matrices of the blocks; adamw for the rest); sgd (with momentum)",
-        ("adamw", "muon", "sgd"),
+        "adamw; muon (matrices of the blocks; adamw for the rest)",
+        ("adamw", "muon"),
     )
     lr: float = option(3e-3, "peak learning rate", above=0)
     weight_decay: float = option(
         0.1,
-        "adamw, muon: decoupled weight decay of matrices; sgd: L2 penalty of all parameters",
+        "decoupled weight decay of matrices",
         least=0,
     )
-    momentum: float = option(0.9, "sgd: momentum; 0 = none", least=0, below=1)
     warmup: int = option(
         -1, "steps of linear warmup; -1 = 20, or half of a shorter run", least=0, auto=-1
     )

@@ -63,6 +63,11 @@ def member_folder(given: Path | None) -> Path:
     return _only(found)
 
 
+def hosted_folders() -> list[Path]:
+    """The folders of all runs that this machine hosts and that answer."""
+    return _answering(_runs())
+
+
 def _runs() -> Path:
     return Path(RunConfig().out)
 

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.errors import AdmissionError, NotAliveError, ThinwireError
+from thinwire.errors import AdmissionError, ThinwireError
 from thinwire.paths import peer_folder
-from thinwire.remote.alive import alive_folders
+from thinwire.remote.alive import hosted_folders
 from thinwire.remote.check_machine import check_machine
 from thinwire.remote.check_way import check_outside, check_way
 from thinwire.remote.control_socket import ask
@@ -46,10 +46,6 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
 
 def _check_hosted() -> Iterator[Finding]:
     """Have the peers of each run that is hosted here look from outside."""
-    try:
-        folders = alive_folders(None, members=False)
-    except NotAliveError:
-        return
-    for folder in folders:
+    for folder in hosted_folders():
         with contextlib.suppress(ThinwireError):  # a run of this machine alone
             yield from check_outside(ask(folder, {"ask": "outside"}))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.feed import Data
 from thinwire.engine.shard_check import ShardCheck
 from thinwire.errors import ThinwireError
 from thinwire.remote.fetch import SeatServer
@@ -47,7 +47,7 @@ class Base:
     token_of: Callable[[str], str]  # at doors, of a peer
     meeting: Callable[[str], list[Way]]  # of a peer: where it finds those whom it cannot reach
     folder: Path
-    data: Data
+    data: Corpus
     display: SharedDisplay
     beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
         default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.data import DataConfig
+from thinwire.data import DataConfig, prepare
 from thinwire.data.template import TEMPLATES
-from thinwire.engine.fetched import refuse_images
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
@@ -163,10 +162,9 @@ class Holding:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
         settings = self.settings
         if self._terms.data is None:
-            refuse_images(settings)
             return None
         config = own_data(self.seat, settings, self._terms)
-        data = settings.model.task.prepare(config, settings.model.vocab, cache_folder(), say)
+        data = prepare(config, settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.seat.corpus:
             raise DataError(
                 f"{self._terms.data} is not the data of this run (fingerprint {data.fingerprint}, "

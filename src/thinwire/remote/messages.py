@@ -158,7 +158,6 @@ class StepNews:
     tokens_per_s: float
     step_seconds: float
     eta_seconds: float
-    unit: str
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,6 @@ class ScoreNews:
     step: int
     loss: float
     bits_per_byte: float | None
-    accuracy: float | None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Split:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens, or images, that the run would learn from in a second."""
+        """Tokens that the run would learn from in a second."""
         return self.settings.tokens_per_step / self.simulation.step_seconds
 
 
@@ -255,7 +255,7 @@ def _remedies(settings: Settings) -> list[tuple[str, Settings]]:
     """Changes of the settings that take less memory, most harmless first."""
     found = []
     pipeline, batch = settings.pipeline, settings.train.batch
-    if not pipeline.recompute and settings.unit == "token":
+    if not pipeline.recompute:
         changed = dataclasses.replace(pipeline, recompute=True)
         found.append(("pipeline.recompute = true (more compute)", changed))
     more = next((n for n in (2, 4, 8) if batch % (n * pipeline.microbatches) == 0), None)

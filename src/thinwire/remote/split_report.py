@@ -21,7 +21,7 @@ def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
             "",
             f"model: {sum(split.parameters):,} parameters, "
             f"{architecture(settings.model).describe()}",
-            f"step: {settings.train.batch:,} {settings.model.task.rows} in "
+            f"step: {settings.train.batch:,} sequences in "
             f"{settings.pipeline.microbatches} microbatches",
             "",
             *_stage_lines(split),
@@ -46,7 +46,6 @@ def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dic
     return {
         "step_seconds": simulation.step_seconds,
         "tokens_per_s": split.tokens_per_s,
-        "unit": split.settings.unit,
         "bound": simulation.bound,
         "even_step_seconds": even,
         "even_tokens_per_s": split.settings.tokens_per_step / even if even else None,
@@ -151,7 +150,7 @@ def _window_lines(window: tuple[int, float] | None) -> list[str]:
 def _estimate_line(split: Split) -> str:
     seconds, steps = split.simulation.step_seconds, split.settings.train.steps
     return (
-        f"estimate: {seconds:.3f} s per step, {split.tokens_per_s:,.0f} {split.settings.unit}s/s, "
+        f"estimate: {seconds:.3f} s per step, {split.tokens_per_s:,.0f} tokens/s, "
         f"{duration(seconds * steps)} for {steps:,} steps, not counting start, validations and "
         "checkpoints"
     )
@@ -169,5 +168,5 @@ def _even_line(split: Split) -> str:
     compared = "the same" if abs(gain - 1) < 0.0005 else f"the chosen one is {gain:.2f}x as fast"
     return (
         f"even split in the listed order: {seconds:.3f} s per step, {rate:,.0f} "
-        f"{split.settings.unit}s/s; {compared}"
+        f"tokens/s; {compared}"
     )

@@ -141,7 +141,6 @@ class Standing:
                 steps=step.steps if step else 0,
                 loss=loss,
                 tokens_per_s=_finite(step.tokens_per_s) if step else 0.0,
-                unit=step.unit if step else "token",
                 waiting_for=waiting_for,
                 waiting_since=since if waiting_for else 0.0,
                 last_checkpoint=last_checkpoint,

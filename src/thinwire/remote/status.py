@@ -60,7 +60,6 @@ class StatusReport:
     steps: int = 0
     loss: float | None = None
     tokens_per_s: float = 0.0
-    unit: str = "token"
     waiting_for: str = ""  # in words: "a peer for stage 2"
     waiting_since: float = 0.0
     last_checkpoint: int | None = None  # the step of the newest complete one
@@ -119,7 +118,7 @@ def _facts(report: StatusReport) -> RenderableType:
     if report.steps:
         row("step", f"{report.step:,} of {report.steps:,}, loss {loss_text(report.loss)}")
     if report.tokens_per_s:
-        row("speed", f"{report.tokens_per_s:,.0f} {report.unit}s/s")
+        row("speed", f"{report.tokens_per_s:,.0f} tokens/s")
     if report.epoch:
         again = report.epoch - 1
         times = "" if again < 1 else f": the run was re-formed {again} time{'s' * (again > 1)}"

@@ -84,13 +84,12 @@ def most_shard_bytes(settings: Settings, stage: int) -> int:
     """The largest file that a stage's part of a checkpoint can be: none is taken beyond it."""
     built = StageBuilder(settings, torch.device("meta")).build(stage)
     width = WEIGHT_TYPES[settings.run.precision].itemsize
-    parameters, buffers = built.global_parameters(), built.global_buffers()
+    parameters = built.global_parameters()
     state = sum(_STATES * p.numel() * width for p in parameters.values())
-    state += sum(8 * b.numel() for b in buffers.values())
     state += 3 * 8 * settings.model.dim**2  # a basis, the next one, and their covariance
     if settings.boundary.shares_embedding:  # gradients that wait, counts and times of rows
         state += settings.model.vocab * (settings.model.dim * width + 2 * 8)
-    names = _STATES * len(parameters) + len(buffers) + 64
+    names = _STATES * len(parameters) + 64
     cuts = [cut for cut in (stage - 1, stage) if 0 <= cut < settings.pipeline.stages - 1]
     for cut in cuts:
         tensor = 8 * math.prod(wire_shape(settings, cut))

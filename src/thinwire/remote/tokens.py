@@ -15,9 +15,8 @@ import numpy as np
 
 from thinwire.data import Batch, Corpus, Order, Validation
 from thinwire.data.order import MASKED
-from thinwire.engine.fetched import Answer, Columns, Facts, Side, refuse_images
+from thinwire.engine.fetched import Answer, Columns, Facts, Side
 from thinwire.errors import WireError
-from thinwire.model.task import Data
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
 from thinwire.wire.background import on_daemon_thread
@@ -32,13 +31,11 @@ class TokenServer:
     def __init__(
         self,
         pipe: Pipe,
-        data: Data,
+        data: Corpus,
         settings: Settings,
         meter: Meter | None = None,
         timeout: float = _GREETING_S,
     ):
-        refuse_images(settings)
-        assert isinstance(data, Corpus), "a task that reads text has a corpus"
         self.meter = meter or Meter()
         self.failure: WireError | None = None  # why the stream broke, if it did
         context, train = settings.model.context, settings.train

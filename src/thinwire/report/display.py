@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TextIO
 
-from thinwire.report.human import SHORT, amount, duration, loss_text, percent
+from thinwire.report.human import amount, duration, loss_text, percent
 from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.report.stream import safe_stream
 
@@ -112,7 +112,7 @@ class PlainDisplay(Display):
             self._line(
                 "train",
                 f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
-                f"  {record.tokens_per_s:>7,.0f} {SHORT[record.unit]}/s"
+                f"  {record.tokens_per_s:>7,.0f} tok/s"
                 f"  {record.step_seconds:>6.2f} s/step  ETA {duration(record.eta_seconds)}",
             )
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 ABSENT = "-"  # stands for a number that is unknown; ASCII, so that every terminal can show it
-SHORT = {"token": "tok", "image": "img"}  # what is counted, where there is little room
 
 
 def _scaled(number: float, suffixes: Sequence[str]) -> tuple[float, str]:

@@ -18,7 +18,6 @@ from rich.text import Text
 from thinwire.report.curve import Curve, sparkline
 from thinwire.report.display import Display, PlainDisplay, padded_tag
 from thinwire.report.human import (
-    SHORT,
     amount,
     duration,
     human_bytes,
@@ -166,12 +165,10 @@ class LiveDisplay(Display):
         losses.append((sparkline(self._losses.column(-1), _SPARKLINE_WIDTH), "magenta"))
         if self._evaluation is not None:
             losses += ["   valid ", (loss_text(self._evaluation.loss), "bold green")]
-            if self._evaluation.accuracy is not None:
-                losses.append((f" {100 * self._evaluation.accuracy:.2f} %", "bold green"))
             losses.append((f" at step {self._evaluation.step:,}", "dim"))
         facts = (
-            f"{record.tokens_per_s:,.0f} {SHORT[record.unit]}/s   {record.step_seconds:.2f} s/step"
-            f"   {human_count(record.tokens)} {record.unit}s   lr {record.lr:.1e}   "
+            f"{record.tokens_per_s:,.0f} tok/s   {record.step_seconds:.2f} s/step"
+            f"   {human_count(record.tokens)} tokens   lr {record.lr:.1e}   "
             f"grad {record.grad_norm:.2f}"
         )
         return [

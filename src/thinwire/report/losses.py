@@ -24,13 +24,11 @@ class Losses:
         most: int = MOST_POINTS,
     ):
         train, valid = Curve(most), Curve(most)
-        self.unit = "token"
         for record in records:
             if isinstance(record, EvaluationRecord):
                 valid.add(record.step, record.loss)
             else:
                 train.add(record.step, record.tokens, record.loss)
-                self.unit = record.unit
         self.steps_per_point = train.run_length
         self.steps, self.tokens, self.train = (train.column(index) for index in range(3))
         self.valid_steps, self.valid = (valid.column(index) for index in range(2))

@@ -55,7 +55,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._append("step", record)
         scalars = {
             "loss/train": record.loss,
-            f"speed/{record.unit}s_per_s": record.tokens_per_s,
+            "speed/tokens_per_s": record.tokens_per_s,
             "speed/step_seconds": record.step_seconds,
             "optim/lr": record.lr,
             "optim/grad_norm": record.grad_norm,
@@ -75,7 +75,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         scalars = {
             "loss/valid": record.loss,
             "loss/valid_bits_per_byte": record.bits_per_byte,
-            "accuracy/valid": record.accuracy,
         }
         self._plot(scalars, record.step)
 
@@ -159,7 +158,7 @@ def last_step(folder: str | Path) -> StepRecord | None:
         while end > 0:
             start = content.rfind(b"\n", 0, end) + 1
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
-                values = _record_in(content[start:end], is_last=True)
+                values = _record_in(content[start:end])
                 if values is not None and values["kind"] == "step":
                     return revived(StepRecord, values)
             end = start - 1

@@ -42,7 +42,7 @@ _SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the comp
 
 
 def plot_loss(losses: Losses, path: str | Path, title: str) -> None:
-    """Save the training and validation loss over the tokens or images seen, as PNG."""
+    """Save the training and validation loss over the tokens seen, as PNG."""
     _save(loss_figure(losses, title), path)
 
 
@@ -78,8 +78,8 @@ def loss_figure(losses: Losses, title: str) -> Figure:
             losses.tokens_at_validations(), losses.valid,
             color=_VALID, marker="o", markersize=7, linestyle="none", label="validation",
         )  # fmt: skip
-    axes.set_xlabel(f"{losses.unit}s seen", fontsize=13)
-    axes.set_ylabel(f"loss (nats per {losses.unit})", fontsize=13)
+    axes.set_xlabel("tokens seen", fontsize=13)
+    axes.set_ylabel("loss (nats per token)", fontsize=13)
     axes.set_title(title, fontsize=14, loc="left", pad=32)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value, 2)))
     axes.tick_params(labelsize=11)

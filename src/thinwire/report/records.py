@@ -45,14 +45,13 @@ class StepRecord:
     loss: float
     lr: float
     grad_norm: float
-    tokens: int  # seen since the beginning of the run; where `unit` is "image", images
+    tokens: int  # seen since the beginning of the run
     tokens_per_s: float
     step_seconds: float
     eta_seconds: float
     stages: list[StageRecord]
     links: list[LinkRecord]
     measures: dict[str, float] = field(default_factory=dict)  # of the method: drift, energy, ...
-    unit: str = "token"  # or "image": what is counted
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,19 @@ class StepLoss:
     step: int
     tokens: int
     loss: float
-    unit: str = "token"
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The validation loss after a step; bits per byte where the tokenizer's ratio is known, and
-    for images the share of those whose class was found.
-    """
+    """The validation loss after a step; bits per byte where the tokenizer's ratio is known."""
 
     step: int
     loss: float
     bits_per_byte: float | None = None
-    accuracy: float | None = None
 
     def facts(self) -> str:
         """What there is beside the loss, each behind two blanks."""
-        bits = "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits/byte"
-        accuracy = "" if self.accuracy is None else f"  accuracy {100 * self.accuracy:.2f} %"
-        return bits + accuracy
+        return "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits/byte"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.report.human import ABSENT, SHORT, elapsed, human_bytes, loss_text, percent
+from thinwire.report.human import ABSENT, elapsed, human_bytes, loss_text, percent
 
 Summary = Mapping[str, Any]
 
@@ -38,12 +38,11 @@ def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
 
     Bytes are those of each run's busiest cut, the one that sets its pace.
     """
-    unit = next((_unit(summary) for summary in summaries.values()), "token")
     table = plain_table("Runs")
     table.add_column("run", overflow="fold")
     for name in (
-        "valid\nloss", f"{SHORT[unit]}/s", f"forward\nB/{unit}", f"back\nB/{unit}",
-        "bytes vs\ndense bf16", f"hours to\n1B {unit}s",
+        "valid\nloss", "tok/s", "forward\nB/token", "back\nB/token",
+        "bytes vs\ndense bf16", "hours to\n1B tokens",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for run, summary in summaries.items():
@@ -75,9 +74,6 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     grid.add_row("validation loss", Text(_validation(summary), style="bold"))
-    if summary.get("accuracies"):
-        accuracy = _accuracy(summary["accuracies"])
-        grid.add_row("validation accuracy", Text(accuracy, style="bold"))
     grid.add_row("training loss", _training(summary))
     grid.add_row("steps", _steps(summary))
     if (epochs := summary.get("epochs", 1)) > 1:
@@ -111,12 +107,12 @@ def _validation(summary: Summary) -> str:
     final = loss_text(_loss(summary, "final_valid_loss"))
     if final == ABSENT:
         return final
-    unit = f"nats per {_unit(summary)}"
+    unit = "nats per token"
     if not losses:
         return f"{final} {unit}"
     (first_step, first), (last_step, _) = losses[0], losses[-1]
     count = summary.get("valid_tokens")  # earlier versions did not say
-    of = f", of {count:,} {_unit(summary)}s" if count else ""
+    of = f", of {count:,} tokens" if count else ""
     if len(losses) == 1:  # an interrupted run: of the start, perhaps, and not of its end
         return f"{final} {unit} (step {last_step:,}){of}"
     return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,}){of}"
@@ -130,12 +126,6 @@ def _beside(moved: Mapping[str, int]) -> str:
 def _loss(summary: Summary, name: str) -> float | None:
     """A loss; JSON has no NaN: a summary read from it has null, and says so under another key."""
     return math.nan if name in summary.get("not_finite", ()) else summary.get(name)
-
-
-def _accuracy(accuracies: Sequence[tuple[int, float]]) -> str:
-    """As `_validation` shows the loss; the steps are the same."""
-    shown = [f"{_number(100 * accuracy, '.2f')} %" for _, accuracy in accuracies]
-    return " -> ".join(dict.fromkeys((shown[0], shown[-1])))
 
 
 def _training(summary: Summary) -> str:
@@ -167,8 +157,8 @@ def _steps(summary: Summary) -> str:
 
 def _speed(summary: Summary) -> str:
     """Tokens per second, and what it is the quotient of."""
-    unit, timed = _unit(summary), summary.get("timed")
-    speed = f"{_number(summary.get('tokens_per_s'), ',.0f')} {unit}s/s"
+    timed = summary.get("timed")
+    speed = f"{_number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
     if not timed or not timed["steps"]:
         return speed
     first = "the first 2 of each epoch" if summary.get("epochs", 1) > 1 else "the first 2"
@@ -179,7 +169,7 @@ def _speed(summary: Summary) -> str:
     }[timed["which"]]
     steps = f"{timed['steps']:,} step{'s' if timed['steps'] > 1 else ''}"
     return (
-        f"{speed}: {steps} of {timed['tokens_per_step']:,} {unit}s in "
+        f"{speed}: {steps} of {timed['tokens_per_step']:,} tokens in "
         f"{elapsed(timed['seconds'])}{left_out}"
     )
 
@@ -239,7 +229,7 @@ def _add_space(grid: Table, space: Summary) -> None:
 
 
 def _cut_table(summary: Summary) -> RenderableType:
-    table = plain_table(f"Bytes per {_unit(summary)} at each cut")
+    table = plain_table("Bytes per token at each cut")
     for name in ("cut", "stages", "forward", "backward", "dense bf16\none way"):
         table.add_column(name, justify="left" if name in ("cut", "stages") else "right")
     for name in ("bytes vs\ndense bf16", "busier\nuplink"):
@@ -275,11 +265,6 @@ def _time_table(summary: Summary) -> RenderableType:
 
 def _any_share(rows: Sequence[Summary], why: str) -> bool:
     return any(row["wait_for"][why] >= 0.0005 for row in rows)
-
-
-def _unit(summary: Summary) -> str:
-    """What the numbers per token are of: tokens, or images."""
-    return str(summary.get("unit", "token"))
 
 
 def _busiest(summary: Summary, key: str) -> float | None:

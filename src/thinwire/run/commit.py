@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.data import Tokenizer
+from thinwire.data import Corpus, Tokenizer
 from thinwire.data.template import CONFIG, ChatTemplate
 from thinwire.engine.checkpoint import (
     FORMAT,
@@ -28,7 +28,6 @@ from thinwire.engine.checkpoint import (
     sha256_of,
     step_of,
 )
-from thinwire.engine.feed import Data
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import CheckpointError, StageError
@@ -54,7 +53,7 @@ class Checkpoints:
         self,
         settings: Settings,
         folder: Path,
-        data: Data,
+        data: Corpus,
         resumed: Checkpoint | None,
         display: Display,
     ):

@@ -60,7 +60,6 @@ class Ledger:
         self._times = StepTimes(len(stages))
         self._valid_losses: list[tuple[int, float]] = []
         self._valid_count = 0
-        self._accuracies: list[tuple[int, float]] = []
         self._training_seconds = self._validation_seconds = 0.0
         self._refused_in_all = 0
         self._largest_drift: float | None = None
@@ -139,13 +138,10 @@ class Ledger:
         self._valid_losses.append((report.step, report.loss))
         self._valid_count = report.count
         self._validation_seconds += report.seconds
-        if report.accuracy is not None:
-            self._accuracies.append((report.step, report.accuracy))
 
     def _drop_evaluations(self, step: int) -> None:
         """Forget the validations of this step and later ones."""
-        for results in (self._valid_losses, self._accuracies):
-            results[:] = [(at, result) for at, result in results if at < step]
+        self._valid_losses = [(at, loss) for at, loss in self._valid_losses if at < step]
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
@@ -182,8 +178,8 @@ class Ledger:
     ) -> dict[str, Any]:
         """Everything a reader of summary.json wants to know about the run.
 
-        Where `unit` is "image", all counts of tokens are of images. `start_seconds` of the total
-        passed before the stages began. `earlier`: validations before its first step.
+        `start_seconds` of the total passed before the stages began. `earlier`: validations before
+        its first step.
         """
         settings, microbatches = self.settings, self.settings.pipeline.microbatches
         shares = [self._times.timed.shares(stage, microbatches) for stage in self._stages]
@@ -194,7 +190,6 @@ class Ledger:
             "steps": self.done,
             "steps_run": self._times.steps,
             "epochs": self._epochs,
-            "unit": settings.unit,
             "tokens": self.done * settings.tokens_per_step,
             **self._speed(),
             "seconds": self._seconds(total_seconds, start_seconds),
@@ -222,8 +217,6 @@ class Ledger:
         losses = [record.loss for record in self.records][-_LAST_LOSSES:]
         before = [record for record in earlier if record.step < self.first_step]
         validations = [(record.step, record.loss) for record in before] + self._valid_losses
-        scored = [(r.step, r.accuracy) for r in before if r.accuracy is not None]
-        accuracies = scored + self._accuracies
         final = {
             "final_train_loss": statistics.fmean(losses) if losses else None,
             "last_train_loss": losses[-1] if losses else None,
@@ -235,9 +228,7 @@ class Ledger:
             # JSON has no NaN: a null that is named here was NaN or infinite
             "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
             "valid_losses": validations,
-            "valid_tokens": self._valid_count,  # or images, behind each of these
-            "final_accuracy": accuracies[-1][1] if accuracies else None,
-            "accuracies": accuracies,
+            "valid_tokens": self._valid_count,  # behind each of these
         }
 
     def _speed(self) -> dict[str, Any]:
@@ -339,7 +330,6 @@ class Ledger:
             stages=self._stage_records(reports),
             links=self._link_records(reports),
             measures=_merged_measures(reports),
-            unit=settings.unit,
         )
 
     def _stage_records(self, reports: list[Step]) -> list[StageRecord]:

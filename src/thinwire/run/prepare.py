@@ -9,7 +9,7 @@ import torch
 from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.engine.weights import model_weights
 from thinwire.paths import cache_folder
 from thinwire.report import Display
@@ -17,7 +17,7 @@ from thinwire.settings import Settings
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
 
-DataT = TypeVar("DataT", bound=Data)
+DataT = TypeVar("DataT", bound=Corpus)
 
 
 def describe(settings: Settings) -> list[str]:
@@ -29,7 +29,7 @@ def describe(settings: Settings) -> list[str]:
     frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
     first = (
         f"{settings.run.name}: {weights.count:,} parameters{frozen} in {stages} stages, "
-        f"{settings.train.steps} steps of {settings.tokens_per_step:,} {settings.unit}s, "
+        f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
         f"hash {settings.hash}"
     )
     asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
@@ -43,19 +43,19 @@ def describe(settings: Settings) -> list[str]:
     return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
 
 
-def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Data:
+def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Corpus:
     """The data of these settings, from the cache if it was prepared before.
 
     A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
     settings name one. So does one that goes on with a tokenizer that an earlier release trained:
     today's would be another.
     """
-    task, vocab, config = settings.model.task, settings.model.vocab, settings.data
+    vocab, config = settings.model.vocab, settings.data
     if weights and weights.tokenizer and not config.tokenizer:
         own = Tokenizer.load(weights.tokenizer)
         if settings.train.init_from or any(own.id_of(token) is None for token in RESERVED):
             config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
-    data = task.prepare(config, vocab, cache_folder(), _progress(display))
+    data = prepare(config, vocab, cache_folder(), _progress(display))
     return _announced(data, settings, display)
 
 

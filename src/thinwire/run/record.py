@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.feed import Data, Feed
+from thinwire.engine.feed import Feed
 from thinwire.engine.reports import Evaluation, Step
 from thinwire.errors import (
     CheckpointError,
@@ -51,7 +52,7 @@ class RunRecord:
         self,
         settings: Settings,
         folder: Path,
-        data: Data,
+        data: Corpus,
         resumed: Checkpoint | None,
         display: Display,
         goes_on: bool = False,
@@ -251,7 +252,7 @@ class RunRecord:
         self.ledger.add_evaluation(report)
         self.checkpoints.validated(report.step, report.loss)
         ratio = bits_per_byte(report.loss, *self._feed.validation_text)
-        record = EvaluationRecord(report.step, report.loss, ratio, report.accuracy)
+        record = EvaluationRecord(report.step, report.loss, ratio)
         self._write(MetricsWriter.evaluation, record)
         self.display.evaluation(record)
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from thinwire.data import Tokenizer
+from thinwire.data import Corpus, Tokenizer
 from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.calibrate import Calibration
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
 from thinwire.engine.cut import are_cuts_learned
-from thinwire.engine.feed import Data
 from thinwire.engine.fold import why_not_folded
 from thinwire.engine.state import StageState
 from thinwire.engine.transfer import MOST_LOST, Transfer
@@ -108,7 +107,7 @@ def keys_for(place: str) -> list[str]:
 
 
 def make_start(
-    origin: Checkpoint, settings: Settings, folder: Path, data: Data, display: Display
+    origin: Checkpoint, settings: Settings, folder: Path, data: Corpus, display: Display
 ) -> Checkpoint:
     """The checkpoint of step 0 of a new run, with the weights of its origin.
 
@@ -203,8 +202,6 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
 def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
     """Ids must stand for the same text, else trained weights mean nothing."""
     asked = settings.data.tokenizer
-    if settings.data.source == "images":
-        return
     if origin.tokenizer is None:
         if not asked and settings.data.source != "tokens":
             raise DataError(
@@ -258,7 +255,7 @@ def _cuts(settings: Settings) -> list[tuple[int, int]]:
     return [(block, settings.boundary.rank_at(cut)) for cut, block in enumerate(blocks)]
 
 
-def _calibration(settings: Settings, data: Data, display: Display) -> Calibration | None:
+def _calibration(settings: Settings, data: Corpus, display: Display) -> Calibration | None:
     if not settings.boundary.is_calibrated or settings.pipeline.stages == 1:
         return None
     device = choose_device(settings.run.device, 0)

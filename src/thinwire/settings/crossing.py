@@ -23,7 +23,7 @@ def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
 
 
 def stream_width(settings: Settings, cut: int) -> int:
-    """Numbers that a dense cut carries for each token; an image counts as one token."""
+    """Numbers that a dense cut carries for each token."""
     return math.prod(_stream_shape(settings, cut)) // settings.tokens_per_microbatch
 
 

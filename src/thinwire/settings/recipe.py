@@ -21,19 +21,18 @@ class Recipe:
 def make_recipe(name: str | None, overrides: list[str]) -> Recipe:
     """The recipe of this name, or the best one, for the model and optimizer of the overrides.
 
-    Images cross whole only. Rates are those of Muon: another optimizer keeps the defaults.
+    Rates are those of Muon: another optimizer keeps the defaults.
     """
     changes: dict[str, Any] = {}
     for override in overrides:
         apply_override(changes, override)
     model = Settings.as_asked(changes).model
-    is_text = "vocab" in model.shape
-    name = name or (BEST if is_text else "dense")
+    name = name or BEST
     sheet = SHEETS[name]
     values = {section: dict(sheet[section]) for section in _OF_A_RECIPE if section in sheet}
     about = [f"Recipe {name}:", *sheet["about"].strip().splitlines()]
     of_size: dict[str, dict[str, Any]] = {}
-    if is_text and "optim" not in sheet and is_muon(changes):
+    if "optim" not in sheet and is_muon(changes):
         of_size = sized(name, model.preset)
         values = merged(values | {"optim": RATES[rates_of(model.preset)]}, of_size)
         about += _about_rates(name, model.preset, of_size)
@@ -55,7 +54,7 @@ def stale_rates(settings: Settings) -> str:
     optim = settings.relaxed().optim
     preset = settings.model.preset
     for source, rates in RATES.items():
-        is_stale = source != rates_of(preset) and "vocab" in settings.model.shape
+        is_stale = source != rates_of(preset)
         if is_stale and all(getattr(optim, key) == value for key, value in rates.items()):
             return (
                 f'optim has the rates of a recipe for model.preset = "{source}", not "{preset}": '

@@ -17,7 +17,6 @@ class _Use(NamedTuple):
 
 _CHAT = 'data.source = "chat" or "hf"'
 _USES = [
-    _Use("optim.momentum", 'optim.name = "sgd"', lambda s: s.optim.name == "sgd"),
     _Use("optim.matrix_lr", 'optim.name = "muon"', lambda s: s.optim.name == "muon"),
     _Use("optim.floor", 'optim.schedule = "cosine"', lambda s: s.optim.schedule == "cosine"),
     _Use("optim.basis_lr", "boundary.learn = true", lambda s: s.boundary.learn),
@@ -55,7 +54,6 @@ _USES = [
     _Use("data.valid_split", 'data.source = "hf"', lambda s: s.data.source == "hf"),
     _Use("data.template", _CHAT, lambda s: s.data.source in ("chat", "hf")),
     _Use("data.learn", _CHAT, lambda s: s.data.source in ("chat", "hf")),
-    _Use("data.augment", 'data.source = "images"', lambda s: s.data.source == "images"),
 ]
 
 

@@ -18,7 +18,6 @@ from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
 from thinwire.model import LoraConfig, ModelConfig
-from thinwire.model.task import TEXT
 from thinwire.optim import OptimConfig
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
@@ -28,6 +27,7 @@ from thinwire.wire import LinkConfig
 PRECISIONS = ("fp32", "bf16", "fp64")
 
 LONGEST_NAME = 200  # bytes of a folder's name, with room for what is put behind it
+VALIDATED_TOKENS = 65_536  # where settings leave that open: a loss of few depends on which they are
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TrainConfig:
     steps: int = option(200, "optimizer steps", least=1, most=10**9)
     batch: int = option(
         16,
-        "global batch: sequences or images per step, over all microbatches",
+        "global batch: sequences per step, over all microbatches",
         least=1,
         most=2**24,
     )
@@ -97,8 +97,8 @@ class TrainConfig:
     )
     eval_batches: int = option(
         -1,
-        "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens or "
-        "2,048 images, or all there are; 0 = the whole validation set",
+        "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens, "
+        "or all there are; 0 = the whole validation set",
         least=0,
         most=10**9,
         auto=-1,
@@ -142,8 +142,11 @@ class Settings:
 
     @classmethod
     def as_asked(cls, values: dict[str, Any]) -> "Settings":
-        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so."""
-        return from_plain(cls, values)
+        """Build from nested dictionaries as they are: a preset, "auto" and the like stay so.
+
+        Keys that have gone are left out where they changed nothing, as earlier versions wrote them.
+        """
+        return from_plain(cls, _without_gone(values))
 
     def resolved(self) -> "Settings":
         """The same settings with presets and "auto" filled in, refused if they cannot work."""
@@ -152,14 +155,6 @@ class Settings:
             self, run=run, model=self.model.resolved(self.optim.embed_std)
         )
         split = settings.split()
-        settings.model.task.check(
-            settings.model,
-            settings.data,
-            settings.boundary,
-            settings.pipeline,
-            settings.optim,
-            settings.microbatch_size,
-        )
         boundary = settings.boundary.resolved(settings.model.dim, split)
         optim = settings.optim.resolved(settings.train.steps, boundary.own_tables)
         settings = dataclasses.replace(
@@ -185,7 +180,7 @@ class Settings:
     def _resolved_train(self) -> TrainConfig:
         if self.train.eval_batches != -1:
             return self.train
-        batches = -(-self.model.task.validated // max(1, self.tokens_per_microbatch))
+        batches = -(-VALIDATED_TOKENS // max(1, self.tokens_per_microbatch))
         return dataclasses.replace(self.train, eval_batches=batches)
 
     def _relaxed_train(self) -> TrainConfig:
@@ -221,23 +216,18 @@ class Settings:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences or images in one microbatch."""
+        """Sequences in one microbatch."""
         return self.train.batch // self.pipeline.microbatches
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one update learns from; an image counts as one."""
-        return self.train.batch * (self.model.context or 1)
+        """Tokens that one update learns from."""
+        return self.train.batch * self.model.context
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Tokens of one microbatch; an image counts as one."""
+        """Tokens of one microbatch."""
         return self.tokens_per_step // self.pipeline.microbatches
-
-    @property
-    def unit(self) -> str:
-        """What is counted where the speed and the bytes of a run are told: a token or an image."""
-        return self.model.task.unit
 
     def schedule(self) -> Schedule:
         """The training schedule, validated by simulation."""
@@ -259,6 +249,24 @@ class Settings:
         return done == self.train.steps or (every > 0 and done % every == 0)
 
 
+GONE = {
+    "model": {"classes": 0, "channels": 0, "side": 0},
+    "data": {"augment": True},
+    "optim": {"momentum": 0.9},
+}
+"""Keys of earlier versions that have gone, and the values with which they changed nothing."""
+
+
+def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    kept = dict(values)
+    for section, gone in GONE.items():
+        keys = values.get(section)
+        if isinstance(keys, dict):
+            kept[section] = {k: v for k, v in keys.items() if gone.get(k, _KEPT) != v}
+    return kept
+
+
+_KEPT = object()
 _SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
 
 
@@ -272,15 +280,18 @@ def merged(
     return values
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into the plain values, read as the key's own type."""
+def apply_override(values: dict[str, Any], override: str, kind: type = Settings) -> None:
+    """Put one `section.key=value` into the plain values, read as the key's own type.
+
+    `kind` is the dataclass of the sections.
+    """
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
     if not equals or not dot:
         raise ConfigError(
             f'--set {override!r} must look like section.key=value, such as "train.steps=50"'
         )
-    sections = typing.get_type_hints(Settings)
+    sections = typing.get_type_hints(kind)
     if section not in sections:
         raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
     parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
@@ -318,7 +329,7 @@ def _check(settings: Settings) -> None:
         )
     if train.batch % pipeline.microbatches:
         raise ConfigError(
-            f"train.batch = {train.batch} {settings.model.task.rows} do not divide into "
+            f"train.batch = {train.batch} sequences do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
         )
     if settings.boundary.is_calibrated and not train.init_from:
@@ -326,11 +337,6 @@ def _check(settings: Settings) -> None:
             'boundary.basis = "calibrated" needs train.init_from: it is found from the activations '
             'of a trained model. From the seed use "shared" or "per-cut"'
         )
-    if settings.boundary.shares_embedding and settings.optim.name == "sgd":
-        raise ConfigError(
-            'boundary.anchor = "embedding" needs optim.name = "muon" or "adamw", which update rows '
-            "of the embedding one by one; sgd does not"
-        )
     settings.schedule()
     settings.codec.check(pipeline.stages - 1)
-    settings.lora.check(settings.model.task is TEXT, settings.boundary)
+    settings.lora.check(settings.boundary)

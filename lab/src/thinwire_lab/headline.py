@@ -1,0 +1,353 @@
+"""`thinwire lab headline`: time to a loss over a stated link, beside dense and the public figures.
+
+Time is seconds per step times steps. Seconds per step are simulated for the public contest's model
+and links from compute that was measured; how many tokens a method needs beside dense comes from
+logs of trained arms. The report says which is which.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from thinwire.engine.build import choose_device
+from thinwire.engine.weights import parameter_count
+from thinwire.errors import ConfigError
+from thinwire.plan import estimate_costs, measure_flops
+from thinwire.report.human import human_count
+from thinwire.schedule import Costs, Network, build, simulate
+from thinwire.settings import Settings, merged
+from thinwire.settings.crossing import bytes_per_token, size_notes
+from thinwire_lab.arms import Values, base_of, split_patterns
+from thinwire_lab.decide import too_short
+from thinwire_lab.experiment import Say, sheet, words
+from thinwire_lab.labels import short_name
+from thinwire_lab.logs import (
+    Method,
+    dense_among,
+    grounds_of,
+    methods_of,
+    read_logs,
+    tokens_at,
+)
+from thinwire_lab.outcome import Outcome, Row
+from thinwire_lab.plots import BLUE, GREY, canvas
+from thinwire_lab.stage_times import Times, costs_of, measure_stages
+
+SMALL_FLOPS = 1e10  # of a microbatch's forward: a CPU times stages up to this size
+LEAST_STEPS = 200  # of training: shorter runs say nothing of what a method costs
+AIM = 10.0  # times faster than dense
+ENOUGH = 1.002  # of the fastest window's time: a smaller window holds less memory
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The loss that methods are compared at, and what each takes to it."""
+
+    loss: float
+    tokens: dict[str, float]  # by label
+    how: str
+    doubt: str = ""  # why these tokens decide nothing, if so
+
+
+def run(options: argparse.Namespace, say: Say) -> Outcome:
+    """Read the logs, measure or read compute, simulate, multiply."""
+    base = base_of(options, sheet("headline")["settings"])
+    methods, left_out = compared_methods(options)
+    goal = goal_of(methods, options.loss)
+    arms = {m.label: crossing_settings(m, base) for m in methods}
+    costs, compute, figures = compute_costs(arms, options, say)
+    rows = [
+        row
+        for link in sheet("headline")["links"]
+        for row in link_rows(link, methods, arms, costs, goal)
+    ]
+    steps = max(max(method.by_steps) for method in methods)
+    outcome = Outcome(
+        **words("headline", **_facts(methods, goal, arms, compute)),
+        verdict=verdict(rows),
+        holds=all(
+            _best(rows, link)["times as fast"] >= AIM for link in {row["link"] for row in rows}
+        ),
+        too_small=too_short(steps, LEAST_STEPS) or goal.doubt or _other_stages(methods, arms),
+        rows=rows,
+        figure=figure(rows),
+        figures=figures,
+    )
+    outcome.notes += _size_notes(arms)
+    if left_out:
+        outcome.notes.append(f"left out: {left_out} arms of other models, texts or settings")
+    return outcome
+
+
+def _size_notes(arms: dict[str, Settings]) -> list[str]:
+    """What to know of the bytes of arms, those together of which the same is to be known."""
+    known: dict[str, list[str]] = {}
+    for arm, settings in arms.items():
+        for note in size_notes(settings):
+            known.setdefault(note, []).append(arm)
+    return [f"{', '.join(own)}: {note}" for note, own in known.items()]
+
+
+def _other_stages(methods: list[Method], arms: dict[str, Settings]) -> str:
+    """Why losses and seconds do not belong together, if so: of other numbers of stages."""
+    trained, simulated = methods[-1].stages, arms[methods[-1].label].pipeline.stages
+    if trained == simulated:
+        return ""
+    return (
+        f"the losses are of pipelines of {trained} stages, the seconds of {simulated}, and more "
+        "cuts cost more loss"
+    )
+
+
+def compared_methods(options: argparse.Namespace) -> tuple[list[Method], int]:
+    """Dense, and the methods of the logs' largest ground with the chosen number of stages; how many
+    arms of other grounds are left out.
+
+    Those whose longest run is as long as dense's: a shorter schedule passes a loss sooner.
+    """
+    runs = read_logs(options.logs or [options.out / "convergence.jsonl"])
+    ground, *other_grounds = grounds_of(runs)
+    methods = methods_of(ground)
+    dense = dense_among(methods)
+    others = [method for method in methods if method.label != dense.label]
+    if options.methods:
+        named = split_patterns(options.methods)
+        others = [method for method in others if method.label in named]
+    stages = options.stages or max((method.stages for method in others), default=0)
+    length = max(dense.by_steps)
+    chosen = [m for m in others if m.stages == stages and max(m.by_steps) == length]
+    if not chosen:
+        raise ConfigError(
+            f"the log has no arm with {stages} stages and {length} steps, as dense has, beside it"
+        )
+    return [dense, *chosen], sum(map(len, other_grounds))
+
+
+def goal_of(methods: list[Method], loss: float | None = None) -> Goal:
+    """What each method takes to a loss: by the last losses of runs of several lengths where all
+    methods have such around it, else along the curve of the longest run.
+
+    Along a curve the learning rate is still high where an early method passes the loss, and a
+    schedule that ended there would have been faster: that favours the methods that come last.
+    """
+    target = loss or max(method.finals()[-1][1] for method in methods)
+    finals = {method.label: method.finals() for method in methods}
+    if all(len(f) > 1 and f[0][1] >= target >= f[-1][1] for f in finals.values()):
+        found = {label: tokens_at(curve, target, log=True) for label, curve in finals.items()}
+        return Goal(target, found, "between the last losses of runs of several lengths")
+    curves = {method.label: method.curve() for method in methods}
+    for label, curve in curves.items():
+        if not curve or min(point for _, point in curve) > target:
+            raise ConfigError(f"{label} does not reach loss {target:.4f} in the log: raise --loss")
+    found = {label: tokens_at(curve, target) for label, curve in curves.items()}
+    doubt = (
+        "tokens are read along the curves of single lengths, which favours the methods that come "
+        "last; train each method at several lengths into one log"
+    )
+    return Goal(target, found, "along the curves of the longest runs", doubt)
+
+
+def crossing_settings(method: Method, base: Values) -> Settings:
+    """The base with a method's cut. Ranks and tables keep their share of the width."""
+    trained = method.settings
+    plain, width = trained.relaxed().to_plain(), Settings.from_plain(base).model.dim
+
+    def scaled(size: int) -> int:
+        return max(1, size * width // trained.model.dim) if size else 0
+
+    cut = dict(plain["boundary"])
+    pairs = [text.split(":") for text in cut["ranks"]]
+    cut["ranks"] = [f"{place}: {scaled(int(rank))}" for place, rank in pairs]
+    cut |= {key: scaled(cut[key]) for key in ("rank", "table")}
+    changes = {"boundary": cut, "codec": plain["codec"], "optim": {"name": trained.optim.name}}
+    return Settings.from_plain(merged(base, changes))
+
+
+def compute_costs(
+    arms: dict[str, Settings], options: argparse.Namespace, say: Say
+) -> tuple[dict[str, Costs], str, list[Row]]:
+    """Costs of each arm, how its compute came about, and the measured times as rows."""
+    if options.times is not None:
+        times, where = read_times(options.times, arms)
+    elif options.tflops or not _can_time_stages(arms):
+        given = options.tflops is not None
+        rate = options.tflops * 1e12 if given else measure_flops(next(iter(arms.values())))
+        told = "given" if given else "measured with one block on this machine"
+        compute = f"compute: {rate / 1e12:.3g} TFLOP/s per stage, {told}; ends of cuts not counted"
+        return {arm: estimate_costs(s, rate) for arm, s in arms.items()}, compute, []
+    else:
+        times, where = {}, "on this machine"
+        for arm, settings in arms.items():
+            times[arm] = measure_stages(settings)
+            busiest = max(row["forward"] + row["backward"] for row in times[arm])
+            say(f"{arm:<20} busiest stage {1e3 * busiest:8.2f} ms per microbatch")
+    compute = f"measured: compute, stage by stage with the ends of the cuts ({where})"
+    rows = [
+        {"method": arm, "stage": number, **row}
+        for arm, own in times.items()
+        for number, row in enumerate(own)
+    ]
+    return {arm: costs_of(arms[arm], times[arm]) for arm in arms}, compute, rows
+
+
+def _can_time_stages(arms: dict[str, Settings]) -> bool:
+    """Whether stages can be timed in a reasonable time: on a GPU, or small ones."""
+    settings = next(iter(arms.values()))
+    flops = sum(estimate_costs(settings, 1.0).forward)
+    return choose_device(settings.run.device, 0).type != "cpu" or flops <= SMALL_FLOPS
+
+
+def read_times(path: Path, arms: dict[str, Settings]) -> tuple[dict[str, Times], str]:
+    """The times that an earlier call measured, and the machine it ran on."""
+    try:
+        result = json.loads(path.read_text())
+        found: dict[str, Times] = {}
+        for row in sorted(result["figures"], key=lambda row: row["stage"]):
+            times = {key: float(row[key]) for key in ("forward", "backward", "update")}
+            found.setdefault(row["method"], []).append(times)
+        machine = str(result["machine"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not a result.json of lab headline with measured times"
+        ) from error
+    for arm, settings in arms.items():
+        if len(found.get(arm, [])) != settings.pipeline.stages:
+            raise ConfigError(
+                f"{path} has no times of {arm} in {settings.pipeline.stages} stages: measure again"
+            )
+    return found, machine
+
+
+def link_rows(
+    link: dict[str, Any],
+    methods: list[Method],
+    arms: dict[str, Settings],
+    costs: dict[str, Costs],
+    goal: Goal,
+) -> list[Row]:
+    """One row for each method over a link, and what is public for it."""
+    public, dense = sheet("headline")["public"], methods[0].label
+    network = Network(link["mbps"], link["mbps"], link["latency_ms"] / 1e3)
+    rows = []
+    for arm, settings in arms.items():
+        seconds, window, bound = fastest(settings, costs[arm], network)
+        share = goal.tokens[arm] / goal.tokens[dense]
+        steps = public["dense_steps"] * share
+        per_token = bytes_per_token(settings)
+        rows.append(
+            {
+                "link": link["name"],
+                "method": arm,
+                "ratio": 4 * settings.model.dim / per_token,
+                "M tokens to loss": goal.tokens[arm] / 1e6,
+                "tokens, x dense": share,
+                "window": window,
+                "limited by": bound,
+                "seconds per step": seconds,
+                "hours to loss": goal.tokens[arm] / settings.tokens_per_step * seconds / 3600,
+                "steps": round(steps),
+                "seconds": steps * seconds,
+            }
+        )
+    reference = rows[0]["seconds"]
+    for row in rows:
+        row["times as fast"] = reference / row["seconds"]
+    if link["name"] == public["link"]:
+        rows += [_public_row(link["name"], told, public["runs"][0]) for told in public["runs"]]
+    return rows
+
+
+def fastest(settings: Settings, costs: Costs, network: Network) -> tuple[float, int, str]:
+    """Seconds per step, window and limit: the smallest window that is about as fast as any.
+
+    Windows double from the number of stages on, up to all microbatches.
+    """
+    stages, count = settings.pipeline.stages, settings.pipeline.microbatches
+    doubled = [stages << times for times in range(count.bit_length()) if stages << times < count]
+    played = [
+        simulate(build("1f1b", stages, count, window), costs, network, steps=2)
+        for window in [*doubled, count]
+    ]
+    least = min(found.step_seconds for found in played)
+    found = next(found for found in played if found.step_seconds <= ENOUGH * least)
+    return found.step_seconds, found.schedule.window, found.bound
+
+
+def _public_row(link: str, told: dict[str, Any], dense: dict[str, Any]) -> Row:
+    seconds = told["steps"] * told["step_seconds"]
+    return {
+        "link": link,
+        "method": told["method"],
+        "ratio": told["ratio"],
+        "seconds per step": told["step_seconds"],
+        "steps": told["steps"],
+        "seconds": seconds,
+        "times as fast": dense["steps"] * dense["step_seconds"] / seconds,
+    }
+
+
+def verdict(rows: list[Row]) -> str:
+    """The fastest method over each link, and what it stands beside."""
+    parts = []
+    for link in dict.fromkeys(row["link"] for row in rows):
+        best = _best(rows, link)
+        dense = next(row for row in rows if row["link"] == link)
+        parts.append(
+            f"{link}: {best['method']} ({best['ratio']:.0f}x fewer bytes) takes "
+            f"{best['seconds per step']:.2f} s per step and {best['tokens, x dense']:.2f} times "
+            f"the tokens of dense ({dense['seconds per step']:.2f} s), so it is "
+            f"{best['times as fast']:.1f}x faster"
+        )
+    return f"Fastest over {'; '.join(parts)}."
+
+
+def _best(rows: list[Row], link: str) -> Row:
+    own = [row for row in rows if row["link"] == link and "M tokens to loss" in row]
+    return max(own, key=lambda row: row["times as fast"])
+
+
+def _facts(
+    methods: list[Method], goal: Goal, arms: dict[str, Settings], compute: str
+) -> dict[str, Any]:
+    trained, shape = methods[0].settings, arms[methods[0].label]
+    public = sheet("headline")["public"]
+    runs = [
+        f"{told['method'].removeprefix('public: ')} took {told['steps']:,} steps of "
+        f"{told['step_seconds']} s"
+        for told in public["runs"]
+    ]
+    return {
+        "loss": goal.loss,
+        "model": f"{human_count(parameter_count(trained))} parameters",
+        "tokens": max(method.finals()[-1][0] for method in methods) / 1e6,
+        "stages": methods[-1].stages,
+        "how": goal.how,
+        "compute": compute,
+        "shape": f"{human_count(parameter_count(shape))} parameters, d {shape.model.dim}",
+        "step": shape.tokens_per_step,
+        "microbatches": shape.pipeline.microbatches,
+        "parts": shape.pipeline.stages,
+        "public": f"{'; '.join(runs)} ({public['source']})",
+        "steps": public["dense_steps"],
+    }
+
+
+def figure(rows: list[Row]) -> Figure:
+    """Seconds of each method over each link; public figures in grey."""
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    size = (13, 1.8 + 0.45 * len(rows) / len(links))
+    plot, axes = canvas("Time to the same loss", size, columns=len(links))
+    for axis, link in zip(axes, links, strict=True):
+        own = [row for row in rows if row["link"] == link][::-1]
+        names = [short_name(row["method"]) for row in own]
+        colours = [BLUE if "M tokens to loss" in row else GREY for row in own]
+        bars = axis.barh(names, [row["seconds"] for row in own], color=colours)
+        told = [f" {row['seconds']:,.0f} s, {row['times as fast']:.1f}x" for row in own]
+        axis.bar_label(bars, told, fontsize=8)
+        axis.set(xscale="log", title=link, xlabel="seconds, at the steps of public dense")
+        axis.margins(x=0.25)
+    return plot

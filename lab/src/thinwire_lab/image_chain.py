@@ -1,0 +1,264 @@
+"""Trains a ResNet-18 whose stages are joined by thinwire's cuts, in one process.
+
+The lab brings the layers, the images, the loss and plain SGD, as in arXiv 2401.07788; thinwire
+packs and unpacks what crosses between the stages.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import CodecConfig, Leg, Surroundings, TensorSpec, build_codecs
+from thinwire.engine.build import choose_device, prepare_torch
+from thinwire.engine.chain import Crossing
+from thinwire.engine.cut import Cut, CutEnd
+from thinwire.errors import ConfigError
+from thinwire.model import Score, token_loss
+from thinwire.schedule import split_layers
+from thinwire.settings import Settings, machine_cores
+from thinwire.typed import from_plain, option
+from thinwire_lab.arms import Arm, Ground, Values, merged
+from thinwire_lab.images import ImageFeed, ImageSet
+from thinwire_lab.measure import Scored, train_measured
+from thinwire_lab.outcome import Row
+from thinwire_lab.resnet import (
+    BLOCKS,
+    resnet_stages,
+    side_after,
+    to_pixels,
+    to_planes,
+    width_after,
+)
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """`[run]` of a run on images."""
+
+    seed: int = option(0, "seed of weights and order")
+    device: str = option("auto", "device", ("auto", "cpu", "cuda", "mps"))
+    threads: int = option(0, "CPU threads; 0 = a share of the cores", least=0)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """`[model]`: a ResNet-18."""
+
+    dim: int = option(64, "width of the first group", least=1)
+    classes: int = option(10, "classes", least=2)
+    channels: int = option(3, "channels of an image, 3 or 1", least=1, most=3)
+    side: int = option(32, "height and width of an image in pixels", least=1)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """`[data]`: where images are."""
+
+    path: str = option("", "CIFAR-10's binary batches, or an .npz")
+    augment: bool = option(True, "random shifts of up to 4 pixels and flips in training")
+
+
+@dataclass(frozen=True)
+class PipelineSection:
+    """`[pipeline]`: into how many stages the blocks are cut."""
+
+    stages: int = option(4, "stages", least=1, most=BLOCKS)
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """`[optim]`: SGD, its rate on a cosine down to zero."""
+
+    lr: float = option(0.01, "peak learning rate", above=0)
+    momentum: float = option(0.9, "momentum", least=0, below=1)
+    weight_decay: float = option(5e-4, "L2 penalty of all parameters", least=0)
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """`[train]`: the length of a run."""
+
+    batch: int = option(128, "images per step", least=1)
+    steps: int = option(100, "updates", least=1)
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """The settings of a run on images; a batch crosses each cut as one tensor."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection = field(default_factory=TrainSection)
+
+    @classmethod
+    def from_plain(cls, values: Values) -> "ImageSettings":
+        """From nested dictionaries, checked."""
+        settings = from_plain(cls, values)
+        settings.codec.check(settings.pipeline.stages - 1)
+        return settings
+
+    @classmethod
+    def of_arm(cls, arm: Arm, base: Values) -> "ImageSettings":
+        """The settings of an arm on a base."""
+        return cls.from_plain(merged(base, arm.all_changes()))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Images of a step."""
+        return self.train.batch
+
+    tokens_per_microbatch = tokens_per_step
+
+
+class ImageChain:
+    """All stages in one process, with the cuts between them."""
+
+    def __init__(self, settings: ImageSettings, images: ImageSet):
+        self.settings = settings
+        device = choose_device(settings.run.device, 0)
+        prepare_torch(Settings.from_plain({"run": {"threads": settings.run.threads}}), device)
+        _check_fit(settings.model, images)
+        _check_memory(settings, images)
+        run, model, train = settings.run, settings.model, settings.train
+        self.feed = ImageFeed(images, train.batch, run.seed, settings.data.augment, device)
+        split = split_layers(BLOCKS, [], settings.pipeline.stages)
+        sizes = (model.dim, model.channels, model.classes)
+        self.stages = [stage.to(device) for stage in resnet_stages(*sizes, split, run.seed)]
+        self.cuts = [self._cut(index, blocks.stop) for index, blocks in enumerate(split[:-1])]
+        self._parameters = [p for stage in self.stages for p in stage.parameters()]
+        self._buffers = [b for stage in self.stages for b in stage.buffers()]
+        self._optimizer = torch.optim.SGD(
+            self._parameters, momentum=settings.optim.momentum,
+            weight_decay=settings.optim.weight_decay,
+        )  # fmt: skip
+        self._device = device
+
+    def _cut(self, index: int, block: int) -> Cut:
+        """The cut above so many blocks."""
+        settings, model = self.settings, self.settings.model
+        pixels = side_after(model.side, block) ** 2
+        shape = (settings.train.batch, pixels, width_after(model.dim, block))
+        device = next(self.stages[index].parameters()).device
+        spec = TensorSpec(shape, torch.float32, device)
+        room = Surroundings(self.feed.example_count, settings.codec.memory_mb << 20, None)
+
+        def end(is_lower: bool) -> CutEnd:
+            codecs = build_codecs(*settings.codec.names(index))
+            for codec in codecs.values():
+                codec.prepare(spec, room)
+            by_example = any(codec.remembers_examples for codec in codecs.values())
+            examples = self.feed.examples if by_example else None
+            return CutEnd(codecs, spec, is_lower, index, block, settings.run.seed, 1, examples)
+
+        return Cut(end(True), end(False), settings.train.batch)
+
+    def logits(self, inputs: Tensor, compressed: bool) -> Tensor:
+        """The classes of images, across all cuts."""
+        x = inputs
+        for index, stage in enumerate(self.stages):
+            if index > 0:
+                z = to_pixels(x)
+                z = Crossing.apply(z, self.cuts[index - 1]) if compressed else z
+                x = to_planes(z)
+            x = stage(x)
+        return x
+
+    def train_step(self, step: int) -> float:
+        """One update; one whose gradients are not finite changes nothing."""
+        before = [buffer.clone() for buffer in self._buffers]
+        inputs, labels_B = self.feed.training(step)
+        for cut in self.cuts:
+            cut.at, cut.training = (step, 0), True
+        loss = token_loss(self.logits(inputs, compressed=True), labels_B)
+        loss.backward()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
+        if math.isfinite(math.fsum(norm * norm for norm in norms.tolist())):
+            share = 0.5 * (1 + math.cos(math.pi * step / self.settings.train.steps))
+            self._optimizer.param_groups[0]["lr"] = self.settings.optim.lr * share
+            self._optimizer.step()
+        else:
+            with torch.no_grad():
+                for buffer, value in zip(self._buffers, before, strict=True):
+                    buffer.copy_(value)
+        self._optimizer.zero_grad()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def score(self, compressed: bool = True) -> Scored:
+        """Loss and accuracy on the test images."""
+        score, right = Score(), 0
+        for stage in self.stages:
+            stage.eval()
+        for number in range(self.feed.validation_count):
+            inputs, labels_B = self.feed.validation(number)
+            for cut in self.cuts:
+                cut.at, cut.training = (self.settings.train.steps, number), False
+            logits = self.logits(inputs, compressed)
+            score.add(token_loss(logits, labels_B), labels_B)
+            right += int((logits.argmax(-1) == labels_B).sum())
+        for stage in self.stages:
+            stage.train()
+        return Scored(score.loss, right / score.count)
+
+    def evaluate(self, compressed: bool = True) -> float:
+        """Mean loss on the test images."""
+        return self.score(compressed).loss
+
+    def payload_bytes_per_token(self, leg: Leg) -> float:
+        """Mean over the cuts of what one image costs on this leg, without frame headers."""
+        total = sum(cut.payload_bytes_per_token(leg) for cut in self.cuts)
+        return total / max(1, len(self.cuts))
+
+    @property
+    def width(self) -> float:
+        """Numbers that a cut carries for an image, mean over the cuts."""
+        sizes = [math.prod(cut.lower.spec.shape[1:]) for cut in self.cuts]
+        return sum(sizes) / max(1, len(sizes))
+
+
+def ground_of_images(arm: Arm, base: Values, images: ImageSet) -> Ground:
+    """What arms on these images share."""
+    plain = dataclasses.asdict(ImageSettings.of_arm(arm, base))
+    told = {
+        f"{section}.{key}": plain[section][key]
+        for section in ("model", "data", "pipeline", "optim", "train")
+        for key in plain[section]
+        if key not in ("path", "steps")
+    }
+    names = {"data": images.fingerprint, "settings": told, "weights": ""}
+    return Ground(names, {"base": base, "data": base["data"]["path"]}, __name__)
+
+
+def train(arm: Arm, shared: dict[str, Any]) -> Row:
+    """What an arm's process does."""
+    settings = ImageSettings.of_arm(arm, shared["base"])
+    share = max(1, machine_cores() // max(shared["processes"], settings.pipeline.stages))
+    run = dataclasses.replace(settings.run, threads=settings.run.threads or share)
+    chain = ImageChain(dataclasses.replace(settings, run=run), ImageSet.read(shared["data"]))
+    return train_measured(chain, chain.width)
+
+
+def _check_fit(model: ModelSection, images: ImageSet) -> None:
+    wanted = (model.channels, model.side, model.side)
+    if images.shape != wanted or images.classes > model.classes:
+        raise ConfigError(
+            f"the images are {images.shape} of {images.classes} classes, but the model reads "
+            f"{wanted} of {model.classes}: set model.channels, model.side and model.classes"
+        )
+
+
+def _check_memory(settings: ImageSettings, images: ImageSet) -> None:
+    """Refuse codecs that remember examples in a run that sees none of them again."""
+    codecs = build_codecs(*settings.codec.names(0)).values()
+    seen, there = settings.train.steps * settings.train.batch, len(images.train)
+    if seen <= there and any(codec.remembers_examples for codec in codecs):
+        raise ConfigError(f"{seen:,} of {there:,} images are seen, each once: nothing to remember")

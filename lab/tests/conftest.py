@@ -1,0 +1,140 @@
+"""A small corpus and small settings; logs of arms that nobody trained: losses by a formula."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from settings_values import TINY_MODEL, with_changes
+from thinwire.data import Corpus, DataConfig, prepare
+from thinwire.settings import Settings
+from thinwire_lab.arms import ground_of
+from thinwire_lab.recipe_arms import recipe_grid, with_rates
+
+BASE = {
+    "model": {"preset": "tiny", "layers": 8},
+    "pipeline": {"microbatches": 2, "window": 2, "schedule": "gpipe"},
+    "train": {"batch": 16},
+}
+RATIOS = {"dense": 1.0, "thin32": 26.0, "thin100": 68.0}
+Loss = Callable[[str, float, int], float]
+"""From label, tokens and seed to a validation loss."""
+
+
+# A small run of each experiment, and what the guarantees name; `make bench` has the rest.
+SMOKE = {
+    "test_lossless.py": ("test_float64_cuts_change_nothing", "test_the_report_is_written"),
+    "test_optimizer.py": ("test_the_report_is_written",),
+    "test_rank_collapse.py": ("test_the_verdict_says_whose_collapse_it_is",),
+    "test_stability.py": ("test_the_whole_experiment_runs",),
+    "test_bandwidth.py": ("test_every_rank_is_measured_and_what_measurements_override_is_refused",),
+    "test_recipe_arms.py": ("test_recipes_are_compared",),
+    "test_codecs.py": ("test_a_study_of_language", "test_a_study_of_images"),
+    "test_frontier.py": ("test_a_small_map_from_the_command_line",),
+    "test_finetune.py": ("test_a_small_map",),
+    "test_gap.py": ("test_one_command_draws_logs_beside_the_literature",),
+    "test_headline.py": ("test_time_is_simulated_seconds_times_measured_steps",),
+    "test_scaling.py": ("test_a_trend_is_told_from_chance",),
+    "test_images.py": ("test_a_resnet_trains_to_the_same_bits_wherever_it_is_cut",),
+    "test_bench.py": ("test_every_case_can_be_run",),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent != Path(__file__).parent or item.path.name == "test_options.py":
+            continue
+        if item.name.partition("[")[0] not in SMOKE.get(item.path.name, ()):
+            item.add_marker("slow")
+
+
+class NoData:
+    """What names the data of a ground."""
+
+    fingerprint = "none"
+    folder = Path("none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data, once for all tests of a process."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["THINWIRE_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small distinct documents, made from a counter."""
+    folder = tmp_path_factory.mktemp("text")
+    words = ["stage", "link", "frame", "codec", "meter", "window", "step", "loss", "token", "wire"]
+    for number in range(40):
+        lines = [
+            " ".join(words[(number * 7 + line * 3 + i * i) % len(words)] for i in range(9))
+            for line in range(20)
+        ]
+        (folder / f"doc-{number:02d}.txt").write_text(f"document {number}\n" + "\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(text_folder: Path, cache: Path) -> Corpus:
+    config = DataConfig(source="text", path=str(text_folder), valid_fraction=0.1)
+    return prepare(config, TINY_MODEL["vocab"], cache)
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path, text_folder: Path) -> Callable[..., Settings]:
+    """Settings of a tiny exact run; `section__key=value` changes one key."""
+
+    def make(**changes: Any) -> Settings:
+        values: dict[str, dict[str, Any]] = {
+            "run": {"name": "test", "out": str(tmp_path), "device": "cpu", "precision": "fp64",
+                    "threads": 1},
+            "model": dict(TINY_MODEL),
+            "data": {"source": "text", "path": str(text_folder), "valid_fraction": 0.1},
+            "pipeline": {"stages": 2, "microbatches": 4},
+            "codec": {"forward": "fp64", "backward": "fp64"},
+            "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
+            "train": {"steps": 4, "batch": 8, "eval_every": 2, "eval_batches": 2},
+        }  # fmt: skip
+        return with_changes(values, changes)
+
+    return make
+
+
+@pytest.fixture
+def write_log(tmp_path: Path) -> Callable[..., Path]:
+    """Writes convergence.jsonl with recipes of several lengths, whose curves follow the losses."""
+
+    def write(
+        loss: Loss, lengths: list[int], seeds: tuple[int, ...] = (0,), stages: int = 4
+    ) -> Path:
+        base = with_rates(BASE)
+        lines = []
+        for steps in lengths:
+            arms = recipe_grid("thin32,thin100", base, [0.02], [stages], seeds, steps)
+            ground = ground_of(arms[0], base, NoData())  # type: ignore[arg-type]
+            for arm in arms:
+                step = arm.settings(base).tokens_per_step
+                points = [part * steps // 10 * step for part in range(1, 11)]
+                curve = [(tokens, loss(arm.label, tokens, arm.seed)) for tokens in points]
+                figures = {
+                    "loss": curve[-1][1],
+                    "curve": curve,
+                    "ratio": RATIOS[arm.label],
+                    "bytes_forward": 10.0,
+                    "bytes_backward": 10.0,
+                    "seconds": 1.0,
+                }
+                row = {"arm": asdict(arm), "ground": ground.names, "figures": figures}
+                lines.append(json.dumps(row))
+        log = tmp_path / "convergence.jsonl"
+        log.write_text("\n".join(lines) + "\n")
+        return log
+
+    return write

@@ -1,0 +1,80 @@
+"""One picture from logs: what arms cost and save, beside what is published."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import thinwire_lab
+from thinwire.cli import main
+from thinwire.errors import ConfigError
+from thinwire_lab.gap import figure, published, rows_of, verdict
+from thinwire_lab.logs import grounds_of, read_logs
+
+LOGS = Path(thinwire_lab.__file__).parent / "logs"
+GAPS = {"dense": 0.0, "thin32": 0.01, "thin100": 0.02}
+
+
+def loss(label: str, tokens: float, seed: int) -> float:
+    return (4 + seed) * (1 + GAPS[label] * (1 + seed)) * (1 + 1e4 / tokens)
+
+
+def test_the_longest_runs_of_a_log_are_held_against_dense_of_their_seed(
+    write_log: Callable[..., Path],
+) -> None:
+    runs = read_logs([write_log(loss, [50, 100], seeds=(0, 1))])
+    thin32, thin100 = rows_of(grounds_of(runs)[0])
+    assert thin32["method"] == "thin32" and thin32["kind"] == "projected + stages' own tables, Muon"
+    assert thin32["tokens"] == 100 * 2048 and thin32["seeds"] == 2 and thin32["ratio"] == 26
+    assert thin32["gap"] == pytest.approx(0.015)
+    assert [thin32["least"], thin32["most"]] == pytest.approx([0.01, 0.02])
+    told = "thin32 26x +1.50% (tiny, 4 stages, 0M tokens, 2 seeds); thin100 68x +3.00% (tiny"
+    assert told in verdict([thin32, thin100])
+
+
+def test_one_command_draws_logs_beside_the_literature(
+    write_log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = f"{write_log(loss, [100])},convergence-160m"
+    main(["lab", "gap", "--logs", logs, "--json", "--out", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    by_method = {(row["method"], row.get("stages")): row for row in found["rows"]}
+    assert by_method["projected k=8", 4]["gap"] == pytest.approx(0.1013, abs=1e-4)
+    assert by_method["subspace k=24", 8]["gap"] == pytest.approx(0.1316, abs=1e-4)
+    assert by_method["thin100", 4]["gap"] == pytest.approx(0.02)
+    assert all(row["source"] for row in found["rows"]) and len(published()) == 7
+    assert (tmp_path / "gap" / "plot.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        main(["lab", "gap", "--logs", str(tmp_path / "none.jsonl")])
+    assert "no such log; name logs" in capsys.readouterr().err
+
+
+def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close() -> None:
+    log = LOGS / "recipes-160m-entropy.jsonl"
+    rows = rows_of(grounds_of(read_logs([log]))[0])
+    kinds = {row["method"]: row["kind"] for row in rows}
+    assert kinds["thin200"] == f"{kinds['thin100']}, entropy-coded"
+    (thin200,) = (row for row in rows if (row["method"], row["stages"]) == ("thin200", 4))
+    assert thin200["ratio"] == pytest.approx((231.95 + 225.07) / 2, abs=0.01), "the seeds' mean"
+    far = {**thin200, "method": "far", "gap": 0.05, "least": 0.05, "most": 0.05}
+    whole, close = figure([*rows, far], published()).axes
+    names = [{text.get_text() for text in axis.texts} for axis in (whole, close)]
+    assert names[0] == {"far"} and "far" not in names[1]
+    assert {"thin50", "thin200", "thin100 rank=33 step(4)/step(3), 8 stages"} <= names[1]
+
+
+def test_where_nothing_is_thin_only_the_literature_is_drawn(
+    write_log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["lab", "gap", "--logs", str(write_log(loss, [100])), "--stages", "7"]
+    main([*words, "--out", str(tmp_path)])
+    assert "No arm of the logs saves bytes." in capsys.readouterr().out
+    assert (tmp_path / "gap" / "plot.png").exists()
+
+
+def test_a_log_without_dense_is_refused(write_log: Callable[..., Path]) -> None:
+    log = write_log(loss, [100])
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if "thin" in line))
+    with pytest.raises(ConfigError, match="no dense arm to compare with"):
+        rows_of(read_logs([log]))

@@ -1,0 +1,184 @@
+"""Each experiment takes its own options and settings, and refuses all others."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+import thinwire_lab
+from thinwire.cli import main
+from thinwire_lab.experiment import EXPERIMENTS, sheet
+from thinwire_lab.outcome import Outcome, markdown_table, write_outcome
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused says."""
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["lossless", "--mbps", "10"],
+        ["lossless", "--set", "model.dim=9999"],
+        ["lossless", "--steps", "5"],
+        ["optimizer", "--seeds", "1"],
+        ["rank-collapse", "--ranks", "8"],
+        ["subspace", "--lrs", "1e-3"],
+        ["bandwidth", "--parallel", "2"],
+        ["convergence", "--arms", "dense*"],
+        ["convergence", "--seed", "1"],  # not short for --seeds
+        ["codecs", "--modes", "subspace"],
+        ["frontier", "--task", "lm"],
+    ],
+)
+def test_an_option_of_another_experiment_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, flag, value = arguments
+    text = refused(capsys, *arguments)
+    assert f"thinwire lab {name}: error: unrecognized arguments: {flag} {value}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convergence", "--set", "link.mbps_up=5"], "lab convergence does not use link.mbps_up"),
+        (["codecs", "--task", "lm", "--set", "train.keep=2"], "does not use train.keep"),
+        (["frontier", "--set", "optim.lr=0.5"], "chooses optim.lr itself: use --lrs"),
+        (["frontier", "--set", "boundary.mode=subspace"], "chooses boundary.mode itself"),
+        (["convergence", "--set", "pipeline.stages=8"], "pipeline.stages itself: use --stages"),
+        (["convergence", "--set", "run.seed=3"], "run.seed itself: use --seed"),
+        (["codecs", "--quick", "--set", "codec.forward=int8"], "codec.forward itself: use --arms"),
+        (["bandwidth", "--set", "train.steps=3"], "train.steps itself: use --steps"),
+        (["bandwidth", "--set", "run.name=x"], "chooses run.name itself"),
+        (["codecs", "--quick", "--steps", "3"], "--steps: no chosen arm of --task cifar uses it"),
+        (["codecs", "--task", "lm", "--arms", "scratch/*", "--tune-on", "x"], "--tune-on: no"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_refused(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    assert words in refused(capsys, *arguments, "--out", str(tmp_path / "lab"))
+    assert not (tmp_path / "lab").exists(), "nothing was trained"
+
+
+def options_of(name: str) -> set[str]:
+    options = vars(EXPERIMENTS[name].parse())
+    return {f"--{key.replace('_', '-')}" for key in options if key != "name"}
+
+
+def test_what_experiments_share_is_used() -> None:
+    used = {option for experiment in EXPERIMENTS.values() for option in experiment.shares}
+    assert used == sheet("common")["options"].keys()
+
+
+def test_a_wheel_holds_the_data_beside_the_code() -> None:
+    package = Path(thinwire_lab.__file__).parent
+    project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
+    globs = project["tool"]["setuptools"]["package-data"]["thinwire_lab"]
+    files = {p for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert files == {path for glob in globs for path in package.glob(glob)}
+    assert package / "codecs.toml" in files
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_help_shows_the_options_of_one_experiment(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["lab", name, "--help"])
+    text = capsys.readouterr().out
+    flags = {name: options_of(name) for name in EXPERIMENTS}
+    every, own = set().union(*flags.values()), flags[name]
+    assert {flag for flag in every if f"  {flag} " in text or f"  {flag}\n" in text} == own
+    assert ("MODE [RANK] FORWARD/BACKWARD" in text) == (name == "frontier")
+
+
+@pytest.mark.parametrize("arguments", [["lab", "--help"], ["lab", "lossless", "--help"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    script = f"""
+import sys
+from thinwire.cli import main
+try:
+    main({arguments!r})
+except SystemExit:
+    print([name for name in ("torch", "numpy", "matplotlib") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.endswith("[]\n"), run.stdout
+
+
+def outcome(command: str, verdict: str = "As expected.") -> Outcome:
+    return Outcome("map", "?", verdict, None, [{"figure": 1.0}], Figure(), command)
+
+
+def test_a_report_is_overwritten_by_its_own_command_alone(tmp_path: Path) -> None:
+    first = write_outcome(outcome("thinwire lab map"), tmp_path)
+    other = write_outcome(outcome("thinwire lab map --arms x"), tmp_path)
+    assert (first.name, other.name) == ("map", "map-2")
+    again = write_outcome(outcome("thinwire lab map", "Once more."), tmp_path)
+    assert again == first and "Once more." in (first / "report.md").read_text()
+    assert json.loads((other / "result.json").read_text())["command"].endswith("--arms x")
+    (first / "result.json").write_text("{half")
+    assert write_outcome(outcome("thinwire lab map"), tmp_path).name == "map-3"
+
+
+def test_a_table_shows_no_more_places_than_a_figure_has() -> None:
+    row = {"loss": 5.87661, "hours": 165.1343, "rate": 1682.1326, "steps": 400.0, "drift": 2.8e-7}
+    shown = markdown_table([row]).splitlines()[-1]
+    assert shown == "| 5.8766 | 165.13 | 1,682 | 400 | 2.80e-07 |"
+
+
+def test_what_is_too_small_holds_neither_way() -> None:
+    found = Outcome("x", "?", "Seen: 3.", True, [], Figure(), too_small="16 steps")
+    assert found.holds is None and found.to_plain()["too_small"] == "16 steps"
+    assert found.conclusion == "Too small to decide: 16 steps. Seen: 3."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convergence", "--parallel", "0"], "--parallel: '0' must be"),
+        (["convergence", "--steps", "-1"], "--steps: '-1' must be"),
+        (["convergence", "--ranks", "abc"], "--ranks: 'abc' must be an integer"),
+        (["bandwidth", "--ranks", "8,0"], "--ranks: '0' must be an integer of at least"),
+        (["bandwidth", "--ranks", "8,,16"], "--ranks: '' must be an integer"),
+        (["bandwidth", "--mbps", "80,nan"], "--mbps: 'nan' must be a number above 0"),
+        (["bandwidth", "--dense-microbatches", "-1"], "'-1' must be"),
+        (["convergence", "--stages", "0"], "--stages: '0' must be"),
+        (["convergence", "--lrs", "-0.1"], "--lrs: '-0.1' must be a number above 0"),
+        (["convergence", "--seeds", "1,x"], "--seeds: 'x' must be an integer"),
+        (["convergence", "--tflops", "0"], "--tflops: '0' must be"),
+    ],
+)
+def test_values_out_of_range_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_values_in_range_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("thinwire_lab.run.run_lab", seen.append)
+    main(["lab", "convergence", "--ranks", "8,16", "--lrs", "1e-3,0.5", "--seeds", "0,-1",
+          "--steps", "0", "--parallel", "2", "--tflops", "0.5"])  # fmt: skip
+    (options,) = seen
+    assert (options.ranks, options.lrs, options.seeds) == ([8, 16], [1e-3, 0.5], [0, -1])
+    assert (options.steps, options.parallel, options.tflops) == (0, 2, 0.5)
