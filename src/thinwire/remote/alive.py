@@ -103,7 +103,6 @@ def _report(folder: Path) -> StatusReport:
         steps=step.steps if step else 0,
         loss=step.loss if step and math.isfinite(step.loss) else None,
         tokens_per_s=step.tokens_per_s if step and math.isfinite(step.tokens_per_s) else 0.0,
-        unit=step.unit if step else "token",
         last_checkpoint=max(map(step_of, list_checkpoints(folder)), default=None),
         notes=notes,
     )

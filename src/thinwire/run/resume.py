@@ -24,7 +24,6 @@ FIXED_ON_RESUME = {
     "data.valid_split",
     "data.template",
     "data.learn",
-    "data.augment",
     "run.seed",
     "run.precision",
     "optim.name",
