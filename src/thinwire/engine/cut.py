@@ -163,8 +163,9 @@ class Cut:
         cls, settings: Settings, index: int, spec: TensorSpec, feed: Feed | None = None
     ) -> "Cut":
         """The cut of a run, with no memory yet."""
-        ends = (CutEnd.build(settings, index, is_lower, spec, feed) for is_lower in (True, False))
-        return cls(*ends, settings.tokens_per_microbatch)
+        lower = CutEnd.build(settings, index, True, spec, feed)
+        upper = CutEnd.build(settings, index, False, spec, feed)
+        return cls(lower, upper, settings.tokens_per_microbatch)
 
     def forward(self, z: Tensor) -> Tensor:
         """The activation as the stage above unpacks it."""

@@ -216,7 +216,7 @@ class Settings:
         return done == self.train.steps or (every > 0 and done % every == 0)
 
 
-GONE = {
+GONE: dict[str, dict[str, Any]] = {
     "model": {"classes": 0, "channels": 0, "side": 0},
     "data": {"augment": True},
     "optim": {"momentum": 0.9},
