@@ -323,7 +323,11 @@ def _notes(plan: Plan) -> list[str]:
             f"note: pipeline.split = {counts} would take {seconds:.3f} s per step: stages would "
             "compute more equally long; its cuts lie elsewhere"
         )
-    elif len(others) > 1 and others[-1] > _SLOW * others[-2]:
+    elif (
+        simulation.bound.startswith("compute")
+        and len(others) > 1
+        and others[-1] > _SLOW * others[-2]
+    ):
         slow = simulation.compute_seconds.index(others[-1])
         notes.append(
             f"note: stage {slow} computes {others[-1] / others[-2]:.1f} times as long as any "
