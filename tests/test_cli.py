@@ -89,7 +89,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, P
         settings: Settings, display: object, resume: Path | None, allow_plugins: bool
     ) -> dict[str, Any]:
         calls.append((settings, resume))
-        return {"steps": 3, "interrupted": True, "paths": {"folder": "f", "checkpoint": None}}
+        return {"steps": 3, "interrupted": True, "paths": {"folder": ".", "checkpoint": None}}
 
     monkeypatch.setattr(thinwire.train, "train", interrupted)
     before = signal.getsignal(signal.SIGINT)

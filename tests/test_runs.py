@@ -279,7 +279,7 @@ def test_missing_files(refused: Callable, capfd: pytest.CaptureFixture[str]) -> 
     assert json.loads(text[text.index("{") :])["step_seconds"] > 0
 
 
-@pytest.mark.parametrize("command", ["demo", "init", "train", "plan", "eval", "generate", "bench"])
+@pytest.mark.parametrize("command", ["demo", "init", "train", "plan", "eval", "generate"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])

@@ -486,7 +486,7 @@ def test_codecs_that_remember_and_plugins_work_in_processes(
         "codec__forward": "int8+aqsgd",
         "codec__backward": "signs+ef21",
         "codec__plugins": ["codecs_of_ours"],
-        "train__batch": 128,
+        "train__batch": 160,
     }
     folder = tmp_path / "test"
     scratch: list[Path] = []

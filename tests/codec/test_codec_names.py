@@ -324,7 +324,7 @@ def said(formula: str, shape: tuple[int, ...]) -> int:
     N = math.prod(shape)
     D = shape[-1] if shape else 1
     B, n = (shape[0], N // shape[0]) if len(shape) > 1 else (1, N)
-    C = shape[1] if len(shape) == 4 else D if len(shape) > 1 else 1
+    C = D if len(shape) > 1 else 1
 
     def positions(B: int, n: int, k: int) -> int:
         marks = {low: k + (n - 1) // 2**low for low in range(1, 40)} | {0: n}

@@ -331,8 +331,8 @@ def test_a_port_that_is_taken_is_named(server: Server) -> None:
         Server(server.model, "127.0.0.1", server.server_port)
 
 
-def test_a_model_without_a_chat_template_says_so(save: Callable) -> None:
-    with serving(save(1.0)) as server:
+def test_a_model_without_a_chat_template_says_so(chatting: Callable) -> None:
+    with serving(chatting(special=())) as server:
         status, said = ask(server, "/v1/chat/completions", {"messages": HELLO})
         assert status == 400 and "chat template" in said["error"]["message"]
         assert ask(server, "/v1/completions", {"prompt": "a"})[0] == 200

@@ -354,7 +354,7 @@ def test_a_peer_that_goes_away_before_its_stage_dials_is_lost(
         Reception(house.listener),
         0.1,
         lambda stage, told: told,
-        partial(ShardCollector, tmp_path, [1]),
+        partial(ShardCollector, tmp_path, [1], lambda *_: ""),
         Standing("test", "abc", "host"),
     )
     with peers:

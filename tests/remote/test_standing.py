@@ -125,7 +125,7 @@ def test_peers_without_figures_count_as_equal(make_settings: Callable[..., Setti
     split = form(
         settings, [guest("ana", 0.0, memory_gb=0.0), guest("ben", 5.0)], RUN, str, False
     ).split
-    assert split is not None and split.settings == settings
+    assert split is not None and split.settings == settings.with_window()
 
 
 def test_what_is_lacking_is_said(make_settings: Callable[..., Settings]) -> None:

@@ -19,7 +19,7 @@ def test_a_host_that_is_away_is_named_by_its_own_address(monkeypatch: pytest.Mon
         host = f"127.0.0.1:{listening.getsockname()[1]}"
     with Tunnel("0123456789abcdef/control", [Route(host, "direct", "token")]) as way:
         identity = Authority.create("test").issue("ana")
-        kept = Touch(way.address, identity, heard.put, lambda: way.trouble)
+        kept = Touch(way, identity, heard.put)
         thread = threading.Thread(target=kept.keep, daemon=True)
         thread.start()
         reason = ""

@@ -20,7 +20,7 @@ from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
 from thinwire.run.explosion import LATEST, STRETCH, LossWatch
 from thinwire.run.messages import Stop
 
-LOGS = Path(__file__).parents[2] / "docs" / "logs"
+LOGS = Path(__file__).parents[2] / "lab" / "src" / "thinwire_lab" / "logs"
 
 
 def trained(losses: list[float], watch: LossWatch) -> list[Command]:
@@ -34,7 +34,7 @@ def validated(losses: list[float], watch: LossWatch) -> list[Command]:
 
 
 def curves() -> list[list[float]]:
-    """The validations of all runs that docs/logs holds, on which docs/results.md rests."""
+    """The validations of all runs in the logs on which docs/results.md rests."""
     lines = [json.loads(line) for path in LOGS.glob("*.jsonl") for line in path.open()]
     kept = [line.get("curve") or line.get("figures", {}).get("curve") for line in lines]
     return [[loss for _, loss in curve] for curve in kept if curve]

@@ -229,7 +229,10 @@ class Checkpoint(Source):
                 if set(file.keys()) != set(shard.tensors):
                     raise CheckpointError(f"{path} holds other tensors than the manifest lists")
                 if (name := not_finite_in(file)) is not None:
-                    raise CheckpointError(f"{name} in {path} has values that are not finite")
+                    raise CheckpointError(
+                        f"{name} in {path} has values that are not finite: use an earlier "
+                        "checkpoint"
+                    )
         for name, key in ((TOKENIZER, "tokenizer_sha256"), (CONFIG, "template_sha256")):
             expected = self.manifest.get(key)
             if expected and sha256_of(self.folder / name) != expected:
