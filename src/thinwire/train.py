@@ -18,10 +18,9 @@ from thinwire.run.claim import claim_folder
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
-from thinwire.run.launch import LocalPeers
-from thinwire.run.messages import Assign
-from thinwire.run.peers import Peers, lead
+from thinwire.run.peers import LocalPeers, lead, neighbours
 from thinwire.run.prepare import describe, prepare_data
+from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
@@ -39,15 +38,18 @@ def train(
     display: Display,
     resume: Path | None = None,
     allow_plugins: bool = False,
+    peers: int = 0,
 ) -> dict[str, Any]:
     """Run to the end (or to a Ctrl-C, which drains and checkpoints); returns the summary.
 
-    `allow_plugins`: import plugins that only the checkpoint to resume names.
+    `allow_plugins`: import plugins that only the checkpoint to resume names. `peers`: in so many
+    processes, each with neighbouring stages; 0: one for each stage.
     """
     started = time.monotonic()
     for line in describe(settings):
         display.phase("config", line)
     check_devices(settings)
+    neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
     if is_emulated(settings.run.precision, choose_device(settings.run.device, 0)):
         display.note(EMULATED)
     folder = Path(settings.run.out) / settings.run.name
@@ -63,8 +65,15 @@ def train(
             checkpoint = make_start(weights, settings, folder, data, display)
         stages, origin = settings.pipeline.stages, checkpoint.folder if checkpoint else None
         source = f", from {origin}" if origin else ""
-        display.phase("start", f"{stages} stages as processes, links under mutual TLS{source}")
-        assignment = Assign(
+        processes = (
+            f"{stages} stages as processes"
+            if not peers
+            else f"{stages} stages in {peers} processes"
+        )
+        display.phase("start", f"{processes}, links under mutual TLS{source}")
+        order = Order(
+            stages=[],
+            identity={},
             settings=settings.to_plain(),
             corpus=str(data.folder.resolve()),
             run_folder=str(folder.resolve()),
@@ -73,7 +82,7 @@ def train(
         coordinator = Coordinator(
             stages,
             settings.run.patience,
-            assignment,
+            settings.pipeline.microbatches,
             outage=settings.link.outage,
             losses=watch_losses(settings, folder, checkpoint),
             course=Course(settings, checkpoint.step if checkpoint else 0, stages),
@@ -81,20 +90,15 @@ def train(
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
-            LocalPeers(settings, folder) as peers,
-            stopping(peers.ask_to_stop, record),
+            LocalPeers(settings, folder, order, peers) as local,
+            stopping(local.ask_to_stop, record),
         ):
-            peers.start()
-            follow(coordinator, peers, record)
-            return record.finish(peers.control_bytes(), coordinator.stop_asked, started)
-
-
-def follow(coordinator: Coordinator, peers: Peers, record: RunRecord) -> None:
-    """Lead the peers to the end of the run, and keep what they report."""
-    try:
-        lead(coordinator, peers, record.carry_out)
-    finally:
-        record.close()
+            local.start()
+            try:
+                lead(coordinator, local, record.carry_out)
+            finally:
+                record.close()
+            return record.finish(local.control_bytes(), coordinator.stop_asked, started)
 
 
 @contextlib.contextmanager

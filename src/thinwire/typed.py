@@ -16,6 +16,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import msgspec
+
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ _HOLDS = {
 _CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
-Finite = typing.Annotated[float, "finite"]
+Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """A float that is neither NaN nor infinite, where others may be, such as a loss."""
 Exact = typing.Annotated[str, "exact"]
 """Text that is used, not shown, such as a path: no character of it is dropped."""

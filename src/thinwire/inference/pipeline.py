@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any, Self
 
 from thinwire.engine.build import check_devices
@@ -20,29 +19,14 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Counts
 from thinwire.errors import StageError
 from thinwire.inference.choice import Sampling
-from thinwire.inference.messages import WORDS, Chosen, FromStage, Read
 from thinwire.inference.text import TextModel, crosses_by_token, extensions
 from thinwire.report import Display
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Begin, Command, Event, Record, Said, Say, Starting
-from thinwire.run.launch import LocalPeers
-from thinwire.run.messages import Assign, Finished, FromPeer
-from thinwire.run.peers import heed
-from thinwire.run.vocabulary import Vocabulary
+from thinwire.run.peers import LocalPeers, heed
+from thinwire.run.protocol import Chosen, Finished, Order, Read
 
-
-class TextPeers(LocalPeers):
-    """The stages of a model that writes, as processes on this machine."""
-
-    module = "thinwire.inference.stage"
-    hears: UnionType = FromStage
-    words: Vocabulary = WORDS
-
-    def _hear(self, stage: int, message: FromPeer | Chosen) -> None:
-        if isinstance(message, Chosen):  # one for each that was asked for: no pace to keep
-            self.said.note(Said(stage, message))  # type: ignore[arg-type]
-        else:
-            super()._hear(stage, message)
+STAGE = "thinwire.inference.stage"  # the module of a stage's process
 
 
 class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"]):
@@ -77,13 +61,13 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         self._resources.push(functools.partial(_remove_logs, folder))
         stages, settings = self.settings.pipeline.stages, self.settings
         place = str(self.checkpoint.folder.resolve())
-        assignment = Assign(settings.to_plain(), corpus="", run_folder=str(folder), resume=place)
-        self._coordinator = Coordinator(
-            stages, settings.run.patience, assignment, outage=settings.link.outage
-        )
+        order = Order([], {}, settings.to_plain(), corpus="", run_folder=str(folder), resume=place)
+        self._coordinator = Coordinator(stages, settings.run.patience, outage=settings.link.outage)
         with contextlib.ExitStack() as starting:
             starting.push(self._resources)
-            self._peers = self._resources.enter_context(TextPeers(settings, folder))
+            self._peers = self._resources.enter_context(
+                LocalPeers(settings, folder, order, module=STAGE)
+            )
             self._peers.start()
             while not self._has_begun:
                 self._heed(self._next_event())
@@ -109,8 +93,8 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         parts = extensions(ids, self.settings.model.context, cached)
         for number, (part, with_empty_past) in enumerate(parts):
             start = time.monotonic()
-            first = Read.first(part, sampling)
-            self._tell_all(Read(part, number, with_empty_past) if number else first)
+            how = {} if number else dataclasses.asdict(sampling)
+            self._tell_all(Read(part, number, with_empty_past or not number, **how))
             ids.append(self._chosen())
             self.traffic.add(len(part), time.monotonic() - start)
             yield ids[-1]

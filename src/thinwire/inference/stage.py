@@ -6,16 +6,15 @@ codecs. It loads the tensors of its own layers alone, and keeps their key-value 
 
 import gc
 
-from thinwire.run.bond import die_with_coordinator
+from thinwire.run.processes import die_with_starter
 
 if __name__ == "__main__":
-    die_with_coordinator()  # before the imports, which take seconds: it may be stopped meanwhile
+    die_with_starter()  # before the imports, which take seconds: it may be stopped meanwhile
     gc.disable()  # imports make no garbage, and looking for it takes a fifth of their time
 
 import queue
 import threading
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import torch
@@ -27,12 +26,10 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.state import restore_weights
 from thinwire.errors import WireError
-from thinwire.inference.choice import Choice
-from thinwire.inference.messages import WORDS, Chosen, Read, ToStage
+from thinwire.inference.choice import Choice, Sampling
 from thinwire.inference.text import crosses_by_token
-from thinwire.run.messages import Assign, Hello
-from thinwire.run.peer import Peer, live_as, versions
-from thinwire.run.vocabulary import Vocabulary
+from thinwire.run.peer import Peer, live_as
+from thinwire.run.protocol import Chosen, Read
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
 
@@ -144,18 +141,13 @@ class TextStage:
 class TextPeer(Peer):
     """Joins the pipeline as one stage, and reads what it is told to until nothing more comes."""
 
-    hears: UnionType = ToStage
-    words: Vocabulary = WORDS
-
     def run(self) -> None:
         """The whole life of the process; errors leave through `fail`."""
-        self.control.send(Hello(self.stage, versions()))
-        assigned = self.control.receive(Assign)
-        settings = Settings.from_plain(assigned.settings)
+        settings = Settings.from_plain(self.order.settings)
         threading.Thread(target=self._pulse, args=(settings.run.patience,), daemon=True).start()
         self._progress.begin("loads its layers")
         # Whoever started this has been asked about plugins before any stage was.
-        checkpoint = Checkpoint.open(Path(assigned.resume), allow_plugins=True)
+        checkpoint = Checkpoint.open(Path(self.order.resume), allow_plugins=True)
         stage = TextStage(settings, self.stage, checkpoint)
         self._link(stage, self._introduce(stage))
         self._work(stage)
@@ -169,11 +161,13 @@ class TextPeer(Peer):
         choose = None
         while True:
             self._progress.begin("waits for something to read")
-            message = self.control.receive(Read)
+            message = self.receive(Read)
             if not message.ids:
                 break
             if message.number == 0:
-                choose = Choice(message.sampling())
+                choose = Choice(
+                    Sampling(message.temperature, message.top_k, message.top_p, message.seed)
+                )
             self._progress.begin("waits for the stage below")
             received = None if below is None else stage.unpacked(_next(arrived), message)
             self._progress.begin("reads")
@@ -181,7 +175,7 @@ class TextPeer(Peer):
             if above is not None:
                 above.send(stage.packed(said, message.number))
             elif choose is not None:
-                self.control.send(Chosen(choose(said[0, -1].float().cpu())))
+                self.say(Chosen(choose(said[0, -1].float().cpu())))
         for link in self._links.values():
             link.close(None)
 

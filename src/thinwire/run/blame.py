@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS
 from thinwire.engine.reports import Step
 from thinwire.run.events import Exited, Lost, Said, Suspect
-from thinwire.run.messages import Failed
+from thinwire.run.protocol import Failed
 
 Evidence = Said | Exited | Lost
 """What shows that something is wrong; of what stages say, only that they failed."""

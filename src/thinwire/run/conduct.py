@@ -7,7 +7,7 @@ from thinwire.engine.finite import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
-from thinwire.run.messages import Failed, Finished, FromPeer, Hello, LinkDown, LinkUp, name_of
+from thinwire.run.protocol import Failed, Finished, LinkDown, LinkUp, OfStage
 from thinwire.settings import Settings
 
 # What a report may hold, for reports of fast stages wait until those of slow ones are there
@@ -38,12 +38,10 @@ class PeerConduct:
         self._step: int | None = None
         self._once: dict[str, int] = {}  # for what comes once a step at most: the latest step
 
-    def check(self, message: FromPeer) -> None:
+    def check(self, message: OfStage) -> None:
         """Refuse what does not fit this stage."""
-        name = name_of(message)
+        name = type(message).__name__
         match message:
-            case Hello(stage=stage) if stage != self._stage:
-                self._refuse(name, f"as stage {stage}")
             case Step():
                 self._check_meters(name, message.meters)
                 self._check_step(message)
@@ -56,7 +54,7 @@ class PeerConduct:
                     self._refuse(name, f"of the file {shard.file!r}")
                 self._check_order(name, step)
             case ShardFailed(step=step):
-                self._check_order(name_of(ShardWritten), step)
+                self._check_order(ShardWritten.__name__, step)
             case LinkDown(cut=cut) | LinkUp(cut=cut) if cut != self._stage - 1:
                 self._refuse(name, f"of cut {cut}")
             case LinkDown() | LinkUp():
@@ -74,19 +72,19 @@ class PeerConduct:
 
     def _check_step(self, report: Step) -> None:
         if self._step is not None and report.step != self._step + 1:
-            self._refuse("step", f"{report.step} after step {self._step}")
+            self._refuse("Step", f"{report.step} after step {self._step}")
         self._step = report.step
         if (report.loss is None) == self._is_last:
-            self._refuse("step", "without its loss" if self._is_last else "with a loss")
+            self._refuse("Step", "without its loss" if self._is_last else "with a loss")
         if report.not_finite not in self._places:
             place = printable(report.not_finite, 40)
-            self._refuse("step", f"with non-finite values in {place!r}")
+            self._refuse("Step", f"with non-finite values in {place!r}")
         if len(report.spans) > self._most_spans:
-            self._refuse("step", f"with {len(report.spans)} spans of time")
+            self._refuse("Step", f"with {len(report.spans)} spans of time")
         if len(report.measures) > MOST_MEASURES:
-            self._refuse("step", f"with {len(report.measures)} measures")
+            self._refuse("Step", f"with {len(report.measures)} measures")
         if any(len(label) > LONGEST_LABEL for _, label, *_ in report.spans):
-            self._refuse("step", "with a span of time whose name has no end")
+            self._refuse("Step", "with a span of time whose name has no end")
 
     def _check_order(self, name: str, step: int) -> None:
         """Results of a step come after it, once: otherwise they could pile up without limit."""
@@ -97,7 +95,7 @@ class PeerConduct:
         self._once[name] = step
 
     def _refuse(self, name: str, what: str) -> NoReturn:
-        raise WireError(f"stage {self._stage} sent a {name!r} message {what}")
+        raise WireError(f"stage {self._stage} sent a {name} message {what}")
 
 
 class Course:
@@ -115,12 +113,12 @@ class Course:
         self._deeds: list[set[tuple[int, str]]] = [set() for _ in range(stages)]
         self._is_committed, self._misses = False, 0  # as the first stage says
 
-    def faults(self, stage: int, report: FromPeer, stop_asked: bool) -> list[tuple[int, str]]:
+    def faults(self, stage: int, report: OfStage, stop_asked: bool) -> list[tuple[int, str]]:
         """Stages that a report shows to be at fault, with what each did."""
         return [*self._own_faults(stage, report, stop_asked), *self._differences(stage)]
 
     def _own_faults(
-        self, stage: int, report: FromPeer, stop_asked: bool
+        self, stage: int, report: OfStage, stop_asked: bool
     ) -> Iterator[tuple[int, str]]:
         done, steps = self._done[stage], self._settings.train.steps
         is_stop_due = stop_asked or self._misses >= PATIENCE

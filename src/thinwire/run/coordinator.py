@@ -1,4 +1,4 @@
-"""The coordinator: leads a run from the first hello to the last goodbye.
+"""The coordinator: leads the stages of a run from their building to the last goodbye.
 
 It is told what happens and answers what to do. It has no threads, no clock and no processes of its
 own, and it does not know how peers are started: peers.py carries out what it says.
@@ -37,24 +37,22 @@ from thinwire.run.events import (
     Tick,
 )
 from thinwire.run.explosion import LossWatch
-from thinwire.run.messages import (
-    Assign,
+from thinwire.run.pacing import TOLD_A_MINUTE, Told
+from thinwire.run.protocol import (
     Connect,
+    Ended,
     Failed,
     Finished,
-    FromCoordinator,
-    FromPeer,
-    Hello,
     LinkDown,
     Linked,
     LinkUp,
+    OfStage,
     Pulse,
     Ready,
     Start,
     Stop,
-    name_of,
+    ToStage,
 )
-from thinwire.run.pace import TOLD_A_MINUTE, Told
 from thinwire.run.signals import Interrupted
 from thinwire.run.watch import Watch
 
@@ -67,7 +65,6 @@ SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that c
 class Phase(Enum):
     """The phase that a run is in."""
 
-    GATHERING = "waits for processes to report"
     BUILDING = "waits for layers to be built"
     LINKING = "waits for neighbours to link"
     TRAINING = "trains"
@@ -79,8 +76,7 @@ class Phase(Enum):
 
 # Before training stages go from phase to phase together: what each says at the end of a phase, and
 # what a person sees of those phases that take time (importing torch, building layers).
-_ROUNDS: dict[Phase, tuple[type[FromPeer], str]] = {
-    Phase.GATHERING: (Hello, "stages are running"),
+_ROUNDS: dict[Phase, tuple[type[OfStage], str]] = {
     Phase.BUILDING: (Ready, "stages have their layers"),
     Phase.LINKING: (Linked, ""),
 }
@@ -99,21 +95,17 @@ class Coordinator:
         self,
         stages: int,
         patience: float,
-        assignment: Assign,
+        microbatches: int = MOST_MICROBATCHES,
         parts_travel: bool = False,
         outage: float = 0.0,
         losses: LossWatch | None = None,
         course: Course | None = None,
     ):
-        self.phase = Phase.GATHERING
+        self.phase = Phase.BUILDING
         self.stop_asked = False
         self._all = range(stages)
-        self._assignment = assignment
         self._watch = Watch(stages, patience, outage)
         self._losses = losses or LossWatch()
-        microbatches = assignment.settings.get("pipeline", {}).get(
-            "microbatches", MOST_MICROBATCHES
-        )
         self._conduct = [PeerConduct(stage, stages, microbatches) for stage in self._all]
         self._course = course
         self._steps = [0] * stages  # reported
@@ -122,7 +114,6 @@ class Coordinator:
         self._arrived: dict[int, Any] = {}  # what ends this phase, by stage
         self._finished: set[int] = set()
         self._left: set[int] = set()  # in good order; their last words may be still to be heard
-        self._versions: dict[str, str] = {}
         self._ready: list[Ready] = []
         self._last_step = [0] * stages
         self._parts: dict[int, dict[int, ShardWritten | ShardFailed]] = {}  # by step and stage
@@ -179,6 +170,8 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case Said(stage, LinkDown() | LinkUp() as message):
                 return self._on_outage(stage, message, now)
+            case Said(stage, Ended() as ended):
+                return self._respond(Exited(stage, ended.returncode), now)
             case Said(stage, message):
                 self._watch.heard(stage)
                 return self._on_message(stage, message, now)
@@ -200,7 +193,7 @@ class Coordinator:
                     self._suspect(Exited(stage, 0), now)
         return []
 
-    def _on_message(self, stage: int, message: FromPeer, now: float) -> list[Command]:
+    def _on_message(self, stage: int, message: OfStage, now: float) -> list[Command]:
         try:
             self._conduct[stage].check(message)
             if isinstance(message, Failed):
@@ -252,19 +245,19 @@ class Coordinator:
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return [Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
 
-    def _check_due(self, stage: int, message: FromPeer) -> None:
+    def _check_due(self, stage: int, message: OfStage) -> None:
         """Refuse what belongs to another phase, or comes from a stage that is done with this."""
         if self.phase in _ROUNDS:
             is_due = type(message) is _ROUNDS[self.phase][0]
         else:
-            is_due = not isinstance(message, Hello | Ready | Linked)
+            is_due = not isinstance(message, Ready | Linked)
         if not is_due or stage not in self.waiting_for():
             raise WireError(
-                f"stage {stage} sent a {name_of(message)!r} message while the run "
+                f"stage {stage} sent a {type(message).__name__} message while the run "
                 f"{self.phase.value}"
             )
 
-    def _check_ahead(self, stage: int, message: FromPeer) -> None:
+    def _check_ahead(self, stage: int, message: OfStage) -> None:
         """Refuse reports without end: they wait here until the other stages have reported."""
         self._steps[stage] += isinstance(message, Step)
         slowest = min(self._all, key=lambda s: self._steps[s])
@@ -274,13 +267,13 @@ class Coordinator:
                 f"{self._steps[slowest]}"
             )
 
-    def _check_course(self, stage: int, message: FromPeer, now: float) -> None:
+    def _check_course(self, stage: int, message: OfStage, now: float) -> None:
         """Suspect whoever this shows to save or end at another time than is due."""
         if self._course is not None and self.phase not in _ROUNDS:
             for culprit, deed in self._course.faults(stage, message, self.stop_asked):
                 self._suspect(Lost(culprit, deed, in_breach=True), now)
 
-    def _on_arrival(self, stage: int, message: FromPeer) -> list[Command]:
+    def _on_arrival(self, stage: int, message: OfStage) -> list[Command]:
         """A stage is through with this phase of the start; when all are, the next one begins."""
         self._arrived[stage] = message
         what = _ROUNDS[self.phase][1]
@@ -288,21 +281,14 @@ class Coordinator:
         if self.waiting_for():
             return commands
         arrived = [self._arrived.pop(stage) for stage in self._all]
-        if self.phase is Phase.GATHERING:
-            self._enter(Phase.BUILDING)
-            self._versions = arrived[0].versions
-            return [*commands, *self._tell_all(self._assignment)]
         if self.phase is Phase.BUILDING:
             self._enter(Phase.LINKING)
             self._ready = arrived
             addresses = ["", *(ready.address for ready in arrived)]
-            shown = [ready.certificate for ready in arrived]
-            certificates = shown if any(shown) else []
-            connects = [Connect(addresses[s], certificates=certificates) for s in self._all]
-            return [*commands, *(Tell(s, connects[s]) for s in self._all)]
+            return [*commands, *(Tell(s, Connect(addresses[s])) for s in self._all)]
         self._enter(Phase.TRAINING)
         self._watch.begin_training()
-        return [*self._tell_all(Start()), Begin(self._ready, self._versions)]
+        return [*self._tell_all(Start()), Begin(self._ready, self._ready[0].versions)]
 
     def _on_part(self, stage: int, part: ShardWritten | ShardFailed) -> list[Command]:
         """A stage has written its part of a checkpoint or failed; when all have, it is settled."""
@@ -412,7 +398,7 @@ class Coordinator:
     def _enter(self, phase: Phase) -> None:
         self.phase, self._since = phase, self._watch.now
 
-    def _tell_all(self, message: FromCoordinator) -> list[Command]:
+    def _tell_all(self, message: ToStage) -> list[Command]:
         return [Tell(stage, message) for stage in self._all]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from thinwire.engine.reports import Evaluation, ShardWritten, Step
-from thinwire.run.messages import Finished, FromCoordinator, FromPeer, LinkUp, Ready
+from thinwire.run.protocol import Finished, LinkUp, OfStage, Ready, ToStage
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class Said:
     """A stage has said something."""
 
     stage: int
-    message: FromPeer
+    message: OfStage
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Tell:
     """Send a message to a stage."""
 
     stage: int
-    message: FromCoordinator
+    message: ToStage
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report import EvaluationRecord, LinkRecord, StageRecord, StepRecord, Timeline
 from thinwire.run.blame import first_not_finite
-from thinwire.run.messages import Ready
+from thinwire.run.protocol import Ready
 from thinwire.run.timings import StepTimes, spans_of, step_seconds
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings

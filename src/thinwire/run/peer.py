@@ -1,31 +1,33 @@
-"""A peer: the process that holds one stage. Started by a coordinator, lives as long as it does.
+"""The process of stages: one of them, or several that are neighbours.
 
-The coordinator writes one JSON line to the peer's standard input: which stage it is, where to
-dial, and its certificate (so private keys never touch a disk). When that input closes, the
-coordinator is gone and the peer leaves at once: no orphans, whatever happened.
+Whoever started it, a coordinator or a joined machine, says over the socket on its standard input
+what it is to be (an Order), and hears there how its stages fare. Stages of one process are linked
+in memory: the cut between them is computed as any other, and nothing is sent.
 """
 
 import gc
 
-from thinwire.run.bond import die_with_coordinator
+from thinwire.run.processes import die_with_starter
 
 if __name__ == "__main__":
-    die_with_coordinator()  # before the imports, which take seconds: it may be stopped meanwhile
+    die_with_starter()  # before the imports, which take seconds: it may be stopped meanwhile
     gc.disable()  # imports make no garbage, and looking for it takes a fifth of their time
 
-import json
 import os
 import platform
+import queue
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -37,32 +39,31 @@ from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
 from thinwire.errors import ThinwireError, WireError, outward
 from thinwire.report.stream import SafeStream
-from thinwire.run.control import CONTROL_KEEPALIVE, Channel, lasting_control
-from thinwire.run.messages import (
-    CONTROL,
-    Assign,
+from thinwire.run.channel import Channel, SocketPipe
+from thinwire.run.protocol import (
+    FROM_COORDINATOR,
+    MAX_MESSAGE,
+    OF_NO_STAGE,
     Connect,
+    Envelope,
     Failed,
     Finished,
-    FromCoordinator,
-    Hello,
     LinkDown,
     Linked,
     LinkUp,
+    OfStage,
+    Order,
     Pulse,
     Ready,
     Start,
     Stop,
     Way,
+    stream_name,
 )
-from thinwire.run.order import Order, control_name, cut_name, holder_of, tokens_name
-from thinwire.run.vocabulary import MAX_MESSAGE, Vocabulary
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
-    DEFAULT_KEEPALIVE,
-    Keepalive,
-    KeySeal,
+    Identity,
     LastingPipe,
     Link,
     Listener,
@@ -70,23 +71,25 @@ from thinwire.wire import (
     Nic,
     Pipe,
     Route,
-    Seal,
     Standby,
     Tunnel,
+    Unmetered,
     dial,
     handshake,
+    memory_pair,
 )
 from thinwire.wire.tunnel import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
+MessageT = TypeVar("MessageT")
 
 
 def versions() -> dict[str, str]:
     """What computed a run: reported by every peer and kept in the summary."""
     return {
         "thinwire": thinwire.__version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
@@ -108,136 +111,135 @@ class Linkable(Protocol):
         """What both ends of a cut must agree on before the first frame."""
 
 
+@dataclass(frozen=True)
+class Household:
+    """What the stages of one process share: who they are together, and their inner cuts."""
+
+    order: Order
+    identity: Identity
+    inner: dict[int, tuple[Pipe, Pipe]]  # by cut: the ends of the stage below and the one above
+
+    @classmethod
+    def of(cls, order: Order) -> "Household":
+        """The household of an order."""
+        inner = {stage: memory_pair() for stage in order.stages[:-1]}
+        return cls(order, Identity.from_plain(order.identity), inner)
+
+
 class Peer:
-    """Joins a run as one stage: assignment, links to the neighbours, training, goodbye."""
+    """The life of one stage: built, linked to the neighbours, trained, goodbye."""
 
-    hears: UnionType = FromCoordinator
-    words: Vocabulary = CONTROL
-
-    def __init__(self, order: Order):
-        self.order = order
-        self.stage = order.stage
-        self.identity = order.identity
+    def __init__(self, house: Household, stage: int, say: Callable[[OfStage], None]):
+        self.house, self.order, self.identity = house, house.order, house.identity
+        self.stage, self.say = stage, say
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._listener: Listener | None = None  # for the stage above
         self._tunnel: Tunnel | None = None  # to the stage below, on another machine
         self._standbys: list[Standby] = []  # for the stage above, on another machine
         self._progress = Progress()
-        self.control = Channel(
-            self._report(), f"control of stage {self.stage}", self.hears, words=self.words
-        )
 
     def run(self) -> None:
-        """The whole life of a peer; errors leave through `fail`."""
-        self.control.send(Hello(self.stage, versions()))
-        assignment = self._assignment(self.control.receive(Assign))
-        patience = assignment.settings.run.patience
-        threading.Thread(target=self._pulse, args=(patience,), daemon=True).start()
+        """The whole life of a stage; errors leave through `fail`."""
+        settings = Settings.from_plain(self.order.settings)
+        threading.Thread(target=self._pulse, args=(settings.run.patience,), daemon=True).start()
         self._progress.begin("builds its layers")
-        worker = Worker(assignment, self._progress, self._far_corpus(assignment))
-        connect = self._introduce(worker)
-        if self.order.epoch:
-            worker.seal = self._seal(connect, worker.last + 1)
-        self._link(worker, connect)
+        assignment = Assignment(
+            settings=settings,
+            stage=self.stage,
+            corpus=Path(self.order.corpus),
+            run_folder=Path(self.order.run_folder),
+            resume=Path(self.order.resume) if self.order.resume else None,
+        )
+        worker = Worker(assignment, self._progress, self._far_corpus(settings))
+        self._link(worker, self._introduce(worker))
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
-        worker.run(below, above, self.control.send)
+        worker.run(below, above, self.say)
         self._leave()
+
+    def receive(self, wanted: type[MessageT]) -> MessageT:
+        """The next message for this stage, which must be of the wanted type."""
+        message = self._inbox.get()
+        if not isinstance(message, wanted):
+            raise WireError(
+                f"expected {wanted.__name__} from the coordinator, got {type(message).__name__}"
+            )
+        return message
 
     def _introduce(self, worker: Linkable) -> Connect:
         """Say that the stage is built, and hear where its neighbours are."""
         self._progress.begin("waits for the other stages to be built")
-        if self.stage < worker.last:
+        if self.stage < worker.last and self.stage not in self.house.inner:
             self._listener = Listener(
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = self._listener.address if self._listener else ""
-        certificate = self.identity.certificate_pem if self.order.epoch else ""
-        self.control.send(Ready(address, **worker.describe(), certificate=certificate))
-        return self.control.receive(Connect)
+        self.say(Ready(address, **worker.describe(), versions=versions()))
+        return self.receive(Connect)
 
     def _link(self, worker: Linkable, connect: Connect) -> None:
         """Link to the neighbours, and wait for the start."""
         self._progress.begin("waits for its neighbours to link")
         self._join(worker, connect)
-        self.control.send(Linked(self._way_below()))
-        self.control.receive(Start)
+        self.say(Linked(self._way_below()))
+        self.receive(Start)
 
     def _leave(self) -> None:
         """Say what the links have moved, and goodbye."""
-        self.control.send(Finished(meters_of(self._links.values())))
-        self.control.close()
+        self.say(Finished(meters_of(self._links.values())))
         if self._listener:
             self._listener.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the coordinator why this stage cannot go on, if it still listens.
+        """Say why this stage cannot go on, if anybody still listens.
 
         A broken link says more about the neighbour who vanished than about this stage. What goes
         to another machine holds nothing of this one's files: its log has the rest.
         """
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         told, trace = str(error) if known else f"{type(error).__name__}: {error}", ""
-        if self.order.epoch:  # to another machine
+        if self.order.generation:  # to another machine
             told = outward(error)
         elif not known:
             trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
         lost = [stage for stage, link in self._links.items() if link.other_end_lost]
-        message = Failed(
-            kind=type(error).__name__,
-            known=known,
-            error=told,
-            trace=trace,
-            accuses=lost if is_wire else [],
-            convicts=[s for s, link in self._links.items() if link.other_end_at_fault],
-        )
-        try:
-            self.control.send(message)
-            self.control.close()
-        except ThinwireError:
-            pass  # the coordinator sees the exit code and the log
-
-    def _report(self) -> Pipe:
-        """The control stream to the coordinator."""
-        keepalive = DEFAULT_KEEPALIVE if self.order.outage else CONTROL_KEEPALIVE
-        return self._call_coordinator(control_name(self.stage, self.order.epoch), keepalive)
-
-    def _call_coordinator(self, name: str, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> Pipe:
-        """A stream to the coordinator's process; over the internet it may be down for a while."""
-        address, outage = self.order.coordinator, self.order.outage
-
-        def call(timeout: float) -> Pipe:
-            return dial(
-                address, name, self.identity, "coordinator", timeout, MAX_MESSAGE, keepalive
+        with suppress(ThinwireError):  # whoever started this sees the exit code and the log
+            self.say(
+                Failed(
+                    kind=type(error).__name__,
+                    known=known,
+                    error=told,
+                    trace=trace,
+                    accuses=lost if is_wire else [],
+                    convicts=[s for s, link in self._links.items() if link.other_end_at_fault],
+                )
             )
 
-        first = call(JOIN_SECONDS)
-        return lasting_control(first, call, outage)
-
-    def _far_corpus(self, assignment: Assignment) -> FetchedCorpus | None:
+    def _far_corpus(self, settings: Settings) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
-        if self.order.has_corpus:
+        if self.order.corpus:
             return None
-        pipe = self._call_coordinator(tokens_name(self.stage, self.order.epoch))
-        return FetchedCorpus(pipe, assignment.settings, self.stage)
+        name = stream_name("tokens", self.stage, self.order.generation)
 
-    def _assignment(self, assigned: Assign) -> Assignment:
-        assigned = self.order.own or assigned
-        return Assignment(
-            settings=Settings.from_plain(assigned.settings),
-            stage=self.stage,
-            corpus=Path(assigned.corpus),
-            run_folder=Path(assigned.run_folder),
-            resume=Path(assigned.resume) if assigned.resume else None,
-        )
+        def call(timeout: float) -> Pipe:
+            return dial(self.order.host, name, self.identity, "coordinator", timeout, MAX_MESSAGE)
+
+        first, outage = call(JOIN_SECONDS), settings.link.outage
+        pipe = LastingPipe(first, call, outage) if outage else first
+        return FetchedCorpus(pipe, settings, self.stage)
 
     def _join(self, worker: Linkable, connect: Connect) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
-        below, above = self.stage - 1, self.stage + 1
-        if self.stage > 0:
-            name, server = cut_name(below, self.order.epoch), holder_of(below, connect.seats)
+        below, above, inner = self.stage - 1, self.stage + 1, self.house.inner
+        generation = self.order.generation
+        if below in inner:
+            self._links[below] = self._agree(worker, inner[below][1], below, None)
+        elif self.stage > 0:
+            name, server = stream_name("cut", below, generation), connect.seats[below]
             address, limit = connect.below, worker.max_payload() + 64
             if connect.reach:
                 self._tunnel = Tunnel(_at_doors(connect, name), _routes(connect.reach))
@@ -249,8 +251,10 @@ class Peer:
 
             pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)
-        if (listener := self._listener) is not None:
-            own, dialer = cut_name(self.stage, self.order.epoch), holder_of(above, connect.seats)
+        if self.stage in inner:
+            self._links[above] = self._agree(worker, inner[self.stage][0], self.stage, None)
+        elif (listener := self._listener) is not None:
+            own, dialer = stream_name("cut", self.stage, generation), connect.seats[above]
             self._standbys = [
                 Standby(_at_doors(connect, own), route, listener.address)
                 for route in _routes(connect.wait)
@@ -261,12 +265,6 @@ class Peer:
 
             pipe = self._open(worker, above, accept)
             self._links[above] = self._agree(worker, pipe, self.stage, nic)
-
-    def _seal(self, connect: Connect, stages: int) -> Seal:
-        """Other machines are strangers: what all stages hear is signed by whoever says it."""
-        names = [holder_of(stage, connect.seats) for stage in range(stages)]
-        shown = connect.certificates or [""] * stages
-        return KeySeal.of_seats(self.identity, self.stage, self.order.epoch, names, shown)
 
     def _open(self, worker: Linkable, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
@@ -292,18 +290,21 @@ class Peer:
 
     def _mention(self, message: LinkDown | LinkUp) -> None:
         with suppress(WireError):  # the coordinator is gone: that shows elsewhere
-            self.control.send(message)
+            self.say(message)
 
     def _agree(self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
-        contract, meter = worker.contract(cut, self.order.epoch), Meter()
-        handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
+        contract, meter = worker.contract(cut, self.order.generation), Meter()
+        if cut in self.house.inner:
+            meter = Unmetered()
+        else:
+            handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
         return Link(pipe, meter, nic, f"cut-{cut}", worker.max_payload())
 
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
         while True:
             try:
-                self.control.send(Pulse(self._progress.begun, self._doing()))
+                self.say(Pulse(self._progress.begun, self._doing()))
             except WireError:
                 return
             time.sleep(pulse_seconds(patience))
@@ -317,7 +318,7 @@ class Peer:
     def _obey(self, worker: Worker) -> None:
         """While training, the only message a coordinator sends is to stop after this step."""
         try:
-            self.control.receive(Stop)
+            self.receive(Stop)
         except ThinwireError:
             return
         worker.stop_requested.set()
@@ -333,38 +334,58 @@ def _routes(ways: list[Way]) -> list[Route]:
     return [Route(way.address, kinds.get(way.kind, "relayed"), way.token) for way in ways]
 
 
-def _leave_with_whoever_started_it() -> None:
-    """Leave when the input ends."""
-    sys.stdin.read()
-    os._exit(3)
-
-
 def live_as(kind: type[Peer]) -> NoReturn:
-    """The life of a process that is a peer of this kind: its order is on its standard input."""
+    """The life of a process whose stages are peers of this kind."""
     gc.freeze()  # what has been imported stays
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C means
     # A log on a full disk must not keep the reason of a failure from the coordinator.
     with redirect_stdout(SafeStream(sys.stdout)), redirect_stderr(SafeStream(sys.stderr)):
-        code = _live(kind, json.loads(sys.stdin.readline()))
+        code = _live(kind, SocketPipe(socket.socket(fileno=os.dup(0))))
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # transport threads must not keep a finished stage alive
 
 
-def _live(kind: type[Peer], order: dict[str, Any]) -> int:
-    """Be the stage of this order to the end; returns the exit code."""
-    living: list[Peer] = []
-    threading.Thread(target=_leave_with_whoever_started_it, daemon=True).start()
-    try:
-        living.append(kind(Order.from_plain(order)))
-        living[0].run()
-        return 0
-    except BaseException as error:
-        traceback.print_exc()
-        for peer in living:
+def _live(kind: type[Peer], pipe: Pipe) -> int:
+    """Be the stages of the order that comes first, to their end; returns the exit code."""
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[Peer, BaseException | None]] = queue.SimpleQueue()
+    peers: dict[int, Peer] = {}
+
+    def hear(said: Envelope) -> None:
+        if said.stage == OF_NO_STAGE:
+            orders.put(said.message)
+        else:
+            peers[said.stage].hear(said.message)
+
+    def leave(*_: object) -> None:
+        os._exit(3)  # whoever started this is gone
+
+    def live(peer: Peer) -> None:
+        try:
+            peer.run()
+            ended.put((peer, None))
+        except BaseException as error:
+            ended.put((peer, error))
+
+    channel = Channel(pipe, "control", FROM_COORDINATOR, hear, leave, leave)
+    order = orders.get()
+    house = Household.of(order)
+    for stage in order.stages:
+        say = partial(channel.send, stage=stage, generation=order.generation)
+        peers[stage] = kind(house, stage, say)
+    for peer in peers.values():
+        threading.Thread(target=live, args=(peer,), name=f"stage {peer.stage}", daemon=True).start()
+    for _ in peers:
+        peer, error = ended.get()
+        if error is not None:
+            traceback.print_exception(error)
             peer.fail(error)
-        return 1
+            channel.close()
+            return 1
+    channel.close()
+    return 0
 
 
 def main() -> None:

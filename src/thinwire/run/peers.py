@@ -1,25 +1,30 @@
-"""The stages of a run as whoever leads them sees them, wherever they are; and the loop that leads.
+"""The peers of a run as whoever leads them sees them, wherever they are; and the loop that leads.
 
-Peers dial the coordinator, never the other way round. All that happens to them arrives in one
-queue, and one thread reads it.
+All that happens to them arrives in one queue, and one thread reads it.
 """
 
 import contextlib
+import dataclasses
+import itertools
+import subprocess
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from types import UnionType
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from thinwire.errors import BreachError, StageError, ThinwireError, WireError
-from thinwire.run.control import Channel
+from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
+from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, End, Event, Lost, StopAsked, Suspect, Tell
-from thinwire.run.hearing import Hearing
-from thinwire.run.messages import CONTROL, FromCoordinator, FromPeer
-from thinwire.run.vocabulary import Vocabulary
-from thinwire.wire import Pipe
+from thinwire.run.events import Command, End, Event, Exited, Lost, StopAsked, Suspect, Tell
+from thinwire.run.processes import TRAINING, StageProcess, forks, start_processes
+from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
+from thinwire.settings import Settings
+from thinwire.wire import Authority, raise_descriptor_limit
+
+EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
 class StageFailedError(StageError):
@@ -45,7 +50,8 @@ def heed(
     for command in coordinator.on(event, time.monotonic()):
         match command:
             case Tell(stage, message):
-                peers.tell(stage, message)
+                with contextlib.suppress(WireError):  # a peer that is gone shows as an event
+                    peers.tell(stage, message)
             case End(error, culprit):
                 if culprit is not None:
                     raise StageFailedError(f"{error}{peers.last_words(culprit)}", culprit)
@@ -57,20 +63,19 @@ def heed(
 
 
 class Peers(contextlib.AbstractContextManager[Any]):
-    """A control stream to each stage; leaving the context ends what is still there of them."""
-
-    hears: UnionType = FromPeer
-    words: Vocabulary = CONTROL
+    """Those who hold the stages of a run; leaving the context ends what they run for it."""
 
     def __init__(self, stages: int):
         self._stages = range(stages)
         self.said = Hearing(stages)
-        self._channels: dict[int, Channel] = {}
-        self._accepting: list[threading.Thread] = []
 
     @abstractmethod
     def start(self) -> None:
-        """Have a process started for each stage; each dials by itself."""
+        """Have all stages built; each says by itself when it is."""
+
+    @abstractmethod
+    def tell(self, stage: int, message: ToStage) -> None:
+        """Send a message to a stage."""
 
     @abstractmethod
     def wait_for_exits(self) -> None:
@@ -81,8 +86,8 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """What the log of a stage says of its end, as lines that go behind an error."""
 
     @abstractmethod
-    def _open(self, stage: int) -> Pipe:
-        """Wait for the control stream of a stage."""
+    def control_bytes(self) -> int:
+        """Every byte of the streams of messages so far, both ways, frame headers included."""
 
     def next_event(self, coordinator: Coordinator) -> Event:
         """What happens next, or a Tick when the coordinator needs one."""
@@ -92,45 +97,142 @@ class Peers(contextlib.AbstractContextManager[Any]):
         """Ask the run to end; safe in a signal handler, for it only queues a note."""
         self.said.note(StopAsked(who))
 
-    def tell(self, stage: int, message: FromCoordinator) -> None:
-        """Send a message to a stage that has said hello; one that is gone shows as an event."""
-        self._accepting[stage].join()  # its hello may be heard before its channel is filed
-        with contextlib.suppress(WireError):
-            self._channels[stage].send(message)
+
+def neighbours(stages: int, peers: int) -> list[list[int]]:
+    """Which stages each of so many peers holds: neighbouring ones, as evenly as can be."""
+    if not 1 <= peers <= stages:
+        raise ConfigError(
+            f"--peers {peers}: the {stages} stages of this model are held by 1 to {stages} peers"
+        )
+    bounds = [stages * peer // peers for peer in range(peers + 1)]
+    return [[*range(start, end)] for start, end in itertools.pairwise(bounds)]
+
+
+class StagesHere:
+    """Stages that a process of this machine runs, by its order: what they say, and how it ends.
+
+    `on_said` gets what a stage says, `on_lost` why the process cannot be heard any more, and
+    `on_exit` how it ended: of which stages, for where one said why it failed, the others of the
+    process did nothing wrong. All are called on other threads.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        process: StageProcess,
+        on_said: Callable[[int, Any], None],
+        on_lost: Callable[[ThinwireError], None],
+        on_exit: Callable[[list[int], int], None],
+    ):
+        self.stages, self.process = order.stages, process
+        self._on_said, self._on_exit = on_said, on_exit
+        self._failed: list[int] = []
+        name = f"control of {process.log.stem}"
+        self.channel = Channel(SocketPipe(process.ours), name, FROM_PEER, self._hear, on_lost)
+        threading.Thread(target=self._await_exit, daemon=True).start()
+        with contextlib.suppress(WireError):  # it has died: its exit code says how
+            self.channel.send(order)
+
+    def tell(self, stage: int, message: ToStage) -> None:
+        """Send a message to a stage."""
+        self.channel.send(message, stage)
+
+    def _hear(self, said: Envelope) -> None:
+        if said.stage not in self.stages:
+            raise WireError(f"a message of stage {said.stage} came from stages {self.stages}")
+        if isinstance(said.message, Failed):
+            self._failed.append(said.stage)
+        self._on_said(said.stage, said.message)
+
+    def _await_exit(self) -> None:
+        code = self.process.wait()
+        self._on_exit(self._failed or self.stages, code)
+
+
+class LocalPeers(Peers):
+    """Processes on this machine, each with one stage or several; no orphans, however it ends.
+
+    `order` says what they are to be, but for their stages and identities.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_folder: Path,
+        order: Order,
+        peers: int = 0,
+        module: str = TRAINING,
+    ):
+        stages = settings.pipeline.stages
+        super().__init__(stages)
+        held = neighbours(stages, peers or stages)
+        authority = Authority.create(settings.run.name)
+        self._orders = [
+            dataclasses.replace(
+                order, stages=group, identity=dataclasses.asdict(authority.issue(_name(group)))
+            )
+            for group in held
+        ]
+        self._seats = [_name(group) for group in held for _ in group]
+        self._logs, self._module = run_folder / "logs", module
+        self._fork = forks(settings.run.device)
+        self._here: list[StagesHere] = []
+        raise_descriptor_limit()  # for the stages too, which inherit it
+
+    def __exit__(self, *error: object) -> None:
+        for here in self._here:
+            here.process.kill()
+        for here in self._here:
+            here.process.end()
+
+    def start(self) -> None:
+        logs = [
+            self._logs / f"stage-{'-'.join(map(str, order.stages))}.log" for order in self._orders
+        ]
+        started = start_processes(logs, self._module, self._fork)
+        for order, process in zip(self._orders, started, strict=True):
+            self._here.append(
+                StagesHere(
+                    order,
+                    process,
+                    self.said.hear,
+                    partial(self._on_lost, order.stages),
+                    self._on_exit,
+                )
+            )
+
+    def tell(self, stage: int, message: ToStage) -> None:
+        if isinstance(message, Connect):
+            message = dataclasses.replace(message, seats=self._seats)
+        self._with(stage).tell(stage, message)
+
+    def wait_for_exits(self) -> None:
+        deadline = time.monotonic() + EXIT_SECONDS
+        for here in self._here:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                here.process.wait(max(0.1, deadline - time.monotonic()))
+
+    def last_words(self, culprit: Suspect) -> str:
+        process = self._with(culprit.stage).process
+        # A known error explains itself: then this only says where the log is.
+        log = f"its log is {process.log}"
+        return f"\n  {log if culprit.known else process.last_lines(culprit.trace)}"
 
     def control_bytes(self) -> int:
-        """Every byte of the control streams so far, both ways, frame headers included."""
-        meters = [channel.meter for channel in self._channels.values()]
-        return sum(meter.sent_bytes() + meter.received_bytes() for meter in meters)
+        return sum(here.channel.moved_bytes() for here in self._here)
 
-    def _hear(self, stage: int, message: FromPeer) -> None:
-        """A stage has said something; on the thread of its control stream, which may wait."""
-        self.said.hear(stage, message)
+    def _with(self, stage: int) -> StagesHere:
+        return next(here for here in self._here if stage in here.stages)
 
-    def _expect(self, stage: int) -> None:
-        """Wait for a stage to dial, on a thread of its own; stages in order."""
-        self._accepting.append(self._begin(self._accept, stage))
-
-    def _begin(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=arguments, daemon=True)
-        thread.start()
-        return thread
-
-    def _accept(self, stage: int) -> None:
-        try:
-            pipe = self._open(stage)
-        except WireError as error:
-            self.said.note(Lost(stage, str(error)))
-            return
-
-        def on_lost(error: ThinwireError) -> None:
+    def _on_lost(self, stages: list[int], error: ThinwireError) -> None:
+        for stage in stages:
             self.said.note(Lost(stage, str(error), isinstance(error, BreachError)))
 
-        self._channels[stage] = Channel(
-            pipe,
-            f"control of stage {stage}",
-            self.hears,
-            on_message=lambda message: self._hear(stage, message),
-            on_lost=on_lost,
-            words=self.words,
-        )
+    def _on_exit(self, stages: list[int], code: int) -> None:
+        for stage in stages:
+            self.said.note(Exited(stage, code))
+
+
+def _name(held: list[int]) -> str:
+    """The name that a process of stages proves to have."""
+    return f"stage-{held[0]}"

@@ -37,7 +37,7 @@ from thinwire.run.events import (
     Starting,
 )
 from thinwire.run.ledger import Ledger, bits_per_byte
-from thinwire.run.messages import Finished, LinkUp
+from thinwire.run.protocol import Finished, LinkUp
 from thinwire.run.signals import Interrupted
 from thinwire.settings import Settings
 from thinwire.typed import to_toml

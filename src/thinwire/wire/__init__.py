@@ -10,7 +10,7 @@ from thinwire.wire.handshake import handshake
 from thinwire.wire.kernel import SocketTotals, raise_descriptor_limit, socket_totals
 from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span
-from thinwire.wire.meter import Meter
+from thinwire.wire.meter import Meter, Unmetered
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.rpc import Listener, dial
 from thinwire.wire.seal import SEAL_BYTES, KeySeal, Seal
@@ -46,6 +46,7 @@ __all__ = [
     "Standby",
     "Traffic",
     "Tunnel",
+    "Unmetered",
     "decode",
     "dial",
     "encode",

@@ -46,6 +46,16 @@ class Meter:
             return {"sent": self._sent.plain(), "received": self._received.plain()}
 
 
+class Unmetered(Meter):
+    """Of a link inside a process, over which nothing is sent: it counts nothing."""
+
+    def count_sent(self, kind: FrameKind, payload_bytes: int) -> None:
+        pass
+
+    def count_received(self, kind: FrameKind, payload_bytes: int) -> None:
+        pass
+
+
 class _OneWay:
     """The counts of one direction."""
 

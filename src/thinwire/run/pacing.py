@@ -1,4 +1,4 @@
-"""How fast a peer may speak: a flood ends with its own stream, and it is named."""
+"""How fast a peer may speak, and how often a person is told the same."""
 
 import time
 from collections import deque
@@ -8,8 +8,6 @@ from thinwire.errors import WireError
 
 AT_ONCE = 500  # messages, before any time has passed
 PER_SECOND = 25.0  # a link that breaks and comes back ten times a second makes twenty
-
-
 TOLD_A_MINUTE = 6  # notes to a person on one and the same thing
 
 

@@ -1,0 +1,155 @@
+"""A stream of messages between the coordinator and a peer, and the queue in which all of them meet.
+
+It rides on a pipe of its own: to another machine on a TLS connection that may be lost and come
+back, to a process on this machine on a pair of sockets. It carries well under a kilobyte per stage
+and step, which is metered, and no step waits for it.
+"""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.engine.reports import Report
+from thinwire.errors import ThinwireError, WireError
+from thinwire.run.events import Event, Said, Tick
+from thinwire.run.pacing import Pace
+from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Chosen, Envelope, Kinds, pack, unpack
+from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
+from thinwire.wire.pipe import CLOSE_GRACE_S
+
+_LENGTH = struct.Struct("!I")
+_LONGEST = 2 * MOST_SAID
+
+
+class SocketPipe(Pipe):
+    """Messages over a pair of sockets, each after its length: between processes of one machine."""
+
+    def __init__(self, end: socket.socket):
+        self._end = end
+        self._writing = threading.Lock()
+
+    def write(self, message: bytes) -> None:
+        try:
+            with self._writing:
+                self._end.sendall(_LENGTH.pack(len(message)) + message)
+        except OSError as error:
+            raise WireError(f"the process at the other end is gone: {error}") from None
+
+    def read(self) -> bytes | None:
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > _LONGEST:
+            raise WireError(f"a message of {length} bytes came, at most {_LONGEST} are agreed")
+        return self._exactly(length)
+
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # what was written can still be read
+        self._end.close()
+
+    def _exactly(self, count: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                part = self._end.recv(count - len(parts))
+            except OSError:
+                part = b""  # closed here meanwhile, or reset
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+
+class Channel:
+    """One end of a stream of messages, which go to a callback in order.
+
+    A message that is malformed, or not for this end (`kinds`), breaks it: the other end's fault.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        name: str,
+        kinds: Kinds,
+        on_message: Callable[[Envelope], None],
+        on_lost: Callable[[ThinwireError], None],
+        on_end: Callable[[], None] = lambda: None,
+    ):
+        self._kinds, self._on_message = kinds, on_message
+        self.meter = Meter()
+        self._link = Link(pipe, self.meter, None, name, MOST_SAID)
+        self._link.start(self._on_frame, on_lost, on_end)
+
+    def send(self, message: Any, stage: int = OF_NO_STAGE, generation: int = 0) -> None:
+        """Queue a message about the peer itself or one of its stages; never blocks."""
+        payload = pack(Envelope(message, stage, generation))
+        self._link.send(Frame(kind=FrameKind.CONTROL, payload=payload))
+
+    @property
+    def unsent(self) -> int:
+        """How many messages still wait to be sent."""
+        return self._link.unsent
+
+    def moved_bytes(self) -> int:
+        """Every byte so far, both ways, frame headers included."""
+        return self.meter.sent_bytes() + self.meter.received_bytes()
+
+    def close(self) -> None:
+        """Send what is queued, then say goodbye."""
+        self._link.close()
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind is not FrameKind.CONTROL:
+            raise WireError(f"a {frame.kind.name} frame came on a stream of messages")
+        self._on_message(unpack(bytes(frame.payload), self._kinds))
+
+
+MOST_UNHEARD = 64
+"""Messages of one stage that wait to be heard; its stream holds back what comes after.
+One message may be large, and a stage may send without end."""
+
+
+class Hearing:
+    """What happens to all stages, in one queue: our notes come in at once, a stage's in turn."""
+
+    def __init__(self, stages: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[Event, threading.Semaphore | None]]
+        self._queue = queue.SimpleQueue()
+        self._room = [threading.Semaphore(MOST_UNHEARD) for _ in range(stages)]
+        self._pace = [Pace(f"stage {stage}") for stage in range(stages)]
+
+    def note(self, event: Event) -> None:
+        """Add what has happened; never waits, so a signal handler may call it."""
+        self._queue.put((event, None))
+
+    def hear(self, stage: int, message: Any) -> None:
+        """Add what a stage has said, once there is room for it; called by its stream.
+
+        WireError if it speaks too often, which breaks its stream. Results of its work are bounded
+        by the work of the others (coordinator.py).
+        """
+        if not isinstance(message, Report | Chosen):
+            self._pace[stage].count()
+        self._room[stage].acquire()
+        self._queue.put((Said(stage, message), self._room[stage]))
+
+    @property
+    def waiting(self) -> int:
+        """How many wait to be heard."""
+        return self._queue.qsize()
+
+    def next(self, timeout: float) -> Event:
+        """The next of them, or a Tick if none comes in time."""
+        try:
+            event, room = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return Tick()
+        if room is not None:
+            room.release()
+        return event

@@ -1,0 +1,259 @@
+"""The processes of stages on this machine: started, tied to whoever started them, and their logs.
+
+A process speaks with whoever started it over a socket on its standard input. When that closes, the
+starter is gone and the process leaves at once: no orphans, whatever happened. Where it helps, one
+process imports torch, which takes seconds of a core, and forks a process for each of several.
+
+This file imports nothing slow, for it comes first in a process that is to die with its starter.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from thinwire.errors import StageError, printable
+
+LOG_LINES = 12
+TRAINING = "thinwire.run.peer"  # the module that a process of stages runs, to train
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_starter() -> None:
+    """Have Linux end this process with the thread that started it, even while it is stopped.
+
+    A stopped process sees no end of its standard input. Whoever starts stages does so on the
+    thread that also ends them, so that thread does not end before.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class StageProcess:
+    """A process of stages. `ours` is this end of its socket; `wait` says how it ended.
+
+    It is started by itself, or forked by a process that waits for it and says how it ended.
+    """
+
+    def __init__(self, ours: socket.socket, log: Path):
+        self.ours, self.log = ours, log
+        self.process: int | None = None  # its number, once it runs
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended, once it has; TimeoutExpired if it does not in time."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(str(self.log), timeout or 0.0)
+        assert self._code is not None
+        return self._code
+
+    def kill(self) -> None:
+        """End it at once. If it is not forked yet, none is: the process that would do it ends."""
+        if self._code is not None:
+            return
+        if self.process is None and self._parent is not None:
+            self._parent.kill()
+        elif self.process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it ends just now
+                os.kill(self.process, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End it at once, if it has not ended, and let go of it."""
+        self.kill()
+        self.wait()
+        self.ours.close()
+
+    def last_lines(self, trace: str = "") -> str:
+        """The end of its log, or where that is lost, as on a full disk, the trace that it sent."""
+        log, lines = self.log, []
+        with contextlib.suppress(OSError):
+            lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        source = f"last lines of {log}" if lines else f"its log {log} is empty; its last output"
+        lines = lines or trace.splitlines()
+        if not lines:
+            return f"its log {log} is empty"
+        shown = [f"  | {printable(line)}" for line in lines[-LOG_LINES:]]
+        return f"{source}:\n" + "\n".join(shown)
+
+    def _has_ended(self, code: int) -> None:
+        """Let all who wait know."""
+        if self._code is None:
+            self._code = code
+            self._ended.set()
+
+    def _follow(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process.pid
+        threading.Thread(target=lambda: self._has_ended(process.wait()), daemon=True).start()
+
+
+def forks(device: str) -> bool:
+    """Whether processes for this `run.device` are forked from one that has imported torch.
+
+    On Linux, and without a GPU: elsewhere system libraries may not survive a fork, and a machine
+    with a GPU has cores enough for every process to import torch by itself.
+    """
+    has_gpu = device != "cpu" and any(Path(place).exists() for place in GPU_DRIVERS)
+    return sys.platform.startswith("linux") and device in ("auto", "cpu") and not has_gpu
+
+
+def start_processes(
+    logs: Sequence[Path], module: str = TRAINING, fork: bool = False
+) -> list[StageProcess]:
+    """Start a process for each of these logs, by itself or forked from one, each on the thread
+    that also ends it. If one cannot be started, none is left.
+    """
+    started: list[StageProcess] = []
+    theirs: list[socket.socket] = []
+    with contextlib.ExitStack() as files:
+        try:
+            outputs = []
+            for log in logs:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                outputs.append(files.enter_context(log.open("ab")))
+                ours, end = socket.socketpair()
+                theirs.append(files.enter_context(end))
+                started.append(StageProcess(ours, log))
+            if fork and len(logs) > 1:
+                _fork_all(started, theirs, outputs, module)
+            else:
+                for process, end, output in zip(started, theirs, outputs, strict=True):
+                    process._follow(_python(module, stdin=end.fileno(), output=output))
+        except OSError as error:
+            for process in started:
+                if process.process is not None:
+                    process.end()
+                process.ours.close()
+            where = logs[len(started) - 1] if started else logs[0]
+            raise StageError(
+                f"a stage cannot be started with its log in {where}: {error}"
+            ) from None
+    return started
+
+
+def _python(
+    *arguments: str, stdin: int, output: BinaryIO, pass_fds: Sequence[int] = ()
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        # -P: a file in the user's folder must not pass for a module
+        [sys.executable, "-P", "-m", *arguments],
+        stdin=stdin,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=pass_fds,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # Ctrl-C reaches the coordinator alone
+    )
+
+
+def _fork_all(
+    stages: list[StageProcess],
+    theirs: list[socket.socket],
+    outputs: list[BinaryIO],
+    module: str,
+) -> None:
+    read, write = os.pipe()
+    pairs = [(end.fileno(), log.fileno()) for end, log in zip(theirs, outputs, strict=True)]
+    try:
+        parent = _python(
+            __name__,
+            module,
+            str(write),
+            *(f"{end},{log}" for end, log in pairs),
+            stdin=subprocess.DEVNULL,
+            output=outputs[0],
+            pass_fds=[write, *(number for pair in pairs for number in pair)],
+        )
+    except OSError:
+        os.close(read)
+        raise
+    finally:
+        os.close(write)
+    for stage in stages:
+        stage._parent = parent
+
+    def hear() -> None:
+        """Take down which process each is and how it ends. All end with their parent."""
+        with os.fdopen(read, "rb") as said:
+            for line in said:
+                number, verb, value = line.split()
+                if verb == b"runs":
+                    stages[int(number)].process = int(value)
+                else:
+                    stages[int(number)]._has_ended(int(value))
+        code = parent.wait()
+        for stage in stages:
+            stage._has_ended(code or -signal.SIGKILL)
+
+    threading.Thread(target=hear, daemon=True).start()
+
+
+def _become_stage(
+    end: int, log: int, others: list[int], parent: int, live: Callable[[], None]
+) -> NoReturn:
+    """Be the process of a stage from here on, as if it had been started for that alone."""
+    try:
+        die_with_starter()
+        if os.getppid() == parent:  # it could have died in between
+            os.dup2(end, 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            for descriptor in others:
+                os.close(descriptor)
+            live()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """Entry point of `python -m thinwire.run.processes MODULE REPORT END,LOG...`: import the module
+    once and fork a process for each pair of descriptors. No thread of ours runs before. Then
+    wait for all of them, say on REPORT which process each one is and how it ended, and leave.
+    """
+    module, report, *pairs = arguments
+    stages = [tuple(map(int, pair.split(","))) for pair in pairs]
+    try:
+        live = importlib.import_module(module).main
+    except BaseException:
+        for _, log in stages:
+            os.write(log, traceback.format_exc().encode())
+        sys.exit(1)
+    gc.freeze()  # stages share these pages for as long as nobody writes to them
+    parent, running, said = os.getpid(), {}, os.fdopen(int(report), "w")
+    descriptors = [said.fileno(), *(number for pair in stages for number in pair)]
+    for number, (end, log) in enumerate(stages):
+        process = os.fork()
+        if process == 0:
+            _become_stage(end, log, descriptors, parent, live)
+        running[process] = number
+        print(f"{number} runs {process}", file=said, flush=True)
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
+    while running:
+        process, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        print(f"{running.pop(process)} ended {code}", file=said, flush=True)
+
+
+if __name__ == "__main__":
+    die_with_starter()  # before the imports, which take seconds: it may be stopped meanwhile
+    gc.disable()  # imports make no garbage, and looking for it takes a fifth of their time
+    main(sys.argv[1:])

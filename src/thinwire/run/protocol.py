@@ -1,0 +1,502 @@
+"""The protocol of a run: every message between the coordinator and its peers, and how it travels.
+
+A peer is a machine that takes part, or a process that holds stages for a run on one machine. It has
+one stream to the coordinator. A message on it is about the peer itself or about one of its stages,
+in one generation of the placement:
+
+    peer                         coordinator
+    Hello                 ->                       who it is, what it can do
+                          <-     Hold              these stages (a process gets an Order instead)
+    Pulse, Ready          ->                       builds them; each is ready
+                          <-     Connect           where its neighbours are
+    Linked                ->
+                          <-     Start
+    Step, Evaluation,
+    ShardWritten, ...     ->     (Stop)            training; a step never waits for this stream
+    Finished or Failed    ->
+    Ended                 ->                       the process of the stages has ended
+                          <-     Release, Dismiss
+
+Nothing is used before its types are checked, and what a peer says is at most 1 MiB and loses its
+control characters, for a terminal would obey them.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from thinwire.engine.reports import Meters, Report, Step
+from thinwire.errors import WireError, printable
+from thinwire.typed import Finite
+from thinwire.wire import HEADER_BYTES
+
+MOST_SAID = 1 << 20
+"""Bytes of the largest message, before it is deflated and after it is inflated."""
+MAX_MESSAGE = 16 << 20
+"""The largest message of any stream to a coordinator: also one of token ids."""
+_SIGNALLED = 256  # added to the number of the signal that ended a process
+MOST_OF_A_MACHINE = 1e9  # of any of its figures
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a machine can do: rates, memory and the way to the host, as it measured them."""
+
+    tflops: Finite  # in float32
+    bf16_tflops: Finite
+    memory_gb: Finite
+    disk_gb: Finite
+    mbps_up: Finite
+    mbps_down: Finite
+    latency_ms: Finite
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine measures: hosts compute with these."""
+        if not all(0 <= value <= MOST_OF_A_MACHINE for value in vars(self).values()):
+            raise ValueError(f"figures of a machine are from 0 to {MOST_OF_A_MACHINE:g}")
+
+
+# What a peer says of itself
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A machine is there: what it is and what it can do. The first message of its stream.
+
+    `door` is the address at which its own processes find its door, and `outside` the one that
+    others may reach it by; both are empty where it has none. `process` is drawn anew by every
+    process that joins, and `place` says to people where that is.
+    """
+
+    versions: dict[str, str]
+    device: str
+    figures: Figures
+    door: str
+    outside: str
+    process: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A peer's answer to AskAlive."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A peer wants to leave after this step."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Which addresses of its invite a peer reaches: why not, or an empty text, by address."""
+
+    answers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A peer cannot hold the stages that it was given."""
+
+    reason: str
+
+
+# What a peer says of a stage
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a stage is doing, and how many pieces of work it has begun: sent now and then."""
+
+    begun: int
+    doing: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A stage is built, and listens at this address if there is a stage above it elsewhere."""
+
+    address: str
+    layers: str
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A stage has its links, and both ends agree on their contract.
+
+    Between machines, `way` is the kind of way to the stage below.
+    """
+
+    way: str = ""
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    """The connection over a cut is lost; the stage above the cut, which dials, says so."""
+
+    cut: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    """There is another connection over a cut, after so many seconds; `way` as in Linked."""
+
+    cut: int
+    seconds: Finite
+    way: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage is done; what each of its links has moved, to the goodbye."""
+
+    meters: Meters
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A stage cannot go on; it accuses neighbours it lost, and convicts who broke a contract."""
+
+    kind: str
+    known: bool
+    error: str
+    trace: str
+    accuses: list[int]
+    convicts: list[int]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The process of a stage on another machine has ended."""
+
+    code: int  # of the exit, 256 and more for signals: a count is not negative
+    words: str
+
+    @classmethod
+    def by(cls, returncode: int, words: str) -> "Ended":
+        """The end of a process by what `subprocess` says of it."""
+        return cls(_SIGNALLED - returncode if returncode < 0 else returncode, words)
+
+    @property
+    def returncode(self) -> int:
+        """What `subprocess` would say of it."""
+        return _SIGNALLED - self.code if self.code > _SIGNALLED else self.code
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The next token of a text, from the last stage of a model that writes one."""
+
+    token: int
+
+
+# What the coordinator tells a peer
+
+
+@dataclass(frozen=True)
+class AskAlive:
+    """A peer is to answer at once: another process shows its key."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A machine is to hold stages: data alone, for paths and devices are its own.
+
+    `corpus` is the fingerprint of the data; `resumes` says whether there is a checkpoint to fetch.
+    `links` is the token by which the peers of this generation meet at each other's doors.
+    """
+
+    stages: list[int]
+    settings: dict[str, Any]
+    resumes: bool
+    corpus: str
+    links: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the process of stages is to be: said by whoever started it, on the same machine.
+
+    Without a corpus, token ids come from the coordinator, who is at `host`. A run whose peers are
+    on other machines is formed again when one of them is lost. Each time is a generation, counted
+    from 1, and streams bear its number, so that nothing of an earlier one is taken for one of this.
+    """
+
+    stages: list[int]
+    identity: dict[str, Any] = field(repr=False)  # with its private key
+    settings: dict[str, Any]
+    corpus: str
+    run_folder: str
+    resume: str = ""
+    generation: int = 0
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Release:
+    """The generation is over: end the process of the stages, and wait for others."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that everybody in the run should see."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class StepNews:
+    """A step of the run, as everybody sees it."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    step_seconds: float
+    eta_seconds: float
+
+
+@dataclass(frozen=True)
+class ScoreNews:
+    """A validation of the run."""
+
+    step: int
+    loss: float
+    bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class TryDoor:
+    """A peer is to try the addresses of the host that its own invite names, and no others."""
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """A peer is to leave: the run is over, or it is not wanted."""
+
+    reason: str
+    in_order: bool
+
+
+# What the coordinator tells a stage
+
+
+@dataclass(frozen=True)
+class Way:
+    """A door at which two neighbours can meet: of one of them (direct), or of another (relayed)."""
+
+    address: str
+    kind: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Where the stage below listens, and who holds which stage.
+
+    Between machines a stage below is reached by one of the ways in `reach`, the first that works,
+    and a stage waits at the doors in `wait` for the one above it. `run` is by what doors know the
+    run, and `word` ends the names of its links there: who is not told it, such as a peer that was
+    removed from the run, cannot wait in another's place.
+    """
+
+    below: str
+    seats: list[str] = field(default_factory=list)
+    run: str = ""
+    word: str = field(default="", repr=False)
+    reach: list[Way] = field(default_factory=list)
+    wait: list[Way] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Start:
+    """All stages are linked: train."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop after this step, with a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Token ids that a model which writes text reads next; none: no more will come.
+
+    The first of a text, number 0, says how its tokens are to be chosen.
+    """
+
+    ids: list[int]
+    number: int = 0  # of this message within the text
+    with_empty_past: bool = False
+    temperature: Finite = 0.0
+    top_k: int = 0
+    top_p: Finite = 1.0
+    seed: int = 0
+
+
+OfPeer = Hello | Alive | Leaving | Tried | Declined
+OfStage = Pulse | Ready | Linked | LinkDown | LinkUp | Report | Finished | Failed | Ended | Chosen
+ToPeer = AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | TryDoor | Dismiss
+ToStage = Connect | Start | Stop | Read
+FromPeer = OfPeer | OfStage
+FromCoordinator = ToPeer | ToStage
+Message = FromPeer | FromCoordinator
+
+OF_NO_STAGE = -1
+
+
+class Envelope(NamedTuple):
+    """A message, and what it is about: a stage, or the peer itself (OF_NO_STAGE)."""
+
+    message: Any
+    stage: int = OF_NO_STAGE
+    generation: int = 0
+
+
+Kinds = dict[str, type]
+
+
+def _named(*unions: Any) -> Kinds:
+    return {kind.__name__: kind for union in unions for kind in union.__args__}
+
+
+FROM_PEER = _named(OfPeer, OfStage)
+FROM_COORDINATOR = _named(ToPeer, ToStage)
+
+
+def pack(envelope: Envelope) -> bytes:
+    """A message as it travels; WireError if it is too large."""
+    message, stage, generation = envelope
+    body = _compact(message) if isinstance(message, Step) else message
+    said = msgspec.msgpack.encode([type(message).__name__, stage, generation, body])
+    if len(said) > MOST_SAID:
+        raise WireError(
+            f"a {type(message).__name__} message has {len(said)} bytes, at most {MOST_SAID} are "
+            "allowed"
+        )
+    return zlib.compress(said, 6)
+
+
+def unpack(payload: bytes, kinds: Kinds) -> Envelope:
+    """The message of a payload, checked; WireError names what is wrong with it."""
+    name = "control"
+    try:
+        name, stage, generation, body = msgspec.msgpack.decode(
+            _inflate(payload), type=tuple[str, int, int, Any]
+        )
+        kind = kinds.get(name)
+        if kind is None:
+            raise ValueError("is not for this end")
+        if kind is Step:
+            body = _expand(body)
+        if kinds is FROM_PEER:
+            body = _clean(body)
+        return Envelope(msgspec.convert(body, kind), stage, generation)
+    except (ValueError, RecursionError, zlib.error) as error:  # what msgspec raises is a ValueError
+        reason = printable(str(error), 200)
+        raise WireError(f"a {printable(name, 40)} message cannot be used: {reason}") from None
+
+
+def _inflate(payload: bytes) -> bytes:
+    reader = zlib.decompressobj()
+    said = reader.decompress(payload, MOST_SAID)
+    if not reader.eof:
+        raise ValueError(f"it is cut off, or longer than {MOST_SAID} bytes")
+    return said
+
+
+def _clean(value: Any) -> Any:
+    """Plain data of a peer, fit for a screen; a count is no negative number."""
+    match value:
+        case str():
+            return printable(value)
+        case bool():
+            return value
+        case int() if value < 0:
+            raise ValueError("a count is below 0")
+        case list() | tuple():
+            return [_clean(entry) for entry in value]
+        case dict():
+            return {_clean(key): _clean(entry) for key, entry in value.items()}
+    return value
+
+
+# A step's report is mostly times. On the wire they are whole microseconds, each span counted from
+# the end of the one before it, and of the meters only what was sent: an eighth of the bytes.
+_LANES = {"c": "compute", "w": "wait", "s": "send"}
+_LETTERS = {lane: letter for letter, lane in _LANES.items()}
+_MICRO = 1e-6
+
+
+def _compact(report: Step) -> dict[str, Any]:
+    """A step's report as it travels; sends overlap computing, so they count for themselves."""
+    names, gaps, durations = [], [], []
+    ends = {True: 0, False: 0}
+    for lane, label, start, end in report.spans:
+        first, last = (round((time - report.start) / _MICRO) for time in (start, end))
+        names.append(_LETTERS[lane] + label)
+        gaps.append(first - ends[lane == "send"])
+        durations.append(last - first)
+        ends[lane == "send"] = last
+    meters = {
+        link: [[k, c["frames"], c["payload_bytes"]] for k, c in m["sent"].items() if k != "total"]
+        for link, m in report.meters.items()
+    }
+    return {**vars(report), "spans": [" ".join(names), gaps, durations], "meters": meters}
+
+
+def _expand(small: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_compact`; ValueError for what it cannot have made."""
+    report = dict(small)
+    try:
+        (names, gaps, durations), origin = report["spans"], float(report["start"])
+        ends, spans = {True: 0, False: 0}, []
+        for name, gap, duration in zip(names.split(), gaps, durations, strict=True):
+            lane = _LANES[name[0]]
+            first = ends[lane == "send"] + int(gap)
+            last = ends[lane == "send"] = first + int(duration)
+            spans.append((lane, name[1:], origin + first * _MICRO, origin + last * _MICRO))
+        report["spans"] = spans
+        report["meters"] = {
+            link: {"sent": _counts(kinds), "received": {}}
+            for link, kinds in report["meters"].items()
+        }
+    except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(f"its times or meters cannot be read ({type(error).__name__})") from None
+    return report
+
+
+def _counts(kinds: list[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
+    total = ("total", sum(n for _, n, _ in kinds), sum(size for *_, size in kinds))
+    return {
+        kind: {"frames": n, "header_bytes": n * HEADER_BYTES, "payload_bytes": size}
+        for kind, n, size in [*kinds, total]
+    }
+
+
+# What streams beside that of a peer are called
+
+
+def stream_name(what: str, number: int, generation: int) -> str:
+    """A stream of a stage or a cut: `cut`, `tokens`, `state`."""
+    return f"{what}-{number}@{generation}" if generation else f"{what}-{number}"
+
+
+def peer_stream(peer: str, session: str = "") -> str:
+    """The stream between the coordinator and a peer; with its session, one that goes on."""
+    return f"peer-{peer}@{session}" if session else f"peer-{peer}"
+
+
+def store_name(peer: str) -> str:
+    """The stream by which the host fetches a peer's shards."""
+    return f"store-{peer}"
