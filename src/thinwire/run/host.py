@@ -1,0 +1,1077 @@
+"""`thinwire host`: a run whose stages are on other people's machines.
+
+prepare the data -> open the door and print an invite -> wait for machines that can hold all stages
+-> train with them -> where one is lost, leaves or is removed: place its stages anew, and go on from
+the last complete checkpoint
+
+Each placement of stages on members is a generation, counted up and written down before any member
+hears of it. What is said and opened in one bears its number, so that nothing of an earlier one is
+taken for one of this.
+"""
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from thinwire.data import Corpus
+from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
+from thinwire.engine.cut import are_cuts_learned
+from thinwire.engine.reports import ShardFailed, ShardWritten
+from thinwire.engine.shard_check import ShardCheck
+from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
+from thinwire.folders import replace_file, replace_private_file
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.control_socket import ControlSocket
+from thinwire.remote.enrol import EnrolServer
+from thinwire.remote.fetch import SeatServer
+from thinwire.remote.host_console import HostConsole
+from thinwire.remote.invite import Invite, is_address
+from thinwire.remote.news import SharedDisplay
+from thinwire.remote.peerfile import PeerFigures
+from thinwire.remote.relay import is_public, outside_address
+from thinwire.remote.split import Split, choose_split
+from thinwire.remote.standing import Standing
+from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
+from thinwire.remote.tokens import TokenServer
+from thinwire.report import Display
+from thinwire.report.human import elapsed
+from thinwire.run.claim import claim_folder
+from thinwire.run.conduct import Course
+from thinwire.run.coordinator import Coordinator, Phase
+from thinwire.run.events import (
+    Away,
+    Back,
+    Begin,
+    Command,
+    Commit,
+    Lost,
+    PartArrived,
+    PartLost,
+    PartRefused,
+    Suspect,
+)
+from thinwire.run.explosion import watch_losses
+from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, one_line
+from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
+from thinwire.run.prepare import describe, prepare_data
+from thinwire.run.protocol import (
+    MAX_MESSAGE,
+    Connect,
+    Declined,
+    Ended,
+    Envelope,
+    Hello,
+    Hold,
+    Leaving,
+    Pulse,
+    Release,
+    ToStage,
+    Way,
+    store_name,
+    stream_name,
+)
+from thinwire.run.record import RunRecord
+from thinwire.run.resume import open_resume, refuse_other_data
+from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
+from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.schedule import OPEN
+from thinwire.settings import Settings
+from thinwire.typed import from_plain
+from thinwire.wire import (
+    Door,
+    LastingPipe,
+    Listener,
+    Meter,
+    Pipe,
+    Route,
+    Standby,
+    ping,
+    raise_descriptor_limit,
+)
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import SERVICE as SPEED
+from thinwire.wire.speed import SpeedService
+
+REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
+LOOK_SECONDS = 1.0
+PROBE_SECONDS = 3.0
+OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
+LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
+FORMATION_FILE = "epochs.json"
+FAILURES, ABSENCES = 3, 10  # of one member without net progress, before it gets no stage any more
+_UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Where a host is found, and whom it invites."""
+
+    listen: str = "0.0.0.0:0"
+    addresses: tuple[str, ...] = ()  # by which others find it; empty: as far as it knows itself
+    relay: str = ""
+    relay_pass: str = field(default="", repr=False)
+    lasts: float = 86_400.0  # seconds for which the invite is good
+    machines: int = 0  # that the invite lets in; 0: as many as the run has stages for others
+    stages_here: int = 0  # that this machine holds itself
+    resume: bool = False  # a run that `train` began in this folder
+    mbps: float = 0.0  # between peers that meet at this host, all together; 0: each link apart
+    peers: int = 0  # with which the run trains at least; 0: as many as it has stages
+
+    def check(self, stages: int) -> None:
+        """Refuse a wrong address or number before anything is prepared."""
+        for address in self.addresses:
+            with_port(address, 1)
+        if not 0 <= self.peers <= stages:
+            raise ConfigError(
+                f"--peers {self.peers}: the {stages} stages of this model are held by 1 to "
+                f"{stages} peers"
+            )
+
+
+def host(settings: Settings, options: HostOptions, display: Display) -> dict[str, Any]:
+    """Host a run to its end, or to a Ctrl-C, which stops it with a checkpoint; the summary."""
+    options.check(settings.pipeline.stages)
+    settings = over_real_links(settings)
+    for line in describe(settings):
+        display.phase("config", line)
+    raise_descriptor_limit()
+    folder = Path(settings.run.out) / settings.run.name
+    goes_on = is_hosted(folder) or options.resume
+    checkpoint = _newest(folder, settings, display) if goes_on else None
+    weights = checkpoint or open_origin(settings, display)
+    keeps_split = False
+    if weights is not None:
+        settings = adopted(settings, weights.settings)
+        keeps_split = are_cuts_learned(weights.settings) and are_cuts_learned(settings)
+    with heeding(leave_at_once), claim_folder(folder, checkpoint, goes_on):
+        data = prepare_data(settings, display, weights)
+        if checkpoint is not None:
+            refuse_other_data(checkpoint, data.fingerprint)
+        book = AuthorityBook(folder / "authority", settings.run.name)
+        with contextlib.ExitStack() as opened:
+            origin = weights if checkpoint is None else None
+            hosting = _Hosting(
+                settings, options, folder, data, book, display, opened, origin, keeps_split
+            )
+            return hosting.run()
+
+
+def over_real_links(settings: Settings) -> Settings:
+    """The same run without an emulated network: links between machines are slow by themselves."""
+    return dataclasses.replace(settings, link=dataclasses.replace(settings.link, emulate=False))
+
+
+def _newest(folder: Path, settings: Settings, display: Display) -> Checkpoint | None:
+    """The checkpoint from which the run goes on; None to begin from the seed."""
+    if not list_checkpoints(folder):
+        return None
+    return open_resume(folder, settings, display)
+
+
+# Who holds which stage
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A placement: its generation, the member of each stage, the blocks of each stage, and the
+    microbatches in flight.
+    """
+
+    epoch: int = 0
+    seats: list[str] = field(default_factory=list)
+    split: list[int] = field(default_factory=list)  # empty: as the settings say
+    port: int = 0  # of the host's door
+    window: int = OPEN  # as the settings say, unless they leave it open
+
+    def applied(self, settings: Settings) -> Settings:
+        """The settings with what was chosen for these members."""
+        pipeline = settings.pipeline
+        if self.split:
+            pipeline = dataclasses.replace(pipeline, split=self.split)
+        if pipeline.window == OPEN:
+            pipeline = dataclasses.replace(pipeline, window=self.window)
+        changed = pipeline != settings.pipeline
+        return dataclasses.replace(settings, pipeline=pipeline) if changed else settings
+
+    def held_by(self, name: str) -> list[int]:
+        """The stages that a member holds."""
+        return [stage for stage, holder in enumerate(self.seats) if holder == name]
+
+    def members(self) -> list[str]:
+        """Those who hold stages, in the order of these."""
+        return list(dict.fromkeys(self.seats))
+
+
+def read_formation(run_folder: Path) -> Formation:
+    """The latest placement of a run; that of a run that was never formed has the number 0."""
+    path = run_folder / FORMATION_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return from_plain(Formation, values, FORMATION_FILE)
+    except FileNotFoundError:
+        return Formation()
+    except (OSError, ValueError, ConfigError) as error:
+        raise ConfigError(
+            f"cannot read {path}, which says how often this run was formed: {error}"
+        ) from None
+
+
+def write_formation(run_folder: Path, formation: Formation) -> None:
+    """Keep a placement, before any member hears of it: no number is ever used twice."""
+    path = run_folder / FORMATION_FILE
+    try:
+        replace_file(path, json.dumps(asdict(formation), indent=1).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def is_hosted(run_folder: Path) -> bool:
+    """Whether a folder holds a run that was hosted before."""
+    return (run_folder / FORMATION_FILE).is_file()
+
+
+def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
+    """A member for each stage, of those who are present: those of before keep theirs, and others
+    take what was held by who is gone. With fewer than before, but at least so many, a neighbour
+    holds more. None while there are too few.
+    """
+    waiting = [name for name in present if name not in before]
+    replaced = {
+        name: waiting.pop(0)
+        for name in dict.fromkeys(before)
+        if name not in present and waiting
+    }
+    seats = [replaced.get(name, name) for name in before]
+    there = {name for name in seats if name in present}
+    if len(there) < min(least, len(dict.fromkeys(before))):
+        return None
+    for stage, name in enumerate(seats):  # stages of one member stay neighbours
+        if name not in there:
+            below = seats[stage - 1] if stage else ""
+            above = next((n for n in seats[stage:] if n in there), "")
+            seats[stage] = below or above
+    return seats
+
+
+class Failures:
+    """How often each member ended a generation since the run last made net progress.
+
+    Progress is a later checkpoint than any before: steps that are trained again are none. Whoever
+    was lost or could not hold its stage may try more often than one whose stage failed.
+    """
+
+    def __init__(self) -> None:
+        self._furthest = 0
+        self._counts: Counter[tuple[str, bool]] = Counter()
+
+    def start_from(self, step: int) -> None:
+        """A generation starts from a checkpoint of this step."""
+        if step > self._furthest:
+            self._furthest = step
+            self._counts.clear()
+
+    def count(self, peer: str, is_absence: bool = False) -> int:
+        """One more failure of a member; their number once they are too many, 0 before."""
+        self._counts[peer, is_absence] += 1
+        count = self._counts[peer, is_absence]
+        return count if count >= (ABSENCES if is_absence else FAILURES) else 0
+
+
+def as_peer(member: Member, precision: str, reachable: bool) -> PeerFigures:
+    """A member that is here, for the choice of a split; one without a rate has that of 0."""
+    assert member.hello is not None
+    figures = member.hello.figures
+    tflops = figures.bf16_tflops if precision == "bf16" else figures.tflops
+    return PeerFigures(
+        name=member.name,
+        tflops=max(tflops, 0.0),
+        memory_gb=figures.memory_gb if figures.memory_gb > 0 else _UNKNOWN_GB,
+        mbps_up=max(figures.mbps_up, 0.0),
+        mbps_down=max(figures.mbps_down, 0.0),
+        latency_ms=max(figures.latency_ms, 0.0),
+        reachable=reachable,
+    )
+
+
+def form(
+    settings: Settings, peers: list[PeerFigures], keeps_split: bool
+) -> tuple[Split | None, str]:
+    """Choose stages and blocks among members that are here; or why there is no way yet.
+
+    `keeps_split`: the blocks of each stage stay as the settings have them.
+    """
+    if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
+        peers = [dataclasses.replace(peer, tflops=1.0) for peer in peers]
+    if keeps_split:
+        split = [len(blocks) for blocks in settings.split()]
+        pipeline = dataclasses.replace(settings.pipeline, split=split)
+        settings = dataclasses.replace(settings, pipeline=pipeline)
+    try:
+        return choose_split(settings, peers), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def lacking_peers(before: list[str], least: int, here: list[str], unfit: dict[str, str]) -> str:
+    """For whom a run waits; and who is there but gets no stage, with the reason."""
+    missing = max(1, least - len(here))
+    gone = [name for name in dict.fromkeys(before) if name not in here]
+    which = f" ({', '.join(gone)} or another)" if gone else ""
+    there = f"; here: {', '.join(here)}" if here else ""
+    others = "".join(f"; {name} gets no stage: {why}" for name, why in unfit.items() if why)
+    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}{others}"
+
+
+# How neighbours on other machines reach each other: the stage below accepts, so it waits at doors;
+# the one above dials. A link is direct where either end has a door that can be reached, and goes
+# by the relay or the host's door where neither has.
+
+
+@dataclass(frozen=True)
+class DoorOf:
+    """A member's door: its address for its own processes, and for others if it is open."""
+
+    own: str = ""
+    outside: str = ""  # probed
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The doors of a generation: of each stage's member, and where all can meet."""
+
+    run: str
+    token: str = field(repr=False)  # at the doors of its members
+    doors: list[DoorOf]
+    meeting: list[list[Way]] = field(repr=False)  # for each stage: the relay, the host's own door
+    word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
+
+    def connect(self, stage: int, told: Connect, seats: list[str]) -> Connect:
+        """The word to connect, for a stage whose neighbours are on other machines."""
+        reach, wait = [], []
+        if stage > 0:
+            below, own = self.doors[stage - 1], self.doors[stage]
+            reach = [*self._direct(below.outside, own.own), *self.meeting[stage]]
+        if stage + 1 < len(seats):
+            own, above = self.doors[stage], self.doors[stage + 1]
+            wait = [*self._direct(own.own, above.outside), *self.meeting[stage]]
+        return dataclasses.replace(
+            told, seats=seats, run=self.run, word=self.word, reach=reach, wait=wait
+        )
+
+    def _direct(self, *addresses: str) -> list[Way]:
+        return [Way(address, "direct", self.token) for address in addresses if address]
+
+
+def probe_all(members: list[Member], run: str, token_of: Callable[[str], str]) -> list[DoorOf]:
+    """The doors of several members, tried at once; one that is away has none."""
+
+    def look(member: Member) -> DoorOf:
+        hello = member.hello
+        if hello is None:
+            return DoorOf()
+        return probe(hello, member.origin, run, token_of(member.name))
+
+    probing = [on_daemon_thread("thinwire probe", partial(look, member)) for member in members]
+    return [one.result() for one in probing]
+
+
+def probe(hello: Hello, origin: str, run: str, token: str) -> DoorOf:
+    """A member's door as others find it: tried, not believed.
+
+    Only where the member's own stream comes from, its `origin`: a host is no means to look around.
+    """
+    if not origin or hello.outside.rpartition(":")[0].strip("[]") != origin:
+        return DoorOf(hello.door)
+    try:
+        ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
+    except WireError:
+        return DoorOf(hello.door)
+    return DoorOf(hello.door, hello.outside)
+
+
+# What a host opens
+
+
+class OpenDoor:
+    """The open door of a run with its services; what it needs is closed with `stack`."""
+
+    def __init__(
+        self,
+        book: AuthorityBook,
+        options: HostOptions,
+        port_before: int,
+        stack: contextlib.ExitStack,
+    ):
+        self.book, self._options = book, options
+        self.listener = Listener(
+            book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
+        )
+        stack.callback(self.listener.close)
+        door = stack.enter_context(_open_door(options.listen, port_before))
+        door.admit_by(book.run_id, book.grant_of, options.mbps)
+        self.port, self.origins = door.port, door.origins
+        self.cut = partial(door.cut, book.run_id)
+        prover = book.authority.prover()
+        services = {
+            "enrol": stack.enter_context(EnrolServer(book, door.origins)).address,
+            "control": self.listener.address,
+            SPEED: stack.enter_context(SpeedService()).address,
+        }
+        for service, address in services.items():
+            name = f"{book.run_id}/{service}"
+            door.serve(name, address)
+            if options.relay:
+                route = Route(options.relay, "relayed", options.relay_pass)
+                standby = Standby(name, route, address, prover=prover, origins=door.origins)
+                stack.enter_context(standby)
+        stated = tuple(with_port(address, door.port) for address in options.addresses)
+        host, _ = split_address(options.listen)
+        self.addresses = stated or (outside_address(host, door.port),)
+
+    def meeting(self, peer: str) -> list[Way]:
+        """Where a member meets others that it cannot reach: the relay, then the host's door."""
+        options, token = self._options, self.book.door_token(peer)
+        own = [Way(address, "relayed", token) for address in self.addresses]
+        relay = [Way(options.relay, "relayed", options.relay_pass)] if options.relay else []
+        return relay + own
+
+    def invite(self, machines: int) -> Invite:
+        """An invite for so many others."""
+        options = self._options
+        return self.book.invite(
+            self.addresses, options.relay, options.relay_pass, options.lasts, machines
+        )
+
+    def own_invite(self) -> Invite:
+        """An invite for peers on this machine: by its inner address, and with a secret apart."""
+        host, _ = split_address(self._options.listen)
+        inner = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return self.book.invite(
+            (address_text(inner, self.port),),
+            lasts=OWN_INVITE_SECONDS,
+            machines=self._options.stages_here,
+        )
+
+
+def who_is_left_out(addresses: tuple[str, ...], relay: str) -> str:
+    """Who cannot come by these addresses of a host, and what to do about it; empty for nobody."""
+    places = [split_address(address) for address in addresses]
+    if relay or any(is_public(host) and host != "localhost" for host, _ in places):
+        return ""
+    host, port = places[0]
+    ways = (
+        f"open TCP port {port} of the router to this machine, and add --address with the public "
+        "address or name; or use a relay (thinwire relay, and host --relay)"
+    )
+    if all(one == "localhost" or ipaddress.ip_address(one).is_loopback for one, _ in places):
+        return (
+            f"only this machine can use the invite: {host} is its own address. For peers in the "
+            f"same network, listen on all addresses (--listen 0.0.0.0:{port}). For others, also "
+            f"{ways}"
+        )
+    return f"{host} is an address of this network alone. For peers from outside, {ways}"
+
+
+def with_port(address: str, port: int) -> str:
+    """An address of a host as others write it; without a port it has the door's."""
+    for whole in (address, f"{address}:{port}"):
+        if is_address(whole):
+            return whole
+    raise ConfigError(f"--address {address}: write a name or an address, and :PORT if it differs")
+
+
+def _open_door(listen: str, port_before: int) -> Door:
+    """The public port; where any will do, the one that earlier invites name."""
+    host, port = split_address(listen)
+    if not port and port_before:
+        with contextlib.suppress(WireError):  # another program has it by now
+            return Door(host, port_before)
+    return Door(host, port)
+
+
+@contextlib.contextmanager
+def own_peers(count: int, invite: Invite, run_folder: Path, device: str) -> Iterator[None]:
+    """So many peers on this machine, like all others; each in its folder, ended with the context."""
+    logs = run_folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(count):
+            folder = (run_folder / "here" / str(number)).resolve()
+            command = [sys.executable, "-P", "-m", "thinwire", "join", "-", "--tied", "--no-listen"]
+            command += ["--name", f"here-{number}", "--folder", str(folder), "--device", device]
+            try:
+                with (logs / f"here-{number}.log").open("ab") as output:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C reaches the host alone
+                    )
+            except OSError as error:
+                raise StageError(f"a peer on this machine cannot be started: {error}") from error
+            started.append(process)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has died: its log says why
+                process.stdin.write(f"{invite}\n".encode())
+                process.stdin.flush()
+        yield
+    finally:
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+
+
+# One generation
+
+
+class Streams:
+    """What members open for one generation beside their own stream; it ends with `close`."""
+
+    def __init__(self, listener: Listener):
+        self._listener = listener
+        self._is_over = threading.Event()
+
+    def accept(self, name: str, peer: str, timeout: float | None) -> Pipe:
+        """Wait for a member to dial by this name; whoever else does is refused."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._is_over.is_set():
+            left = LOOK_SECONDS / 2 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise WireError(f"{peer} did not dial as {name!r} within {timeout:.0f} s")
+            with contextlib.suppress(WireError):  # nobody came: look whether to go on
+                return self._listener.accept(name, min(left, LOOK_SECONDS / 2), peer, True)
+            time.sleep(0.01)  # the listener may be closed, and then says so at once
+        raise WireError(f"nobody waits for {name!r} any more")
+
+    def serve(self, name: str, peer: str, handle: Callable[[Pipe], None]) -> None:
+        """Handle one stream of this name after the other, on a thread of its own."""
+
+        def run() -> None:
+            while not self._is_over.is_set():
+                with contextlib.suppress(ThinwireError):  # the member dials again
+                    handle(self.accept(name, peer, None))
+
+        threading.Thread(target=run, name=f"thinwire {name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        self._is_over.set()
+
+
+@dataclass
+class Base:
+    """What all generations of a run share."""
+
+    members: Members
+    door: OpenDoor
+    folder: Path
+    data: Corpus
+    display: SharedDisplay
+    beside: dict[str, Meter] = field(  # what travels beside the cuts, by what it is
+        default_factory=lambda: {"checkpoints": Meter(), "states": Meter(), "token ids": Meter()}
+    )
+    record: RunRecord | None = None  # of the last generation that trained
+
+    def beside_bytes(self) -> dict[str, int]:
+        """Every byte of that so far, both ways, frame headers included."""
+        return {what: m.sent_bytes() + m.received_bytes() for what, m in self.beside.items()}
+
+
+class HostedPeers(Peers):
+    """The members that hold the stages of one generation, as its coordinator sees them."""
+
+    def __init__(
+        self,
+        base: Base,
+        formation: Formation,
+        settings: Settings,
+        checkpoint: Checkpoint | None,
+        on_progress: Callable[[int, int], None],
+    ):
+        stages = len(formation.seats)
+        super().__init__(stages)
+        self._base, self._formation, self._settings = base, formation, settings
+        self._checkpoint = checkpoint
+        self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
+        self._ways: Ways | None = None
+        self._words: dict[int, str] = {}  # of stages whose processes have ended
+        self._ended: set[int] = set()
+        self._streams = Streams(base.door.listener)
+        self._states: SeatServer | None = None
+        self.leaving = ""  # the member that asked to leave
+        self.is_stopping = False
+        self.collector = ShardCollector(
+            base.folder,
+            [most_shard_bytes(settings, stage) for stage in range(stages)],
+            ShardCheck(settings, base.data, incoming_folder(base.folder)).objection,
+            patience=settings.run.patience,
+            meter=base.beside["checkpoints"],
+            on_progress=on_progress,
+            on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
+            on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
+            on_refused=lambda stage, step, why: self.said.note(PartRefused(stage, step, why)),
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self._base.members.on_happening = lambda name, what: None
+        self._streams.close()
+        self.end_states()
+        self.collector.close()
+        for name in self._formation.members():
+            release = Release("the run is formed again")
+            self._base.members.tell(name, release, generation=self._formation.epoch)
+
+    def start(self) -> None:
+        base, formation = self._base, self._formation
+        base.members.on_happening = self._on_happening
+        if self._checkpoint is not None:
+            meter = base.beside["states"]
+            self._states = SeatServer(self._checkpoint, self._settings, meter)
+        self._ways = self._probed_ways()
+        for name in formation.members():
+            stages = formation.held_by(name)
+            self._serve(name, stages)
+            hold = Hold(
+                stages,
+                self._settings.to_plain(),
+                self._checkpoint is not None,
+                base.data.fingerprint,
+                self._links,
+            )
+            if not base.members.tell(name, hold, generation=formation.epoch):
+                self._lose(name, f"{name} is away")
+
+    def tell(self, stage: int, message: ToStage) -> None:
+        if isinstance(message, Connect) and self._ways is not None:
+            message = self._ways.connect(stage, message, self._formation.seats)
+        name = self._formation.seats[stage]
+        self._base.members.tell(name, message, stage, self._formation.epoch)
+
+    def ask_to_stop(self, who: str = "") -> None:
+        self.is_stopping = True
+        super().ask_to_stop(who)
+
+    def wait_for_exits(self) -> None:
+        self._base.members.wait(lambda: self._ended >= set(self._stages), EXIT_SECONDS)
+
+    def last_words(self, culprit: Suspect) -> str:
+        who = f"\n  stage {culprit.stage} was held by {self._formation.seats[culprit.stage]}"
+        words = "" if culprit.known else self._words.get(culprit.stage) or culprit.trace
+        return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
+
+    def control_bytes(self) -> int:
+        return self._base.members.moved_bytes()
+
+    def end_states(self) -> None:
+        """All stages have their states: serve these no longer."""
+        if self._states is not None:
+            self._states.close()
+
+    def _probed_ways(self) -> Ways:
+        """The doors of all stages' members, probed at once."""
+        base, seats = self._base, self._formation.seats
+        members = {m.name: m for m in base.members.all() if m.name in seats}
+        doors = probe_all([*members.values()], base.door.book.run_id, base.door.book.door_token)
+        found = dict(zip(members, doors, strict=True))
+        for name, member in members.items():
+            member.is_reachable = bool(found[name].outside)
+        return Ways(
+            base.door.book.run_id,
+            self._links,
+            [found.get(name, DoorOf()) for name in seats],
+            [base.door.meeting(name) for name in seats],
+        )
+
+    def _serve(self, name: str, stages: list[int]) -> None:
+        """Accept what a member opens beside its own stream: shards, states and token ids."""
+        generation = self._formation.epoch
+        collect = partial(self.collector.collect_from, name, stages)
+        self._streams.serve(store_name(name), name, collect)
+        for stage in stages:
+            if (states := self._states) is not None:
+                stream = stream_name("state", stage, generation)
+                self._streams.serve(
+                    stream, name, lambda pipe, stage=stage: states.serve(pipe, stage)
+                )
+            threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
+
+    def _serve_tokens(self, stage: int, name: str) -> None:
+        stream = stream_name("tokens", stage, self._formation.epoch)
+
+        def accept(timeout: float | None) -> Pipe:
+            return self._streams.accept(stream, name, timeout)
+
+        outage = self._settings.link.outage
+        with contextlib.suppress(ThinwireError):  # the stage says what it lacks
+            first = accept(None)
+            pipe = LastingPipe(first, accept, outage) if outage else first
+            TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
+
+    def _on_happening(self, name: str, what: Happening) -> None:
+        """On the thread of a member's stream, which may wait for room in the queue."""
+        held = self._formation.held_by(name)
+        match what:
+            case _ if not held:
+                return
+            case Envelope(message, stage, generation) if generation == self._formation.epoch:
+                if stage not in held:
+                    raise WireError(f"{name} sent a message of stage {stage}, which it does not hold")
+                self._hear(stage, message)
+            case Envelope(Leaving()):
+                self.leaving = self.leaving or name
+                if not self.is_stopping:  # asked twice, a coordinator leaves at once
+                    self.ask_to_stop(name)
+            case Envelope(Declined(reason)):
+                self._lose(name, f"it cannot hold its stage: {one_line(reason)}")
+            case Gone(reason, in_breach):
+                self._ended |= set(held)
+                self._lose(name, reason, in_breach)
+            case Down(reason):
+                self.said.note(Away(held[0], reason))
+            case Up(seconds):
+                self.said.note(Back(held[0], seconds))
+
+    def _hear(self, stage: int, message: Any) -> None:
+        if isinstance(message, Ended):
+            self._words[stage] = message.words
+            self._ended.add(stage)
+        self.said.hear(stage, message)
+        self._base.display.standing.heard(stage, message)
+        match message:
+            case ShardWritten():
+                self.collector.announce(stage, message)
+            case ShardFailed(step=step, error=error):
+                self.collector.give_up(step, error)
+
+    def _lose(self, name: str, reason: str, in_breach: bool = False) -> None:
+        for stage in self._formation.held_by(name):
+            self.said.note(Lost(stage, reason, in_breach))
+
+
+class Generation:
+    """The run with these members holding its stages. It may fail; then the next one goes on."""
+
+    def __init__(
+        self, base: Base, formation: Formation, settings: Settings, checkpoint: Checkpoint | None
+    ):
+        stages, step = len(formation.seats), checkpoint.step if checkpoint else 0
+        self._base = base
+        self._coordinator = Coordinator(
+            stages,
+            settings.run.patience,
+            settings.pipeline.microbatches,
+            parts_travel=True,
+            outage=settings.link.outage,
+            losses=watch_losses(settings, base.folder, checkpoint),
+            course=Course(settings, step, stages),
+        )
+        figures = {m.name: m.hello.figures for m in base.members.all() if m.hello is not None}
+        uplinks = [figures[name].mbps_up if name in figures else 0.0 for name in formation.seats]
+        self.record = RunRecord(
+            settings,
+            base.folder,
+            base.data,
+            checkpoint,
+            base.display,
+            goes_on=True,
+            earlier=base.record,
+            uplinks=uplinks,
+        )
+        self.peers = HostedPeers(
+            base, formation, settings, checkpoint, self._show_last_checkpoint
+        )
+
+    def run(self, on_stop: Callable[[], None]) -> None:
+        """Train with these members to the end; raises what ends it early.
+
+        `on_stop` is told when this host is asked to stop.
+        """
+        peers = self.peers
+
+        def stop() -> None:
+            on_stop()
+            if not peers.is_stopping:  # else a member leaves, and the run stops already
+                peers.ask_to_stop()
+
+        with peers, stopping(stop, self.record):
+            peers.start()
+            try:
+                lead(self._coordinator, peers, self._carry_out)
+            finally:
+                self.record.close()
+                if self.record.has_begun:
+                    self._base.record = self.record
+
+    def _carry_out(self, command: Command) -> None:
+        self.record.carry_out(command)
+        if isinstance(command, Begin):
+            self.peers.end_states()
+        elif isinstance(command, Commit):
+            self.peers.collector.settled(command.step)
+
+    def _show_last_checkpoint(self, done: int, total: int) -> None:
+        """While training goes on, checkpoints travel unseen; at its end one is waited for."""
+        if self._coordinator.phase is Phase.COLLECTING:
+            self._base.display.progress("save", done, total, "B")
+
+
+# All of them
+
+
+class _Hosting:
+    """The life of a host: what it opens, and the generations of its run one after the other."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        options: HostOptions,
+        folder: Path,
+        data: Any,
+        book: AuthorityBook,
+        display: Display,
+        opened: contextlib.ExitStack,
+        origin: Checkpoint | None,
+        keeps_split: bool,
+    ):
+        """`origin`: the weights that the run starts from, as long as it has no checkpoint.
+
+        `keeps_split`: it goes on from weights whose cuts are part of what they learned.
+        """
+        self._started = time.monotonic()
+        self._folder, self._data, self._origin = folder, data, origin
+        self._keeps_split = keeps_split
+        self._least = options.peers or settings.pipeline.stages
+        self._formation = _fitting(read_formation(folder), settings)
+        self._settings = self._formation.applied(settings)
+        self._stop_asked = False
+        self._refused: tuple[list[str], str] = ([], "")  # members that cannot hold the run, and why
+        self._failures = Failures()
+        door = OpenDoor(book, options, self._formation.port, opened)
+        self._formation = dataclasses.replace(self._formation, port=door.port)
+        write_formation(folder, self._formation)
+        self._members = opened.enter_context(
+            Members(door.listener, book, settings.link.outage, door.origins, door.cut)
+        )
+        self._standing = Standing(settings.run.name, book.run_id, "host")
+        self._display = SharedDisplay(display, self._members.tell_all, self._standing)
+        self._members.note = self._display.note
+        console = HostConsole(
+            self._standing,
+            self._members,
+            book,
+            lambda: self._formation,
+            lambda: self._settings,
+            door.invite,
+            door.addresses,
+        )
+        opened.enter_context(ControlSocket(folder, console.handlers()))
+        self._base = Base(self._members, door, folder, data, self._display)
+        machines = options.machines or max(1, settings.pipeline.stages - options.stages_here)
+        self._announce(door.invite(machines), machines)
+        if options.stages_here:
+            here = own_peers(options.stages_here, door.own_invite(), folder, settings.run.device)
+            opened.enter_context(here)
+
+    def run(self) -> dict[str, Any]:
+        """Form the run, and form it again, until it is over; the summary."""
+        try:
+            while True:
+                if (summary := self._form_and_run()) is not None:
+                    return summary
+        except KeyboardInterrupt:
+            self._members.say_farewell("the host was stopped; join again when it is back")
+            raise
+        except Exception as error:
+            self._members.say_farewell(f"the run ended with an error: {error}", in_order=False)
+            raise
+
+    def _announce(self, invite: Invite, machines: int) -> None:
+        """Print the invite, and keep it in the run's folder for whoever closed the window."""
+        path = self._folder / "authority" / "invite.txt"
+        with contextlib.suppress(OSError):
+            replace_private_file(path, f"thinwire join {invite}\n".encode())
+        hours = invite.seconds_left() / 3600
+        who = "one machine joins" if machines == 1 else f"up to {machines} machines join"
+        self._display.phase("invite", f"for the next {hours:.0f} hours, {who} with")
+        self._display.phase("invite", f"thinwire join {invite}")
+        if left_out := who_is_left_out(invite.addresses, invite.relay):
+            self._display.note(left_out)
+
+    def _form_and_run(self) -> dict[str, Any] | None:
+        """One generation; None if the run goes on with another."""
+        seats = self._wait_for_members()
+        checkpoint = self._newest()
+        self._formation = dataclasses.replace(
+            self._formation, epoch=self._formation.epoch + 1, seats=seats
+        )
+        write_formation(self._folder, self._formation)
+        step = checkpoint.step if checkpoint else 0
+        self._failures.start_from(step)
+        who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
+        self._display.announce(
+            "form", f"epoch {self._formation.epoch} from step {step}, stages {who}"
+        )
+        generation = Generation(self._base, self._formation, self._settings, checkpoint)
+        try:
+            generation.run(self._on_stop)
+        except Interrupted:
+            if self._stop_asked:
+                raise
+            self._display.note(f"{generation.peers.leaving or 'a peer'} left before training began")
+            return None
+        except StageError as error:
+            if self._stop_asked:
+                raise
+            self._judge(error)
+            return None
+        return self._conclude(generation)
+
+    def _conclude(self, generation: Generation) -> dict[str, Any] | None:
+        """All stages ended in good order: the run is over, or it goes on without who left."""
+        record, peers = generation.record, generation.peers
+        if not self._stop_asked and record.ledger.done < self._settings.train.steps:
+            record.pause()
+            self._display.note(f"{peers.leaving or 'a peer'} left after step {record.ledger.done}")
+            return None
+        peers.collector.forget()
+        summary = record.finish(
+            self._members.moved_bytes(),
+            self._stop_asked,
+            self._started,
+            self._base.beside_bytes(),
+        )
+        done, steps = record.ledger.done, self._settings.train.steps
+        if done < steps:
+            stopped_at = f"the host stopped the run after step {done} of {steps}"
+            self._members.say_farewell(f"{stopped_at}; join again when it is back")
+        else:
+            self._members.say_farewell(f"the run is complete: {done} steps")
+        return summary
+
+    def _newest(self) -> Checkpoint | None:
+        """Where the run goes on; where it starts from weights, these: now its cuts are known."""
+        if self._origin is not None:
+            make_start(self._origin, self._settings, self._folder, self._data, self._display)
+            self._origin = None
+        return _newest(self._folder, self._settings, self._display)
+
+    def _judge(self, error: StageError) -> None:
+        """Count the failure of whoever caused it; raise one that no peer did and that goes on."""
+        culprit = error.culprit if isinstance(error, StageFailedError) else None
+        if culprit is None and self._failures.count(""):
+            raise error
+        self._display.note(f"{error}\n  the run pauses until every stage has a peer again")
+        if culprit is None:
+            return
+        name, deed = self._formation.seats[culprit.stage], culprit.deed
+        if count := self._failures.count(name, deed == "was lost"):
+            why = (
+                f"it {deed} {count} times and the run got no further, last: "
+                f"{one_line(culprit.reason)}. It gets one again when the host is started anew"
+            )
+            self._members.set_aside(name, why)
+            self._display.note(f"{name} gets no stage any more: {why}")
+        elif deed != "was lost" and len(self._members.here()) > len(self._formation.members()):
+            self._members.mark_unfit(name, f"its stage {deed}")  # while others wait for one
+
+    def _on_stop(self) -> None:
+        self._stop_asked = True
+
+    def _wait_for_members(self) -> list[str]:
+        """Wait until there is a member for each stage; says for whom, and since when."""
+        began = time.monotonic()
+        self._standing.forms()
+        told, told_at = "", 0.0
+        while True:
+            members = self._members.here()
+            here = [member.name for member in members]
+            if self._formation.seats:
+                seats = fill_seats(self._formation.seats, here, self._least)
+                lacking = "" if seats else self._lacking(here)
+            elif len(here) < self._least:
+                seats, lacking = None, self._lacking(here)
+            else:
+                seats, lacking = self._choose(members)
+            if seats is not None:
+                self._standing.forms()
+                return seats
+            now = time.monotonic()
+            self._standing.waits(lacking.removeprefix("waiting for "))
+            if lacking != told or now - told_at > REMIND_SECONDS:
+                since = f" (for {now - began:.0f} s)" if now - began > 1 else ""
+                self._display.announce("wait", lacking + since)
+                told, told_at = lacking, now
+            self._members.wait(
+                lambda known=here: [m.name for m in self._members.here()] != known,  # type: ignore[misc]
+                LOOK_SECONDS,
+            )
+
+    def _lacking(self, here: list[str]) -> str:
+        """For whom the run waits: those who had stages and may have them again come first."""
+        known = self._members.all()
+        welcome = {member.name for member in known if not member.is_unfit}
+        expected = [name for name in self._formation.seats if name in welcome]
+        unfit = {member.name: member.why_unfit for member in known if member.is_here}
+        return lacking_peers(expected, self._least, here, unfit)
+
+    def _choose(self, here: list[Member]) -> tuple[list[str] | None, str]:
+        """Stages and blocks for a run that is formed for the first time, by what peers measured.
+
+        They stay: whoever takes a stage later takes its blocks. Without seats, why there are none.
+        """
+        names = [member.name for member in here]
+        if names == self._refused[0]:
+            return None, self._refused[1]
+        book = self._base.door.book
+        doors = probe_all(here, book.run_id, book.door_token)
+        precision = self._settings.run.precision
+        peers = [as_peer(m, precision, bool(d.outside)) for m, d in zip(here, doors, strict=True)]
+        split, lacking = form(self._settings, peers, self._keeps_split)
+        if split is None:
+            self._refused = names, f"waiting for other peers: {lacking}"
+            return None, self._refused[1]
+        self._settings = split.settings
+        pipeline = split.settings.pipeline
+        self._formation = dataclasses.replace(
+            self._formation, split=list(pipeline.split), window=pipeline.window
+        )
+        blocks = ", ".join(
+            f"{peer.name} {count}" for peer, count in zip(split.peers, split.counts, strict=True)
+        )
+        self._display.announce(
+            "split",
+            f"blocks: {blocks}. {split.why} By what the peers measured, a step takes "
+            f"{elapsed(split.simulation.step_seconds)}, with at most "
+            f"{split.simulation.schedule.window} microbatches in flight",
+        )
+        return [peer.name for peer in split.peers], ""
+
+
+def _fitting(before: Formation, settings: Settings) -> Formation:
+    """The forming of before, without its seats where the run has another number of stages now."""
+    if len(before.seats) in (0, settings.pipeline.stages):
+        return before
+    return dataclasses.replace(before, seats=[], split=[], window=OPEN)

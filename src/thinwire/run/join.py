@@ -1,0 +1,846 @@
+"""`thinwire join`: from an invite to a machine's part in a run, to its end.
+
+The process keeps one stream to the host, takes the stages that it is given, fetches what they need
+and starts the process that trains them. It outlives that process, and losses of the connection.
+One thread decides, reading a queue of what happens; others only wait for something and put it there.
+
+The host says what a stage is as data. Which paths are read and written, on which device it computes
+and which plugins are imported, this machine decides (`Terms`).
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import platform
+import queue
+import secrets
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from thinwire.data import DataConfig, prepare
+from thinwire.data.template import TEMPLATES
+from thinwire.errors import (
+    AdmissionError,
+    ConfigError,
+    DataError,
+    StageError,
+    ThinwireError,
+    WireError,
+    outward,
+    printable,
+)
+from thinwire.folders import lock, private_folder
+from thinwire.paths import cache_folder, peer_folder
+from thinwire.remote.control_socket import ControlSocket
+from thinwire.remote.enrol import identity_in
+from thinwire.remote.fetch import fetch_seat
+from thinwire.remote.invite import Invite
+from thinwire.remote.measure import MachineFigures, as_figures, free_disk, measure_machine
+from thinwire.remote.member_console import member_handlers
+from thinwire.remote.pieces import Pace
+from thinwire.remote.store import ShardSender, most_shard_bytes
+from thinwire.report import Display, EvaluationRecord, StepRecord
+from thinwire.run.channel import Channel
+from thinwire.run.members import SESSION_BYTES
+from thinwire.run.peer import versions
+from thinwire.run.peers import StagesHere
+from thinwire.run.processes import start_processes
+from thinwire.run.protocol import (
+    FROM_COORDINATOR,
+    MAX_MESSAGE,
+    OF_NO_STAGE,
+    Alive,
+    AskAlive,
+    Declined,
+    Dismiss,
+    Ended,
+    Envelope,
+    Hello,
+    Hold,
+    Leaving,
+    News,
+    OfPeer,
+    OfStage,
+    Order,
+    Pulse,
+    Release,
+    ScoreNews,
+    StepNews,
+    Tried,
+    TryDoor,
+    peer_stream,
+    store_name,
+    stream_name,
+)
+from thinwire.run.signals import Interrupted, heeding
+from thinwire.settings import Settings, machine_cores
+from thinwire.wire import (
+    Door,
+    Identity,
+    LastingPipe,
+    Pipe,
+    Route,
+    Tunnel,
+    dial,
+    ping,
+    raise_descriptor_limit,
+)
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import measure_link
+from thinwire.wire.tls import is_name
+
+LINK_SECONDS = 0.5  # of a burst each way, when the way to the host is measured
+DIAL_SECONDS = 20.0  # for one attempt to reach the host
+FETCH_SECONDS = 600.0  # without a connection, before stages are given back
+STATE_MARGIN = 2  # a checkpoint of another split may have more of what stages share
+SAY_SECONDS = 0.5  # between two words on how far stages are prepared
+SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
+_PAUSE_S = 1.0
+_OUTAGE_S = 60.0  # of the stream to the host, before what this machine holds is over
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the owner of a machine decides about its part in a run."""
+
+    device: str = "auto"
+    threads: int = 0  # 0: as the run says, or all cores
+    plugins: tuple[str, ...] = ()
+    data: Path | None = None  # the corpus, if this machine has it, and what its settings name
+    valid_data: Path | None = None
+    tokenizer: Path | None = None
+    template: Path | None = None
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """How a machine takes part: its name, its folder, its door, and its terms."""
+
+    name: str = ""
+    folder: Path | None = None
+    listen: str = "0.0.0.0:0"  # empty: accepts nothing from outside
+    terms: Terms = field(default_factory=Terms)
+
+    def check(self) -> None:
+        """Refuse what cannot work before the host hears of this machine."""
+        if self.name and not is_name(self.name):
+            raise ConfigError(
+                f"--name {self.name}: a name has lower-case letters, digits and inner hyphens, at "
+                "most 63"
+            )
+        if self.listen:
+            split_address(self.listen)
+        for name in ("data", "valid_data", "tokenizer", "template"):
+            option, path = f"--{name.replace('_', '-')}", getattr(self.terms, name)
+            if path is not None and not path.exists():
+                raise DataError(f"{option} {path}: there is no such file or folder")
+            if path is not None and self.terms.data is None:
+                raise ConfigError(f"{option} goes with --data: name the run's data too")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a joined machine is: its folder, its way to the host, and its door, as in Hello."""
+
+    folder: Path
+    host: Tunnel  # to the host's streams
+    door: str = ""
+    outside: str = ""
+    admit: Callable[[str], None] = lambda links: None  # those who know this token, at its own door
+
+
+def join(invite: Invite, options: JoinOptions, display: Display) -> str:
+    """Take part in the run of an invite; returns in a sentence how that ended."""
+    options.check()
+    raise_descriptor_limit()
+    folder = options.folder or peer_folder(invite.run_id)
+    with _claimed(folder), Tunnel(invite.service("enrol"), invite.routes()) as way:
+        display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
+        identity = _identity(folder, way, invite, options.name)
+        display.phase("join", f"enrolled as {identity.name}")
+        routes = invite.routes(identity.door_token)
+        with (
+            Tunnel(invite.service("control"), routes) as host,
+            _door(options.listen) as door,
+        ):
+            addresses = _addresses(door, options.listen, _seen(routes, invite))
+            admit = partial(_admit, door, invite.run_id, identity.door_token)
+            place = Place(folder, host, *addresses, admit)
+            machine = _measured(options.terms.device, folder, routes, invite.run_id, display)
+            joined = JoinedPeer(place, identity, options.terms, machine, display)
+            with ControlSocket(folder, member_handlers(joined, invite)):
+                return joined.run()
+
+
+def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:
+    try:
+        return identity_in(folder, way.address, invite, name)
+    except AdmissionError:
+        raise
+    except WireError as error:  # which knows this machine's end of the tunnel only
+        if way.refusal is not None:
+            raise way.refusal from None
+        raise WireError(
+            f"cannot reach the host of run {invite.run_name!r}: {way.trouble or error}; `thinwire "
+            "doctor` with the same invite looks for the cause"
+        ) from None
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold the folder: two processes must not be the same peer."""
+    try:
+        private_folder(folder)
+        held = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"cannot use {folder}: {error}; choose another --folder") from error
+    with held:
+        try:
+            lock(held.fileno())
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process takes part in this run with the folder {folder}: stop it, or "
+                "join as a further peer with --folder and --name"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _door(listen: str) -> Iterator[Door | None]:
+    if not listen:
+        yield None
+        return
+    with Door(*split_address(listen)) as door:
+        yield door
+
+
+def _admit(door: Door | None, run: str, own: str, links: str) -> None:
+    """Admit the host, which knows this peer's own token, and the peers of a generation."""
+    if door is not None:
+        door.admit(run, own, *([links] if links else []))
+
+
+def _seen(routes: tuple[Route, ...], invite: Invite) -> str:
+    """As which host others see this machine; empty where no way leads there at the moment.
+
+    An AdmissionError says that this peer was removed from the run.
+    """
+    for route in routes:
+        try:
+            return split_address(ping(route, invite.service("control")).address)[0]
+        except AdmissionError:
+            raise
+        except WireError:
+            continue
+    return ""
+
+
+def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
+    """The door's address for this machine's own processes, and the one by which others may try."""
+    if door is None:
+        return "", ""
+    host, _ = split_address(listen)
+    if host not in ("0.0.0.0", "::", ""):
+        return door.address, door.address
+    outside = address_text(seen, door.port) if seen else ""
+    return address_text("127.0.0.1", door.port), outside
+
+
+def _measured(
+    device: str, folder: Path, routes: tuple[Route, ...], run_id: str, display: Display
+) -> MachineFigures:
+    """What this machine can give; a way to the host that cannot be measured now is left open."""
+    machine = measure_machine(device, folder)
+    try:
+        machine = dataclasses.replace(machine, link=measure_link(routes, run_id, LINK_SECONDS))
+    except WireError as error:
+        display.note(str(error))
+    display.phase("join", f"this machine: {machine.describe()}")
+    return machine
+
+
+def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> Settings:
+    """The settings of a run as this machine uses them; ConfigError says why it cannot.
+
+    Paths of the host stand for nothing here. Those of the tokenizer and of the template stay as
+    text: all neighbours agree on them, and nobody opens them (`own_data`). What codecs remember
+    takes at most half of the disk: a stage has up to four such memories.
+    """
+    try:
+        asked = Settings.as_asked(copy.deepcopy(asked_plain))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the settings of the run cannot be read here ({error}): install the version of "
+            "thinwire that the host has"
+        ) from None
+    unknown = sorted(set(asked.codec.plugins) - set(terms.plugins))
+    if unknown:
+        raise ConfigError(
+            f"the run uses plugins, which are code: {', '.join(unknown)}. If you trust them, "
+            "install them here and join with --allow-plugin NAME for each"
+        )
+    threads = terms.threads or asked.run.threads or machine_cores()
+    run = dataclasses.replace(asked.run, out="runs", device=terms.device, threads=threads)
+    link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1", port=0)
+    memory = max(1, min(asked.codec.memory_mb, free_bytes // 8 >> 20))
+    codec = dataclasses.replace(asked.codec, memory_mb=memory)
+    data = dataclasses.replace(asked.data, path=_text(terms.data), valid_path="")
+    start = "of the host" if asked.train.init_from else ""  # its weights come as a checkpoint
+    train = dataclasses.replace(asked.train, init_from=start)
+    own = dataclasses.replace(asked, run=run, link=link, codec=codec, data=data, train=train)
+    return own.resolved()
+
+
+def own_data(asked: dict[str, Any], settings: Settings, terms: Terms) -> DataConfig:
+    """What the corpus is made from on this machine: files that its owner named, and no others."""
+    own = {
+        "valid_path": (terms.valid_data, "--valid-data"),
+        "tokenizer": (terms.tokenizer, "--tokenizer"),
+        "template": (terms.template, "--template"),
+    }
+    named = {key for key in own if asked.get("data", {}).get(key, "") not in TEMPLATES}
+    if missing := [f"data.{key} ({own[key][1]})" for key in sorted(named) if own[key][0] is None]:
+        raise DataError(
+            f"the run's data is made with files of its host: {', '.join(missing)}. Name the same "
+            "files on this machine with these options, or leave out --data: token ids then come "
+            "from the host"
+        )
+    return dataclasses.replace(
+        settings.data,
+        valid_path=_text(terms.valid_data),
+        tokenizer=_text(terms.tokenizer),
+        template=_text(terms.template) or settings.data.template,  # a word, as checked
+    )
+
+
+def _text(path: Path | None) -> str:
+    return str(path) if path else ""
+
+
+class Holding:
+    """Stages of one generation on this machine, from the word to hold them to the process's end."""
+
+    def __init__(self, hold: Hold, generation: int, terms: Terms, folder: Path):
+        self.hold, self.generation, self.stages = hold, generation, hold.stages
+        self.settings = own_settings(hold.settings, terms, free_disk(folder))
+        if not self.stages or not set(self.stages) <= set(range(self.settings.pipeline.stages)):
+            raise ConfigError(f"the host gives stages that the run does not have: {self.stages}")
+        self.run_folder = folder / "run"
+        self._terms, self._logs = terms, folder / "logs"
+        self.here: StagesHere | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process of the stages lives."""
+        return self.here is not None and self.here.process.poll() is None
+
+    def prepare(
+        self,
+        dial_host: Callable[[str], Pipe],
+        identity: Identity,
+        host: str,
+        say: Callable[[str, int, int], None],
+    ) -> Order:
+        """Have all that the stages need on this machine; takes time, and may be given up."""
+        corpus = self._own_corpus(say)
+        resume = self._fetch(dial_host, say) if self.hold.resumes else None
+        return Order(
+            stages=self.stages,
+            identity=dataclasses.asdict(identity),
+            settings=self.settings.to_plain(),
+            corpus=str(corpus or ""),
+            run_folder=str(self.run_folder.resolve()),
+            resume=str(resume.resolve()) if resume else "",
+            generation=self.generation,
+            host=host,
+        )
+
+    def start(
+        self,
+        order: Order,
+        on_said: Callable[[int, Any], None],
+        on_lost: Callable[[ThinwireError], None],
+        on_exit: Callable[[list[int], int], None],
+    ) -> None:
+        """Start the process of the stages, on the thread that also ends it."""
+        log = self._logs / f"stage-{'-'.join(map(str, self.stages))}.log"
+        (process,) = start_processes([log])
+        self.here = StagesHere(order, process, on_said, on_lost, on_exit)
+
+    def stop(self) -> None:
+        """End the process at once, if there is one."""
+        if self.here is not None:
+            self.here.process.end()
+
+    def _own_corpus(self, say: Callable[[str, int, int], None]) -> Path | None:
+        """The folder of the corpus, if it is here and the one that the run is trained on."""
+        settings = self.settings
+        if self._terms.data is None:
+            return None
+        config = own_data(self.hold.settings, settings, self._terms)
+        data = prepare(config, settings.model.vocab, cache_folder(), say)
+        if data.fingerprint != self.hold.corpus:
+            raise DataError(
+                f"{self._terms.data} is not the data of this run (fingerprint {data.fingerprint}, "
+                f"the run's is {self.hold.corpus}): give the same files, and the tokenizer if the "
+                "run starts from weights (--tokenizer), or leave out --data"
+            )
+        return data.folder.resolve()
+
+    def _fetch(
+        self, dial_host: Callable[[str], Pipe], say: Callable[[str, int, int], None]
+    ) -> Path:
+        """Fetch the stages' part of the checkpoint; a lost connection is opened again."""
+        moved_at = time.monotonic()
+
+        def tell(done: int, total: int) -> None:
+            nonlocal moved_at
+            moved_at = time.monotonic()
+            say("fetch", done, total)
+
+        while True:
+            try:
+                return fetch_seat(
+                    dial_host(stream_name("state", self.stages[0], self.generation)),
+                    self.stages[0],
+                    self.run_folder,
+                    STATE_MARGIN
+                    * sum(most_shard_bytes(self.settings, stage) for stage in self.stages),
+                    self._terms.plugins,
+                    tell,
+                )
+            except AdmissionError:
+                raise
+            except WireError:
+                if time.monotonic() > moved_at + FETCH_SECONDS:
+                    raise
+                time.sleep(_PAUSE_S)
+
+
+# What happens to a joined peer, beside the messages of its host
+
+
+@dataclass(frozen=True)
+class _Connected:
+    channel: Channel
+
+
+@dataclass(frozen=True)
+class _Lost:
+    channel: Channel | None  # None: no stream could be opened
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Down:
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Progress:
+    holding: Holding
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    holding: Holding
+    result: Order | ThinwireError
+
+
+@dataclass(frozen=True)
+class _Exited:
+    holding: Holding
+    stages: list[int]
+    code: int
+
+
+@dataclass(frozen=True)
+class _AskedToLeave:
+    pass
+
+
+class JoinedPeer:
+    """A machine's part in a run, to its end."""
+
+    def __init__(
+        self,
+        place: Place,
+        identity: Identity,
+        terms: Terms,
+        machine: MachineFigures,
+        display: Display,
+    ):
+        self._place, self._terms, self.identity = place, terms, identity
+        self.machine, self._display = machine, display
+        self.news: StepNews | None = None  # the latest step of the run
+        self.held: Holding | None = None
+        self.seatless_since = time.time()
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        place.admit("")
+        self._channel: Channel | None = None
+        self._exit_code: int | None = None  # of the process of what is held
+        self._begun = 0  # pieces of preparing, for pulses
+        self._is_leaving = self._is_over = False
+        self._farewell = ""
+        self._lost_at: float | None = None  # since when the host cannot be reached
+        self._pace = Pace()  # of shards on their way to the host
+        self._shards = ShardSender(place.folder / "run", self._pace)
+        self._serves_shards = False
+        self._process = secrets.token_hex(8)
+
+    def run(self) -> str:
+        """Take part until the run is over or this peer leaves; returns why, in a sentence."""
+        self._begin(self._keep_in_touch)
+        self._begin(self._shards.keep_room)
+        try:
+            with heeding(self._on_signal):
+                while not self._is_over:
+                    self._on(self._events.get())
+        finally:
+            self._is_over = True
+            self._let_go()
+            self._shards.close()
+            if self._channel is not None:
+                self._channel.close()
+        self._clean_up()
+        return self._farewell
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a door that others may try."""
+        return bool(self._place.outside)
+
+    @property
+    def away_for(self) -> float | None:
+        """Seconds for which the host cannot be reached; None while it can."""
+        lost_at = self._lost_at
+        return None if lost_at is None else time.monotonic() - lost_at
+
+    def leave(self) -> None:
+        """Leave after this step, with a checkpoint; safe on any thread and in a signal handler."""
+        self._events.put(_AskedToLeave())
+
+    # Its stream to the host
+
+    def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
+        """A stream of this name to the host."""
+        way = self._place.host
+        try:
+            return dial(way.address, name, self.identity, "coordinator", timeout, MAX_MESSAGE)
+        except WireError:
+            if way.refusal is not None:
+                raise way.refusal from None
+            raise
+
+    def _keep_in_touch(self) -> None:
+        """On a thread of its own: have a stream to the host, again and again."""
+        while not self._is_over:
+            session = os.urandom(SESSION_BYTES)
+            try:
+                pipe = self._connect(session, DIAL_SECONDS)
+            except AdmissionError as error:
+                self._events.put(error)
+                return
+            except WireError as error:
+                reason = self._place.host.trouble or str(error)
+                self._events.put(_Lost(None, f"the host cannot be reached: {reason}"))
+                time.sleep(_PAUSE_S / 2)
+                continue
+            self._attend(session, pipe)
+            time.sleep(_PAUSE_S / 2)
+
+    def _connect(self, session: bytes, timeout: float) -> Pipe:
+        pipe = self._dial(peer_stream(self.identity.name), timeout)
+        pipe.write(session)  # which stream this goes on with
+        return pipe
+
+    def _attend(self, session: bytes, first: Pipe) -> None:
+        """Pass on what the host says until the stream is over."""
+        lost = threading.Event()
+
+        def hear(said: Envelope) -> None:
+            if isinstance(said.message, AskAlive):  # at once, whatever this peer does
+                channel.send(Alive())
+            else:
+                self._events.put(said)
+
+        def on_lost(error: ThinwireError | None = None) -> None:
+            if isinstance(error, AdmissionError):
+                self._events.put(error)
+            lost.set()
+
+        pipe = LastingPipe(
+            first,
+            partial(self._connect, session),
+            _OUTAGE_S,
+            on_down=lambda reason: self._events.put(_Down(reason)),
+            on_up=lambda seconds: self._events.put(_Connected(channel)),
+        )
+        channel = Channel(pipe, "host", FROM_COORDINATOR, hear, on_lost, on_lost)
+        channel.send(
+            Hello(
+                versions(),
+                self.machine.device,
+                as_figures(self.machine),
+                self._place.door,
+                self._place.outside,
+                self._process,
+                f"process {os.getpid()} on {platform.node() or 'a machine'}",
+            )
+        )
+        self._events.put(_Connected(channel))
+        lost.wait()
+        self._events.put(_Lost(channel, "the connection to the host was lost"))
+
+    def _say(self, message: OfPeer) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(ThinwireError):  # what is lost shows by itself
+                self._channel.send(message)
+
+    def _say_of(self, holding: Holding, stage: int, message: OfStage) -> None:
+        """Pass on what a stage says; on any thread."""
+        channel = self._channel
+        if channel is not None and holding is self.held:
+            with contextlib.suppress(ThinwireError):
+                channel.send(message, stage, holding.generation)
+
+    # What happens
+
+    def _on(self, event: Any) -> None:
+        match event:
+            case Envelope(message, stage, generation):
+                self._on_message(message, stage, generation)
+            case _Connected(channel):
+                self._on_connected(channel)
+            case _Down(reason):
+                self._note_loss(f"the connection to the host was lost ({reason})")
+            case _Lost():
+                self._on_lost(event)
+            case _Progress(holding, what, done, total):
+                if holding is self.held:
+                    self._display.progress(what, done, total, "B")
+                    self._begun += 1
+                    pulse = Pulse(self._begun, f"{what}: {done:,} of {total:,} bytes")
+                    for stage in holding.stages:
+                        self._say_of(holding, stage, pulse)
+            case _Prepared():
+                self._on_prepared(event)
+            case _Exited():
+                self._on_exit(event)
+            case Tried():
+                self._say(event)
+            case _AskedToLeave():
+                self._leave()
+            case ThinwireError():
+                raise event
+
+    def _on_message(self, message: Any, stage: int, generation: int) -> None:
+        if stage != OF_NO_STAGE:
+            held = self.held
+            if held is not None and held.generation == generation and held.here is not None:
+                with contextlib.suppress(ThinwireError):  # its exit shows by itself
+                    held.here.tell(stage, message)
+            return
+        match message:
+            case Hold():
+                self._hold(message, generation)
+            case Release():
+                if self.held is not None and self.held.generation == generation:
+                    self._let_go()
+                if self._is_leaving:
+                    self._end("left the run", in_order=True)
+            case TryDoor():
+                self._begin(self._try_door)
+            case Dismiss(reason, in_order):
+                self._end(printable(reason), in_order)
+            case News(text):
+                self._display.phase("host", printable(text))
+            case StepNews():
+                self.news = message
+                self._display.step(StepRecord(**vars(message), stages=[], links=[]))
+            case ScoreNews():
+                self._display.evaluation(EvaluationRecord(**vars(message)))
+
+    def _on_connected(self, channel: Channel) -> None:
+        self._channel = channel
+        if self._lost_at is not None:
+            away = time.monotonic() - self._lost_at
+            self._display.phase("join", f"the host is back after {away:.0f} s")
+            self._lost_at = None
+        if self._is_leaving:
+            self._say(Leaving())
+
+    def _note_loss(self, reason: str) -> None:
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+            self._display.note(f"{reason}; trying again until it is back (Ctrl-C to leave)")
+
+    def _on_lost(self, lost: _Lost) -> None:
+        """The stream is over: the host has given away what this machine held."""
+        if lost.channel is not None and lost.channel is not self._channel:
+            return
+        if self._channel is not None:
+            self._begin(self._channel.close)
+            self._channel = None
+            self._let_go()
+        self._note_loss(lost.reason)
+        if self._is_leaving:
+            self._end("left the run", in_order=True)
+
+    def _hold(self, hold: Hold, generation: int) -> None:
+        self._let_go()
+        try:
+            holding = Holding(hold, generation, self._terms, self._place.folder)
+        except ThinwireError as error:
+            self._decline(error)
+            return
+        self.held, self._begun = holding, 0
+        if not self._serves_shards:  # from here on: before, another process may be this peer
+            self._serves_shards = True
+            name = store_name(self.identity.name)
+            self._begin(self._shards.keep_serving, lambda: self._dial(name))
+        self._place.admit(hold.links)
+        counts = [len(blocks) for blocks in holding.settings.split()]
+        blocks = sum(counts[stage] for stage in hold.stages)
+        which = f"stage {hold.stages[0]}" if len(hold.stages) == 1 else f"stages {hold.stages}"
+        self._display.phase(
+            "seat",
+            f"{which} of {len(counts)} ({blocks} block{'s' if blocks > 1 else ''}), "
+            f"epoch {generation}",
+        )
+        self._begin(self._prepare, holding)
+
+    def _prepare(self, holding: Holding) -> None:
+        """On a thread of its own: fetch what the stages need."""
+        said = 0.0
+
+        def say(what: str, done: int, total: int) -> None:
+            nonlocal said
+            if done == total or time.monotonic() > said + SAY_SECONDS:
+                said = time.monotonic()
+                self._events.put(_Progress(holding, what, done, total))
+
+        result: Order | ThinwireError
+        try:
+            result = holding.prepare(self._dial, self.identity, self._place.host.address, say)
+        except ThinwireError as error:
+            result = error
+        except Exception as error:  # the host waits for an answer, whatever went wrong here
+            traceback.print_exc()
+            named = type(error).__name__
+            result = StageError(f"an unexpected {named}, which its terminal explains")
+        self._events.put(_Prepared(holding, result))
+
+    def _on_prepared(self, prepared: _Prepared) -> None:
+        held = prepared.holding
+        if held is not self.held:
+            return  # it was taken away meanwhile
+        if isinstance(prepared.result, ThinwireError):
+            self._decline(prepared.result)
+            return
+        share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
+        mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
+        self._pace.change(share * mbps_up * 1e6 / 8)
+        try:
+            held.start(
+                prepared.result,
+                partial(self._say_of, held),
+                lambda error: None,  # its exit says more
+                lambda stages, code: self._events.put(_Exited(held, stages, code)),
+            )
+        except ThinwireError as error:
+            self._decline(error)
+
+    def _decline(self, error: ThinwireError) -> None:
+        self._display.note(
+            f"this machine cannot hold its stage: {error}. Mend that, then end this command "
+            "(Ctrl-C) and join again"
+        )
+        self._say(Declined(outward(error)))
+        self._let_go()
+
+    def _on_exit(self, exited: _Exited) -> None:
+        held = exited.holding
+        if held is not self.held or held.here is None:
+            return
+        self._pace.change(0)  # nothing else needs the uplink now
+        self._exit_code = exited.code
+        if exited.code:
+            said = held.here.process.last_lines().splitlines()[-1].lstrip(" |")
+            which = ", ".join(map(str, held.stages))
+            log = held.here.process.log.parent
+            self._display.note(f"the process of stage {which} ended: {said}\nits log is in {log}")
+        for stage in exited.stages:
+            self._say_of(held, stage, Ended.by(exited.code, SEE_LOG if exited.code else ""))
+
+    def _let_go(self) -> None:
+        """End what this machine does for the run."""
+        self._pace.change(0)
+        held, self.held, self._exit_code = self.held, None, None
+        self.seatless_since = time.time()
+        if held is not None:
+            held.stop()
+            self._place.admit("")
+
+    def _try_door(self) -> None:
+        """On a thread of its own: look by which addresses this machine reaches the host."""
+        way, answers = self._place.host, {}
+        for route in way.routes:
+            if route.kind == "direct":
+                try:
+                    ping(route, way.name)
+                    answers[route.address] = ""
+                except WireError as error:
+                    answers[route.address] = str(error)
+        self._events.put(Tried(answers))
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        self._say(Leaving())
+        if self.held is None or self._channel is None or self._lost_at is not None:
+            self._end("left the run", in_order=True)
+        elif self._exit_code == 0:
+            self._display.note(
+                "leaving as soon as the host has this machine's part of the last checkpoint; "
+                "press Ctrl-C again to leave now"
+            )
+        elif not self.held.is_running:
+            self._end("left the run", in_order=True)
+        else:
+            self._display.note(
+                "leaving after this step, with a checkpoint; press Ctrl-C again to leave now"
+            )
+
+    def _end(self, reason: str, in_order: bool) -> None:
+        if not in_order:
+            raise StageError(reason)
+        self._farewell, self._is_over = reason, True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_leaving:
+            raise Interrupted
+        self.leave()
+
+    def _begin(self, target: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+
+    def _clean_up(self) -> None:
+        """Remove this machine's part of the run, unless it can make a return cheap."""
+        part = self._place.folder / "run"
+        if self._is_leaving or (self.news and self.news.step == self.news.steps):
+            shutil.rmtree(part, ignore_errors=True)
+        elif part.exists():
+            self._display.note(f"{part} stays, so that a return is cheap; else delete it")

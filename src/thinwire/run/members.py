@@ -1,0 +1,414 @@
+"""The host's view of the machines that joined: who is there, what each does, and what it is told.
+
+Every member holds one stream to the host for as long as it is joined, over connections that may be
+lost and come back: nothing said on it is lost with them. One that is opened anew, because a process
+was started again or was away for too long, begins with nothing: what its machine held is over.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import thinwire
+from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.remote.authority import AuthorityBook
+from thinwire.run.channel import Channel
+from thinwire.run.pacing import Pace, Told
+from thinwire.run.protocol import (
+    FROM_PEER,
+    OF_NO_STAGE,
+    AskAlive,
+    Declined,
+    Dismiss,
+    Envelope,
+    Hello,
+    Leaving,
+    News,
+    Tried,
+    TryDoor,
+    peer_stream,
+)
+from thinwire.wire import LastingPipe, Listener, Pipe
+
+LOOK_SECONDS = 0.2  # between two looks for machines that were enrolled meanwhile
+GOODBYE_SECONDS = 2.0  # for members to hear that the run is over
+ALIVE_SECONDS = 5.0  # for a member to answer, before another process with its key takes its place
+MOST_UNTAKEN = 1000  # messages to a member that wait to be sent: few of them are large
+SESSION_BYTES = 16  # by which a member's process says that a connection goes on with its stream
+
+
+@dataclass(eq=False)
+class Member:
+    """A machine that was let in, as the host sees it at the moment; guarded by the list's lock."""
+
+    name: str
+    channel: Channel | None = None
+    hello: Hello | None = None  # None while it is away
+    origin: str = ""  # the host from which its stream comes
+    since: float = field(default_factory=time.monotonic)  # that it came or went
+    heard: float = field(default_factory=time.monotonic)  # when it last said something
+    is_down: bool = False  # its connection is lost and may come back
+    is_reachable: bool = False  # from outside, when that was last tried
+    why_unfit: str = ""  # it declined, or failed; another hello may change that
+    set_aside: str = ""  # why it gets no stage, however often it comes
+    is_leaving: bool = False  # it said so, and may still be here for a moment
+    tried: Tried | None = None  # which addresses of the host it reached, since it was last asked
+    pace: Pace = field(init=False)  # over all its streams
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(f"peer {self.name!r}")
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether it could not hold the stages that it was last given."""
+        return bool(self.why_unfit)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its stream is open and it has said what it is."""
+        return self.channel is not None and self.hello is not None
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A member's stream has ended, or the host has removed it: what it held is lost."""
+
+    reason: str
+    in_breach: bool = False
+
+
+@dataclass(frozen=True)
+class Down:
+    """A member's connection is lost; it may come back."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Up:
+    """It is back, after so many seconds."""
+
+    seconds: float
+
+
+Happening = Envelope | Gone | Down | Up
+"""What concerns those who train: what a member says of its stages or of itself, and its stream."""
+
+
+class Members:
+    """Streams to all enrolled machines. A context manager: leaving it says goodbye to all.
+
+    `on_happening` is called with a member's name on the threads of streams; so is `note`, with what
+    people should know, which must not wait.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        book: AuthorityBook,
+        outage: float,
+        origins: Mapping[str, str] | None = None,
+        cut: Callable[[str], None] = lambda name: None,
+    ):
+        """`origins`: from where streams come, by local address; `cut` ends all of a member's."""
+        self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
+        self.note: Callable[[str], None] = lambda text: None
+        self.control_bytes = 0  # of streams that are over
+        self._told = Told()
+        self._listener, self._book, self._outage = listener, book, outage
+        self._origins, self._cut = {} if origins is None else origins, cut
+        self._members: dict[str, Member] = {}
+        self._streams: dict[tuple[str, bytes], _Stream] = {}  # by member and session
+        self._changed = threading.Condition(threading.RLock())
+        self._is_over = False
+        self._farewell = Dismiss("the host ended; join again when it is back", in_order=True)
+        threading.Thread(target=self._look_for_members, daemon=True).start()
+
+    def __enter__(self) -> "Members":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._is_over = True
+            channels = [member.channel for member in self._members.values() if member.channel]
+        closing = []
+        for channel in channels:
+            _send(channel, self._farewell)
+            closing.append(threading.Thread(target=channel.close, daemon=True))
+            closing[-1].start()
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        for thread in closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def say_farewell(self, reason: str, in_order: bool = True) -> None:
+        """What members will hear when the host ends."""
+        self._farewell = Dismiss(reason, in_order)
+
+    def all(self) -> list[Member]:
+        """All machines that were let in and not kicked, those who are here first, by arrival."""
+        with self._changed:
+            welcome = [m for m in self._members.values() if self._book.is_welcome(m.name)]
+            return sorted(welcome, key=lambda member: (not member.is_here, member.since))
+
+    def here(self) -> list[Member]:
+        """Those who are here and can hold a stage, in order of arrival."""
+        return [m for m in self.all() if m.is_here and not (m.is_unfit or m.is_leaving)]
+
+    def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Wait until something holds that depends on members; False if it does not in time."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout)
+
+    def tell(
+        self, name: str, message: Any, stage: int = OF_NO_STAGE, generation: int = 0
+    ) -> bool:
+        """Send a message to a member, or to a stage that it holds; False if it is away."""
+        with self._changed:
+            member = self._members.get(name)
+            if member is None or not member.is_here or member.channel is None:
+                return False
+            if member.channel.unsent >= MOST_UNTAKEN:
+                self._lose(member, member.channel, "it takes nothing of what it is told")
+                return False
+            _send(member.channel, message, stage, generation)
+            return True
+
+    def tell_all(self, message: Any) -> None:
+        """Tell everybody who is here."""
+        for member in self.all():
+            self.tell(member.name, message)
+
+    def moved_bytes(self) -> int:
+        """Every byte of all streams so far, both ways, frame headers included."""
+        with self._changed:
+            channels = [member.channel for member in self._members.values() if member.channel]
+            return self.control_bytes + sum(channel.moved_bytes() for channel in channels)
+
+    def try_door(self, timeout: float) -> list[Member]:
+        """Have all who are here try to reach the host anew; those who said in time how it went."""
+        with self._changed:
+            asked = [member for member in self._members.values() if member.is_here]
+            for member in asked:
+                member.tried = None
+                self.tell(member.name, TryDoor())
+            self._changed.wait_for(lambda: all(member.tried for member in asked), timeout)
+            return [member for member in asked if member.tried]
+
+    def kick(self, name: str) -> list[str]:
+        """Let a machine in no more, and have it leave; returns who else came by its invite."""
+        others = self._book.kick(name)
+        reason = "the host removed it from the run"
+        with self._changed:
+            member = self._members.get(name)
+            if member is None or member.channel is None:
+                self._cut(name)
+            else:
+                self.tell(
+                    name, Dismiss("the host removed this peer from the run", in_order=False)
+                )
+                self._lose(member, member.channel, reason, then=lambda: self._cut(name))
+        return others
+
+    def mark_unfit(self, name: str, reason: str) -> None:
+        """Give a member no stage until it comes anew."""
+        with self._changed:
+            if name in self._members:
+                self._members[name].why_unfit = self._members[name].why_unfit or reason
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Give a member no stage any more, and tell it why."""
+        with self._changed:
+            if name in self._members:
+                member = self._members[name]
+                member.set_aside = member.why_unfit = reason
+                self._tell_unfit(member)
+
+    def _look_for_members(self) -> None:
+        while not self._is_over:
+            for peer in self._book.peers():
+                if peer.name not in self._members and not peer.kicked:
+                    with self._changed:
+                        self._members[peer.name] = Member(peer.name)
+                    threading.Thread(target=self._receive, args=(peer.name,), daemon=True).start()
+            time.sleep(LOOK_SECONDS)
+
+    def _receive(self, name: str) -> None:
+        """Accept one connection of a member after the other."""
+        while not self._is_over:
+            try:
+                pipe = self._listener.accept(peer_stream(name), None, name)
+            except WireError:
+                return
+            threading.Thread(target=self._attend, args=(name, pipe), daemon=True).start()
+
+    def _attend(self, name: str, pipe: Pipe) -> None:
+        """A connection goes on with the stream that its first words name, or begins another."""
+        try:
+            session = pipe.read() or b""
+        except WireError:
+            session = b""
+        if len(session) != SESSION_BYTES:
+            pipe.close(0)
+            return
+        with self._changed:
+            known = self._streams.get((name, session))
+            if known is not None:
+                known.put(pipe)
+                return
+            self._streams[name, session] = connections = queue.SimpleQueue()
+        self._open(self._members[name], session, connections, pipe)
+
+    def _open(
+        self, member: Member, session: bytes, more: "queue.SimpleQueue[Pipe]", first: Pipe
+    ) -> None:
+        """Hear a new stream of a member, whose further connections come by `more`; it counts from
+        its hello on.
+        """
+        origin = self._origins.get(first.comes_from, "")
+
+        def reopen(timeout: float) -> Pipe:
+            try:
+                return more.get(timeout=timeout)
+            except queue.Empty:
+                raise WireError(f"{member.name} did not connect again") from None
+
+        def hear(said: Envelope) -> None:
+            with self._changed:
+                counts = member.channel is channel
+            if not counts and isinstance(said.message, Hello):
+                counts = self._replace(member, channel, said.message)
+                member.origin = origin if counts else member.origin
+            if counts:
+                self._hear(member, said)
+
+        def on_lost(error: ThinwireError | None = None) -> None:
+            reason, in_breach = str(error or "it ended its stream"), isinstance(error, BreachError)
+            with self._changed:
+                self._streams.pop((member.name, session), None)
+                if member.channel is channel and in_breach:
+                    member.why_unfit = reason
+                self._lose(member, channel, reason, in_breach)
+
+        def on_down(reason: str) -> None:
+            if member.channel is channel:
+                member.is_down = True
+                self.on_happening(member.name, Down(reason))
+
+        def on_up(seconds: float) -> None:
+            if member.channel is channel:
+                member.is_down = False
+                self.on_happening(member.name, Up(seconds))
+
+        pipe = LastingPipe(first, reopen, self._outage, on_down, on_up) if self._outage else first
+        with self._changed:  # what it says must not be heard before its stream is known
+            channel = Channel(pipe, peer_stream(member.name), FROM_PEER, hear, on_lost, on_lost)
+
+    def _replace(self, member: Member, channel: Channel, hello: Hello) -> bool:
+        """Have another stream of a member count, unless another process holds the one that does.
+
+        A process that begins anew knows of a loss that the host may not have noticed. Of another
+        process with the same key it knows nothing: the two would take turns for ever.
+        """
+        with self._changed:
+            current, first, asked = member.channel, member.hello, time.monotonic()
+            is_alive = False
+            if current is not None and first is not None and first.process != hello.process:
+                _send(current, AskAlive())
+                self._changed.wait_for(
+                    lambda: member.heard > asked or member.channel is not current,
+                    0.0 if member.is_down else ALIVE_SECONDS,
+                )
+                is_alive = member.channel is current and member.heard > asked
+            if not is_alive:
+                self._lose(member, member.channel, "it was started anew")
+                member.channel, member.hello, member.is_down = channel, None, False
+                return True
+        assert first is not None
+        stays, refused = (one_line(said.place, 100) or "unknown" for said in (first, hello))
+        reason = (
+            f"{member.name} takes part in this run already ({stays}; this is {refused}): end that "
+            "one first, or join as a further peer with another --folder and --name"
+        )
+        _send(channel, Dismiss(reason, in_order=False))
+        threading.Thread(target=channel.close, daemon=True).start()
+        if self._told.again(member.name, time.monotonic()):
+            self.note(
+                f"two processes join with the key of {member.name}: {stays} stays, {refused} was "
+                "refused"
+            )
+        return False
+
+    def _lose(
+        self,
+        member: Member,
+        channel: Channel | None,
+        reason: str,
+        in_breach: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Give up the stream of a member, once it has what it was told; and then do something."""
+        if channel is None:
+            return
+        is_its = member.channel is channel
+        if is_its:
+            member.channel, member.hello, member.since = None, None, time.monotonic()
+            member.is_down = False
+            self._changed.notify_all()
+
+        def close() -> None:
+            channel.close()
+            self.control_bytes += channel.moved_bytes() if is_its else 0
+            with contextlib.suppress(ThinwireError):  # all is closed by now
+                then()
+
+        threading.Thread(target=close, daemon=True).start()
+        if is_its:
+            self.on_happening(member.name, Gone(reason, in_breach))
+
+    def _hear(self, member: Member, said: Envelope) -> None:
+        if said.stage == OF_NO_STAGE:
+            member.pace.count()
+        with self._changed:
+            member.heard = time.monotonic()
+            match said.message:
+                case Hello() as hello:
+                    member.hello, member.since, member.is_leaving = hello, time.monotonic(), False
+                    member.why_unfit = member.set_aside or _other_version(hello.versions)
+                    if member.is_unfit:
+                        self._tell_unfit(member)
+                case Declined(reason):
+                    member.why_unfit = one_line(reason) or "it does not say why"
+                case Leaving():
+                    member.is_leaving = True
+                case Tried() as tried:
+                    member.tried = tried
+            self._changed.notify_all()
+        self.on_happening(member.name, said)
+
+    def _tell_unfit(self, member: Member) -> None:
+        self.tell(member.name, News(f"this machine gets no stage: {member.why_unfit}"))
+
+
+def _other_version(versions: dict[str, str]) -> str:
+    """Why a peer of another version gets no stage; its settings and frames would not be ours."""
+    theirs = one_line(versions.get("thinwire", "unknown"), 40)
+    if theirs == thinwire.__version__:
+        return ""
+    return (
+        f"it runs thinwire {theirs} and the host {thinwire.__version__}: install the same version "
+        "there, and join again"
+    )
+
+
+def one_line(text: str, longest: int = 300) -> str:
+    """A peer's words for a line of ours: with line breaks they could pass for other lines."""
+    return printable(" ".join(text.split()), longest)
+
+
+def _send(channel: Channel, message: Any, stage: int = OF_NO_STAGE, generation: int = 0) -> None:
+    with contextlib.suppress(ThinwireError):  # a stream that is lost shows by itself
+        channel.send(message, stage, generation)
