@@ -9,10 +9,10 @@ from thinwire.paths import peer_folder
 from thinwire.remote.alive import hosted_folders
 from thinwire.remote.check_machine import check_machine
 from thinwire.remote.check_way import check_outside, check_way
-from thinwire.remote.control_socket import ask
 from thinwire.remote.findings import Finding, Findings, blocks
 from thinwire.remote.identity import saved_identity
 from thinwire.remote.invite import Invite
+from thinwire.run.control_socket import ask
 
 
 def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Findings:

@@ -15,7 +15,6 @@ from thinwire.errors import ThinwireError
 from thinwire.remote.fetch import SeatServer
 from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.messages import TakeSeat, seat_name, store_name
-from thinwire.remote.news import SharedDisplay
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
@@ -30,6 +29,7 @@ from thinwire.run.messages import Assign, Way
 from thinwire.run.order import tokens_name
 from thinwire.run.peers import lead
 from thinwire.run.record import RunRecord
+from thinwire.run.status import SharedDisplay
 from thinwire.settings import Settings
 from thinwire.train import stopping
 from thinwire.wire import LastingPipe, Listener, Meter, Pipe
@@ -202,7 +202,7 @@ class Epoch:
         """Mbit/s of each stage's uplink, as its peer measured the way to this host."""
         arrived = {guest.name: guest.arrived for guest in self._guests()}
         said = [arrived.get(name) for name in self._seats]
-        return [it.figures.mbps_up if it is not None else 0.0 for it in said]
+        return [it.machine.mbps_up if it is not None else 0.0 for it in said]
 
     def _is_settled(self) -> bool:
         """Whether all peers are prepared, or one of them cannot take its seat."""

@@ -6,28 +6,20 @@ from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
 from thinwire.remote.lobby import Guest
-from thinwire.remote.peerfile import PeerFigures
-from thinwire.remote.split import Split, choose_split
 from thinwire.remote.ways import probe_all
+from thinwire.run.machine import Machine
+from thinwire.run.placement import Split, choose_split
 from thinwire.settings import Settings
 
 _UNKNOWN_GB = 1e6  # memory of a peer that does not know its own: it will see
 
 
-def as_peer(guest: Guest, precision: str, reachable: bool) -> PeerFigures:
-    """A peer that is here, for the choice of a split; one without a rate has that of 0."""
+def as_peer(guest: Guest, reachable: bool) -> Machine:
+    """A peer that is here, for the choice of a split."""
     assert guest.arrived is not None
-    figures = guest.arrived.figures
-    tflops = figures.bf16_tflops if precision == "bf16" else figures.tflops
-    return PeerFigures(
-        name=guest.name,
-        tflops=max(tflops, 0.0),
-        memory_gb=figures.memory_gb if figures.memory_gb > 0 else _UNKNOWN_GB,
-        mbps_up=max(figures.mbps_up, 0.0),
-        mbps_down=max(figures.mbps_down, 0.0),
-        latency_ms=max(figures.latency_ms, 0.0),
-        reachable=reachable,
-    )
+    machine = guest.arrived.machine
+    memory = machine.memory_gb or _UNKNOWN_GB
+    return dataclasses.replace(machine, name=guest.name, memory_gb=memory, reachable=reachable)
 
 
 @dataclass(frozen=True)
@@ -50,12 +42,9 @@ def form(
     `keeps_split`: the blocks of each stage stay as the settings have them.
     """
     doors = probe_all([*here], run, token_of)
-    peers = [
-        as_peer(guest, settings.run.precision, bool(door.outside))
-        for guest, door in zip(here, doors, strict=True)
-    ]
+    peers = [as_peer(guest, bool(door.outside)) for guest, door in zip(here, doors, strict=True)]
     if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
-        peers = [dataclasses.replace(peer, tflops=1.0) for peer in peers]
+        peers = [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
     if keeps_split:
         split = [len(blocks) for blocks in settings.split()]
         pipeline = dataclasses.replace(settings.pipeline, split=split)

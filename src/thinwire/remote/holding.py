@@ -17,9 +17,9 @@ from thinwire.data.template import TEMPLATES
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat
-from thinwire.remote.measure import free_disk
 from thinwire.remote.messages import TakeSeat
 from thinwire.remote.store import most_shard_bytes
+from thinwire.run.machine import free_disk
 from thinwire.run.messages import Assign
 from thinwire.run.order import Order
 from thinwire.run.spawn import end, last_lines, make_log_folder, spawn

@@ -16,14 +16,11 @@ from thinwire.engine.cut import are_cuts_learned
 from thinwire.errors import StageError
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.forming import form
 from thinwire.remote.here import own_peers
-from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite
 from thinwire.remote.lobby import Guest, Lobby, one_line
-from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions, Opened, who_is_left_out
 from thinwire.remote.seats import (
     Failures,
@@ -33,15 +30,17 @@ from thinwire.remote.seats import (
     read_formation,
     write_formation,
 )
-from thinwire.remote.standing import Standing
 from thinwire.report import Display
 from thinwire.report.human import elapsed
 from thinwire.run.claim import claim_folder
+from thinwire.run.console import HostConsole
+from thinwire.run.control_socket import ControlSocket
 from thinwire.run.peers import StageFailedError
 from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
 from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.status import SharedDisplay, Standing
 from thinwire.schedule import OPEN
 from thinwire.settings import Settings
 from thinwire.wire import raise_descriptor_limit

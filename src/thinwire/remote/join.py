@@ -10,14 +10,14 @@ from pathlib import Path
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.folders import lock, private_folder
 from thinwire.paths import peer_folder
-from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.enrol import identity_in
 from thinwire.remote.holding import Terms
 from thinwire.remote.invite import Invite
-from thinwire.remote.measure import MachineFigures, measure_machine
 from thinwire.remote.member import Member, Place
-from thinwire.remote.member_console import member_handlers
 from thinwire.report import Display
+from thinwire.run.console import member_handlers
+from thinwire.run.control_socket import ControlSocket
+from thinwire.run.machine import Machine, measure_machine
 from thinwire.wire import Door, Identity, Route, Tunnel, ping, raise_descriptor_limit
 from thinwire.wire.kernel import address_text
 from thinwire.wire.preamble import split_address
@@ -154,11 +154,17 @@ def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
 
 def _measured(
     device: str, folder: Path, routes: tuple[Route, ...], run_id: str, display: Display
-) -> MachineFigures:
+) -> Machine:
     """What this machine can give; a way to the host that cannot be measured now is left open."""
     machine = measure_machine(device, folder)
     try:
-        machine = dataclasses.replace(machine, link=measure_link(routes, run_id, LINK_SECONDS))
+        link = measure_link(routes, run_id, LINK_SECONDS)
+        machine = dataclasses.replace(
+            machine,
+            mbps_up=link.mbps_up,
+            mbps_down=link.mbps_down,
+            latency_ms=link.round_trip_s / 2 * 1e3,
+        )
     except WireError as error:
         display.note(str(error))
     display.phase("join", f"this machine: {machine.describe()}")

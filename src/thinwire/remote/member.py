@@ -23,7 +23,6 @@ from typing import Any
 
 from thinwire.errors import StageError, ThinwireError, WireError, outward
 from thinwire.remote.holding import Holding, Terms
-from thinwire.remote.measure import MachineFigures, as_figures
 from thinwire.remote.messages import (
     Arrive,
     Declined,
@@ -50,6 +49,7 @@ from thinwire.remote.store import ShardSender
 from thinwire.remote.touch import Connected, Lost, Touch
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
+from thinwire.run.machine import Machine
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
 from thinwire.wire import Identity, Tunnel, ping
@@ -102,7 +102,7 @@ class Member:
         place: Place,
         identity: Identity,
         terms: Terms,
-        machine: MachineFigures,
+        machine: Machine,
         display: Display,
     ):
         self._place, self._terms = place, terms
@@ -252,8 +252,7 @@ class Member:
         self._say(
             Arrive(
                 versions(),
-                self.machine.device,
-                as_figures(self.machine),
+                self.machine,
                 self._place.door,
                 self._place.outside,
                 held.epoch if held else 0,
@@ -357,8 +356,7 @@ class Member:
         if not held.is_prepared:
             return  # it starts as soon as it is
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
-        mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
-        self._pace.change(share * mbps_up * 1e6 / 8)
+        self._pace.change(share * self.machine.mbps_up * 1e6 / 8)
         try:
             process = held.start(self._place.host.address, self.identity)
         except ThinwireError as error:

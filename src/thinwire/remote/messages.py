@@ -7,28 +7,9 @@ what holds. So nothing needs to be numbered or acknowledged.
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.run.machine import Machine
 from thinwire.run.vocabulary import Vocabulary
-from thinwire.typed import Exact, Finite
-
-MOST_OF_A_MACHINE = 1e9  # of any of its figures
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a machine can do: rates, memory and the way to the host, as it measured them."""
-
-    tflops: Finite  # in float32
-    bf16_tflops: Finite
-    memory_gb: Finite
-    disk_gb: Finite
-    mbps_up: Finite
-    mbps_down: Finite
-    latency_ms: Finite
-
-    def __post_init__(self) -> None:
-        """Refuse what no machine measures: hosts compute with these."""
-        if not all(0 <= value <= MOST_OF_A_MACHINE for value in vars(self).values()):
-            raise ValueError(f"numbers from 0 to {MOST_OF_A_MACHINE:g}")
+from thinwire.typed import Exact
 
 
 @dataclass(frozen=True)
@@ -41,8 +22,7 @@ class Arrive:
     """
 
     versions: dict[str, str]
-    device: str
-    figures: Figures
+    machine: Machine
     door: Exact
     outside: Exact
     epoch: int  # of the seat that it has, 0 for none
