@@ -75,7 +75,7 @@ def status_command(options: argparse.Namespace) -> None:
 
 def doctor_command(options: argparse.Namespace) -> None:
     """Print what will go wrong on this machine, and the fix; exit code 1 if something blocks."""
-    from thinwire.remote.doctor import examine
+    from thinwire.run.doctor import examine
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
     found = examine(text, options.folder, options.listen)

@@ -21,7 +21,6 @@ from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.check_way import check_outside
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
@@ -57,6 +56,7 @@ from thinwire.report import PlainDisplay
 from thinwire.run.compact import as_text, deflate
 from thinwire.run.console import HostConsole
 from thinwire.run.control import Channel
+from thinwire.run.doctor import check_outside
 from thinwire.run.events import Lost, Suspect
 from thinwire.run.machine import Machine
 from thinwire.run.order import control_name
