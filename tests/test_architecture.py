@@ -1,4 +1,4 @@
-"""The house stands: rooms import downward only, nothing is unpickled, no file grows past reading.
+"""The house stands: rooms import downward only, and nothing is unpickled.
 
 The imports are read from the source, not from running modules, so that one inside a function
 counts too.
@@ -14,7 +14,6 @@ import thinwire
 
 PACKAGE = "thinwire"
 SOURCE = Path(thinwire.__file__).parent
-MAX_LINES = 500
 
 FLOORS = [
     {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"},
@@ -23,8 +22,9 @@ FLOORS = [
     {"model"},
     {"settings"},
     {"engine"},
-    {"run"},
-    {"plan", "outlook", "train", "inference", "hf", "remote", "cluster"},
+    {"plan"},
+    {"run", "remote", "train"},
+    {"outlook", "inference", "hf", "cluster"},
     {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf", "cli"},
     {"__main__"},
 ]
@@ -36,8 +36,9 @@ NEIGHBOURS = {
     "paths": {"errors"},
     "lazy": {"errors"},
     "boundary": {"optim"},
-    "outlook": {"plan"},
-    "remote": {"plan", "train"},
+    "run": {"remote"},
+    "remote": {"run", "train"},
+    "train": {"run"},
     "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -189,12 +190,12 @@ def test_rooms_import_only_downward() -> None:
         ("thinwire.optim.build", "import thinwire.boundary", "optim and boundary share a floor"),
         (
             "thinwire.run.coordinator",
-            "def f():\n    import thinwire.train",
-            "train is above run",
+            "def f():\n    import thinwire.cluster",
+            "cluster is above run",
         ),
         ("thinwire.model", "if x:\n    from thinwire.cli import main", "cli is above model"),
-        ("thinwire.plan", "import thinwire.train", "plan and train share a floor"),
-        ("thinwire.train", "import thinwire.plan", "train and plan share a floor"),
+        ("thinwire.plan", "import thinwire.train", "train is above plan"),
+        ("thinwire.hf.card", "import thinwire.outlook", "hf and outlook share a floor"),
         ("thinwire.settings", "import thinwire.cli", "cli is above settings"),
         ("thinwire.errors", "import thinwire.typed", "errors and typed share a floor"),
         ("thinwire.data.order", "from .. import errors", "write the whole name"),
@@ -279,13 +280,3 @@ def test_what_could_execute_is_found(source: str) -> None:
 )  # fmt: skip
 def test_what_is_harmless_passes(source: str) -> None:
     assert dangers(source) == []
-
-
-def too_long(sources: dict[str, str]) -> dict[str, int]:
-    lengths = {name: len(source.splitlines()) for name, source in sources.items()}
-    return {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
-
-
-def test_no_file_is_too_long_to_read() -> None:
-    assert too_long(modules()) == {}
-    assert too_long({"a": "x\n" * 500, "b": "x\n" * 501}) == {"b": 501}

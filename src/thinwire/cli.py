@@ -306,9 +306,8 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def _plan_split(settings: "Settings", options: argparse.Namespace) -> None:
-    from thinwire.remote.peerfile import load_peers
-    from thinwire.remote.split import better_window, choose_split
-    from thinwire.remote.split_report import split_text, split_to_plain
+    from thinwire.run.machine import load_peers
+    from thinwire.run.placement import better_window, choose_split, split_text, split_to_plain
 
     if options.tflops is not None:
         raise ConfigError(

@@ -122,10 +122,9 @@ def host_command(
     options: argparse.Namespace, show_summary: Callable[[dict[str, Any]], None]
 ) -> None:
     """Host a run to its end."""
-    from thinwire.remote.host import host
-    from thinwire.remote.opening import HostOptions
     from thinwire.remote.relay import Relay
     from thinwire.report import open_display
+    from thinwire.run.host import HostOptions, host
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, overrides(options), options.allow_plugins)
@@ -163,9 +162,8 @@ def join_command(options: argparse.Namespace) -> None:
         threading.Thread(target=_leave_with_input, daemon=True).start()
     invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
 
-    from thinwire.remote.holding import Terms
-    from thinwire.remote.join import JoinOptions, join
     from thinwire.report import open_display
+    from thinwire.run.join import JoinOptions, Terms, join
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
     terms = Terms(options.device, options.threads, tuple(options.allow_plugin), *paths)

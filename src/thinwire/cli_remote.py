@@ -62,7 +62,7 @@ def add_remote_commands(add: AddCommand) -> None:
 def status_command(options: argparse.Namespace) -> None:
     """Print how each run stands that is alive here."""
     from thinwire.remote.alive import alive_reports
-    from thinwire.remote.status import status_table
+    from thinwire.run.status import status_table
 
     reports = alive_reports(options.folder)
     if options.json:
@@ -75,7 +75,7 @@ def status_command(options: argparse.Namespace) -> None:
 
 def doctor_command(options: argparse.Namespace) -> None:
     """Print what will go wrong on this machine, and the fix; exit code 1 if something blocks."""
-    from thinwire.remote.doctor import examine
+    from thinwire.run.doctor import examine
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
     found = examine(text, options.folder, options.listen)
@@ -89,7 +89,7 @@ def doctor_command(options: argparse.Namespace) -> None:
 def kick_command(options: argparse.Namespace) -> None:
     """Have the host remove a peer."""
     from thinwire.remote.alive import host_folder
-    from thinwire.remote.control_socket import ask
+    from thinwire.run.control_socket import ask
 
     peer, folder = options.peer, options.folder
     if folder is not None and not folder.exists() and Path(peer).exists():
@@ -101,7 +101,7 @@ def kick_command(options: argparse.Namespace) -> None:
 def invite_command(options: argparse.Namespace) -> None:
     """Have the host make another invite, to the same addresses and for as many hours."""
     from thinwire.remote.alive import host_folder
-    from thinwire.remote.control_socket import ask
+    from thinwire.run.control_socket import ask
 
     request = {"ask": "invite", "machines": options.machines}
     print(ask(host_folder(options.folder), request)["text"])
@@ -110,6 +110,6 @@ def invite_command(options: argparse.Namespace) -> None:
 def leave_command(options: argparse.Namespace) -> None:
     """Have the peer of this machine leave."""
     from thinwire.remote.alive import member_folder
-    from thinwire.remote.control_socket import ask
+    from thinwire.run.control_socket import ask
 
     print(ask(member_folder(options.folder), {"ask": "leave"})["text"])

@@ -18,10 +18,10 @@ from thinwire.engine.weights import Weights, stage_weights
 from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
-from thinwire.run.ledger import BF16_BYTES
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
 from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
+    BF16_BYTES,
     basis_bytes,
     bytes_per_token,
     frame_bytes,

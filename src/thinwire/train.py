@@ -4,11 +4,8 @@ prepare the data -> start the peers -> lead them, and keep what they report
 -> sum up: summary.json, plots, tables
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from thinwire.engine.build import check_devices, choose_device, is_emulated
@@ -23,7 +20,7 @@ from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
-from thinwire.run.signals import Interrupted, heeding, leave_at_once
+from thinwire.run.signals import heeding, leave_at_once, stopping
 from thinwire.run.start import adopted, make_start, open_origin
 from thinwire.settings import Settings
 
@@ -99,25 +96,3 @@ def train(
             finally:
                 record.close()
             return record.finish(local.control_bytes(), coordinator.stop_asked, started)
-
-
-@contextlib.contextmanager
-def stopping(ask_to_stop: Callable[[], None], record: RunRecord) -> Iterator[None]:
-    """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
-
-    Once the stages are done only results are left to write: a signal costs no more than the plots.
-    """
-    asked = False
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if record.is_over:
-            record.hurry()
-            return
-        if asked:
-            raise Interrupted
-        asked = True
-        ask_to_stop()
-
-    with heeding(on_signal):
-        yield

@@ -34,8 +34,10 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(
     peers = {peer["name"]: peer for peer in seen["peers"]}  # type: ignore[attr-defined]
     assert sorted(peer["stage"] for peer in peers.values()) == [0, 1]
     for peer in peers.values():
-        assert peer["state"] not in ("", "away", "kicked") and peer["device"].startswith("cpu")
-        assert peer["tflops"] > 0 and peer["mbps_up"] > 0 and peer["memory_bytes"] > 0
+        assert peer["state"] not in ("", "away", "kicked") and peer["machine"]["device"].startswith(
+            "cpu"
+        )
+        assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
         assert 0 <= seen["time"] - peer["last_word"] < 60  # type: ignore[operator]
     (link,) = seen["links"]  # type: ignore[misc]
     assert link["way"] == "direct" and link["forward_bytes_per_s"] > 0  # type: ignore[index]

@@ -14,10 +14,10 @@ from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.holding import Terms
 from thinwire.remote.identity import identity_of
 from thinwire.remote.invite import Invite
-from thinwire.remote.measure import MachineFigures
 from thinwire.remote.member import Member, Place
 from thinwire.remote.messages import TryDoor
 from thinwire.report import PlainDisplay
+from thinwire.run.machine import Machine
 from thinwire.wire import Door, Identity, Tunnel
 from thinwire.wire.preamble import Wish, call
 from thinwire.wire.tls import new_key, signing_request
@@ -116,7 +116,7 @@ def test_a_peer_tries_the_addresses_of_its_invite(host: Host, tmp_path: Path) ->
     ana = host.enrol(invite, "ana")
     routes = invite.routes(ana.door_token)
     with Tunnel(invite.service("control"), routes) as way:
-        machine = MachineFigures("cpu", 1.0, 1.0, 1, 1)
+        machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
         display = PlainDisplay(io.StringIO())
         member = Member(Place(tmp_path, way), ana, Terms(), machine, display)
         member._on(TryDoor())

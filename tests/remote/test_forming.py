@@ -13,10 +13,11 @@ from thinwire.remote import host as host_module
 from thinwire.remote.forming import form
 from thinwire.remote.host import host
 from thinwire.remote.lobby import Guest
-from thinwire.remote.messages import Arrive, Figures
+from thinwire.remote.messages import Arrive
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.seats import Formation, write_formation
 from thinwire.report import PlainDisplay
+from thinwire.run.machine import Machine
 from thinwire.settings import Settings
 from trained import trained
 
@@ -25,8 +26,8 @@ REMEMBERS = {"codec__forward": "int8+ef"}
 
 
 def guest(name: str, tflops: float) -> Guest:
-    figures = Figures(tflops, tflops, 1.0, 1.0, 0.0, 0.0, 0.0)
-    arrived = Arrive({"thinwire": thinwire.__version__}, "cpu", figures, "", "", 0, 0, False)
+    machine = Machine(tflops=tflops, memory_gb=1.0)
+    arrived = Arrive({"thinwire": thinwire.__version__}, machine, "", "", 0, 0, False)
     return Guest(name, arrived=arrived)
 
 

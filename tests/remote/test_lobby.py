@@ -21,11 +21,9 @@ from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.check_way import check_outside
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
-from thinwire.remote.host_console import HostConsole
 from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
@@ -36,7 +34,6 @@ from thinwire.remote.messages import (
     Declined,
     Dismiss,
     Doing,
-    Figures,
     FromHost,
     Launch,
     Leaving,
@@ -50,19 +47,21 @@ from thinwire.remote.messages import (
     lobby_name,
     returncode_of,
 )
-from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Failures, Formation, fill_seats, read_formation, write_formation
-from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
 from thinwire.run.compact import as_text, deflate
+from thinwire.run.console import HostConsole
 from thinwire.run.control import Channel
+from thinwire.run.doctor import check_outside
 from thinwire.run.events import Lost, Suspect
+from thinwire.run.machine import Machine
 from thinwire.run.order import control_name
 from thinwire.run.peers import StageFailedError
+from thinwire.run.status import SharedDisplay, Standing
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
@@ -109,8 +108,8 @@ class Joined:
 
 def arrival(epoch: int = 0, is_running: bool = False, version: str = "") -> Arrive:
     versions = {"thinwire": version or thinwire.__version__}
-    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-    return Arrive(versions, "cpu", figures, "", "", epoch, 0, is_running)
+    machine = Machine(tflops=1.0, memory_gb=1.0)
+    return Arrive(versions, machine, "", "", epoch, 0, is_running)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -397,8 +396,8 @@ def test_a_folder_of_another_run_is_not_hosted_over(
 def test_figures_that_no_machine_measures_are_refused(memory_gb: float) -> None:
     said = {"type": "arrive", **asdict(arrival())}
     assert LOBBY.unpack(deflate(as_text(said))) == arrival()
-    said["figures"] = {**asdict(arrival().figures), "memory_gb": memory_gb}
-    with pytest.raises(WireError, match=r"figures = .* must be numbers from 0 to 1e\+09"):
+    said["machine"] = {**asdict(arrival().machine), "memory_gb": memory_gb}
+    with pytest.raises(WireError, match=r"machine = .* must be numbers from 0 to 1e\+09"):
         LOBBY.unpack(deflate(as_text(said)))
 
 

@@ -7,9 +7,11 @@ import pytest
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.remote.forming import form
 from thinwire.remote.lobby import Guest
-from thinwire.remote.messages import Arrive, Figures, StepNews
-from thinwire.remote.standing import Standing
+from thinwire.remote.messages import Arrive, StepNews
+from thinwire.report import LinkRecord, StepRecord
+from thinwire.run.machine import Machine
 from thinwire.run.messages import LinkDown, Linked, LinkUp, Pulse
+from thinwire.run.status import Standing
 from thinwire.settings import Settings
 
 RUN = "0123456789abcdef"
@@ -61,7 +63,8 @@ def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
     seats = ["ana", "ben", "cleo"]
     standing.heard(1, Linked("direct"))
     standing.heard(2, Linked("relayed"))
-    standing.crossed(1, 3000, 1000, 2.0)
+    links = [LinkRecord(1, 3000, 1000, 0.5)]
+    standing.stepped(StepRecord(1, 9, 2.5, 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
     clock.now += 5
     standing.heard(1, Pulse(3, "computes F0 of step 2"))
     assert standing.last_word(1) == 1005.0 and standing.last_word(0) == 0.0
@@ -100,8 +103,8 @@ def test_a_link_that_is_down_is_what_the_run_waits_for(standing: Standing, clock
 
 
 def guest(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) -> Guest:
-    figures = Figures(tflops, bf16, memory_gb, 10.0, 50.0, 100.0, 5.0)
-    return Guest(name, arrived=Arrive({}, "cpu", figures, "", "", 0, 0, False))
+    machine = Machine("", tflops, memory_gb, 50.0, 100.0, 5.0, bf16_tflops=bf16)
+    return Guest(name, arrived=Arrive({}, machine, "", "", 0, 0, False))
 
 
 def test_seats_follow_the_rate_in_which_a_run_computes(
@@ -117,7 +120,7 @@ def test_seats_follow_the_rate_in_which_a_run_computes(
         blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
         assert max(blocks, key=lambda name: blocks[name]) == fast
         assert split.settings.pipeline.split == split.counts
-        assert [crossing.is_relayed for crossing in split.crossings] == [True], "no door was found"
+        assert [relayed for *_, relayed in split.crossings()] == [True], "no door was found"
 
 
 def test_peers_without_figures_count_as_equal(make_settings: Callable[..., Settings]) -> None:

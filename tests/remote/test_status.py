@@ -13,16 +13,17 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.remote.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
-from thinwire.remote.status import (
+from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
+from thinwire.run.claim import claim_folder
+from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
+from thinwire.run.machine import Machine
+from thinwire.run.status import (
     LinkStatus,
     PeerStatus,
     StatusReport,
     status_from_plain,
     status_table,
 )
-from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
-from thinwire.run.claim import claim_folder
 
 NOW = 1_800_000_000.0
 
@@ -42,8 +43,8 @@ REPORT = StatusReport(
     last_checkpoint=100,
     peers=[
         PeerStatus(
-            "ana", "training", 0, "0..5", "cuda (NVIDIA H200)", 45.5, 24 * 10**9, 40.0, 200.0,
-            0.031, True, NOW - 2,
+            "ana", "training", 0, "0..5", NOW - 2,
+            machine=Machine("ana", 45.5, 24.0, 40.0, 200.0, 15.5, device="cuda (NVIDIA H200)"),
         ),
         PeerStatus("ben", "away", last_word=NOW - 192),
     ],
@@ -182,7 +183,7 @@ def test_a_report_in_words() -> None:
 
 
 def test_control_characters_of_others_stay_out_of_the_terminal() -> None:
-    bad = PeerStatus("ana\x1b[2J", "training\x1b]0;x\x07", 0, device="\x1b[31mgpu")
+    bad = PeerStatus("ana\x1b[2J", "training\x1b]0;x\x07", 0, machine=Machine(device="\x1b[31mgpu"))
     text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
     assert "\x1b" not in text and "\x07" not in text
 

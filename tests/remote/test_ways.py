@@ -2,8 +2,9 @@
 
 import pytest
 
-from thinwire.remote.messages import Arrive, Figures
+from thinwire.remote.messages import Arrive
 from thinwire.remote.ways import DoorOf, Ways, probe
+from thinwire.run.machine import Machine
 from thinwire.run.messages import Connect, Way
 from thinwire.wire import Door
 
@@ -42,8 +43,8 @@ def test_each_epoch_has_a_word_that_all_its_stages_are_told() -> None:
 
 
 def arrival(outside: str) -> Arrive:
-    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-    return Arrive({}, "cpu", figures, "127.0.0.1:1", outside, 0, 0, False)
+    machine = Machine(tflops=1.0, memory_gb=1.0)
+    return Arrive({}, machine, "127.0.0.1:1", outside, 0, 0, False)
 
 
 @pytest.mark.parametrize("outside", ["", "a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])

@@ -38,9 +38,9 @@ from thinwire.engine.checkpoint import (
 from thinwire.engine.state import names_for_stage
 from thinwire.errors import BreachError, CheckpointError, WireError, printable
 from thinwire.folders import flush, put_in_place, write_file
-from thinwire.remote.measure import free_disk
 from thinwire.remote.pieces import AskSeat, Pace, Refusal, Seat, Talk, Want, give, take
 from thinwire.remote.store import link_or_copy
+from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
 from thinwire.wire import Meter, Pipe
 

@@ -21,7 +21,7 @@ from typing import Any
 from thinwire.engine.checkpoint import sha256_of
 from thinwire.errors import BreachError, CheckpointError, WireError, printable
 from thinwire.folders import flush
-from thinwire.run.vocabulary import Vocabulary
+from thinwire.run.protocol import Envelope, kinds_of, pack, unpack
 from thinwire.typed import Exact
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.background import on_daemon_thread
@@ -81,16 +81,7 @@ class Seat:
 
 
 Word = Want | Refusal | Done | Dropped | AskSeat | Seat
-_WORDS = Vocabulary(
-    {
-        "want": Want,
-        "refusal": Refusal,
-        "done": Done,
-        "dropped": Dropped,
-        "ask_seat": AskSeat,
-        "seat": Seat,
-    }
-)
+_WORDS = kinds_of(Word)
 
 
 class Talk:
@@ -102,7 +93,7 @@ class Talk:
 
     def say(self, word: Word) -> None:
         """Send a word."""
-        self.send(Frame(FrameKind.CONTROL, payload=_WORDS.pack(word)))
+        self.send(Frame(FrameKind.CONTROL, payload=pack(Envelope(word))))
 
     def send(self, frame: Frame) -> None:
         """Send a frame; waits while the transport is full."""
@@ -123,7 +114,7 @@ class Talk:
                 return frame
             if frame.kind is not FrameKind.CONTROL:
                 raise WireError(f"a {frame.kind.name} frame came among files")
-            return _WORDS.unpack(bytes(frame.payload))
+            return unpack(bytes(frame.payload), _WORDS).message
         except WireError as error:
             raise BreachError(str(error)) from None
 

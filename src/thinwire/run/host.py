@@ -12,15 +12,13 @@ taken for one of this.
 import contextlib
 import dataclasses
 import ipaddress
-import json
 import secrets
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,24 +29,20 @@ from thinwire.engine.cut import are_cuts_learned
 from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.shard_check import ShardCheck
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
-from thinwire.folders import replace_file, replace_private_file
+from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.enrol import EnrolServer
 from thinwire.remote.fetch import SeatServer
-from thinwire.remote.host_console import HostConsole
 from thinwire.remote.invite import Invite, is_address
-from thinwire.remote.news import SharedDisplay
-from thinwire.remote.peerfile import PeerFigures
 from thinwire.remote.relay import is_public, outside_address
-from thinwire.remote.split import Split, choose_split
-from thinwire.remote.standing import Standing
 from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
 from thinwire.remote.tokens import TokenServer
 from thinwire.report import Display
 from thinwire.report.human import elapsed
 from thinwire.run.claim import claim_folder
 from thinwire.run.conduct import Course
+from thinwire.run.console import HostConsole
+from thinwire.run.control_socket import ControlSocket
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import (
     Away,
@@ -63,8 +57,20 @@ from thinwire.run.events import (
     Suspect,
 )
 from thinwire.run.explosion import watch_losses
+from thinwire.run.formation import (
+    Failures,
+    Formation,
+    fill_seats,
+    fitting,
+    is_hosted,
+    lacking_peers,
+    read_formation,
+    write_formation,
+)
+from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
+from thinwire.run.placement import Split, choose_split
 from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.protocol import (
     MAX_MESSAGE,
@@ -75,7 +81,6 @@ from thinwire.run.protocol import (
     Hello,
     Hold,
     Leaving,
-    Pulse,
     Release,
     ToStage,
     Way,
@@ -86,9 +91,8 @@ from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
 from thinwire.run.start import adopted, make_start, open_origin
-from thinwire.schedule import OPEN
+from thinwire.run.status import SharedDisplay, Standing
 from thinwire.settings import Settings
-from thinwire.typed import from_plain
 from thinwire.wire import (
     Door,
     LastingPipe,
@@ -111,8 +115,6 @@ LOOK_SECONDS = 1.0
 PROBE_SECONDS = 3.0
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
-FORMATION_FILE = "epochs.json"
-FAILURES, ABSENCES = 3, 10  # of one member without net progress, before it gets no stage any more
 _UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
 
 
@@ -182,140 +184,21 @@ def _newest(folder: Path, settings: Settings, display: Display) -> Checkpoint | 
     return open_resume(folder, settings, display)
 
 
-# Who holds which stage
-
-
-@dataclass(frozen=True)
-class Formation:
-    """A placement: its generation, the member of each stage, the blocks of each stage, and the
-    microbatches in flight.
-    """
-
-    epoch: int = 0
-    seats: list[str] = field(default_factory=list)
-    split: list[int] = field(default_factory=list)  # empty: as the settings say
-    port: int = 0  # of the host's door
-    window: int = OPEN  # as the settings say, unless they leave it open
-
-    def applied(self, settings: Settings) -> Settings:
-        """The settings with what was chosen for these members."""
-        pipeline = settings.pipeline
-        if self.split:
-            pipeline = dataclasses.replace(pipeline, split=self.split)
-        if pipeline.window == OPEN:
-            pipeline = dataclasses.replace(pipeline, window=self.window)
-        changed = pipeline != settings.pipeline
-        return dataclasses.replace(settings, pipeline=pipeline) if changed else settings
-
-    def held_by(self, name: str) -> list[int]:
-        """The stages that a member holds."""
-        return [stage for stage, holder in enumerate(self.seats) if holder == name]
-
-    def members(self) -> list[str]:
-        """Those who hold stages, in the order of these."""
-        return list(dict.fromkeys(self.seats))
-
-
-def read_formation(run_folder: Path) -> Formation:
-    """The latest placement of a run; that of a run that was never formed has the number 0."""
-    path = run_folder / FORMATION_FILE
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return from_plain(Formation, values, FORMATION_FILE)
-    except FileNotFoundError:
-        return Formation()
-    except (OSError, ValueError, ConfigError) as error:
-        raise ConfigError(
-            f"cannot read {path}, which says how often this run was formed: {error}"
-        ) from None
-
-
-def write_formation(run_folder: Path, formation: Formation) -> None:
-    """Keep a placement, before any member hears of it: no number is ever used twice."""
-    path = run_folder / FORMATION_FILE
-    try:
-        replace_file(path, json.dumps(asdict(formation), indent=1).encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-
-
-def is_hosted(run_folder: Path) -> bool:
-    """Whether a folder holds a run that was hosted before."""
-    return (run_folder / FORMATION_FILE).is_file()
-
-
-def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
-    """A member for each stage, of those who are present: those of before keep theirs, and others
-    take what was held by who is gone. With fewer than before, but at least so many, a neighbour
-    holds more. None while there are too few.
-    """
-    waiting = [name for name in present if name not in before]
-    replaced = {
-        name: waiting.pop(0)
-        for name in dict.fromkeys(before)
-        if name not in present and waiting
-    }
-    seats = [replaced.get(name, name) for name in before]
-    there = {name for name in seats if name in present}
-    if len(there) < min(least, len(dict.fromkeys(before))):
-        return None
-    for stage, name in enumerate(seats):  # stages of one member stay neighbours
-        if name not in there:
-            below = seats[stage - 1] if stage else ""
-            above = next((n for n in seats[stage:] if n in there), "")
-            seats[stage] = below or above
-    return seats
-
-
-class Failures:
-    """How often each member ended a generation since the run last made net progress.
-
-    Progress is a later checkpoint than any before: steps that are trained again are none. Whoever
-    was lost or could not hold its stage may try more often than one whose stage failed.
-    """
-
-    def __init__(self) -> None:
-        self._furthest = 0
-        self._counts: Counter[tuple[str, bool]] = Counter()
-
-    def start_from(self, step: int) -> None:
-        """A generation starts from a checkpoint of this step."""
-        if step > self._furthest:
-            self._furthest = step
-            self._counts.clear()
-
-    def count(self, peer: str, is_absence: bool = False) -> int:
-        """One more failure of a member; their number once they are too many, 0 before."""
-        self._counts[peer, is_absence] += 1
-        count = self._counts[peer, is_absence]
-        return count if count >= (ABSENCES if is_absence else FAILURES) else 0
-
-
-def as_peer(member: Member, precision: str, reachable: bool) -> PeerFigures:
-    """A member that is here, for the choice of a split; one without a rate has that of 0."""
+def as_peer(member: Member, reachable: bool) -> Machine:
+    """A member that is here, for the choice of a split."""
     assert member.hello is not None
-    figures = member.hello.figures
-    tflops = figures.bf16_tflops if precision == "bf16" else figures.tflops
-    return PeerFigures(
-        name=member.name,
-        tflops=max(tflops, 0.0),
-        memory_gb=figures.memory_gb if figures.memory_gb > 0 else _UNKNOWN_GB,
-        mbps_up=max(figures.mbps_up, 0.0),
-        mbps_down=max(figures.mbps_down, 0.0),
-        latency_ms=max(figures.latency_ms, 0.0),
-        reachable=reachable,
-    )
+    machine = member.hello.machine
+    memory = machine.memory_gb or _UNKNOWN_GB
+    return dataclasses.replace(machine, name=member.name, memory_gb=memory, reachable=reachable)
 
 
-def form(
-    settings: Settings, peers: list[PeerFigures], keeps_split: bool
-) -> tuple[Split | None, str]:
+def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> tuple[Split | None, str]:
     """Choose stages and blocks among members that are here; or why there is no way yet.
 
     `keeps_split`: the blocks of each stage stay as the settings have them.
     """
     if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
-        peers = [dataclasses.replace(peer, tflops=1.0) for peer in peers]
+        peers = [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
     if keeps_split:
         split = [len(blocks) for blocks in settings.split()]
         pipeline = dataclasses.replace(settings.pipeline, split=split)
@@ -324,16 +207,6 @@ def form(
         return choose_split(settings, peers), ""
     except ConfigError as error:
         return None, str(error)
-
-
-def lacking_peers(before: list[str], least: int, here: list[str], unfit: dict[str, str]) -> str:
-    """For whom a run waits; and who is there but gets no stage, with the reason."""
-    missing = max(1, least - len(here))
-    gone = [name for name in dict.fromkeys(before) if name not in here]
-    which = f" ({', '.join(gone)} or another)" if gone else ""
-    there = f"; here: {', '.join(here)}" if here else ""
-    others = "".join(f"; {name} gets no stage: {why}" for name, why in unfit.items() if why)
-    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}{others}"
 
 
 # How neighbours on other machines reach each other: the stage below accepts, so it waits at doors;
@@ -505,7 +378,7 @@ def _open_door(listen: str, port_before: int) -> Door:
 
 @contextlib.contextmanager
 def own_peers(count: int, invite: Invite, run_folder: Path, device: str) -> Iterator[None]:
-    """So many peers on this machine, like all others; each in its folder, ended with the context."""
+    """So many peers on this machine, like all others; they end with the context."""
     logs = run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     started: list[subprocess.Popen[bytes]] = []
@@ -675,7 +548,9 @@ class HostedPeers(Peers):
         super().ask_to_stop(who)
 
     def wait_for_exits(self) -> None:
-        self._base.members.wait(lambda: self._ended >= set(self._stages), EXIT_SECONDS)
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self._ended < set(self._stages) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def last_words(self, culprit: Suspect) -> str:
         who = f"\n  stage {culprit.stage} was held by {self._formation.seats[culprit.stage]}"
@@ -736,15 +611,17 @@ class HostedPeers(Peers):
         match what:
             case _ if not held:
                 return
-            case Envelope(message, stage, generation) if generation == self._formation.epoch:
+            case Envelope(message, stage, said) if stage >= 0 and said == self._formation.epoch:
                 if stage not in held:
-                    raise WireError(f"{name} sent a message of stage {stage}, which it does not hold")
+                    raise WireError(
+                        f"{name} sent a message of stage {stage}, which it does not hold"
+                    )
                 self._hear(stage, message)
             case Envelope(Leaving()):
                 self.leaving = self.leaving or name
                 if not self.is_stopping:  # asked twice, a coordinator leaves at once
                     self.ask_to_stop(name)
-            case Envelope(Declined(reason)):
+            case Envelope(Declined(reason), generation=said) if said == self._formation.epoch:
                 self._lose(name, f"it cannot hold its stage: {one_line(reason)}")
             case Gone(reason, in_breach):
                 self._ended |= set(held)
@@ -788,8 +665,8 @@ class Generation:
             losses=watch_losses(settings, base.folder, checkpoint),
             course=Course(settings, step, stages),
         )
-        figures = {m.name: m.hello.figures for m in base.members.all() if m.hello is not None}
-        uplinks = [figures[name].mbps_up if name in figures else 0.0 for name in formation.seats]
+        machines = {m.name: m.hello.machine for m in base.members.all() if m.hello is not None}
+        uplinks = [machines[n].mbps_up if n in machines else 0.0 for n in formation.seats]
         self.record = RunRecord(
             settings,
             base.folder,
@@ -800,9 +677,7 @@ class Generation:
             earlier=base.record,
             uplinks=uplinks,
         )
-        self.peers = HostedPeers(
-            base, formation, settings, checkpoint, self._show_last_checkpoint
-        )
+        self.peers = HostedPeers(base, formation, settings, checkpoint, self._show_last_checkpoint)
 
     def run(self, on_stop: Callable[[], None]) -> None:
         """Train with these members to the end; raises what ends it early.
@@ -864,7 +739,7 @@ class _Hosting:
         self._folder, self._data, self._origin = folder, data, origin
         self._keeps_split = keeps_split
         self._least = options.peers or settings.pipeline.stages
-        self._formation = _fitting(read_formation(folder), settings)
+        self._formation = fitting(read_formation(folder), settings)
         self._settings = self._formation.applied(settings)
         self._stop_asked = False
         self._refused: tuple[list[str], str] = ([], "")  # members that cannot hold the run, and why
@@ -1047,8 +922,7 @@ class _Hosting:
             return None, self._refused[1]
         book = self._base.door.book
         doors = probe_all(here, book.run_id, book.door_token)
-        precision = self._settings.run.precision
-        peers = [as_peer(m, precision, bool(d.outside)) for m, d in zip(here, doors, strict=True)]
+        peers = [as_peer(m, bool(door.outside)) for m, door in zip(here, doors, strict=True)]
         split, lacking = form(self._settings, peers, self._keeps_split)
         if split is None:
             self._refused = names, f"waiting for other peers: {lacking}"
@@ -1068,10 +942,3 @@ class _Hosting:
             f"{split.simulation.schedule.window} microbatches in flight",
         )
         return [peer.name for peer in split.peers], ""
-
-
-def _fitting(before: Formation, settings: Settings) -> Formation:
-    """The forming of before, without its seats where the run has another number of stages now."""
-    if len(before.seats) in (0, settings.pipeline.stages):
-        return before
-    return dataclasses.replace(before, seats=[], split=[], window=OPEN)

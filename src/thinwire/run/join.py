@@ -2,7 +2,7 @@
 
 The process keeps one stream to the host, takes the stages that it is given, fetches what they need
 and starts the process that trains them. It outlives that process, and losses of the connection.
-One thread decides, reading a queue of what happens; others only wait for something and put it there.
+One thread decides, reading a queue of what happens; others wait for something and put it there.
 
 The host says what a stage is as data. Which paths are read and written, on which device it computes
 and which plugins are imported, this machine decides (`Terms`).
@@ -40,16 +40,16 @@ from thinwire.errors import (
 )
 from thinwire.folders import lock, private_folder
 from thinwire.paths import cache_folder, peer_folder
-from thinwire.remote.control_socket import ControlSocket
 from thinwire.remote.enrol import identity_in
 from thinwire.remote.fetch import fetch_seat
 from thinwire.remote.invite import Invite
-from thinwire.remote.measure import MachineFigures, as_figures, free_disk, measure_machine
-from thinwire.remote.member_console import member_handlers
 from thinwire.remote.pieces import Pace
 from thinwire.remote.store import ShardSender, most_shard_bytes
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.channel import Channel
+from thinwire.run.console import member_handlers
+from thinwire.run.control_socket import ControlSocket
+from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
 from thinwire.run.peers import StagesHere
@@ -258,11 +258,17 @@ def _addresses(door: Door | None, listen: str, seen: str) -> tuple[str, str]:
 
 def _measured(
     device: str, folder: Path, routes: tuple[Route, ...], run_id: str, display: Display
-) -> MachineFigures:
+) -> Machine:
     """What this machine can give; a way to the host that cannot be measured now is left open."""
     machine = measure_machine(device, folder)
     try:
-        machine = dataclasses.replace(machine, link=measure_link(routes, run_id, LINK_SECONDS))
+        link = measure_link(routes, run_id, LINK_SECONDS)
+        machine = dataclasses.replace(
+            machine,
+            mbps_up=link.mbps_up,
+            mbps_down=link.mbps_down,
+            latency_ms=link.round_trip_s / 2 * 1e3,
+        )
     except WireError as error:
         display.note(str(error))
     display.phase("join", f"this machine: {machine.describe()}")
@@ -480,7 +486,7 @@ class JoinedPeer:
         place: Place,
         identity: Identity,
         terms: Terms,
-        machine: MachineFigures,
+        machine: Machine,
         display: Display,
     ):
         self._place, self._terms, self.identity = place, terms, identity
@@ -593,8 +599,7 @@ class JoinedPeer:
         channel.send(
             Hello(
                 versions(),
-                self.machine.device,
-                as_figures(self.machine),
+                self.machine,
                 self._place.door,
                 self._place.outside,
                 self._process,
@@ -605,10 +610,10 @@ class JoinedPeer:
         lost.wait()
         self._events.put(_Lost(channel, "the connection to the host was lost"))
 
-    def _say(self, message: OfPeer) -> None:
+    def _say(self, message: OfPeer, generation: int = 0) -> None:
         if self._channel is not None:
             with contextlib.suppress(ThinwireError):  # what is lost shows by itself
-                self._channel.send(message)
+                self._channel.send(message, generation=generation)
 
     def _say_of(self, holding: Holding, stage: int, message: OfStage) -> None:
         """Pass on what a stage says; on any thread."""
@@ -705,7 +710,7 @@ class JoinedPeer:
         try:
             holding = Holding(hold, generation, self._terms, self._place.folder)
         except ThinwireError as error:
-            self._decline(error)
+            self._decline(generation, error)
             return
         self.held, self._begun = holding, 0
         if not self._serves_shards:  # from here on: before, another process may be this peer
@@ -749,11 +754,10 @@ class JoinedPeer:
         if held is not self.held:
             return  # it was taken away meanwhile
         if isinstance(prepared.result, ThinwireError):
-            self._decline(prepared.result)
+            self._decline(held.generation, prepared.result)
             return
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
-        mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
-        self._pace.change(share * mbps_up * 1e6 / 8)
+        self._pace.change(share * self.machine.mbps_up * 1e6 / 8)
         try:
             held.start(
                 prepared.result,
@@ -762,14 +766,14 @@ class JoinedPeer:
                 lambda stages, code: self._events.put(_Exited(held, stages, code)),
             )
         except ThinwireError as error:
-            self._decline(error)
+            self._decline(held.generation, error)
 
-    def _decline(self, error: ThinwireError) -> None:
+    def _decline(self, generation: int, error: ThinwireError) -> None:
         self._display.note(
             f"this machine cannot hold its stage: {error}. Mend that, then end this command "
             "(Ctrl-C) and join again"
         )
-        self._say(Declined(outward(error)))
+        self._say(Declined(outward(error)), generation)
         self._let_go()
 
     def _on_exit(self, exited: _Exited) -> None:

@@ -18,9 +18,8 @@ from thinwire.run.protocol import Ready
 from thinwire.run.timings import StepTimes, spans_of, step_seconds
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
-from thinwire.settings.crossing import network_of, stream_width
+from thinwire.settings.crossing import BF16_BYTES, network_of, stream_width
 
-BF16_BYTES = 2
 FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
 _FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS", "ROWS")
 _BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS", "ROWS")

@@ -122,7 +122,9 @@ class Members:
         self._listener, self._book, self._outage = listener, book, outage
         self._origins, self._cut = {} if origins is None else origins, cut
         self._members: dict[str, Member] = {}
-        self._streams: dict[tuple[str, bytes], _Stream] = {}  # by member and session
+        self._streams: dict[
+            tuple[str, bytes], queue.SimpleQueue[Pipe]
+        ] = {}  # by member and session
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
         self._farewell = Dismiss("the host ended; join again when it is back", in_order=True)
@@ -163,9 +165,7 @@ class Members:
         with self._changed:
             return self._changed.wait_for(condition, timeout)
 
-    def tell(
-        self, name: str, message: Any, stage: int = OF_NO_STAGE, generation: int = 0
-    ) -> bool:
+    def tell(self, name: str, message: Any, stage: int = OF_NO_STAGE, generation: int = 0) -> bool:
         """Send a message to a member, or to a stage that it holds; False if it is away."""
         with self._changed:
             member = self._members.get(name)
@@ -207,9 +207,7 @@ class Members:
             if member is None or member.channel is None:
                 self._cut(name)
             else:
-                self.tell(
-                    name, Dismiss("the host removed this peer from the run", in_order=False)
-                )
+                self.tell(name, Dismiss("the host removed this peer from the run", in_order=False))
                 self._lose(member, member.channel, reason, then=lambda: self._cut(name))
         return others
 

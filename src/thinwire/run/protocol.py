@@ -29,6 +29,7 @@ import msgspec
 
 from thinwire.engine.reports import Meters, Report, Step
 from thinwire.errors import WireError, printable
+from thinwire.run.machine import Machine
 from thinwire.typed import Finite
 from thinwire.wire import HEADER_BYTES
 
@@ -37,25 +38,6 @@ MOST_SAID = 1 << 20
 MAX_MESSAGE = 16 << 20
 """The largest message of any stream to a coordinator: also one of token ids."""
 _SIGNALLED = 256  # added to the number of the signal that ended a process
-MOST_OF_A_MACHINE = 1e9  # of any of its figures
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a machine can do: rates, memory and the way to the host, as it measured them."""
-
-    tflops: Finite  # in float32
-    bf16_tflops: Finite
-    memory_gb: Finite
-    disk_gb: Finite
-    mbps_up: Finite
-    mbps_down: Finite
-    latency_ms: Finite
-
-    def __post_init__(self) -> None:
-        """Refuse what no machine measures: hosts compute with these."""
-        if not all(0 <= value <= MOST_OF_A_MACHINE for value in vars(self).values()):
-            raise ValueError(f"figures of a machine are from 0 to {MOST_OF_A_MACHINE:g}")
 
 
 # What a peer says of itself
@@ -71,8 +53,7 @@ class Hello:
     """
 
     versions: dict[str, str]
-    device: str
-    figures: Figures
+    machine: Machine
     door: str
     outside: str
     process: str = ""
@@ -366,12 +347,13 @@ class Envelope(NamedTuple):
 Kinds = dict[str, type]
 
 
-def _named(*unions: Any) -> Kinds:
+def kinds_of(*unions: Any) -> Kinds:
+    """The kinds of messages in these unions, by name."""
     return {kind.__name__: kind for union in unions for kind in union.__args__}
 
 
-FROM_PEER = _named(OfPeer, OfStage)
-FROM_COORDINATOR = _named(ToPeer, ToStage)
+FROM_PEER = kinds_of(OfPeer, OfStage)
+FROM_COORDINATOR = kinds_of(ToPeer, ToStage)
 
 
 def pack(envelope: Envelope) -> bytes:

@@ -4,6 +4,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Protocol
 
 
 class Interrupted(KeyboardInterrupt):
@@ -28,3 +29,36 @@ def heeding(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Hurried(Protocol):
+    """What is left of a run once its stages are done: results to write."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stages are done."""
+
+    def hurry(self) -> None:
+        """Leave out what takes time, such as plots."""
+
+
+@contextlib.contextmanager
+def stopping(ask_to_stop: Callable[[], None], record: Hurried) -> Iterator[None]:
+    """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
+
+    Once the stages are done only results are left to write: a signal costs no more than the plots.
+    """
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if record.is_over:
+            record.hurry()
+            return
+        if asked:
+            raise Interrupted
+        asked = True
+        ask_to_stop()
+
+    with heeding(on_signal):
+        yield

@@ -9,6 +9,7 @@ from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
+BF16_BYTES = 2  # of a number, where a dense cut carries bf16: what ratios compare with
 _SIZE_WORDS = {"exact": "", "expected": "about ", "limits": "at most "}
 _SIZE_NOTES = {
     "expected": "what these codecs are expected to send",

@@ -7,7 +7,6 @@ Only the user whose run it is may open the socket. What comes in is data, and bo
 """
 
 import contextlib
-import json
 import os
 import socket
 import stat
@@ -17,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from thinwire.errors import ConfigError, NotAliveError, ThinwireError, WireError, printable
 
@@ -37,14 +38,11 @@ class ControlSocket:
         self._handlers = dict(handlers)
         self._free = threading.Semaphore(_AT_A_TIME)
         self._socket = _bind(self.path)
-        self._is_open = True
         threading.Thread(target=self._accept, name="thinwire control", daemon=True).start()
 
     def close(self) -> None:
         """Answer no more, and remove the socket."""
-        self._is_open = False
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -56,7 +54,7 @@ class ControlSocket:
         self.close()
 
     def _accept(self) -> None:
-        while self._is_open:
+        while True:
             self._free.acquire()
             try:
                 caller, _ = self._socket.accept()
@@ -90,26 +88,20 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
 
     NotAliveError if there is none; a ConfigError has the words in which it refused.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout)
-        try:
-            with _short(folder / FILE) as path:
-                _connect(connection, path, timeout)
-        except PermissionError:
-            raise ConfigError(
-                f"{folder} belongs to another user: only who started the run may ask it"
-            ) from None
-        except OSError:
-            raise NotAliveError(f"no run is alive in {folder}") from None
-        try:
+    try:
+        with _connected(folder, timeout) as connection:
             _say(connection, request)
             said = _hear(connection)
-        except TimeoutError:
-            raise WireError(
-                f"the run in {folder} did not answer within {timeout:g} s: it may be stopped"
-            ) from None
-        except (OSError, WireError):
-            raise NotAliveError(f"the run in {folder} has just ended") from None
+    except PermissionError:
+        raise ConfigError(
+            f"{folder} belongs to another user: only who started the run may ask it"
+        ) from None
+    except TimeoutError:
+        raise WireError(
+            f"the run in {folder} did not answer within {timeout:g} s: it may be stopped"
+        ) from None
+    except (OSError, WireError):
+        raise NotAliveError(f"no run is alive in {folder}, or it has just ended") from None
     if "error" in said:
         raise ConfigError(printable(str(said["error"])))
     answer = said.get("answer")
@@ -120,28 +112,31 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
 
 def is_alive(folder: Path) -> bool:
     """Whether a process answers in this folder."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_REQUEST_S)
-        try:
-            with _short(folder / FILE) as path:
-                connection.connect(path)
-        except BlockingIOError:
-            return True  # it has more callers than it can queue
-        except OSError:
-            return False
-        return True
+    try:
+        _connected(folder, _REQUEST_S).close()
+    except OSError as error:
+        return isinstance(error, TimeoutError)  # it has more callers than it can queue
+    return True
 
 
-def _connect(connection: socket.socket, path: str, timeout: float) -> None:
-    """Connect; where too many others wait to be heard, try again for a while."""
+def _connected(folder: Path, timeout: float) -> socket.socket:
+    """A connection; where too many others wait to be heard, it is tried again for a while."""
     deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return connection.connect(path)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout)
+    try:
+        with _short(folder / FILE) as path:
+            while True:
+                try:
+                    connection.connect(path)
+                    return connection
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError from None
+                    time.sleep(0.05)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _bind(path: Path) -> socket.socket:
@@ -179,7 +174,7 @@ def _short(path: Path) -> Iterator[str]:
 
 
 def _say(connection: socket.socket, values: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(values).encode() + b"\n")
+    connection.sendall(msgspec.json.encode(values) + b"\n")
 
 
 def _hear(connection: socket.socket) -> dict[str, Any]:
@@ -190,9 +185,6 @@ def _hear(connection: socket.socket) -> dict[str, Any]:
         if not data or len(line) > LONGEST_LINE:
             raise WireError("what was said is not a line, or is too long")
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
-        raise WireError("what was said is not JSON") from None
-    if not isinstance(values, dict):
-        raise WireError("what was said is not a JSON object")
-    return values
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        raise WireError("what was said is not a JSON object") from None

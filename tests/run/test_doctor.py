@@ -3,6 +3,8 @@
 import io
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,18 +16,20 @@ import thinwire
 from thinwire.cli import main
 from thinwire.remote import enrol as enrol_module
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.check_machine import (
+from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
+from thinwire.remote.invite import Invite
+from thinwire.run.doctor import (
+    Finding,
+    Findings,
+    check_answer,
+    check_clock,
     check_files,
     check_folder,
     check_memory,
     check_python,
     check_torch,
+    examine,
 )
-from thinwire.remote.check_way import _check_answer, check_clock
-from thinwire.remote.doctor import examine
-from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
-from thinwire.remote.findings import Finding, Findings, blocks, fine, note
-from thinwire.remote.invite import Invite
 from thinwire.wire import Door, Route, Standby
 from thinwire.wire.speed import SpeedService
 
@@ -61,9 +65,13 @@ def doctor(tmp_path: Path) -> Callable[..., Findings]:
 
 def one(found: Findings, words: str) -> Finding:
     """The only finding that has these words."""
-    (finding,) = (
-        f for level in ("blocks", "note", "fine") for f in found.at(level) if words in f.what
-    )
+    (finding,) = (finding for finding in found.all if words in finding.what)
+    return finding
+
+
+def blocking(found: Findings) -> Finding:
+    """The only finding that keeps a machine out."""
+    (finding,) = (finding for finding in found.all if finding.level == "blocks")
     return finding
 
 
@@ -151,11 +159,10 @@ def test_an_invite_that_lets_in_nobody_blocks(
         words = "has been used"
         if case == "kicked":
             host.book.kick(name)
-            (finding,) = doctor(invite, folder=folder).at("blocks")
+            finding = blocking(doctor(invite, folder=folder))
             assert "was removed from this run" in finding.what
             words = "this invite was closed"
-    found = doctor(invite)
-    (finding,) = found.at("blocks")
+    finding = blocking(doctor(invite))
     assert "the host refuses this invite" in finding.what and words in finding.what
 
 
@@ -163,8 +170,7 @@ def test_another_version_blocks_with_the_command(
     host: Host, doctor: Callable[..., Findings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(enrol_module, "__version__", "9.8.7")
-    found = doctor(host.invite())
-    (finding,) = found.at("blocks")
+    finding = blocking(doctor(host.invite()))
     assert finding.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
     assert finding.fix == "pip install thinwire==9.8.7"
 
@@ -174,8 +180,7 @@ def test_an_impostor_behind_the_right_door_blocks(
 ) -> None:
     with EnrolServer(AuthorityBook(tmp_path / "other", "first")) as impostor:
         host.door.serve(f"{host.book.run_id}/enrol", impostor.address)
-        found = doctor(host.invite())
-    (finding,) = found.at("blocks")
+        finding = blocking(doctor(host.invite()))
     assert "the host cannot be trusted: another run answers" in finding.what
 
 
@@ -189,7 +194,7 @@ def test_a_port_in_use_is_a_note(host: Host, doctor: Callable[..., Findings]) ->
 def test_a_machine_behind_a_router_is_told_what_that_means() -> None:
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
     says = HostSays(thinwire.__version__, "", reached=False)
-    _, finding = _check_answer(invite, says, "198.51.100.7:7000")
+    _, finding = check_answer(invite, says, "198.51.100.7:7000")
     assert finding.level == "note" and "at 198.51.100.7:7000" in finding.what
     assert "--listen 0.0.0.0:7000" in finding.fix
 
@@ -220,6 +225,12 @@ def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture
     assert "With an invite (thinwire doctor INVITE)" in said
 
 
+def test_a_machine_without_torch_is_told_so() -> None:
+    lines = "import sys; sys.modules['torch'] = None; from thinwire.cli import main; main(['doctor'])"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.returncode == 1 and "torch cannot be imported" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("finding", "level", "words"),
     [
@@ -243,23 +254,20 @@ def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture
 def test_thresholds(finding: Finding, level: str, words: str) -> None:
     assert finding.level == level and words in finding.trouble
     assert bool(finding.fix) == (level != "fine")
-
-
-def test_the_direction_of_a_wrong_clock_is_named() -> None:
     assert check_clock(-90.0).what == "the clock here is 1m30s ahead of the host's"
     assert check_clock(90.0).what == "the clock here is 1m30s behind the host's"
 
 
 def test_a_folder_below_a_file_blocks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    (finding,) = check_folder(tmp_path / "file" / "deeper" / "still")
+    finding = check_folder(tmp_path / "file" / "deeper" / "still")
     assert finding.level == "blocks" and f"nothing can be written to {tmp_path}" in finding.what
-    (finding,) = check_folder(tmp_path / "not" / "yet" / "there")
-    assert finding.level != "blocks"
+    assert check_folder(tmp_path / "not" / "yet" / "there").level != "blocks"
 
 
 def test_findings_come_worst_first_and_numbered() -> None:
-    found = Findings([fine("a"), note("b", "so", "do"), blocks("c", "so", "do"), fine("d")])
+    listed = ("fine", "a"), ("note", "b"), ("blocks", "c"), ("fine", "d")
+    found = Findings([Finding(*one, "so", "do") for one in listed])  # type: ignore[arg-type]
     assert [f["what"] for f in found.to_plain()["findings"]] == ["c", "b", "a", "d"]
     assert found.text().splitlines()[0] == " 1. BLOCKS: c"
-    assert found.is_blocked and not Findings([note("b", "", "")]).is_blocked
+    assert found.is_blocked and not Findings([Finding("note", "b")]).is_blocked

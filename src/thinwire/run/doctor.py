@@ -1,0 +1,416 @@
+"""Looks for what will go wrong before it does: on this machine, and on the way to a host.
+
+Each finding says what was looked at, with the values of this machine; where something will go
+wrong also what, and the fix. torch is imported late: it may be what is missing.
+"""
+
+import contextlib
+import os
+import platform
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import thinwire
+from thinwire.errors import AdmissionError, ThinwireError, WireError
+from thinwire.paths import peer_folder
+from thinwire.remote.enrol import HostSays
+from thinwire.remote.enrol import ask as ask_host
+from thinwire.remote.identity import saved_identity
+from thinwire.remote.invite import Invite
+from thinwire.report.human import duration, human_bytes
+from thinwire.run.control_socket import ask
+from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
+from thinwire.wire import Door, Identity, Route, Seen, Tunnel, ping, raise_descriptor_limit
+from thinwire.wire.kernel import address_text
+from thinwire.wire.preamble import split_address
+from thinwire.wire.speed import measure_link
+
+PYTHON, TORCH = (3, 11), (2, 10)  # as in pyproject.toml
+LEAST_MEMORY, LITTLE_MEMORY = 0.5e9, 2e9
+LEAST_DISK, LITTLE_DISK = 0.2e9, 5e9
+FEWEST_FILES, FEW_FILES = 256, 1024
+SKEW_S = 30.0  # beyond which clocks are worth a note
+LOW_MBPS_UP = 5.0
+_NEW_INVITE = "ask the host for a new invite"
+_WIDTH = 96
+_MARKS = {"blocks": "BLOCKS", "note": "note", "fine": "fine"}  # the worst first
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; `trouble` and `fix` are empty where all is fine.
+
+    It blocks where the machine cannot take part like this, and is a note where it can, but worse
+    than it could.
+    """
+
+    level: Literal["blocks", "note", "fine"]
+    what: str
+    trouble: str = ""
+    fix: str = ""
+
+
+def fine(what: str) -> Finding:
+    """Nothing to do."""
+    return Finding("fine", what)
+
+
+class Findings:
+    """All findings, the worst first, each with a number."""
+
+    def __init__(self, found: Iterable[Finding]) -> None:
+        self.all = sorted(found, key=lambda finding: [*_MARKS].index(finding.level))
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether something keeps this machine from taking part."""
+        return any(finding.level == "blocks" for finding in self.all)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For programs."""
+        numbered = enumerate(self.all, 1)
+        findings = [{"number": number, **vars(finding)} for number, finding in numbered]
+        return {"blocked": self.is_blocked, "findings": findings}
+
+    def text(self) -> str:
+        """For people: what to do first."""
+        lines = []
+        for number, finding in enumerate(self.all, 1):
+            parts = [(f"{number:>2}. ", f"{_MARKS[finding.level]}: {finding.what}")]
+            parts += [("    ", finding.trouble)] if finding.trouble else []
+            parts += [("    fix: ", finding.fix)] if finding.fix else []
+            for start, text in parts:  # commands in a fix are to be copied: no word is broken
+                lines += textwrap.wrap(
+                    text,
+                    _WIDTH,
+                    initial_indent=start,
+                    subsequent_indent=" " * 4,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+        levels = [finding.level for finding in self.all]
+        if count := levels.count("blocks"):
+            verdict = f"{count} of these {'keeps' if count == 1 else 'keep'} this machine out."
+        elif "note" in levels:
+            verdict = "Nothing keeps this machine out; the notes say what could be better."
+        else:
+            verdict = "Nothing keeps this machine out."
+        return "\n".join([*lines, "", verdict])
+
+
+def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Findings:
+    """Examine this machine, and with the text of an invite the way to its host.
+
+    Without one, also whether peers reach the runs that this machine hosts. `folder` and `listen`
+    are those that `join` would be given. It changes nothing: neither is the invite used, nor a key
+    made.
+    """
+    return Findings(_examination(text, folder, listen))
+
+
+def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Finding]:
+    invite = None
+    if text:
+        try:
+            invite = Invite.parse(text)
+        except AdmissionError as error:
+            what, _, fix = str(error).partition("; ")
+            trouble = "It says neither where the run is nor how to know it."
+            yield Finding("blocks", what, trouble, fix)
+    place = folder or peer_folder(invite.run_id if invite else "RUN")
+    yield check_python(sys.version_info[:2])
+    yield from _check_device()
+    yield check_folder(place)
+    yield check_files(raise_descriptor_limit())
+    if invite is not None:
+        known = saved_identity(place)
+        is_of_this_run = known and known.authority_fingerprint == invite.fingerprint
+        yield from check_way(invite, known if is_of_this_run else None, listen)
+    elif not text:
+        yield from _check_hosted()
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    """Whether this Python will do."""
+    here = f"Python {_dotted(version)} on {platform.system()} {platform.machine()}"
+    needs = f"Python {_dotted(PYTHON)} or newer"
+    if version < PYTHON:
+        fix = f"install {needs}, and thinwire into it"
+        return Finding("blocks", here, f"thinwire needs {needs}.", fix)
+    return fine(f"thinwire {thinwire.__version__}, {here}")
+
+
+def _check_device() -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of the system is missing
+        what, trouble = f"torch cannot be imported: {error}", "A stage computes with it."
+        yield Finding("blocks", what, trouble, "install it: pip install torch")
+        return
+    yield check_torch(torch.__version__)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu" and torch.backends.mps.is_available():
+        kind = "mps"
+    device = torch.device(kind)
+    yield check_memory(free_memory(device), device_name(device))
+
+
+def check_torch(version: str) -> Finding:
+    """Whether this torch will do."""
+    matched = re.match(r"(\d+)\.(\d+)", version)
+    if matched and (int(matched[1]), int(matched[2])) < TORCH:
+        needs = f"thinwire needs torch {_dotted(TORCH)} or newer."
+        fix = f"pip install --upgrade 'torch>={_dotted(TORCH)}'"
+        return Finding("blocks", f"torch {version}", needs, fix)
+    return fine(f"torch {version}")
+
+
+def check_memory(free: int, device: str) -> Finding:
+    """Whether a stage of some size fits into the free memory of the device."""
+    here = f"device {device}, {human_bytes(free)} of memory free"
+    fix = "close other programs, or take part with another machine"
+    if free < LEAST_MEMORY:
+        return Finding("blocks", here, "No stage of a useful size fits into that.", fix)
+    if free < LITTLE_MEMORY:
+        small = "Only a small stage fits: each parameter takes about 16 bytes while it is trained."
+        return Finding("note", here, small, fix)
+    return fine(here)
+
+
+def check_folder(folder: Path) -> Finding:
+    """Whether this machine can keep its key and the shards of its stage there."""
+    place = existing_folder(folder)
+    fix = "choose another place: thinwire join --folder DIR, or set THINWIRE_DATA"
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        trouble = f"This machine's key and shards would be kept in {folder}."
+        return Finding("blocks", f"nothing can be written to {place}", trouble, fix)
+    free, fix = free_disk(folder), f"free some space, or {fix}"
+    here = f"disk: {human_bytes(free)} free for {folder}"
+    if free < LEAST_DISK:
+        return Finding("blocks", here, "The shards of a stage do not fit.", fix)
+    if free < LITTLE_DISK:
+        takes = "A shard takes about 12 bytes for each parameter of the stage, and several are kept"
+        return Finding("note", here, f"{takes}.", fix)
+    return fine(here)
+
+
+def check_files(limit: int) -> Finding:
+    """Whether this process may open enough files and connections; 0 where there is no limit."""
+    here = f"{limit:,} files may be open at once" if limit else "open files are not limited"
+    fix = "raise the limit before you join: ulimit -n 4096"
+    if 0 < limit < FEWEST_FILES:
+        return Finding("blocks", here, "Each link takes several; they would soon be used up.", fix)
+    if 0 < limit < FEW_FILES:
+        return Finding("note", here, "A run with many peers may use them up.", fix)
+    return fine(here)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _check_hosted() -> Iterator[Finding]:
+    """Have the peers of each run that is hosted here look from outside."""
+    with contextlib.suppress(ImportError, OSError):  # without torch none is hosted
+        from thinwire.remote.alive import hosted_folders
+
+        for folder in hosted_folders():
+            with contextlib.suppress(ThinwireError):  # a run of this machine alone
+                yield from check_outside(ask(folder, {"ask": "outside"}))
+
+
+def check_outside(told: dict[str, Any]) -> Iterator[Finding]:
+    """Whether others reach a host of this machine, by what the peers of its run found (TryDoor)."""
+    run, peers = f"run {told['run']!r}", told["peers"]
+    for address in told["addresses"]:
+        tried = {name: found[address] for name, found in peers.items() if address in found}
+        if reached := [name for name, why in tried.items() if not why]:
+            yield fine(f"{run} can be reached from outside at {address}: {', '.join(reached)} did")
+        elif tried:
+            (name, why), *_ = tried.items()
+            _, port = split_address(address)
+            yield Finding(
+                "note",
+                f"{run} was not reached from outside at {address}: {name} tried ({why})",
+                "Nobody new can join by this address.",
+                f"forward TCP port {port} in the router, open it here (sudo ufw allow {port}/tcp), "
+                "and host with --address and the public address; or use thinwire relay",
+            )
+        else:
+            yield fine(f"{run} at {address}: no peer on another machine is there that could try")
+
+
+def check_way(invite: Invite, known: Identity | None = None, listen: str = "") -> Iterator[Finding]:
+    """Try every way that the invite names, ask the host, and measure the best way.
+
+    `known` is who this machine is if it has joined before. `listen` is where it would accept
+    connections from outside, HOST:PORT; empty for nowhere.
+    """
+    answers = _ping_all(invite, invite.routes(known.door_token if known else ""))
+    refusals = [str(answer) for answer in answers.values() if isinstance(answer, AdmissionError)]
+    if refusals:
+        yield Finding("blocks", f"the host refuses this invite: {refusals[0]}", "", _NEW_INVITE)
+        return
+    ways = {route: answer for route, answer in answers.items() if isinstance(answer, Seen)}
+    for route, answer in answers.items():
+        yield _check_route(route, answer, is_reached=bool(ways))
+    if ways:
+        seen, *_ = ways.values()
+        yield check_clock(seen.ahead_s)
+        yield from _check_host(invite, list(ways), known.key_pem if known else "", listen, seen)
+        yield _check_rate(invite, list(ways))
+        return
+    left = invite.seconds_left()  # whether it has expired, where its host cannot be asked
+    if left <= 0:
+        trouble = "It lets in nobody new. A machine that joined with it before can join again."
+        yield Finding("note", f"the invite expired {duration(-left)} ago", trouble, _NEW_INVITE)
+    else:
+        run = f"run {invite.run_name!r} ({invite.run_id})"
+        yield fine(f"invite to {run}, for {duration(left)} more")
+
+
+def _ping_all(invite: Invite, routes: tuple[Route, ...]) -> dict[Route, Seen | WireError]:
+    """What each way answered, or why it did not; best first."""
+
+    def outcome(route: Route) -> Seen | WireError:
+        try:
+            return ping(route, invite.service("probe"))
+        except WireError as error:
+            return error
+
+    with ThreadPoolExecutor(len(routes)) as pool:
+        return dict(zip(routes, pool.map(outcome, routes), strict=True))
+
+
+def _check_route(route: Route, answer: Seen | WireError, is_reached: bool) -> Finding:
+    who = "the host" if route.kind == "direct" else "the relay"
+    if isinstance(answer, Seen):
+        seen, _ = split_address(answer.address)
+        trip = f"{1e3 * answer.round_trip_s:.0f} ms"
+        return fine(f"{who} answers at {route.address} in {trip}, and sees this machine as {seen}")
+    what, fix = f"{who} does not answer: {answer}", _way_out(str(answer), route)
+    if is_reached:
+        return Finding("note", what, "Another way works; the run will use that.", fix)
+    return Finding("blocks", what, "This machine cannot reach the run.", fix)
+
+
+def _way_out(reason: str, route: Route) -> str:
+    """What to do about a door that does not answer."""
+    _, port = split_address(route.address)
+    command = "thinwire host" if route.kind == "direct" else "thinwire relay"
+    if "the door refused" in reason:
+        return f"another run is at home there, or the pass of the relay has changed: {_NEW_INVITE}"
+    if "refused" in reason:
+        return (
+            f"nothing listens there: is `{command}` running, and does the router in front of it "
+            f"forward TCP port {port} to it?"
+        )
+    if "no answer" in reason:
+        return (
+            f"a firewall or a router swallows the connection. There: open TCP port {port} (sudo "
+            f"ufw allow {port}/tcp) and forward it in the router. Here: allow connections out to "
+            f"port {port}; thinwire does not use a proxy. Or let both meet at a third machine: "
+            "thinwire relay, and thinwire host --relay"
+        )
+    if "Name or service" in reason or "name resolution" in reason or "nodename" in reason:
+        return f"the name of the host is unknown here: check this machine's DNS, or {_NEW_INVITE}"
+    if "unreachable" in reason or "No route" in reason:
+        return "this machine has no way there: is it connected to the internet?"
+    return _NEW_INVITE
+
+
+def check_clock(ahead_s: float) -> Finding:
+    """Whether the clocks here and at the host agree; nothing fails where they do not."""
+    if abs(ahead_s) <= SKEW_S:
+        return fine(f"the clocks here and at the host agree within {SKEW_S:g} s")
+    direction = "behind" if ahead_s > 0 else "ahead of"
+    return Finding(
+        "note",
+        f"the clock here is {duration(abs(ahead_s))} {direction} the host's",
+        "Times in logs and invites will not agree.",
+        "set this machine's clock by the network: sudo timedatectl set-ntp true",
+    )
+
+
+def _check_host(
+    invite: Invite, ways: list[Route], key_pem: str, listen: str, seen: Seen
+) -> Iterator[Finding]:
+    """Ask the host whether it lets this machine in, and whether it reaches a door here."""
+    with contextlib.ExitStack() as held:
+        address = ""
+        if listen:  # a door as `join` would have it, and where others would look for it
+            try:
+                host, port = split_address(listen)
+                door = held.enter_context(Door(host, port))
+                door.admit(invite.run_id, invite.door_token)
+                is_any = host in ("", "0.0.0.0", "::")
+                outside = split_address(seen.address)[0] if is_any else host
+                address = address_text(outside, door.port)
+            except WireError as error:
+                trouble = "Then it accepts no connections from outside."
+                what = f"no door can be opened here: {error}"
+                yield Finding("note", what, trouble, "choose another --listen")
+        way = held.enter_context(Tunnel(invite.service("enrol"), ways))
+        try:
+            says = ask_host(way.address, invite, key_pem, address)
+        except AdmissionError as error:
+            what = f"the host cannot be trusted: {error}"
+            yield Finding("blocks", what, "Joining will fail.", _NEW_INVITE)
+            return
+        except WireError as error:
+            what = f"the host does not enrol peers: {way.trouble or error}"
+            fix = "ask the host whether `thinwire host` is running, and try again"
+            yield Finding("blocks", what, "Joining will fail.", fix)
+            return
+    yield from check_answer(invite, says, address)
+
+
+def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]:
+    """What follows from the words of a host that was asked about a door here."""
+    if says.refusal:
+        yield Finding("blocks", f"the host refuses this invite: {says.refusal}", "", _NEW_INVITE)
+    else:
+        run = f"run {invite.run_name!r} ({invite.run_id})"
+        yield fine(f"the host of {run} would let this machine in")
+    if says.version != thinwire.__version__:
+        what = f"thinwire {thinwire.__version__} here, {says.version} at the host"
+        trouble = "Both ends of a link must compute and pack alike."
+        yield Finding("blocks", what, trouble, f"pip install thinwire=={says.version}")
+    if says.reached is True:
+        yield fine(f"this machine can be reached from outside, at {door}: its links are direct")
+    elif says.reached is False:
+        _, port = split_address(door)
+        yield Finding(
+            "note",
+            f"nobody outside reaches this machine at {door}",
+            "A link to another machine that cannot be reached either passes the host or a relay, "
+            "and shares its rate with others. All else works.",
+            f"nothing, or: forward a TCP port in the router, open it here (sudo ufw allow {port}"
+            f"/tcp), and join with --listen 0.0.0.0:{port}",
+        )
+
+
+def _check_rate(invite: Invite, ways: list[Route]) -> Finding:
+    try:
+        rates = measure_link(ways, invite.run_id)
+    except WireError as error:
+        return fine(f"rates were not measured: {error}")
+    here = (
+        f"{rates.mbps_up:.1f} Mbit/s up, {rates.mbps_down:.1f} Mbit/s down, round trip "
+        f"{1e3 * rates.round_trip_s:.0f} ms to the host"
+    )
+    if rates.mbps_up >= LOW_MBPS_UP:
+        return fine(here)
+    return Finding(
+        "note",
+        here,
+        "Each step waits for the slowest uplink of the run; this one may be it.",
+        "use a cable instead of wireless, and stop other uploads; the host can choose thinner "
+        "cuts: thinwire init --recipe thin100 or thin200",
+    )

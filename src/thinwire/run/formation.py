@@ -1,0 +1,137 @@
+"""Who holds which stage: placed when a run is formed, and kept across restarts of the host."""
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+from thinwire.folders import replace_file
+from thinwire.schedule import OPEN
+from thinwire.settings import Settings
+from thinwire.typed import from_plain
+
+FORMATION_FILE = "epochs.json"
+FAILURES, ABSENCES = 3, 10  # of one member without net progress, before it gets no stage any more
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A placement: its generation, the member of each stage, the blocks of each stage, and the
+    microbatches in flight.
+    """
+
+    epoch: int = 0
+    seats: list[str] = field(default_factory=list)
+    split: list[int] = field(default_factory=list)  # empty: as the settings say
+    port: int = 0  # of the host's door
+    window: int = OPEN  # as the settings say, unless they leave it open
+
+    def applied(self, settings: Settings) -> Settings:
+        """The settings with what was chosen for these members."""
+        pipeline = settings.pipeline
+        if self.split:
+            pipeline = dataclasses.replace(pipeline, split=self.split)
+        if pipeline.window == OPEN:
+            pipeline = dataclasses.replace(pipeline, window=self.window)
+        changed = pipeline != settings.pipeline
+        return dataclasses.replace(settings, pipeline=pipeline) if changed else settings
+
+    def held_by(self, name: str) -> list[int]:
+        """The stages that a member holds."""
+        return [stage for stage, holder in enumerate(self.seats) if holder == name]
+
+    def members(self) -> list[str]:
+        """Those who hold stages, in the order of these."""
+        return list(dict.fromkeys(self.seats))
+
+
+def read_formation(run_folder: Path) -> Formation:
+    """The latest placement of a run; that of a run that was never formed has the number 0."""
+    path = run_folder / FORMATION_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return from_plain(Formation, values, FORMATION_FILE)
+    except FileNotFoundError:
+        return Formation()
+    except (OSError, ValueError, ConfigError) as error:
+        raise ConfigError(
+            f"cannot read {path}, which says how often this run was formed: {error}"
+        ) from None
+
+
+def write_formation(run_folder: Path, formation: Formation) -> None:
+    """Keep a placement, before any member hears of it: no number is ever used twice."""
+    path = run_folder / FORMATION_FILE
+    try:
+        replace_file(path, json.dumps(asdict(formation), indent=1).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def is_hosted(run_folder: Path) -> bool:
+    """Whether a folder holds a run that was hosted before."""
+    return (run_folder / FORMATION_FILE).is_file()
+
+
+def fill_seats(before: list[str], present: list[str], least: int) -> list[str] | None:
+    """A member for each stage, of those who are present: those of before keep theirs, and others
+    take what was held by who is gone. With fewer than before, but at least so many, a neighbour
+    holds more. None while there are too few.
+    """
+    waiting = [name for name in present if name not in before]
+    replaced = {
+        name: waiting.pop(0) for name in dict.fromkeys(before) if name not in present and waiting
+    }
+    seats = [replaced.get(name, name) for name in before]
+    there = {name for name in seats if name in present}
+    if len(there) < min(least, len(dict.fromkeys(before))):
+        return None
+    for stage, name in enumerate(seats):  # stages of one member stay neighbours
+        if name not in there:
+            below = seats[stage - 1] if stage else ""
+            above = next((n for n in seats[stage:] if n in there), "")
+            seats[stage] = below or above
+    return seats
+
+
+class Failures:
+    """How often each member ended a generation since the run last made net progress.
+
+    Progress is a later checkpoint than any before: steps that are trained again are none. Whoever
+    was lost or could not hold its stage may try more often than one whose stage failed.
+    """
+
+    def __init__(self) -> None:
+        self._furthest = 0
+        self._counts: Counter[tuple[str, bool]] = Counter()
+
+    def start_from(self, step: int) -> None:
+        """A generation starts from a checkpoint of this step."""
+        if step > self._furthest:
+            self._furthest = step
+            self._counts.clear()
+
+    def count(self, peer: str, is_absence: bool = False) -> int:
+        """One more failure of a member; their number once they are too many, 0 before."""
+        self._counts[peer, is_absence] += 1
+        count = self._counts[peer, is_absence]
+        return count if count >= (ABSENCES if is_absence else FAILURES) else 0
+
+
+def lacking_peers(before: list[str], least: int, here: list[str], unfit: dict[str, str]) -> str:
+    """For whom a run waits; and who is there but gets no stage, with the reason."""
+    missing = max(1, least - len(here))
+    gone = [name for name in dict.fromkeys(before) if name not in here]
+    which = f" ({', '.join(gone)} or another)" if gone else ""
+    there = f"; here: {', '.join(here)}" if here else ""
+    others = "".join(f"; {name} gets no stage: {why}" for name, why in unfit.items() if why)
+    return f"waiting for {missing} more peer{'s' if missing != 1 else ''}{which}{there}{others}"
+
+
+def fitting(before: Formation, settings: Settings) -> Formation:
+    """The forming of before, without its seats where the run has another number of stages now."""
+    if len(before.seats) in (0, settings.pipeline.stages):
+        return before
+    return dataclasses.replace(before, seats=[], split=[], window=OPEN)

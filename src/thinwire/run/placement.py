@@ -1,0 +1,659 @@
+"""Which peer holds which blocks of a run: chosen by what the machines measured, and explained.
+
+Orders of peers are tried one by one while they are few; for each the blocks are dealt out so that
+the slowest stage is as fast as it can be. A rough estimate ranks them, and the simulator decides
+among the best and improves on them.
+"""
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.weights import Weights
+from thinwire.errors import ConfigError
+from thinwire.model import architecture
+from thinwire.occupancy import Occupancy
+from thinwire.plan import WORTH, block_memory, block_seconds, estimate_costs, with_split
+from thinwire.report.human import duration, human_bytes
+from thinwire.run.machine import Machine, check_names
+from thinwire.schedule import (
+    OPEN,
+    Costs,
+    Counts,
+    Links,
+    Simulation,
+    deal,
+    in_flight,
+    simulate,
+    split_layers,
+)
+from thinwire.settings import Settings
+from thinwire.settings.crossing import size_kind, size_word
+
+ALIKE = 1.25  # rates within this factor count as equal: measured twice, one machine differs so much
+MOST_ORDERS = 720  # all orders of six peers
+SIMULATED = 16  # placements that the simulator compares, at first and in each round
+LEAST_GAIN = 0.005  # of a step: for less no block is moved, so that splits stay near the even one
+ROUNDS = 30  # of improvement; it ends earlier where nothing gains
+MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
+
+Order = tuple[int, ...]
+"""The numbers of the peers, by stage."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Peers and blocks by stage, with a rough estimate of the step.
+
+    `fullness` is the memory that the fullest stage needs, as a share of what its peer has for it.
+    """
+
+    order: Order
+    counts: Counts
+    fullness: float
+    rough_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage has the memory that it needs."""
+        return self.fullness <= 1.0
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What fits comes first, then what is fast."""
+        return max(1.0, self.fullness), self.rough_seconds
+
+
+class StageFigures:
+    """Work, memory and links of every possible stage of a run, by the planner and the simulator.
+
+    The planner counts parameters by building a stage without memory. A search looks at thousands
+    of stages, so the layers are built once here and added up.
+    """
+
+    def __init__(self, settings: Settings, peers: list[Machine]):
+        self.settings, self.peers = settings, peers
+        self.layers, self.stages = settings.model.layers, settings.pipeline.stages
+        self.rates = [peer.flops_per_s(settings.run.precision) for peer in peers]
+        self.schedule = settings.schedule()
+        self._held = in_flight(self.schedule)
+        self._family = architecture(settings.model)
+        self._layers: dict[str, Weights] = {}  # parameters of each layer by its name
+        self._ends: list[Weights] = []  # and of each stage's ends of the cuts
+        builder = StageBuilder(settings, torch.device("meta"))
+        for index in range(self.stages):
+            stage = builder.build(index)
+            for name, layer in zip(stage.names, stage.layers, strict=True):
+                self._layers[name] = Weights.of(layer.parameters())
+            own = [end for end in (stage.incoming, stage.outgoing) if end is not None]
+            self._ends.append(Weights.of(p for end in own for p in end.parameters()))
+        self.work = cache(self._work)
+        self.memory = cache(self._memory)
+        self._sizes = cache(lambda counts: estimate_costs(with_split(settings, counts), 1.0))
+        self.simulation: Callable[[Order, Counts], Simulation] = cache(self._simulation)
+
+    @property
+    def least_on_last(self) -> int:
+        """Blocks that the last stage must have: those that no subspace constrains stay there."""
+        return max(1, self.settings.boundary.free_layers)
+
+    def parameters(self, stage: int, blocks: range) -> int:
+        """Parameters of the stage with these blocks, those of its ends of the cuts included."""
+        return self._weights(stage, blocks).count
+
+    def _weights(self, stage: int, blocks: range) -> Weights:
+        plans = self._family.stage_layers(blocks)
+        return sum((self._layers[plan.name] for plan in plans), self._ends[stage])
+
+    def _work(self, blocks: range) -> float:
+        """Floating-point operations of these blocks in a step."""
+        return self.settings.pipeline.microbatches * sum(block_seconds(self.settings, blocks, 1.0))
+
+    def _memory(self, stage: int, blocks: range) -> int:
+        """Bytes that the stage with these blocks needs."""
+        weights = self._weights(stage, blocks)
+        return block_memory(self.settings, blocks, weights, self._held[stage])
+
+    def fullness(self, peer: int, stage: int, blocks: range) -> float:
+        """Memory that the stage with these blocks needs, as a share of what a peer has for it."""
+        has = max(1, self.peers[peer].memory_bytes)
+        return self.memory(stage, blocks) / (MEMORY_SHARE * has)
+
+    def costs(self, order: Order, counts: Counts) -> Costs:
+        """Seconds and bytes of a step with these peers and blocks on the stages."""
+        sizes, rates = self._sizes(counts), [self.rates[peer] for peer in order]
+        forward, backward = (
+            [part / rate for part, rate in zip(work, rates, strict=True)]
+            for work in (sizes.forward, sizes.backward)
+        )
+        return dataclasses.replace(sizes, forward=forward, backward=backward)
+
+    def _simulation(self, order: Order, counts: Counts) -> Simulation:
+        costs, links = self.costs(order, counts), links_of([self.peers[peer] for peer in order])
+        return simulate(self.schedule, costs, links, steps=2)
+
+
+def is_relayed(below: Machine, above: Machine) -> bool:
+    """Whether a link needs a relay: a direct one needs an end that others can connect to."""
+    return not (below.reachable or above.reachable)
+
+
+def links_of(peers: list[Machine]) -> Links:
+    """The links of a pipeline of these peers, for the simulator.
+
+    Delays are known to the host only. A relayed link has those of both ends, for it passes there;
+    a direct one is taken to have the longer of the two.
+    """
+    delays = []
+    for below, above in itertools.pairwise(peers):
+        both = below.latency_ms, above.latency_ms
+        delays.append((sum(both) if is_relayed(below, above) else max(both)) / 1e3)
+    return Links([peer.mbps_up for peer in peers], [peer.mbps_down for peer in peers], delays)
+
+
+def ranges(counts: Counts) -> list[range]:
+    """The blocks of each stage."""
+    stops = list(itertools.accumulate(counts))
+    return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+class Search:
+    """Finds placements; `counts` fixes the blocks, and leaves only the order to be found."""
+
+    def __init__(self, figures: StageFigures, counts: Counts | None = None):
+        self.figures = figures
+        self._counts = counts
+
+    def best(self) -> Placement:
+        """The fastest placement found that fits; where none fits, the one that lacks least."""
+        ranked = sorted(self._placements(), key=lambda placement: placement.rank)
+        fitting = [placement for placement in ranked if placement.fits]
+        if not fitting:
+            return ranked[0]
+        best = self._fastest(fitting[0], fitting[1:])
+        for _ in range(ROUNDS):
+            better = self._fastest(best, list(self._neighbours(best)))
+            if better is best:
+                break
+            best = better
+        return best
+
+    def seconds(self, placement: Placement) -> float:
+        """The step by the simulator."""
+        return self.figures.simulation(placement.order, placement.counts).step_seconds
+
+    def place(self, order: Order, counts: Counts | None = None) -> Placement:
+        """The peers in this order with these blocks, or with the best that can be dealt out."""
+        counts = counts or self._counts or self._dealt(order)
+        fullness = max(map(self.figures.fullness, order, itertools.count(), ranges(counts)))
+        return Placement(order, counts, fullness, self._rough(order, counts))
+
+    def _fastest(self, best: Placement, others: list[Placement]) -> Placement:
+        """The fastest by the simulator of the first and the most promising others.
+
+        Another must be clearly faster; one whose busiest part takes as long is not played.
+        """
+        for other in heapq.nsmallest(SIMULATED, others, key=lambda placement: placement.rank):
+            limit = self.seconds(best) * (1 - LEAST_GAIN)
+            busiest = max(self._busy(other.order, other.counts))
+            if other.fits and busiest < limit and self.seconds(other) < limit:
+                best = other
+        return best
+
+    def _placements(self) -> list[Placement]:
+        peers, stages = len(self.figures.peers), self.figures.stages
+        if math.perm(peers, stages) <= MOST_ORDERS:
+            orders = self._distinct(itertools.permutations(range(peers), stages))
+            return [self.place(order) for order in orders]
+        by_rate = sorted(range(peers), key=lambda peer: -self.figures.rates[peer])[:stages]
+        starts = [tuple(range(stages)), tuple(by_rate), tuple(reversed(by_rate))]
+        return [self.place(start) for start in starts]  # improved by exchanges later
+
+    def _distinct(self, orders: Iterator[Order]) -> list[Order]:
+        """Orders that differ in more than the names of equal peers; the first of each kind."""
+        kinds = [dataclasses.replace(peer, name="", device="") for peer in self.figures.peers]
+        found: dict[tuple[Machine, ...], Order] = {}
+        for order in orders:
+            found.setdefault(tuple(kinds[peer] for peer in order), order)
+        return list(found.values())
+
+    def _exchanges(self, order: Order) -> Iterator[Order]:
+        """Two stages exchange their peers, or one takes a peer that has no stage."""
+        spare = [peer for peer in range(len(self.figures.peers)) if peer not in order]
+        for one, other in itertools.combinations(range(len(order)), 2):
+            changed = list(order)
+            changed[one], changed[other] = order[other], order[one]
+            yield tuple(changed)
+        for stage, peer in itertools.product(range(len(order)), spare):
+            yield (*order[:stage], peer, *order[stage + 1 :])
+
+    def _neighbours(self, placement: Placement) -> Iterator[Placement]:
+        """One block moved to another stage; or peers exchanged, with blocks as they are or new."""
+        order, counts = placement.order, placement.counts
+        if self._counts is None:
+            for source, target in itertools.permutations(range(len(counts)), 2):
+                moved = list(counts)
+                moved[source] -= 1
+                moved[target] += 1
+                least = self.figures.least_on_last if source == len(counts) - 1 else 1
+                if moved[source] >= least:
+                    yield self.place(order, tuple(moved))
+        for changed in self._distinct(self._exchanges(order)):
+            yield self.place(changed, counts)
+            if self._counts is None:
+                yield self.place(changed)
+
+    def _dealt(self, order: Order) -> Counts:
+        """Blocks so that the slowest stage is fastest; where none fit, so that they lack least."""
+        figures = self.figures
+
+        def fullness(stage: int, blocks: range) -> float:
+            return figures.fullness(order[stage], stage, blocks)
+
+        def seconds(stage: int, blocks: range) -> float:
+            if fullness(stage, blocks) > 1.0:
+                return math.inf
+            return figures.work(blocks) / figures.rates[order[stage]]
+
+        sizes = figures.layers, figures.stages, figures.least_on_last
+        worst, counts = deal(*sizes, seconds)
+        return counts if math.isfinite(worst) else deal(*sizes, fullness)[1]
+
+    def _busy(self, order: Order, counts: Counts) -> list[float]:
+        """Seconds of a step for which each stage and link is busy: no step is shorter than one."""
+        costs = self.figures.costs(order, counts)
+        links = links_of([self.figures.peers[peer] for peer in order])
+        below, above = [0, *costs.forward_bytes], [*costs.forward_bytes, 0]  # activations
+        back_below, back_above = [0, *costs.backward_bytes], [*costs.backward_bytes, 0]
+        busy = []
+        for stage in range(len(order)):
+            up, down = above[stage] + back_below[stage], back_above[stage] + below[stage]
+            busy += [
+                costs.forward[stage] + costs.backward[stage],
+                Occupancy(links.mbps_up[stage]).seconds(up),
+                Occupancy(links.mbps_down[stage]).seconds(down),
+            ]
+        return [self.figures.schedule.microbatches * seconds for seconds in busy]
+
+    def _rough(self, order: Order, counts: Counts) -> float:
+        """A step is its busiest part and the way of one microbatch; or round trips, by window."""
+        busy, schedule = self._busy(order, counts), self.figures.schedule
+        links = links_of([self.figures.peers[peer] for peer in order])
+        one = sum(busy) / schedule.microbatches + 2 * sum(links.latency_s)
+        return max(max(busy) + one, one * schedule.microbatches / schedule.window)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who sits where with how many blocks, why, and what it costs; all lists are by stage."""
+
+    figures: StageFigures
+    placement: Placement
+    even: Simulation | None  # the even split in the listed order; None where its memory is lacking
+    faster: tuple[Counts, float] | None  # an uneven split of equal peers, and its seconds
+    why: str
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with pipeline.split as chosen."""
+        return with_split(self.figures.settings, self.placement.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Blocks of each stage."""
+        return list(self.placement.counts)
+
+    @property
+    def peers(self) -> list[Machine]:
+        """The peer of each stage."""
+        return [self.figures.peers[peer] for peer in self.placement.order]
+
+    @property
+    def spare(self) -> list[Machine]:
+        """Peers without a stage."""
+        listed = enumerate(self.figures.peers)
+        return [peer for index, peer in listed if index not in self.placement.order]
+
+    @property
+    def memory_bytes(self) -> list[int]:
+        """Bytes that each stage needs."""
+        return [self.figures.memory(*stage) for stage in enumerate(ranges(self.placement.counts))]
+
+    @property
+    def parameters(self) -> list[int]:
+        """Parameters of each stage."""
+        stages = enumerate(ranges(self.placement.counts))
+        return [self.figures.parameters(*stage) for stage in stages]
+
+    @property
+    def simulation(self) -> Simulation:
+        """A step with it."""
+        return self.figures.simulation(self.placement.order, self.placement.counts)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.simulation.step_seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the run would learn from in a second."""
+        return self.settings.tokens_per_step / self.step_seconds
+
+    def crossings(self) -> list[tuple[int, int, bool]]:
+        """For each cut the bytes of a step forward and backward, and whether it needs a relay."""
+        costs = self.figures.costs(self.placement.order, self.placement.counts)
+        microbatches, rows = self.figures.schedule.microbatches, []
+        for cut, ends in enumerate(itertools.pairwise(self.peers)):
+            once, legs = costs.each_step(cut), (costs.forward_bytes[cut], costs.backward_bytes[cut])
+            forward, backward = (leg * microbatches + once for leg in legs)
+            rows.append((forward, backward, is_relayed(*ends)))
+        return rows
+
+
+def choose_split(settings: Settings, peers: list[Machine]) -> Split:
+    """The fastest split of a run over these peers that fits into their memory.
+
+    Peers of about one rate get the split that the run has on one machine, so that they train to
+    the same weights; so do all peers where `pipeline.split` is set. A window that is left open is
+    the smallest of a few that is about as fast as any. ConfigError where no split fits: it names
+    the stage that lacks memory, how much, and what would help.
+    """
+    check_names(peers)
+    stages = settings.pipeline.stages
+    if len(peers) < stages:
+        raise ConfigError(
+            f"pipeline.stages = {stages}, but there {'is' if len(peers) == 1 else 'are'} only "
+            f"{len(peers)} peer{'s' if len(peers) != 1 else ''}: every stage needs one. Add "
+            f"{stages - len(peers)}, or set pipeline.stages = {len(peers)}"
+        )
+    if settings.pipeline.window == OPEN and (windows := _windows(settings)):
+        smallest = choose_split(_with_window(settings, windows[0]), peers)
+        # The run's own split decides its weights: it is not left for a wider window.
+        is_own = smallest.settings.split() == settings.split()
+        wider = _fitting(settings, peers, windows[1:])
+        kept = [split for split in wider if not is_own or split.counts == smallest.counts]
+        return _fastest([smallest, *kept])
+    figures = StageFigures(settings, peers)
+    search, own = Search(figures), tuple(len(blocks) for blocks in settings.split())
+    as_listed = search.place(tuple(range(stages)), own)
+    of_own = Search(figures, own).best()
+    is_fixed = bool(settings.pipeline.split)
+    free = of_own if is_fixed else search.best()
+    is_alike = max(figures.rates) / min(figures.rates) <= ALIKE
+    candidates = [as_listed, of_own]
+    if not is_fixed and not (is_alike and of_own.fits):
+        candidates.append(free)
+    fitting = [placement for placement in candidates if placement.fits]
+    if not fitting:
+        raise ConfigError(_lack(figures, of_own if is_fixed else free))
+    limit = min(map(search.seconds, fitting)) * (1 + WORTH)
+    chosen = next(placement for placement in fitting if search.seconds(placement) <= limit)
+    faster = None
+    if not is_fixed and free.fits and search.seconds(free) * (1 + WORTH) < search.seconds(chosen):
+        faster = free.counts, search.seconds(free)
+    even = tuple(map(len, split_layers(settings.model.layers, [], stages)))
+    even_fits = search.place(as_listed.order, even).fits
+    return Split(
+        figures,
+        chosen,
+        figures.simulation(as_listed.order, even) if even_fits else None,
+        faster,
+        _why(figures, chosen, as_listed),
+    )
+
+
+def better_window(split: Split) -> tuple[int, float] | None:
+    """A larger window with which these peers would be faster, and the seconds of its step.
+
+    More microbatches in flight hide delays, and take memory; the blocks are dealt out anew.
+    """
+    settings = split.figures.settings
+    wider = [w for w in _windows(settings) if w > split.simulation.schedule.window]
+    found = _fitting(settings, [*split.peers, *split.spare], wider)
+    if not found or (best := _fastest(found)).step_seconds * (1 + WORTH) > split.step_seconds:
+        return None
+    return best.settings.pipeline.window, best.step_seconds
+
+
+def _windows(settings: Settings) -> list[int]:
+    """The windows that are tried, the smallest first; none where there is nothing to choose."""
+    pipeline = settings.pipeline
+    if pipeline.schedule != "1f1b" or pipeline.stages == 1:
+        return []
+    return sorted({min(n * pipeline.stages, pipeline.microbatches) for n in (1, 2, 4)})
+
+
+def _with_window(settings: Settings, window: int) -> Settings:
+    pipeline = dataclasses.replace(settings.pipeline, window=window)
+    return dataclasses.replace(settings, pipeline=pipeline)
+
+
+def _fitting(settings: Settings, peers: list[Machine], windows: list[int]) -> list[Split]:
+    """A split with each of these windows whose memory is there."""
+    found = []
+    for window in windows:
+        with contextlib.suppress(ConfigError):
+            found.append(choose_split(_with_window(settings, window), peers))
+    return found
+
+
+def _fastest(splits: list[Split]) -> Split:
+    """The first that is about as fast as any."""
+    limit = min(split.step_seconds for split in splits) * (1 + WORTH)
+    return next(split for split in splits if split.step_seconds <= limit)
+
+
+def _why(figures: StageFigures, chosen: Placement, as_listed: Placement) -> str:
+    """One sentence on what decided."""
+    names = [figures.peers[peer].name for peer in chosen.order]
+    rates = [figures.rates[peer] for peer in chosen.order]
+    is_listed = chosen.order == as_listed.order
+    order = "in the listed order" if is_listed else "in the order that gives the shortest step"
+    if figures.settings.pipeline.split:
+        return f"pipeline.split is set and kept, with the peers {order}."
+    is_alike = max(rates) / min(rates) <= ALIKE
+    if chosen.counts == as_listed.counts:
+        reason = "the peers compute about equally fast" if is_alike else "no other gains enough"
+        return f"The even split is kept because {reason}, with the peers {order}."
+    parts = []
+    if not is_alike:
+        slow, fast = rates.index(min(rates)), rates.index(max(rates))
+        parts.append(
+            f"{names[slow]} computes {rates[fast] / rates[slow]:.1f} times slower than "
+            f"{names[fast]} and gets {_blocks(chosen.counts[slow])}, not {chosen.counts[fast]}"
+        )
+    full = [
+        names[stage]
+        for stage, blocks in enumerate(ranges(chosen.counts))
+        if blocks.start  # one more block, from the stage below
+        and figures.fullness(chosen.order[stage], stage, range(blocks.start - 1, blocks.stop)) > 1
+    ]
+    if full:
+        parts.append(f"memory allows no more on {', '.join(full)}")
+    parts.append("the last stage also computes the head")
+    return f"Uneven because {'; '.join(parts)}."
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count != 1 else ''}"
+
+
+def _lack(figures: StageFigures, placement: Placement) -> str:
+    """Which stage lacks how much memory, and what would help: tried, not guessed."""
+    settings = figures.settings
+    lacking = []
+    for stage, blocks in enumerate(ranges(placement.counts)):
+        peer = figures.peers[placement.order[stage]]
+        needs, usable = figures.memory(stage, blocks), MEMORY_SHARE * peer.memory_bytes
+        if needs > usable:
+            lacking.append((needs - usable, stage, peer, len(blocks), needs))
+    lacks, stage, peer, count, needs = max(lacking, key=lambda row: row[0])
+    in_all = sum(row[0] for row in lacking) / MEMORY_SHARE
+    names = ", ".join(row[2].name for row in lacking)
+    helps = [text for text, changed in _remedies(settings) if _fits(changed, figures.peers)]
+    helps.append(f"{human_bytes(in_all)} more memory on {names}{' together' * (len(lacking) > 1)}")
+    helps.append("more peers and a larger pipeline.stages; a smaller model")
+    fixed = settings.pipeline.split
+    what = f"pipeline.split = {fixed} does not fit" if fixed else "no split fits"
+    return (
+        f"{what} into the memory of these peers. At best, stage {stage} with {_blocks(count)} "
+        f"needs {human_bytes(needs)} and {peer.name} has {human_bytes(peer.memory_bytes)}, of "
+        f"which {1 - MEMORY_SHARE:.0%} is kept free: it lacks {human_bytes(lacks)}. "
+        f"What would help: {'; '.join(helps)}"
+    )
+
+
+def _remedies(settings: Settings) -> list[tuple[str, Settings]]:
+    """Changes of the settings that take less memory, most harmless first."""
+    found = []
+    pipeline, batch = settings.pipeline, settings.train.batch
+    if not pipeline.recompute:
+        changed = dataclasses.replace(pipeline, recompute=True)
+        found.append(("pipeline.recompute = true (more compute)", changed))
+    more = next((n for n in (2, 4, 8) if batch % (n * pipeline.microbatches) == 0), None)
+    if more:
+        changed = dataclasses.replace(pipeline, microbatches=more * pipeline.microbatches)
+        found.append((f"pipeline.microbatches = {changed.microbatches}", changed))
+    return [(text, dataclasses.replace(settings, pipeline=changed)) for text, changed in found]
+
+
+def _fits(settings: Settings, peers: list[Machine]) -> bool:
+    fixed: Counts | None = tuple(settings.pipeline.split) or None
+    return Search(StageFigures(settings, peers), fixed).best().fits
+
+
+def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dict[str, Any]:
+    """The split for a program; `window` is a better one, and the seconds of its step."""
+    simulation, settings = split.simulation, split.settings
+    even = split.even.step_seconds if split.even else None
+    faster, faster_seconds = split.faster or (None, None)
+    wider, wider_seconds = window or (None, None)
+    return {
+        "step_seconds": simulation.step_seconds,
+        "tokens_per_s": split.tokens_per_s,
+        "bound": simulation.bound,
+        "even_step_seconds": even,
+        "even_tokens_per_s": settings.tokens_per_step / even if even else None,
+        "split": split.counts,
+        "stages": [
+            {
+                "stage": stage,
+                "peer": peer.name,
+                "first_block": blocks.start,
+                "blocks": len(blocks),
+                "parameters": split.parameters[stage],
+                "memory_bytes": split.memory_bytes[stage],
+                "peer_memory_bytes": peer.memory_bytes,
+                "compute_seconds": simulation.compute_seconds[stage],
+                "uplink_utilisation": simulation.uplink_utilisation[stage],
+                "downlink_utilisation": simulation.downlink_utilisation[stage],
+            }
+            for stage, (peer, blocks) in enumerate(zip(split.peers, settings.split(), strict=True))
+        ],
+        "links": [
+            {
+                "cut": cut,
+                "below": split.peers[cut].name,
+                "above": split.peers[cut + 1].name,
+                "forward_bytes_per_step": forward,
+                "backward_bytes_per_step": backward,
+                "bytes_are": size_kind(settings, cut),
+                "relayed": relayed,
+            }
+            for cut, (forward, backward, relayed) in enumerate(split.crossings())
+        ],
+        "spare": [peer.name for peer in split.spare],
+        "faster_split": list(faster) if faster else None,
+        "faster_step_seconds": faster_seconds,
+        "better_window": wider,
+        "better_window_step_seconds": wider_seconds,
+        "why": split.why,
+        "config_hash": settings.hash,
+    }
+
+
+def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
+    """Who sits where, what each link carries, and how long a step takes; for a person."""
+    plain, settings = split_to_plain(split, window), split.settings
+    seconds, steps = split.step_seconds, settings.train.steps
+    width = max(4, *(len(peer.name) for peer in split.peers))
+    lines = [
+        "An estimate: nothing is trained. The step is simulated from the peers' figures and the "
+        "sizes of frames.",
+        "",
+        f"model: {sum(split.parameters):,} parameters, {architecture(settings.model).describe()}",
+        f"step: {settings.train.batch:,} sequences in {settings.pipeline.microbatches} "
+        "microbatches",
+        "",
+        f"stage  {'peer':<{width}}  {'blocks':<14}  compute (s)  uplink busy  downlink busy  "
+        "memory needed / there",
+    ]
+    for row in plain["stages"]:
+        blocks = f"{row['blocks']}: {row['first_block']}..{row['first_block'] + row['blocks'] - 1}"
+        lines.append(
+            f"{row['stage']:5}  {row['peer']:<{width}}  {blocks:<14}"
+            f"  {row['compute_seconds']:11.3f}  {row['uplink_utilisation']:11.0%}"
+            f"  {row['downlink_utilisation']:13.0%}  {human_bytes(row['memory_bytes'])} / "
+            f"{human_bytes(row['peer_memory_bytes'])}"
+        )
+    if split.spare:
+        lines.append(f"without a stage: {', '.join(plain['spare'])}")
+    lines.append("")
+    relayed, relayed_word = 0, ""
+    for link in plain["links"]:
+        forward, backward = link["forward_bytes_per_step"], link["backward_bytes_per_step"]
+        word = size_word(settings, link["cut"])
+        way = "relayed: neither can be reached" if link["relayed"] else "direct"
+        lines.append(
+            f"cut {link['cut']}, {link['below']} - {link['above']} ({way}), per step: "
+            f"{word}{human_bytes(forward)} forward, {human_bytes(backward)} backward"
+        )
+        if link["relayed"]:
+            relayed += forward + backward
+            relayed_word = max(relayed_word, word, key=len)
+    if relayed:
+        lines.append(
+            f"the relay, or the host without one, carries {relayed_word}{human_bytes(relayed)} per "
+            "step; its own rate is not in the estimate"
+        )
+    lines += [f"limited by: {plain['bound']}", "", f"why: {split.why}"]
+    if split.faster:
+        lines.append(
+            f"note: pipeline.split = {plain['faster_split']} would take {split.faster[1]:.3f} s "
+            "per step: the last stage also computes the head. Set it in the settings to use it; "
+            "its cuts lie elsewhere"
+        )
+    if window:
+        lines.append(
+            f"note: with pipeline.window = {window[0]} a step would take {window[1]:.3f} s: more "
+            "microbatches in flight hide more of the delays"
+        )
+    lines.append(
+        f"estimate: {seconds:.3f} s per step, {split.tokens_per_s:,.0f} tokens/s, "
+        f"{duration(seconds * steps)} for {steps:,} steps, not counting start, validations and "
+        "checkpoints"
+    )
+    if split.even is None:
+        lines.append(
+            "even split in the listed order: does not fit into the peers' memory with "
+            f"{split.simulation.schedule.window} microbatches in flight"
+        )
+    else:
+        gain = split.even.step_seconds / seconds
+        same = abs(gain - 1) < 0.0005
+        lines.append(
+            f"even split in the listed order: {split.even.step_seconds:.3f} s per step, "
+            f"{plain['even_tokens_per_s']:,.0f} tokens/s; "
+            f"{'the same' if same else f'the chosen one is {gain:.2f}x as fast'}"
+        )
+    return "\n".join(lines)

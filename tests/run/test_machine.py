@@ -1,0 +1,102 @@
+"""What a machine has to give: measured here or in a process of its own, or listed in a file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.errors import ConfigError
+from thinwire.run import machine
+from thinwire.run.machine import Machine, free_disk, load_peers, matmul_rate, measure_machine
+
+CPU = torch.device("cpu")
+
+
+def test_a_machine_is_measured(tmp_path: Path) -> None:
+    found = measure_machine("cpu", tmp_path / "not" / "there")
+    assert found.device.startswith("cpu (") and found.memory_bytes > 1e7
+    assert found.tflops > 1e-6 and found.bf16_tflops > 1e-6 and found.mbps_up == 0
+    assert found.disk_gb * 1e9 == pytest.approx(free_disk(tmp_path), rel=0.2)
+    assert 1e6 < matmul_rate(CPU, "fp64", seconds=0.02) < 1e15
+
+
+def test_a_process_of_its_own_tells_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it measures a GPU, on whose memory it must leave nothing. It imports nothing from the
+    current folder.
+    """
+    (tmp_path / "torch.py").write_text("raise SystemExit('this is not torch')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("thinwire.engine.build.choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(machine, "device_name", str)
+    found = measure_machine("cpu", tmp_path)
+    assert found.device.startswith("cpu (") and found.tflops > 1e-6
+
+
+def test_a_machine_in_words() -> None:
+    bare = Machine(device="cpu (8 threads)", tflops=0.25, bf16_tflops=0.1, memory_gb=8, disk_gb=1)
+    assert bare.describe() == (
+        "cpu (8 threads): 250.0 GFLOP/s, in bf16 100.0 GFLOP/s; 8.0 GB of memory and 1.0 GB of "
+        "disk are free"
+    )
+    linked = Machine(tflops=0.25, mbps_up=20.0, mbps_down=90.0, latency_ms=15.0)
+    assert linked.describe().endswith("; to the host 20 Mbit/s up, 90 down, 30 ms round trip")
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"meminfo": "MemTotal: 9 kB\nMemAvailable: 5 kB\n"}, 5 * 1024),
+        ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "max", "memory.current": "1"}, 5 * 1024),
+        ({"meminfo": "MemAvailable: 5 kB\n", "memory.max": "900", "memory.current": "200"}, 700),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves(
+    files: dict[str, str], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert machine.free_memory(CPU) == free
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "none")
+    assert machine.free_memory(CPU) > 0
+
+
+GOOD = 'name = "a"\ntflops = 1\nmemory_gb = 1\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "lists no peers"),
+        ("[[peers]]\n", 'unknown key "peers"; did you mean "peer"'),
+        ("peer = 3", "lists no peers"),
+        ("peer = [3]", r"peer\[0\] must be a table"),
+        (f"[[peer]]\n{GOOD}[[peer]]\n{GOOD}", 'two peers are called "a"'),
+        ('[[peer]]\nname = "a"\nmemory_gb = 1', r"peer\[0\] lacks tflops"),
+        ("[[peer]]\ntflops = 1\nmemory_gb = 1", r"peer\[0\] lacks name"),
+        (f"[[peer]]\n{GOOD}mbps = 3", r'unknown key.*peer\[0\]\.mbps".*did you mean "mbps_up"'),
+        (f"[[peer]]\n{GOOD}mbps_up = -3", "mbps_up = -3.0 must be at least 0"),
+        ('[[peer]]\nname = "a"\ntflops = 0\nmemory_gb = 1', "tflops = 0.0 must be above 0"),
+        (f'[[peer]]\n{GOOD}reachable = "yes"', "reachable must be true or false"),
+        (f"[[peer]]\n{GOOD}latency_ms = nan", "must be a finite number"),
+        (f"[[peer]]\n{GOOD}disk_gb = 1e10", r"must have numbers from 0 to 1e\+09"),
+        ("[[peer]", "is not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_named(text: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "peers.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named) as refusal:
+        load_peers(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_shown_how_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)does not exist: write it.*\[\[peer\]\]") as refusal:
+        load_peers(tmp_path / "none.toml")
+    shown = str(refusal.value).partition("such as\n")[2]
+    (tmp_path / "peers.toml").write_text(shown)
+    assert [p.name for p in load_peers(tmp_path / "peers.toml")] == ["ana"]
