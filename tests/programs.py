@@ -50,7 +50,7 @@ class Program:
 
     def forking(self) -> list[int]:
         """The process that imports for all stages and forks them, where there are several."""
-        return self._running("thinwire.run.forking")
+        return self._running("thinwire.run.processes")
 
     def _running(self, module: str) -> list[int]:
         return [pid for pid in _children(self.process.pid) if _runs(pid, module)]

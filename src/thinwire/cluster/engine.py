@@ -26,9 +26,9 @@ from thinwire.run.claim import claim_folder
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
 from thinwire.run.explosion import LossWatch, watch_losses
-from thinwire.run.messages import Finished, Ready, pack, unpack
 from thinwire.run.peer import versions
 from thinwire.run.prepare import describe, prepare_data
+from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import heeding
@@ -192,13 +192,12 @@ class Rank:
     def _gather(self, said: Said) -> Said:
         """What all stages say, in their order, where the record is kept."""
         is_twin = self._world.replica > 0  # its stages are told of by the first replica
-        lines = [] if is_twin else [f"{stage} ".encode() + pack(m) for stage, m in said]
+        lines = [] if is_twin else [pack(Envelope(m, stage)) for stage, m in said]
         heard = self._world.gather(
             b"".join(len(line).to_bytes(4, "little") + line for line in lines)
         )
-        found = [line for text in heard for line in _cut_up(text)]
-        messages = [line.partition(b" ")[::2] for line in found]
-        return sorted(((int(stage), unpack(m)) for stage, m in messages), key=lambda pair: pair[0])
+        found = [unpack(line, FROM_PEER) for text in heard for line in _cut_up(text)]
+        return sorted(((e.stage, e.message) for e in found), key=lambda pair: pair[0])
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The step under way is finished and saved; torchrun ends whoever takes too long."""

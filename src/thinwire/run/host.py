@@ -588,9 +588,7 @@ class HostedPeers(Peers):
         for stage in stages:
             if (states := self._states) is not None:
                 stream = stream_name("state", stage, generation)
-                self._streams.serve(
-                    stream, name, lambda pipe, stage=stage: states.serve(pipe, stage)
-                )
+                self._streams.serve(stream, name, partial(states.serve, stage=stage))
             threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
 
     def _serve_tokens(self, stage: int, name: str) -> None:

@@ -122,9 +122,7 @@ class Members:
         self._listener, self._book, self._outage = listener, book, outage
         self._origins, self._cut = {} if origins is None else origins, cut
         self._members: dict[str, Member] = {}
-        self._streams: dict[
-            tuple[str, bytes], queue.SimpleQueue[Pipe]
-        ] = {}  # by member and session
+        self._streams: dict[tuple[str, bytes], queue.SimpleQueue[Pipe]] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
         self._farewell = Dismiss("the host ended; join again when it is back", in_order=True)
@@ -257,8 +255,9 @@ class Members:
             if known is not None:
                 known.put(pipe)
                 return
-            self._streams[name, session] = connections = queue.SimpleQueue()
-        self._open(self._members[name], session, connections, pipe)
+            more: queue.SimpleQueue[Pipe] = queue.SimpleQueue()
+            self._streams[name, session] = more
+        self._open(self._members[name], session, more, pipe)
 
     def _open(
         self, member: Member, session: bytes, more: "queue.SimpleQueue[Pipe]", first: Pipe

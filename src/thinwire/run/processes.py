@@ -166,7 +166,7 @@ def _python(
 def _fork_all(
     stages: list[StageProcess],
     theirs: list[socket.socket],
-    outputs: list[BinaryIO],
+    outputs: Sequence[BinaryIO],
     module: str,
 ) -> None:
     read, write = os.pipe()
