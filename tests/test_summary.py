@@ -13,7 +13,7 @@ import pytest
 from thinwire.engine.reports import Counts, Evaluation, Moved, StageCosts, Step
 from thinwire.folders import next_free_name
 from thinwire.run.ledger import Ledger, bits_per_byte
-from thinwire.run.messages import Ready
+from thinwire.run.protocol import Ready
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import network_of

@@ -25,12 +25,13 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Event, Said, StopAsked
-from thinwire.run.messages import Assign, Finished, Hello, Linked, Ready
+from thinwire.run.peers import lead
 from thinwire.run.proof import open_newest, read_proof
+from thinwire.run.protocol import Finished, Linked, Ready
 from thinwire.run.record import RunRecord
 from thinwire.run.resume import open_resume
-from thinwire.run.signals import Interrupted
-from thinwire.train import follow, stopping, train
+from thinwire.run.signals import Interrupted, stopping
+from thinwire.train import train
 
 BF16_CHECK = "torch.ops.mkldnn._is_mkldnn_bf16_supported"
 
@@ -78,7 +79,6 @@ class Replay:
         stages = range(len(outcome.workers))
         ready = [Ready("", **worker.describe()) for worker in outcome.workers]
         self.start: list[Event] = [
-            *(Said(stage, Hello(stage, {})) for stage in stages),
             *(Said(stage, ready[stage]) for stage in stages),
             *(Said(stage, Linked()) for stage in stages),
         ]
@@ -129,13 +129,15 @@ class Run:
     def __init__(self, settings: Any, folder: Path, corpus: Corpus, peers: Replay):
         self.stream = StringIO()
         self.folder, self.peers = folder, peers
-        assign = Assign(settings.to_plain(), str(corpus.folder), str(folder), "")
-        self.coordinator = Coordinator(settings.pipeline.stages, 100.0, assign)
+        self.coordinator = Coordinator(settings.pipeline.stages, 100.0)
         folder.mkdir(exist_ok=True)
         self.record = RunRecord(settings, folder, corpus, None, PlainDisplay(self.stream))
 
     def follow(self) -> None:
-        follow(self.coordinator, self.peers, self.record)
+        try:
+            lead(self.coordinator, self.peers, self.record.carry_out)
+        finally:
+            self.record.close()
 
     def finish(self, started: float = 0.0) -> dict[str, Any]:
         return self.record.finish(self.peers.control_bytes(), self.coordinator.stop_asked, started)

@@ -25,16 +25,8 @@ from thinwire.run.events import (
     StopAsked,
     Tick,
 )
-from thinwire.run.messages import (
-    Assign,
-    Failed,
-    FromPeer,
-    Hello,
-    Linked,
-    Ready,
-)
+from thinwire.run.protocol import Failed, Linked, OfStage, Ready
 
-ASSIGN = Assign({}, "/corpus", "/run", "")
 METERS: Meters = {"cut-0": {"sent": {}, "received": {}}}
 
 
@@ -72,6 +64,10 @@ def part(stage: int, number: int, memory: str = "") -> ShardWritten:
     return ShardWritten(number, Versions(number, 0), shard, {"0": {"forward": memory}})
 
 
+def ready(stage: int) -> Ready:
+    return Ready(f"at-{stage}", "", "cpu", {"torch": "2"})
+
+
 class Lead:
     """A coordinator of two stages, with the time and all that it has asked for."""
 
@@ -79,24 +75,25 @@ class Lead:
         self, patience: float = 100.0, parts_travel: bool = False, course: Course | None = None
     ):
         self.now = 1000.0
-        self.coordinator = Coordinator(2, patience, ASSIGN, parts_travel, course=course)
+        self.coordinator = Coordinator(2, patience, parts_travel=parts_travel, course=course)
 
     def on(self, event: Event, after: float = 0.0) -> list[Command]:
         self.now += after
         return self.coordinator.on(event, self.now)
 
-    def say(self, stage: int, *messages: FromPeer) -> list[Command]:
+    def say(self, stage: int, *messages: OfStage) -> list[Command]:
         return [command for m in messages for command in self.on(Said(stage, m))]
 
-    def all_say(self, *messages: FromPeer) -> list[Command]:
+    def all_say(self, *messages: OfStage) -> list[Command]:
         return [command for stage in (0, 1) for command in self.say(stage, *messages)]
 
     def until(self, phase: Phase) -> "Lead":
         """Bring the run to a phase in the ordinary way."""
         ways: dict[Phase, Callable[[], object]] = {
-            Phase.GATHERING: lambda: None,
-            Phase.BUILDING: lambda: [self.say(s, Hello(s, {"torch": "2"})) for s in (0, 1)],
-            Phase.LINKING: lambda: [self.say(s, Ready(f"at-{s}", "", "cpu")) for s in (0, 1)],
+            Phase.BUILDING: lambda: None,
+            Phase.LINKING: lambda: [
+                self.say(s, Ready(f"at-{s}", "", "cpu", {"torch": "2"})) for s in (0, 1)
+            ],
             Phase.TRAINING: lambda: self.all_say(Linked()),
             Phase.STOPPING: lambda: self.on(StopAsked()),
             Phase.SETTLING: lambda: self.on(Exited(1, -9)),

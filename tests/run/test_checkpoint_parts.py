@@ -26,9 +26,9 @@ from thinwire.run.events import (
     StopAsked,
     Tick,
 )
-from thinwire.run.messages import (
+from thinwire.run.protocol import (
     Finished,
-    FromPeer,
+    OfStage,
 )
 from thinwire.run.signals import Interrupted
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_is_complete_when_all_stages_have_written_it() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_failed_part_waits_for_the_others(first: int) -> None:
     lead = Lead().until(Phase.TRAINING)
-    parts: list[FromPeer] = [ShardFailed(2, "disk full"), part(1, 2)]
+    parts: list[OfStage] = [ShardFailed(2, "disk full"), part(1, 2)]
     assert lead.say(first, parts[first]) == [], "the other stage may be writing still"
     assert lead.say(1 - first, parts[1 - first]) == [Discard(2, "disk full")]
     assert lead.coordinator.phase is Phase.TRAINING

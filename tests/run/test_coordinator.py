@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from leading import ASSIGN, METERS, Lead, failed, part, step
+from leading import METERS, Lead, failed, part, step
 
 from thinwire.engine.reports import (
     Evaluation,
@@ -32,30 +32,27 @@ from thinwire.run.events import (
     Tell,
     Tick,
 )
-from thinwire.run.messages import (
+from thinwire.run.pacing import TOLD_A_MINUTE
+from thinwire.run.protocol import (
+    Chosen,
     Connect,
     Finished,
-    FromPeer,
-    Hello,
+    Leaving,
     LinkDown,
     Linked,
     LinkUp,
+    OfStage,
     Pulse,
     Ready,
     Start,
     Stop,
 )
-from thinwire.run.pace import TOLD_A_MINUTE
 from thinwire.run.signals import Interrupted
 
 
-def test_a_run_from_the_first_hello_to_the_last_goodbye() -> None:
+def test_a_run_from_its_layers_to_the_last_goodbye() -> None:
     lead = Lead()
-    assert lead.say(1, Hello(1, {"torch": "other"})) == [Starting(1, "stages are running")]
-    assert lead.say(0, Hello(0, {"torch": "2"})) == [
-        Starting(2, "stages are running"), Tell(0, ASSIGN), Tell(1, ASSIGN),
-    ]  # fmt: skip
-    ready = [Ready("at-0", "0..1", "cpu"), Ready("", "2..3", "cpu")]
+    ready = [Ready("at-0", "0..1", "cpu", {"torch": "2"}), Ready("", "2..3", "cpu")]
     assert lead.say(0, ready[0]) == [Starting(1, "stages have their layers")]
     assert lead.say(1, ready[1]) == [
         Starting(2, "stages have their layers"), Tell(0, Connect("")), Tell(1, Connect("at-0")),
@@ -107,16 +104,6 @@ def test_a_control_stream_that_is_away_is_told_and_no_failure() -> None:
     assert lead.coordinator.phase is Phase.TRAINING
 
 
-def test_stages_learn_each_others_certificates_where_they_show_any() -> None:
-    lead = Lead().until(Phase.BUILDING)
-    lead.say(0, Ready("at-0", "", "cpu", "certificate of 0"))
-    told = lead.say(1, Ready("", "", "cpu"))  # who shows none will not be believed
-    shown = ["certificate of 0", ""]
-    assert told[-2:] == [
-        Tell(0, Connect("", certificates=shown)), Tell(1, Connect("at-0", certificates=shown)),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])
 def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
     lead = Lead().until(phase)
@@ -133,7 +120,7 @@ def test_an_outage_is_told_and_recorded_and_is_no_failure(phase: Phase) -> None:
     assert "stage 0 broke the contract" in str(error) and "of cut 0" in str(error)
 
 
-@pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.BUILDING, Phase.LINKING])
+@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.LINKING])
 def test_before_training_a_request_to_stop_leaves_at_once(phase: Phase) -> None:
     lead = Lead().until(phase)
     assert isinstance(lead.ended(lead.on(StopAsked())).error, Interrupted)
@@ -192,7 +179,7 @@ BREACH = Lost(1, "a 'step' message has no field 'loss'", in_breach=True)
 
 @pytest.mark.parametrize(
     "phase",
-    [Phase.GATHERING, Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
+    [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
 )
 @pytest.mark.parametrize(
     ("event", "words", "culprit"),
@@ -269,12 +256,12 @@ def test_last_words_may_be_heard_after_the_end_of_a_process() -> None:
 @pytest.mark.parametrize(
     ("phase", "said"),
     [
-        (Phase.GATHERING, [Ready("", "", "cpu")]),
-        (Phase.GATHERING, [step(1, 0)]),
-        (Phase.GATHERING, [Hello(1, {}), Hello(1, {})]),
-        (Phase.GATHERING, [Hello(1, {}), Ready("", "", "cpu")]),
+        (Phase.BUILDING, [step(1, 0)]),
+        (Phase.BUILDING, [Ready("", "", "cpu"), Ready("", "", "cpu")]),
         (Phase.BUILDING, [Linked()]),
-        (Phase.BUILDING, [Hello(1, {})]),
+        (Phase.BUILDING, [Chosen(1)]),
+        (Phase.TRAINING, [Chosen(1)]),
+        (Phase.TRAINING, [Leaving()]),
         (Phase.LINKING, [Linked(), step(1, 0)]),
         (Phase.LINKING, [Finished(METERS)]),
         (Phase.TRAINING, [Linked()]),
@@ -282,9 +269,7 @@ def test_last_words_may_be_heard_after_the_end_of_a_process() -> None:
         (Phase.STOPPING, [Ready("", "", "cpu")]),
     ],
 )
-def test_a_message_that_is_not_due_is_its_sender_s_error(
-    phase: Phase, said: list[FromPeer]
-) -> None:
+def test_a_message_that_is_not_due_is_its_sender_s_error(phase: Phase, said: list[OfStage]) -> None:
     lead = Lead().until(phase)
     lead.say(1, *said)
     end = lead.settled()
@@ -295,8 +280,8 @@ def test_a_message_that_is_not_due_is_its_sender_s_error(
 
 def test_a_message_that_cannot_be_meant_is_its_sender_s_error_in_any_phase() -> None:
     lead = Lead()
-    lead.say(0, Hello(1, {}))
-    assert "stage 0 sent a 'hello' message as stage 1" in str(lead.settled().error)
+    lead.say(0, LinkDown(0, "it is not mine"))
+    assert "stage 0 sent a LinkDown message of cut 0" in str(lead.settled().error)
     lead = Lead().until(Phase.SETTLING)
     lead.say(0, failed("x", accuses=(7,)))
     assert "stage 0 broke the contract" in str(lead.settled().error)
@@ -312,7 +297,7 @@ def pulses(lead: Lead, seconds: float, doing: dict[int, str]) -> Iterable[Comman
 
 @pytest.mark.parametrize(
     "phase",
-    [Phase.GATHERING, Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
+    [Phase.BUILDING, Phase.LINKING, Phase.TRAINING, Phase.STOPPING],
 )
 def test_a_stage_that_falls_silent_is_told_of_and_ends_every_phase(phase: Phase) -> None:
     lead = Lead(patience=100.0).until(phase)
@@ -335,13 +320,13 @@ def test_a_coordinator_that_was_suspended_blames_nobody_for_it() -> None:
 def test_where_the_run_stands_is_told_at_any_time() -> None:
     lead = Lead()
     lead.on(Tick())
-    lead.say(0, Hello(0, {}), Pulse(1, "builds its layers"))
+    lead.say(0, Ready("", "", "cpu"), Pulse(1, "waits for the others"))
     for _ in range(12):
         lead.on(Tick(), 1.0)
     assert lead.coordinator.waiting_for() == [1]
     assert lead.coordinator.reasons() == [
-        "the run waits for processes to report, for 12 s; still missing: stage 1",
-        "stage 0 builds its layers, for 12 s",
+        "the run waits for layers to be built, for 12 s; still missing: stage 1",
+        "stage 0 waits for the others, for 12 s",
         "stage 1 has said nothing yet, for 12 s",
     ]
     lead = Lead().until(Phase.TRAINING)

@@ -9,11 +9,11 @@ from leading import METERS, Lead, part, step
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Phase
 from thinwire.run.events import Commit, End, StopAsked
-from thinwire.run.messages import Finished, FromPeer
+from thinwire.run.protocol import Finished, OfStage
 from thinwire.settings import Settings
 
 END = Finished(METERS)
-Script = list[tuple[int, FromPeer]]
+Script = list[tuple[int, OfStage]]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from leading import ASSIGN, Lead, step
+from leading import Lead, step
 
 from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
@@ -18,7 +18,7 @@ from thinwire.engine.reports import Evaluation
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import Command, Exploded, Recovered, Say, Tell
 from thinwire.run.explosion import LATEST, STRETCH, LossWatch
-from thinwire.run.messages import Stop
+from thinwire.run.protocol import Stop
 
 LOGS = Path(__file__).parents[2] / "lab" / "src" / "thinwire_lab" / "logs"
 
@@ -110,7 +110,7 @@ def test_overfitting_and_what_is_not_finite_are_no_explosion() -> None:
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_run_stops_where_it_explodes_if_that_is_asked_for(stops: bool) -> None:
     lead = Lead()
-    lead.coordinator = Coordinator(2, 100.0, ASSIGN, losses=LossWatch(stops))
+    lead.coordinator = Coordinator(2, 100.0, losses=LossWatch(stops))
     lead.until(Phase.TRAINING)
     for number, loss in enumerate((4.26, 71.0)):
         lead.say(0, step(0, number))

@@ -6,32 +6,30 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from programs import gone
 from thinwire.errors import StageError
-from thinwire.run import spawn
-from thinwire.run.order import Order
-from thinwire.run.spawn import StageProcess, end, forks, spawn_all
-from thinwire.wire import Authority
+from thinwire.run import processes
+from thinwire.run.processes import StageProcess, forks, start_processes
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(not forks("cpu"), reason="stages are forked on Linux alone")
 
 STAGE = """
-import json, os, sys, threading
+import os, socket, threading
 print("imported by", os.getpid())
 
 def main():
-    order = json.loads(sys.stdin.readline())
-    print("stage", order["stage"], "is", os.getpid(), flush=True)
+    end = socket.socket(fileno=os.dup(0))
+    stage = int(end.recv(1))
+    print("stage", stage, "is", os.getpid(), flush=True)
     assert threading.active_count() == 1
     open_files = sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1]
     print("files", open_files, flush=True)
-    sys.stdin.read()
-    os._exit(10 + order["stage"])
+    assert end.recv(1) == b""
+    os._exit(10 + stage)
 """
 
 
@@ -39,19 +37,20 @@ def main():
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     """Starts stages of a module with this text; what is left of them ends with the test."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    issue, started = Authority.create("test").issue, []
+    started: list[StageProcess] = []
 
     def start(text: str = STAGE, count: int = 3, fork: bool = True) -> Sequence[StageProcess]:
         (tmp_path / "stage_of_a_test.py").write_text(text)
-        orders = [Order(stage, "", issue(f"stage-{stage}")) for stage in range(count)]
         logs = [tmp_path / f"{stage}.log" for stage in range(count)]
-        processes = spawn_all(orders, logs, "stage_of_a_test", fork)
-        started.extend(processes)
-        return processes
+        stages = start_processes(logs, "stage_of_a_test", fork)
+        started.extend(stages)
+        for number, stage in enumerate(stages):
+            stage.ours.sendall(str(number).encode())
+        return stages
 
     yield start
     for process in started:
-        end(process)
+        process.end()
 
 
 def said(log: Path, words: str) -> str:
@@ -75,9 +74,9 @@ def test_each_stage_has_its_own_order_log_and_end(start: Callable, tmp_path: Pat
         text = said(tmp_path / f"{number}.log", "files")
         assert f"stage {number} is" in text
         assert ("imported" in text) == (number == 0)  # once, for all
-        assert "files [0, 1, 2]" in text  # not those of others
+        assert "files [0, 1, 2, 3]" in text  # not those of others
     for number in (1, 0):
-        stages[number].stdin.close()
+        stages[number].ours.close()
         assert stages[number].wait(PATIENCE) == stages[number].poll() == 10 + number
     assert stages[2].poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -122,26 +121,18 @@ def test_an_error_of_a_stage_is_in_its_log(start: Callable, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fork", [True, False])
 def test_where_one_log_cannot_be_written_no_stage_is_left(
-    fork: bool, start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork: bool, start: Callable, tmp_path: Path
 ) -> None:
     (tmp_path / "1.log").mkdir()
-    run, processes = spawn.run, []
-
-    def run_and_keep(output: BinaryIO, module: str) -> subprocess.Popen[bytes]:
-        processes.append(run(output, module))
-        return processes[-1]
-
-    monkeypatch.setattr(spawn, "run", run_and_keep)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
-        with pytest.raises(StageError, match=r"stage 1 cannot be started with its log in .*1\.log"):
+        with pytest.raises(StageError, match=r"cannot be started with its log in .*1\.log"):
             start(fork=fork)
     assert len(os.listdir("/proc/self/fd")) < before + 10  # of tests before, some may close now
-    assert [process.poll() for process in processes] == ([] if fork else [-signal.SIGKILL] * 10)
 
 
 def test_stages_for_a_gpu_are_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "GPU_DRIVERS", (str(tmp_path / "driver"),))
+    monkeypatch.setattr(processes, "GPU_DRIVERS", (str(tmp_path / "driver"),))
     assert [forks(device) for device in ("cpu", "auto", "cuda", "mps")] == [
         True,
         True,
@@ -150,7 +141,7 @@ def test_stages_for_a_gpu_are_not_forked(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     (tmp_path / "driver").touch()
     assert [forks(device) for device in ("cpu", "auto", "cuda")] == [True, False, False]
-    monkeypatch.setattr(spawn.sys, "platform", "darwin")
+    monkeypatch.setattr(processes.sys, "platform", "darwin")
     assert not forks("cpu")
 
 
@@ -158,5 +149,5 @@ def test_without_a_fork_each_stage_imports_for_itself(start: Callable, tmp_path:
     stages = start(STAGE + "\nif __name__ == '__main__':\n    main()", count=2, fork=False)
     for number in range(2):
         assert "imported" in said(tmp_path / f"{number}.log", "files")
-        stages[number].stdin.close()
+        stages[number].ours.close()
         assert stages[number].wait(PATIENCE) == 10 + number

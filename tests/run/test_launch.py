@@ -3,11 +3,10 @@
 import contextlib
 import os
 import queue
-import subprocess
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -15,29 +14,32 @@ from thinwire.data import Corpus
 from thinwire.engine.reports import Step
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run import coordinator as coordinator_module
-from thinwire.run import spawn
-from thinwire.run.control import Channel
+from thinwire.run import processes
+from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Record, Said, StopAsked, Suspect
-from thinwire.run.hearing import MOST_UNHEARD, Hearing
-from thinwire.run.launch import LocalPeers
-from thinwire.run.messages import Assign, Finished, FromPeer, LinkDown, LinkUp, Pulse, Stop
-from thinwire.run.pace import AT_ONCE, Pace
-from thinwire.run.peers import lead
+from thinwire.run.pacing import AT_ONCE, Pace
+from thinwire.run.peers import LocalPeers, lead, neighbours
+from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
 
 
 @pytest.fixture
 def make_peers(
-    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_settings: Callable[..., Settings],
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., LocalPeers]]:
     """Peers whose processes are ended with the test."""
     monkeypatch.setattr(coordinator_module, "SETTLE_SECONDS", 0.05)
     made: list[LocalPeers] = []
 
-    def make(**changes: object) -> LocalPeers:
-        made.append(LocalPeers(make_settings(**changes), tmp_path / "run"))
+    def make(resume: str = "", peers: int = 0, **changes: object) -> LocalPeers:
+        settings, folder = make_settings(**changes), tmp_path / "run"
+        order = Order([], {}, settings.to_plain(), str(corpus.folder), str(folder), resume)
+        made.append(LocalPeers(settings, folder, order, peers))
         return made[-1]
 
     yield make
@@ -46,13 +48,9 @@ def make_peers(
 
 
 @pytest.fixture
-def coordinate(
-    make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
-) -> Callable[..., Coordinator]:
-    def make(resume: str = "", **changes: object) -> Coordinator:
-        settings = make_settings(**changes)
-        assign = Assign(settings.to_plain(), str(corpus.folder), str(tmp_path / "run"), resume)
-        return Coordinator(settings.pipeline.stages, 100.0, assign)
+def coordinate(make_settings: Callable[..., Settings]) -> Callable[..., Coordinator]:
+    def make(**changes: object) -> Coordinator:
+        return Coordinator(make_settings(**changes).pipeline.stages, 100.0)
 
     return make
 
@@ -61,37 +59,27 @@ def suspect(stage: int, known: bool, trace: str = "") -> Suspect:
     return Suspect(1, stage, "failed", "odd", known, trace)
 
 
-def ignore(command: Command) -> None:
+def ignore(command: object) -> None:
     """For a run that ends before anything is to be kept."""
 
 
-def test_only_an_unforeseen_error_shows_its_log(make_peers: Callable, tmp_path: Path) -> None:
-    peers = make_peers()
-    log = tmp_path / "run" / "logs" / "stage-1.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("Traceback (most recent call last):\n  a line\x1b[2J of ours\n")
-    assert peers.last_words(suspect(1, known=True)) == f"\n  its log is {log}"
-    unknown = peers.last_words(suspect(1, known=False))
-    assert f"last lines of {log}" in unknown and "| Traceback" in unknown and "\x1b" not in unknown
-
-
-def test_a_traceback_is_shown_though_the_log_is_lost(make_peers: Callable) -> None:
+def test_only_an_unforeseen_error_shows_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "stage-1.log"
+    process = processes.StageProcess(socket.socketpair()[0], log)
     trace = "Traceback (most recent call last):\n  a line of ours\n"
-    text = make_peers().last_words(suspect(0, known=False, trace=trace))
-    assert "its last output:\n  | Traceback" in text and "  |   a line of ours" in text
+    assert "its last output:\n  | Traceback" in process.last_lines(trace), "the log is lost"
+    log.write_text("Traceback (most recent call last):\n  a line\x1b[2J of ours\n")
+    text = process.last_lines("")
+    assert f"last lines of {log}" in text and "| Traceback" in text and "\x1b" not in text
 
 
-def test_a_stage_that_has_left_is_told_nothing(make_peers: Callable) -> None:
-    """It is about to be heard that it has finished: no error of ours."""
-    peers = make_peers()
-    ours, theirs = memory_pair()
-    peers._channels[0] = Channel(ours, "control of stage 0", FromPeer)
-    peers._accepting = [peers._begin(lambda: None)]
-    Channel(theirs, "control", FromPeer).close()
-    with pytest.raises(WireError, match="said goodbye"):  # as soon as the goodbye has come
-        while True:
-            peers._channels[0].send(Stop())
-    peers.tell(0, Stop())
+def test_stages_are_held_by_neighbours() -> None:
+    assert neighbours(4, 4) == [[0], [1], [2], [3]]
+    assert neighbours(4, 1) == [[0, 1, 2, 3]]
+    assert neighbours(5, 2) == [[0, 1], [2, 3, 4]]
+    for peers in (0, 5):
+        with pytest.raises(ConfigError, match="are held by 1 to 4 peers"):
+            neighbours(4, peers)
 
 
 def test_stages_start_in_any_folder_and_account_for_every_byte(
@@ -144,13 +132,12 @@ def test_a_full_disk_under_the_logs_hides_no_reason(
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs / "stage-0.log").symlink_to("/dev/full")
-    peers = make_peers(pipeline__stages=1)
+    peers = make_peers(resume=str(tmp_path / "absent"), pipeline__stages=1)
     peers.start()
-    coordinator = coordinate(resume=str(tmp_path / "absent"), pipeline__stages=1)
     with pytest.raises(
         StageError, match=r"failed at the start: there is no checkpoint at .*absent"
     ):
-        lead(coordinator, peers, ignore)
+        lead(coordinate(pipeline__stages=1), peers, ignore)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -163,17 +150,9 @@ def test_a_stage_that_cannot_start_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A real process that is dead before its order is written, and one that never was."""
-    monkeypatch.setattr(spawn.sys, "executable", program)
+    monkeypatch.setattr(processes.sys, "executable", program)
     peers = make_peers(pipeline__stages=stages)
-    run = spawn.run
-
-    def run_and_die(output: BinaryIO, module: str) -> subprocess.Popen[bytes]:
-        process = run(output, module)
-        process.wait()
-        return process
-
-    monkeypatch.setattr(spawn, "run", run_and_die)
-    with pytest.raises(StageError, match=r"stage [01] (died at the start|cannot be started)"):
+    with pytest.raises(StageError, match=r"stage [01a]? ?(died at the start|cannot be started)"):
         peers.start()
         lead(coordinate(pipeline__stages=stages), peers, ignore)
 
@@ -182,8 +161,8 @@ def test_a_flood_of_messages_ends_with_its_own_stream() -> None:
     """Without end it would keep the coordinator from hearing anyone else."""
     ours, theirs = memory_pair(limit=4)
     heard, lost = Hearing(2), queue.SimpleQueue[ThinwireError]()
-    hear = Channel(ours, "control of stage 1", FromPeer, lambda m: heard.hear(1, m), lost.put)
-    flooding, sent = Channel(theirs, "flood", FromPeer), 0
+    hear = Channel(ours, "stage 1", FROM_PEER, lambda m: heard.hear(1, m.message), lost.put)
+    flooding, sent = Channel(theirs, "flood", FROM_PEER, ignore, ignore), 0
     with contextlib.suppress(WireError):
         for sent in range(100 * AT_ONCE):
             flooding.send(LinkDown(0, "x") if sent % 2 else LinkUp(0, 0.1))
@@ -211,8 +190,8 @@ def test_a_stage_that_talks_without_end_is_held_back_at_its_own_end() -> None:
     """What waits to be heard is bounded, for each stage; notes of our own never wait."""
     ours, theirs = memory_pair(limit=4)
     heard = Hearing(2)
-    Channel(ours, "control of stage 1", FromPeer, lambda message: heard.hear(1, message))
-    flooding = Channel(theirs, "flood", FromPeer)
+    Channel(ours, "stage 1", FROM_PEER, lambda said: heard.hear(1, said.message), ignore)
+    flooding = Channel(theirs, "flood", FROM_PEER, ignore, ignore)
     total = 4 * MOST_UNHEARD
     for number in range(total):
         flooding.send(Pulse(number, "floods"))

@@ -19,8 +19,8 @@ from thinwire.errors import StageError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Command, Event, Said
-from thinwire.run.messages import Ready
 from thinwire.run.peer import Peer
+from thinwire.run.protocol import Ready
 from thinwire.settings import Settings
 from thinwire.train import train
 from thinwire.wire import LastingPipe, Pipe, memory_pair

@@ -8,7 +8,7 @@ import itertools
 from enum import Enum
 from typing import Any
 
-from thinwire.engine.reports import Agreements, Evaluation, ShardFailed, ShardWritten, Step
+from thinwire.engine.reports import Agreements, Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import StageError, WireError
 from thinwire.run.blame import Evidence, blame
 from thinwire.run.conduct import MOST_MICROBATCHES, Course, PeerConduct
@@ -250,7 +250,7 @@ class Coordinator:
         if self.phase in _ROUNDS:
             is_due = type(message) is _ROUNDS[self.phase][0]
         else:
-            is_due = not isinstance(message, Ready | Linked)
+            is_due = isinstance(message, Report | Finished)
         if not is_due or stage not in self.waiting_for():
             raise WireError(
                 f"stage {stage} sent a {type(message).__name__} message while the run "

@@ -375,6 +375,8 @@ class Ledger:
         tokens = self._times.steps * self.settings.tokens_per_step
         rows, busy = [], self._uplinks_busy()
         for cut, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
+            if not forward + backward:
+                continue  # within a process, where nothing is sent
             dense = BF16_BYTES * stream_width(self.settings, cut)
             codecs = self.settings.codec.names(cut)
             rows.append(

@@ -276,7 +276,7 @@ class Members:
         def hear(said: Envelope) -> None:
             with self._changed:
                 counts = member.channel is channel
-            if not counts and isinstance(said.message, Hello):
+            if not counts and isinstance(said.message, Hello) and said.stage == OF_NO_STAGE:
                 counts = self._replace(member, channel, said.message)
                 member.origin = origin if counts else member.origin
             if counts:
@@ -371,7 +371,7 @@ class Members:
             member.pace.count()
         with self._changed:
             member.heard = time.monotonic()
-            match said.message:
+            match said.message if said.stage == OF_NO_STAGE else None:
                 case Hello() as hello:
                     member.hello, member.since, member.is_leaving = hello, time.monotonic(), False
                     member.why_unfit = member.set_aside or _other_version(hello.versions)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from thinwire.errors import StageError, printable
+from thinwire.errors import ConfigError, StageError, printable
 
 LOG_LINES = 12
 TRAINING = "thinwire.run.peer"  # the module that a process of stages runs, to train
@@ -120,13 +120,18 @@ def start_processes(
     """Start a process for each of these logs, by itself or forked from one, each on the thread
     that also ends it. If one cannot be started, none is left.
     """
+    for folder in {log.parent for log in logs}:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot create the folder {folder} for the stages' logs: {error}"
+            raise ConfigError(what) from error
     started: list[StageProcess] = []
     theirs: list[socket.socket] = []
     with contextlib.ExitStack() as files:
         try:
             outputs = []
             for log in logs:
-                log.parent.mkdir(parents=True, exist_ok=True)
                 outputs.append(files.enter_context(log.open("ab")))
                 ours, end = socket.socketpair()
                 theirs.append(files.enter_context(end))
@@ -141,10 +146,9 @@ def start_processes(
                 if process.process is not None:
                     process.end()
                 process.ours.close()
-            where = logs[len(started) - 1] if started else logs[0]
-            raise StageError(
-                f"a stage cannot be started with its log in {where}: {error}"
-            ) from None
+            where = logs[min(len(started), len(logs) - 1)]
+            what = f"a stage cannot be started with its log in {where}: {error}"
+            raise StageError(what) from error
     return started
 
 

@@ -409,7 +409,9 @@ def _clean(value: Any) -> Any:
         case list() | tuple():
             return [_clean(entry) for entry in value]
         case dict():
-            return {_clean(key): _clean(entry) for key, entry in value.items()}
+            if not all(isinstance(key, str) for key in value):
+                raise ValueError("a table has keys that are no text")
+            return {printable(key): _clean(entry) for key, entry in value.items()}
     return value
 
 
@@ -439,8 +441,8 @@ def _compact(report: Step) -> dict[str, Any]:
 
 def _expand(small: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `_compact`; ValueError for what it cannot have made."""
-    report = dict(small)
     try:
+        report = dict(small)
         (names, gaps, durations), origin = report["spans"], float(report["start"])
         ends, spans = {True: 0, False: 0}, []
         for name, gap, duration in zip(names.split(), gaps, durations, strict=True):

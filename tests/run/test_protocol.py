@@ -1,0 +1,353 @@
+"""Messages are checked on arrival: what is wrong with one is its sender's error."""
+
+import json
+import math
+import random
+import time
+import zlib
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from thinwire.engine.checkpoint import Shard
+from thinwire.engine.reports import (
+    Evaluation,
+    Meters,
+    ShardFailed,
+    ShardWritten,
+    StageCosts,
+    Step,
+    Versions,
+)
+from thinwire.errors import BreachError, ThinwireError, WireError, printable
+from thinwire.run.channel import Channel
+from thinwire.run.conduct import PeerConduct
+from thinwire.run.machine import Machine
+from thinwire.run.protocol import (
+    FROM_COORDINATOR,
+    FROM_PEER,
+    MOST_SAID,
+    Alive,
+    AskAlive,
+    Chosen,
+    Connect,
+    Declined,
+    Dismiss,
+    Ended,
+    Envelope,
+    Failed,
+    Finished,
+    Hello,
+    Hold,
+    Leaving,
+    LinkDown,
+    Linked,
+    LinkUp,
+    News,
+    OfStage,
+    Order,
+    Pulse,
+    Read,
+    Ready,
+    Release,
+    ScoreNews,
+    Start,
+    StepNews,
+    Stop,
+    Tried,
+    TryDoor,
+    Way,
+    pack,
+    unpack,
+)
+from thinwire.wire import Frame, FrameKind, Link, Meter, memory_pair
+
+METER = Meter()
+METER.count_sent(FrameKind.FORWARD, 100)
+METERS: Meters = {"cut-0": {**METER.snapshot(), "received": {}}}
+BOTH_METERS: Meters = {**METERS, "cut-1": METERS["cut-0"]}
+STEP = Step(
+    step=3,
+    loss=2.5,
+    lr=0.1,
+    grad_norm=1.25,
+    committed=True,
+    start=10.0,
+    end=11.5,
+    wait=0.5,
+    costs=StageCosts(0.1, 0.2, 0.3),
+    spans=[("compute", "F0", 10.0, 10.25), ("send", "F0>", 10.25, 10.5)],
+    measures={"drift": 1e-9},
+    meters=METERS,
+    dropped=0,
+)
+SHARD = Shard("stage-1.safetensors", "ab", 10, ["a/b"])
+WRITTEN = ShardWritten(4, Versions(4, 0), SHARD, {"0": {"forward": "ab", "backward": ""}})
+FAILED = Failed("WireError", True, "link cut-0 is broken", "", [0], [])
+MESSAGES: list[Any] = [
+    Hello({"torch": "2.6"}, Machine("ana", tflops=1.0, memory_gb=2.0), "127.0.0.1:1", "", "ab"),
+    Alive(),
+    Leaving(),
+    Tried({"127.0.0.1:1": "refused"}),
+    Declined("no room"),
+    Pulse(7, "waits for F3 of step 2"),
+    Ready("127.0.0.1:1", "0..1", "cpu", {"torch": "2.6"}),
+    Linked(),
+    LinkDown(0, "the connection was lost"),
+    LinkUp(0, 1.5),
+    STEP,
+    Evaluation(3, 2.0, 1.5),
+    WRITTEN,
+    ShardFailed(4, "disk full"),
+    Finished(METERS),
+    FAILED,
+    Ended.by(-9, "killed"),
+    Chosen(3),
+    AskAlive(),
+    Hold([0, 1], {"run": {}}, True, "ab", "token"),
+    Order([0], {"key": "k"}, {"run": {}}, "/c", "/r"),
+    Release("formed again"),
+    News("all is well"),
+    StepNews(1, 2, 3.0, 0.1, 1.0, 10, 5.0, 2.0, 1.0),
+    ScoreNews(1, 2.0, None),
+    TryDoor(),
+    Dismiss("over", in_order=True),
+    Connect("127.0.0.1:1", ["ana", "ben"], reach=[Way("a:1", "direct", "t")]),
+    Start(),
+    Stop(),
+    Read([1, 2], seed=-3),
+]
+
+
+def kinds_for(message: Any) -> dict[str, type]:
+    return FROM_PEER if type(message) in FROM_PEER.values() else FROM_COORDINATOR
+
+
+def sent(message: Any, **changes: Any) -> bytes:
+    """A message as it travels, with some of its fields changed."""
+    name, stage, generation, body = msgspec.msgpack.decode(
+        zlib.decompress(pack(Envelope(message, 1, 2)))
+    )
+    return zlib.compress(msgspec.msgpack.encode([name, stage, generation, {**body, **changes}]))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_arrives_as_it_was_sent_and_at_its_own_end(message: Any) -> None:
+    said = Envelope(message, 3, 7)
+    assert unpack(pack(said), kinds_for(message)) == said
+    other = FROM_COORDINATOR if kinds_for(message) is FROM_PEER else FROM_PEER
+    with pytest.raises(WireError, match=f"a {type(message).__name__} message .* not for this end"):
+        unpack(pack(said), other)
+
+
+def test_every_kind_of_message_is_among_these() -> None:
+    assert {type(message) for message in MESSAGES} == {
+        *FROM_PEER.values(), *FROM_COORDINATOR.values()
+    }  # fmt: skip
+
+
+def test_an_exit_by_a_signal_travels_as_a_count() -> None:
+    assert [Ended.by(code, "").returncode for code in (0, 1, 137, -9, -15)] == [0, 1, 137, -9, -15]
+
+
+def test_a_step_s_report_is_small_and_its_times_true_to_a_microsecond() -> None:
+    """Eight microbatches of an inner stage took 4.8 kB: 16 kB a step of four stages."""
+    rng = random.Random(0)
+    spans, now = [], 12345.678
+    for number in range(8):
+        for name in (f"F{number}", f"B{number}"):
+            for lane, label in (("wait", name), ("compute", name), ("send", f"<{name}")):
+                spans.append((lane, label, now, now + rng.uniform(0, 0.05)))
+                now = spans[-1][-1]
+    report = replace(STEP, start=12345.678, spans=spans, meters=BOTH_METERS, loss=1 / 3)
+    payload = pack(Envelope(report))
+    assert len(json.dumps(asdict(report))) > 3000
+    assert len(payload) < 700
+    received = unpack(payload, FROM_PEER).message
+    assert isinstance(received, Step) and received.loss == 1 / 3
+    for (lane, label, *times), (_lane, _label, *theirs) in zip(spans, received.spans, strict=True):
+        assert (lane, label) == (_lane, _label)
+        assert times == pytest.approx(theirs, abs=1.1e-6)
+
+
+def test_losses_and_norms_may_be_infinite_and_are_exact() -> None:
+    report = replace(STEP, loss=0.1 + 0.2, grad_norm=math.inf)
+    assert unpack(pack(Envelope(report)), FROM_PEER).message == report
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": -1}, "a count is below 0"),
+        ({"step": True}, r"Expected `int`, got `bool` - at `\$.step`"),
+        ({"loss": "low"}, r"at `\$.loss`"),
+        ({"grad_norm": None}, r"at `\$.grad_norm`"),
+        ({"start": math.inf}, r"at `\$.start`|times"),
+        ({"end": math.nan}, r"at `\$.end`"),
+        ({"committed": 1}, r"at `\$.committed`"),
+        ({"costs": {"forward": 1.0}}, r"missing required field `backward` - at `\$.costs`"),
+        ({"spans": ["cF0 cF1", [1, 2], [3]]}, "argument 3 is shorter"),
+        ({"spans": ["xF0", [1], [3]]}, "times or meters cannot be read"),
+        ({"spans": ["cF0", [math.inf], [3]]}, "times or meters cannot be read"),
+        ({"spans": "all of them"}, "too many values|times or meters"),
+        ({"measures": {"drift": "much"}}, r"at `\$.measures"),
+        ({"meters": {"cut-0": [["FORWARD", 1]]}}, "not enough values|cannot be read"),
+        ({"meters": {"cut-0": [["FORWARD", 1, -2]]}}, "a count is below 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(WireError, match="a Step message cannot be used: .*(" + words + ")"):
+        unpack(sent(STEP, **change), FROM_PEER)
+
+
+def test_a_machine_that_no_host_could_compute_with_is_refused() -> None:
+    hello = MESSAGES[0]
+    for wrong in ({"tflops": math.nan}, {"mbps_up": 1e30}, {"memory_gb": -1.0}):
+        with pytest.raises(WireError, match="a Hello message cannot be used"):
+            unpack(sent(hello, machine={**asdict(hello.machine), **wrong}), FROM_PEER)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"no", b"\xff", b"\x91" * 100_000, b"1" * 5000, msgspec.msgpack.encode(["Step"])]
+)
+def test_what_is_no_message_is_refused(text: bytes) -> None:
+    for payload in (text, zlib.compress(text), zlib.compress(text)[:-1]):
+        with pytest.raises(WireError, match="message cannot be used"):
+            unpack(payload, FROM_PEER)
+
+
+def test_a_message_that_inflates_without_end_is_refused() -> None:
+    with pytest.raises(WireError, match="longer than"):
+        unpack(zlib.compress(b" " * (MOST_SAID + 1)), FROM_PEER)
+    with pytest.raises(WireError, match="a ShardWritten message has"):
+        pack(Envelope(replace(WRITTEN, shard=replace(SHARD, tensors=["t" * 20] * 60_000))))
+
+
+def test_mutated_messages_are_refused_or_read_but_never_crash() -> None:
+    rng = random.Random(1)
+    for _ in range(10_000):
+        message = rng.choice(MESSAGES)
+        text = bytearray(zlib.decompress(pack(Envelope(message))))
+        for _ in range(rng.randint(1, 4)):
+            text[rng.randrange(len(text))] = rng.randrange(256)
+        try:
+            unpack(zlib.compress(text, 1), kinds_for(message))
+        except WireError as error:
+            assert printable(str(error)) == str(error)
+
+
+def test_control_characters_of_a_peer_reach_nobody() -> None:
+    error = "\x1b]0;title\x07line\nnext \x9b2J\u202eend"
+    received = unpack(sent(FAILED, error=error, kind="\x1b[31m"), FROM_PEER).message
+    assert received.error == "]0;titleline\nnext 2Jend"
+    assert received.kind == "[31m"
+    with pytest.raises(WireError) as refused:
+        unpack(zlib.compress(msgspec.msgpack.encode(["\x1b[2J", 0, 0, {}])), FROM_PEER)
+    assert "\x1b" not in str(refused.value)
+    long = unpack(sent(FAILED, error="x" * 60_000), FROM_PEER).message
+    assert len(long.error) < 5000 and long.error.endswith("(56000 more characters)")
+
+
+def test_a_report_holds_no_more_than_its_step_has() -> None:
+    """It may wait for those of slower stages, and so may many others."""
+    span = ("compute", "F0", 10.0, 10.25)
+    PeerConduct(1, 2, microbatches=4).check(replace(STEP, spans=[span] * 104))
+    for wrong, words in [
+        ({"spans": [span] * 105}, "with 105 spans"),
+        ({"spans": [("compute", "F" * 25, 10.0, 10.25)]}, "whose name has no end"),
+        ({"measures": {str(number): 0.0 for number in range(33)}}, "with 33 measures"),
+    ]:
+        with pytest.raises(WireError, match=words):
+            PeerConduct(1, 2, microbatches=4).check(replace(STEP, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (replace(STEP, meters={}), "with meters of no link"),
+        (replace(STEP, meters=BOTH_METERS), "with a loss"),
+        (
+            replace(STEP, step=3, meters=BOTH_METERS, loss=None, not_finite="x"),
+            "with non-finite values in 'x'",
+        ),
+        (Evaluation(1, 1.0, 0.1), "only the last stage"),
+        (Finished(METERS), "with meters of cut-0"),
+        (LinkDown(1, "lost"), "of cut 1"),
+        (LinkUp(0, 1.0), "LinkUp message twice"),
+        (replace(FAILED, accuses=[3]), "blames an unknown stage"),
+        (replace(FAILED, convicts=[1]), "blames an unknown stage"),
+        (replace(WRITTEN, shard=replace(SHARD, file="../x")), "of the file '../x'"),
+    ],
+)
+def test_a_stage_can_speak_for_itself_alone(message: OfStage, words: str) -> None:
+    conduct = PeerConduct(1, 3)
+    conduct.check(replace(STEP, step=2, meters=BOTH_METERS, loss=None))
+    with pytest.raises(WireError, match=words):
+        conduct.check(message)
+
+
+def test_a_stage_saw_non_finite_values_only_where_it_looks() -> None:
+    for stage, place in ((0, "input"), (1, "gradient"), (1, "norms")):
+        seen = replace(STEP, loss=1.0 if stage else None, not_finite=place)
+        with pytest.raises(WireError, match=f"non-finite values in '{place}'"):
+            PeerConduct(stage, 2).check(seen)
+    PeerConduct(1, 2).check(replace(STEP, not_finite="input"))
+
+
+def test_the_last_stage_reports_a_loss() -> None:
+    with pytest.raises(WireError, match="without its loss"):
+        PeerConduct(1, 2).check(replace(STEP, loss=None))
+
+
+def test_steps_are_reported_one_after_the_other() -> None:
+    conduct = PeerConduct(1, 2)
+    conduct.check(STEP)
+    conduct.check(replace(STEP, step=4))
+    for wrong in (4, 6):
+        with pytest.raises(WireError, match=f"Step message {wrong} after step 4"):
+            conduct.check(replace(STEP, step=wrong))
+
+
+def test_results_are_reported_once_and_for_the_step_that_was_done() -> None:
+    """Else an enrolled peer could have the coordinator pile them up."""
+    conduct = PeerConduct(0, 1)
+    scored = Evaluation(3, 1.0, 0.1)
+    written = replace(WRITTEN, shard=replace(SHARD, file="stage-0.safetensors"))
+    conduct.check(scored)  # before the first step
+    conduct.check(replace(STEP, meters={}))
+    conduct.check(written)
+    conduct.check(replace(scored, step=4))
+    failed = ShardFailed(4, "disk full")
+    for again in (written, failed, replace(scored, step=4)):
+        with pytest.raises(WireError, match="of step 4 twice"):
+            conduct.check(again)
+    for other in (replace(written, step=5), replace(failed, step=3), replace(scored, step=5)):
+        with pytest.raises(WireError, match="after step 4"):
+            conduct.check(other)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(FrameKind.CONTROL, payload=b"{}"),
+        Frame(FrameKind.CONTROL, payload=pack(Envelope(Stop()))),
+        Frame(FrameKind.FORWARD),
+    ],
+)
+def test_a_channel_convicts_who_sent_it_nonsense(frame: Frame) -> None:
+    ours, theirs = memory_pair()
+    lost: list[ThinwireError] = []
+    heard: list[Envelope] = []
+    channel = Channel(ours, "control of stage 0", FROM_PEER, heard.append, lost.append)
+    raw = Link(theirs, Meter(), None, "raw", 1 << 20)
+    raw.start(lambda frame: None, lambda error: None)
+    raw.send(frame)
+    raw.close()
+    while not lost:
+        time.sleep(0.01)
+    assert isinstance(lost[0], BreachError)
+    assert "link control of stage 0 is broken" in str(lost[0])
+    assert heard == []
+    channel.close()
