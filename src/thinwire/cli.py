@@ -151,6 +151,14 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="CHECKPOINT",
         help="continue from this checkpoint or run folder (default: this run's newest good one)",
     )
+    sub.add_argument(
+        "--peers",
+        type=number(int, 1),
+        default=0,
+        metavar="N",
+        help="train in so many processes, each with neighbouring stages (default: one for each "
+        "stage); the model is the same to the bit",
+    )
     add_init_from(sub)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
@@ -269,7 +277,7 @@ def train_command(options: argparse.Namespace) -> None:
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else Path(settings.run.out) / settings.run.name
-    _trained(settings, resume, options.allow_plugins, show=_show_summary)
+    _trained(settings, resume, options.allow_plugins, _show_summary, options.peers)
 
 
 def _config_and_resume(options: argparse.Namespace) -> tuple[Path, Any]:
@@ -359,6 +367,7 @@ def _trained(
     resume: Path | None = None,
     allow_plugins: bool = False,
     show: Callable[[dict[str, Any]], None] | None = None,
+    peers: int = 0,
 ) -> dict[str, Any]:
     """Train with a display around it; what ends a run early carries the command to continue it."""
     from thinwire.report import open_display
@@ -367,7 +376,7 @@ def _trained(
     _wait_for_no_reader()  # one that stops must not stop the run, nor its end
     try:
         with open_display(sys.stdout, settings.run.name) as display:
-            summary = train(settings, display, resume, allow_plugins)
+            summary = train(settings, display, resume, allow_plugins, peers)
     except (StageError, WireError, KeyboardInterrupt) as error:
         _add_way_on(error, settings)
         raise

@@ -48,6 +48,14 @@ def add_host_commands(
         help="stages that this machine holds itself (default: 0)",
     )
     sub.add_argument(
+        "--peers",
+        type=number(int, 1),
+        default=0,
+        metavar="N",
+        help="train with so many machines or more, each with one stage or several (default: one "
+        "for each stage)",
+    )
+    sub.add_argument(
         "--resume",
         action="store_true",
         help="continue a run that `train` began; one that was hosted goes on without this",
@@ -139,6 +147,7 @@ def host_command(
         options.stages_here,
         options.resume,
         options.mbps,
+        options.peers,
     )
     try:
         with open_display(sys.stdout, settings.run.name) as display:

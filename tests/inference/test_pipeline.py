@@ -16,7 +16,6 @@ from thinwire.engine import Checkpoint
 from thinwire.errors import CheckpointError, StageError, WireError
 from thinwire.inference import Model, Sampling
 from thinwire.inference.choice import Choice
-from thinwire.inference.messages import WORDS, Read
 from thinwire.inference.pipeline import PipelineModel
 from thinwire.inference.stage import TextStage
 from thinwire.inference.text import crosses_by_token, extensions
@@ -106,13 +105,9 @@ def test_a_stage_reads_its_own_tensors_only(
     assert not set.intersection(*read)
 
 
-def test_what_is_told_of_sampling_arrives() -> None:
-    sampling = Sampling(0.7, 5, 0.9, -3)
-    assert WORDS.unpack(WORDS.pack(Read.first([1], sampling))).sampling() == sampling
-    long = Read(list(range(100_000, 140_000)))  # a context as large models have it
-    assert WORDS.unpack(WORDS.pack(long)) == long
-    later = WORDS.pack(Read([5], 7))
-    assert len(later) < 60 and WORDS.unpack(later) == Read([5], 7)
+def test_a_text_as_long_as_a_large_model_s_context_can_be_told() -> None:
+    long = Envelope(Read(list(range(100_000, 140_000)), seed=-3))
+    assert unpack(pack(long), FROM_COORDINATOR) == long
 
 
 def test_a_live_pipeline_writes_the_same_text(trained: Callable) -> None:

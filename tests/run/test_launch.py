@@ -1,6 +1,7 @@
 """Peers as processes on this machine: how they start, what they say, and what is left of them."""
 
 import contextlib
+import io
 import os
 import queue
 import socket
@@ -13,6 +14,7 @@ import pytest
 from thinwire.data import Corpus
 from thinwire.engine.reports import Step
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
+from thinwire.report import PlainDisplay
 from thinwire.run import coordinator as coordinator_module
 from thinwire.run import processes
 from thinwire.run.channel import MOST_UNHEARD, Channel, Hearing
@@ -22,6 +24,7 @@ from thinwire.run.pacing import AT_ONCE, Pace
 from thinwire.run.peers import LocalPeers, lead, neighbours
 from thinwire.run.protocol import FROM_PEER, Finished, LinkDown, LinkUp, Order, Pulse
 from thinwire.settings import Settings
+from thinwire.train import train
 from thinwire.wire import memory_pair
 
 
@@ -116,6 +119,29 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
         assert lower["sent"][kind] == upper["received"][kind]
     orders, hellos = 2 * 3_000, 2 * 1_000  # settings go out once
     assert 2 * 64 < peers.control_bytes() < orders + hellos + 4 * 600
+
+
+def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(
+    make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """With codecs that remember and a basis that moves: all that crosses a cut is computed."""
+    thin = {
+        "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
+        "codec__forward": "int8", "codec__backward": "ef(int4)",
+    }  # fmt: skip
+    shards, summaries = [], []
+    for peers in (3, 2, 1):
+        settings = make_settings(
+            run__out=str(tmp_path), run__name=f"in-{peers}", pipeline__stages=3, train__steps=4,
+            train__checkpoint_every=4, **thin
+        )  # fmt: skip
+        summaries.append(train(settings, PlainDisplay(io.StringIO()), peers=peers))
+        folder = tmp_path / f"in-{peers}" / "checkpoints" / "step-00000004"
+        shards.append({path.name: path.read_bytes() for path in folder.glob("*.safetensors")})
+    assert shards[0] == shards[1] == shards[2] and len(shards[0]) == 3
+    assert [[cut["cut"] for cut in summary["cuts"]] for summary in summaries] == [[0, 1], [0], []]
+    logs = sorted(path.name for path in (tmp_path / "in-2" / "logs").iterdir())
+    assert logs == ["stage-0.log", "stage-1-2.log"]
 
 
 def test_a_place_for_logs_that_is_none_is_named(make_peers: Callable, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ from thinwire.run.formation import (
 from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
-from thinwire.run.placement import Split, choose_split
+from thinwire.run.placement import Split, choose_split, share_stages
 from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.protocol import (
     MAX_MESSAGE,
@@ -192,13 +192,17 @@ def as_peer(member: Member, reachable: bool) -> Machine:
     return dataclasses.replace(machine, name=member.name, memory_gb=memory, reachable=reachable)
 
 
+def _as_equals(peers: list[Machine]) -> list[Machine]:
+    """Peers of which some have no rate: nothing can be compared, so all count as equal."""
+    return [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
+
+
 def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> tuple[Split | None, str]:
     """Choose stages and blocks among members that are here; or why there is no way yet.
 
     `keeps_split`: the blocks of each stage stay as the settings have them.
     """
-    if not all(peer.tflops for peer in peers):  # then nothing can be compared: all count as equal
-        peers = [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
+    peers = peers if all(peer.tflops for peer in peers) else _as_equals(peers)
     if keeps_split:
         split = [len(blocks) for blocks in settings.split()]
         pipeline = dataclasses.replace(settings.pipeline, split=split)
@@ -921,6 +925,8 @@ class _Hosting:
         book = self._base.door.book
         doors = probe_all(here, book.run_id, book.door_token)
         peers = [as_peer(m, bool(door.outside)) for m, door in zip(here, doors, strict=True)]
+        if len(peers) < self._settings.pipeline.stages:
+            return self._share(peers)
         split, lacking = form(self._settings, peers, self._keeps_split)
         if split is None:
             self._refused = names, f"waiting for other peers: {lacking}"
@@ -940,3 +946,14 @@ class _Hosting:
             f"{split.simulation.schedule.window} microbatches in flight",
         )
         return [peer.name for peer in split.peers], ""
+
+    def _share(self, peers: list[Machine]) -> tuple[list[str] | None, str]:
+        """As `_choose`, with fewer peers than stages: some hold several. The split stays."""
+        names = [peer.name for peer in peers]
+        peers = peers if all(peer.tflops for peer in peers) else _as_equals(peers)
+        try:
+            held = share_stages(self._settings, peers)
+        except ConfigError as error:
+            self._refused = names, f"waiting for other peers: {error}"
+            return None, self._refused[1]
+        return [peer.name for peer in held], ""

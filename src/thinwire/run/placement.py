@@ -43,6 +43,7 @@ ALIKE = 1.25  # rates within this factor count as equal: measured twice, one mac
 MOST_ORDERS = 720  # all orders of six peers
 SIMULATED = 16  # placements that the simulator compares, at first and in each round
 LEAST_GAIN = 0.005  # of a step: for less no block is moved, so that splits stay near the even one
+MOST_PERMUTED = 6  # peers whose every order is looked at, where they share stages
 ROUNDS = 30  # of improvement; it ends earlier where nothing gains
 MEMORY_SHARE = 0.9  # of a peer's memory; the rest is for what is not counted, as torch's own
 
@@ -410,6 +411,42 @@ def choose_split(settings: Settings, peers: list[Machine]) -> Split:
         faster,
         _why(figures, chosen, as_listed),
     )
+
+
+def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
+    """The peer of each stage where there are fewer peers than stages: each holds neighbouring ones,
+    strong ones more, so that the busiest has least to do. ConfigError if memory does not allow it.
+    """
+    figures = StageFigures(settings, peers)
+    parts = ranges(tuple(len(blocks) for blocks in settings.split()))
+    by_rate = sorted(range(len(peers)), key=lambda peer: -figures.rates[peer])
+    orders = itertools.permutations(by_rate) if len(peers) <= MOST_PERMUTED else [tuple(by_rate)]
+    best, chosen = math.inf, None
+    for order in orders:
+        # Of the first stages on the first peers: the busiest one's time, and the peer of each.
+        shared: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+        for peer in order:
+            longer: dict[int, tuple[float, list[int]]] = {}
+            for start, (busiest, held) in shared.items():
+                work = memory = 0.0
+                for stage in range(start, len(parts)):
+                    work += figures.work(parts[stage]) / figures.rates[peer]
+                    memory += figures.fullness(peer, stage, parts[stage])
+                    time = max(busiest, work)
+                    if memory > 1:
+                        break
+                    if stage + 1 not in longer or time < longer[stage + 1][0]:
+                        longer[stage + 1] = time, [*held, *[peer] * (stage + 1 - start)]
+            shared = longer
+        time, held = shared.get(len(parts), (math.inf, []))
+        if time < best:
+            best, chosen = time, held
+    if chosen is None:
+        raise ConfigError(
+            f"the {len(peers)} peers that are here do not have the memory for all {len(parts)} "
+            "stages: wait for another, or make the model smaller"
+        )
+    return [peers[peer] for peer in chosen]
 
 
 def better_window(split: Split) -> tuple[int, float] | None:
