@@ -20,6 +20,7 @@ from thinwire.inference.pipeline import PipelineModel
 from thinwire.inference.stage import TextStage
 from thinwire.inference.text import crosses_by_token, extensions
 from thinwire.report import PlainDisplay
+from thinwire.run.protocol import FROM_COORDINATOR, Envelope, Read, pack, unpack
 from thinwire.wire import HEADER_BYTES
 
 VARIANTS = [
