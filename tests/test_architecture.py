@@ -215,7 +215,7 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
         ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
         ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
         ("thinwire.remote.host", "import thinwire.train, thinwire.plan, thinwire.wire"),
-        ("thinwire.inference", "from thinwire.run.prepare import prepare_corpus"),
+        ("thinwire.inference", "from thinwire.run.start import prepare_data"),
         ("thinwire.cli", "from thinwire.settings import load_settings"),
     ],
 )

@@ -15,7 +15,7 @@ from thinwire.errors import CheckpointError, WireError
 from thinwire.remote.fetch import SeatServer, fetch_seat
 from thinwire.remote.pieces import PIECE_BYTES, AskSeat, Pace, Refusal, Seat, Talk, Want, give
 from thinwire.remote.store import most_shard_bytes
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
 from thinwire.wire.background import on_daemon_thread

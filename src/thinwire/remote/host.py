@@ -32,14 +32,20 @@ from thinwire.remote.seats import (
 )
 from thinwire.report import Display
 from thinwire.report.human import elapsed
-from thinwire.run.claim import claim_folder
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.console import HostConsole
 from thinwire.run.control_socket import ControlSocket
 from thinwire.run.peers import StageFailedError
-from thinwire.run.prepare import describe, prepare_data
-from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once
-from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.start import (
+    adopted,
+    describe,
+    make_start,
+    open_origin,
+    open_resume,
+    prepare_data,
+    refuse_other_data,
+)
 from thinwire.run.status import SharedDisplay, Standing
 from thinwire.schedule import OPEN
 from thinwire.settings import Settings
