@@ -10,26 +10,24 @@ from pathlib import Path
 
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.engine.shard_check import ShardCheck
+from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
 from thinwire.errors import ThinwireError
-from thinwire.remote.fetch import SeatServer
 from thinwire.remote.lobby import Guest, Lobby
 from thinwire.remote.messages import TakeSeat, seat_name, store_name
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
-from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
-from thinwire.remote.tokens import TokenServer
 from thinwire.remote.ways import DoorOf, Ways, probe_all, token_of_links
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.events import Command, Commit
 from thinwire.run.explosion import watch_losses
 from thinwire.run.messages import Assign, Way
 from thinwire.run.order import tokens_name
 from thinwire.run.peers import lead
 from thinwire.run.record import RunRecord
 from thinwire.run.status import SharedDisplay
+from thinwire.run.tokens import TokenServer
+from thinwire.run.transfer import SeatServer, ShardCollector, incoming_folder
 from thinwire.settings import Settings
 from thinwire.train import stopping
 from thinwire.wire import LastingPipe, Listener, Meter, Pipe
@@ -147,7 +145,7 @@ class Epoch:
             self._offer_streams(peers.collector)
             peers.start()
             try:
-                lead(self._coordinator, peers, partial(self._carry_out, peers.collector))
+                lead(self._coordinator, peers, self.record.carry_out)
             finally:
                 self.record.close()
                 base.control_bytes += peers.control_bytes()
@@ -168,11 +166,6 @@ class Epoch:
             self._base.data.fingerprint,
             self._links,
         )
-
-    def _carry_out(self, collector: ShardCollector, command: Command) -> None:
-        self.record.carry_out(command)
-        if isinstance(command, Commit):
-            collector.settled(command.step)
 
     def _show_last_checkpoint(self, done: int, total: int) -> None:
         """While training goes on, checkpoints travel unseen; at its end one is waited for."""

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from thinwire.data import DataConfig, prepare
 from thinwire.data.template import TEMPLATES
+from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
-from thinwire.remote.fetch import fetch_seat
 from thinwire.remote.messages import TakeSeat
-from thinwire.remote.store import most_shard_bytes
 from thinwire.run.machine import free_disk
 from thinwire.run.messages import Assign
 from thinwire.run.order import Order
 from thinwire.run.spawn import end, last_lines, make_log_folder, spawn
+from thinwire.run.transfer import fetch_seat
 from thinwire.settings import Settings, machine_cores
 from thinwire.wire import Identity, Pipe
 

@@ -44,14 +44,13 @@ from thinwire.remote.messages import (
     seat_name,
     store_name,
 )
-from thinwire.remote.pieces import Pace
-from thinwire.remote.store import ShardSender
 from thinwire.remote.touch import Connected, Lost, Touch
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
 from thinwire.run.machine import Machine
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
+from thinwire.run.transfer import ShardSender, Throttle
 from thinwire.wire import Identity, Tunnel, ping
 
 SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
@@ -119,7 +118,7 @@ class Member:
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
         self._launch_due = 0  # the epoch whose process may start
-        self._pace = Pace()  # of shards on their way to the host
+        self._pace = Throttle()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
         self._serves_shards = False
         self._process = secrets.token_hex(8)

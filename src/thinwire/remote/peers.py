@@ -10,7 +10,6 @@ from thinwire.remote.lobby import Gone, Happening, Lobby
 from thinwire.remote.messages import Declined, Ended, Leaving, returncode_of
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Formation
-from thinwire.remote.store import ShardCollector
 from thinwire.run.control import lasting_control
 from thinwire.run.events import (
     Away,
@@ -26,6 +25,7 @@ from thinwire.run.messages import Connect, FromCoordinator, FromPeer
 from thinwire.run.order import control_name
 from thinwire.run.peers import Peers
 from thinwire.run.status import Standing
+from thinwire.run.transfer import ShardCollector
 from thinwire.wire import Pipe
 
 LEAST_ABSENCE_S = 10.0  # of a peer, before its stage counts as lost

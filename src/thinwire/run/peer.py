@@ -31,7 +31,6 @@ import torch
 
 import thinwire
 from thinwire.engine.contract import remedy
-from thinwire.engine.fetched import FetchedCorpus
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
@@ -56,6 +55,7 @@ from thinwire.run.messages import (
     Way,
 )
 from thinwire.run.order import Order, control_name, cut_name, holder_of, tokens_name
+from thinwire.run.tokens import FetchedCorpus
 from thinwire.run.vocabulary import MAX_MESSAGE, Vocabulary
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
