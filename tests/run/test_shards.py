@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,16 +46,15 @@ class Host:
             folder,
             [LIMIT, LIMIT],
             lambda stage, written, path: self.objection,
-            lambda stage, step: self._note(("arrived", stage, step)),
-            lambda stage, step, error: self._note(("lost", stage, step, error)),
-            lambda stage, step, error: self._note(("refused", stage, step, error)),
+            self._note,
             patience,
             on_progress=lambda done, total: self.progress.append((done, total)),
         )
 
-    def _note(self, what: tuple) -> None:
+    def _note(self, event: Any) -> None:
+        what = type(event).__name__.removeprefix("Part").lower()
         with self._changed:
-            self.said.append(what)
+            self.said.append((what, *vars(event).values()))
             self._changed.notify_all()
 
     def announce(self, stage: int, step: int, shard: Shard) -> None:

@@ -16,9 +16,6 @@ from thinwire.run.events import (
     Back,
     Exited,
     Lost,
-    PartArrived,
-    PartLost,
-    PartRefused,
     Suspect,
 )
 from thinwire.run.messages import Connect, FromCoordinator, FromPeer
@@ -58,11 +55,7 @@ class RemotePeers(Peers):
         self._is_over = threading.Event()
         self.leaving = ""  # the peer that asked to leave
         self.is_stopping = False
-        self.collector = collect(
-            on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
-            on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
-            on_refused=lambda stage, step, why: self.said.note(PartRefused(stage, step, why)),
-        )
+        self.collector = collect(tell=self.said.note)
         lobby.on_happening = self._on_happening
 
     def __exit__(self, *error: object) -> None:

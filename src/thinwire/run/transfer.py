@@ -55,6 +55,7 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import flush, put_in_place, write_file
+from thinwire.run.events import PartArrived, PartLost, PartRefused
 from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
@@ -322,10 +323,9 @@ class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
 
     `limits` are the most bytes of each stage's shard, and `objection` says why a file is not the
-    part that a stage has reported, or nothing. `on_arrived` is told of a stage and a step whose
-    shard is here, `on_lost` of one that will not come and why, `on_refused` of one that is not
-    what it must be. `patience`: seconds without a byte of the checkpoint under way before it is
-    given up; 0 = never. `on_progress` gets the bytes of all its shards that are here, and in all.
+    part that a stage has reported, or nothing. `tell` is told what becomes of each, for the
+    coordinator. `patience`: seconds without a byte of the checkpoint under way before it is given
+    up; 0 = never. `on_progress` gets the bytes of all its shards that are here, and in all.
     """
 
     def __init__(
@@ -333,9 +333,7 @@ class ShardCollector:
         run_folder: Path,
         limits: Collection[int],
         objection: Callable[[int, ShardWritten, Path], str],
-        on_arrived: Callable[[int, int], None],
-        on_lost: Callable[[int, int, str], None],
-        on_refused: Callable[[int, int, str], None],
+        tell: Callable[[PartArrived | PartLost | PartRefused], None],
         patience: float = 900.0,
         meter: Meter | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -343,8 +341,7 @@ class ShardCollector:
         self.meter = meter or Meter()
         self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
         self._limits, self._objection_to, self._patience = list(limits), objection, patience
-        self._on_arrived, self._on_lost, self._on_refused = on_arrived, on_lost, on_refused
-        self._on_progress = on_progress
+        self._tell, self._on_progress = tell, on_progress
         self._changed = threading.Condition()  # guards all that follows
         self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
         self._given_up: collections.OrderedDict[int, str] = collections.OrderedDict()
@@ -419,7 +416,7 @@ class ShardCollector:
         else:
             if refused:
                 reason = f"{whose} is not its state: {refused}"
-                self._on_refused(stage, step, reason)
+                self._tell(PartRefused(stage, step, reason))
                 self.give_up(step, reason)
             else:
                 self._arrive(step, stage)
@@ -469,7 +466,7 @@ class ShardCollector:
             if step != self._current or stage not in self._missing:
                 return
             self._missing.discard(stage)
-            self._on_arrived(stage, step)
+            self._tell(PartArrived(stage, step))
             if not self._missing:
                 self._current = None
                 self._announced.pop(step)
@@ -481,7 +478,7 @@ class ShardCollector:
             self._given_up.popitem(last=False)
         for stage in sorted(self._announced.pop(step, {})):
             if step != self._current or stage in self._missing:
-                self._on_lost(stage, step, reason)
+                self._tell(PartLost(stage, step, reason))
         if step == self._current:
             self._current, self._missing = None, set()
 
