@@ -25,7 +25,7 @@ FLOORS = [
     {"plan"},
     {"run", "remote", "train"},
     {"outlook", "inference", "hf", "cluster"},
-    {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf", "cli"},
+    {"completion", "demo", "cli_host", "cli_model", "cli_hf", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -39,7 +39,7 @@ NEIGHBOURS = {
     "run": {"remote"},
     "remote": {"run", "train"},
     "train": {"run"},
-    "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf"},
+    "cli": {"completion", "demo", "cli_host", "cli_model", "cli_hf"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -215,7 +215,7 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
         ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
         ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
         ("thinwire.remote.host", "import thinwire.train, thinwire.plan, thinwire.wire"),
-        ("thinwire.inference", "from thinwire.run.prepare import prepare_corpus"),
+        ("thinwire.inference", "from thinwire.run.start import prepare_data"),
         ("thinwire.cli", "from thinwire.settings import load_settings"),
     ],
 )

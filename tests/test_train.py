@@ -23,14 +23,14 @@ from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.report import PlainDisplay
+from thinwire.run.checkpoints import open_newest, read_proof
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Event, Said, StopAsked
 from thinwire.run.peers import lead
-from thinwire.run.proof import open_newest, read_proof
 from thinwire.run.protocol import Finished, Linked, Ready
 from thinwire.run.record import RunRecord
-from thinwire.run.resume import open_resume
 from thinwire.run.signals import Interrupted, stopping
+from thinwire.run.start import open_resume
 from thinwire.train import train
 
 BF16_CHECK = "torch.ops.mkldnn._is_mkldnn_bf16_supported"

@@ -9,7 +9,7 @@ from thinwire.engine.chain import Chain
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 

@@ -25,7 +25,7 @@ from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.model.llama import Attention, Block, rotate
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.start import prepare_data
 from thinwire_lab.arms import base_of, small_settings
 from thinwire_lab.recipe_arms import recipe_grid, with_rates
 
@@ -70,7 +70,7 @@ def chain_of(options: argparse.Namespace) -> Chain:
         if found.label == options.recipe
     )
     settings = arm.settings(base)
-    corpus = prepare_corpus(settings, PlainDisplay(sys.stderr))
+    corpus = prepare_data(settings, PlainDisplay(sys.stderr))
     return Chain(settings, Feed(corpus, settings, choose_device(settings.run.device, 0)))
 
 

@@ -18,7 +18,7 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.weights import stage_weights
 from thinwire.plan import stage_memory
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_data
+from thinwire.run.start import prepare_data
 from thinwire.settings import Settings
 from thinwire.settings.tree import apply_override
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from thinwire.engine.build import choose_device
 from thinwire.engine.feed import Feed
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.start import prepare_data
 from thinwire.settings import Settings, apply_override
 from thinwire_lab.arms import small_settings
 
@@ -199,7 +199,7 @@ def train(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     device = choose_device(settings.run.device, 0)
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    corpus = prepare_corpus(settings, PlainDisplay(sys.stderr))
+    corpus = prepare_data(settings, PlainDisplay(sys.stderr))
     feed = Feed(corpus, settings, device)
     kind = {"transformers": StockLlama, "torch": PlainLlama}[options.model]
     whole: nn.Module = kind(settings.model).to(device)

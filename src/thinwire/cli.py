@@ -21,7 +21,6 @@ from thinwire.arguments import add_init_from, number, overrides
 from thinwire.cli_hf import add_hf_commands
 from thinwire.cli_host import add_host_commands, add_listen
 from thinwire.cli_model import add_model_commands
-from thinwire.cli_remote import add_remote_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.recipes import BEST, RECIPES
 from thinwire.report.stream import SafeStream
@@ -179,8 +178,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_commands(add, _add_plugins)
 
     add_hf_commands(add, _add_plugins)
-
-    add_remote_commands(add)
 
     add_host_commands(add, _add_config, _show_summary)
 

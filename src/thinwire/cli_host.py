@@ -1,6 +1,7 @@
-"""The two commands that make a run of several machines: host it, and join it."""
+"""The commands of a run over several machines: host it, join it, ask it how it stands."""
 
 import argparse
+import json
 import os
 import sys
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.arguments import add_init_from, number, overrides
-from thinwire.errors import StageError, WireError
+from thinwire.errors import ConfigError, StageError, WireError
 
 WAY_ON = "to continue: start the same command again; peers have to join again too"
 
@@ -21,7 +22,7 @@ def add_host_commands(
     add_config: Callable[[argparse.ArgumentParser], None],
     show_summary: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Put `host` and `join` on the command line."""
+    """Put the commands on the command line."""
     sub = add(
         "host",
         lambda options: host_command(options, show_summary),
@@ -118,6 +119,32 @@ def add_host_commands(
         help="codec plugin that a run may import here; may be repeated",
     )
 
+    here = "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
+    sub = add("status", status_command, "show how a run stands that is under way on this machine")
+    sub.add_argument("folder", type=Path, nargs="?", help=here)
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = add("doctor", doctor_command, "find out what would keep this machine out of a run")
+    more = "also try the way to its host; - reads the invite from the input"
+    sub.add_argument("invite", nargs="?", default="", help=more)
+    sub.add_argument("--folder", type=Path, help="folder that `join` would be given")
+    add_listen(sub, "0.0.0.0:0", "where to accept connections from outside; port 0 = any free one")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = add("kick", kick_command, "remove a peer from a run that this machine hosts")
+    sub.add_argument("peer", help="name of the peer, as `thinwire status` shows it")
+    more = "also remove all that came by the same invite"
+    sub.add_argument("--by-invite", action="store_true", help=more)
+    sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
+
+    sub = add("invite", invite_command, "print another invite to a run that this machine hosts")
+    more = "machines that it lets in (default: 1)"
+    sub.add_argument("--machines", type=number(int, 1), default=1, metavar="N", help=more)
+    sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
+
+    sub = add("leave", leave_command, "leave a run that this machine joined, after this step")
+    sub.add_argument("folder", type=Path, nargs="?", help="folder of `join --folder`")
+
 
 def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     """Put the option on a command that accepts connections from outside."""
@@ -187,3 +214,60 @@ def _leave_with_input() -> None:
     """End with the process that holds our input, whatever ends it."""
     sys.stdin.read()
     os._exit(3)
+
+
+def status_command(options: argparse.Namespace) -> None:
+    """Print how each run stands that is alive here."""
+    from rich.console import Console
+
+    from thinwire.remote.alive import alive_reports
+    from thinwire.run.status import status_table
+
+    reports = alive_reports(options.folder)
+    if options.json:
+        plain = [report.to_plain() for report in reports]
+        print(json.dumps(plain[0] if len(plain) == 1 else plain, indent=1))
+        return
+    for report in reports:
+        Console(file=sys.stdout, highlight=False).print(status_table(report))
+
+
+def doctor_command(options: argparse.Namespace) -> None:
+    """Print what will go wrong on this machine, and the fix; exit code 1 if something blocks."""
+    from thinwire.run.doctor import examine
+
+    text = sys.stdin.readline() if options.invite == "-" else options.invite
+    found = examine(text, options.folder, options.listen)
+    print(json.dumps(found.to_plain(), indent=1) if options.json else found.text())
+    if not options.invite and not options.json:
+        print("With an invite (thinwire doctor INVITE) it also tries the way to the host.")
+    if found.is_blocked:
+        sys.exit(1)
+
+
+def kick_command(options: argparse.Namespace) -> None:
+    """Have the host remove a peer."""
+    peer, folder = options.peer, options.folder
+    if folder is not None and not folder.exists() and Path(peer).exists():
+        raise ConfigError(f"the peer comes first: thinwire kick {folder} {peer}")
+    _ask_host(folder, {"ask": "kick", "peer": peer, "by_invite": options.by_invite})
+
+
+def invite_command(options: argparse.Namespace) -> None:
+    """Have the host make another invite, to the same addresses and for as many hours."""
+    _ask_host(options.folder, {"ask": "invite", "machines": options.machines})
+
+
+def _ask_host(folder: Path | None, request: dict[str, Any]) -> None:
+    from thinwire.remote.alive import host_folder
+    from thinwire.run.control_socket import ask
+
+    print(ask(host_folder(folder), request)["text"])
+
+
+def leave_command(options: argparse.Namespace) -> None:
+    """Have the peer of this machine leave."""
+    from thinwire.remote.alive import member_folder
+    from thinwire.run.control_socket import ask
+
+    print(ask(member_folder(options.folder), {"ask": "leave"})["text"])

@@ -11,17 +11,23 @@ from typing import Any
 from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
-from thinwire.run.claim import claim_folder
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
 from thinwire.run.peers import LocalPeers, lead, neighbours
-from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
-from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import heeding, leave_at_once, stopping
-from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.start import (
+    adopted,
+    describe,
+    make_start,
+    open_origin,
+    open_resume,
+    prepare_data,
+    refuse_other_data,
+)
 from thinwire.settings import Settings
 
 EMULATED = (

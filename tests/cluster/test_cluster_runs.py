@@ -18,7 +18,7 @@ from thinwire.engine.checkpoint import list_checkpoints
 from thinwire.engine.cut import CutEnd
 from thinwire.errors import ConfigError
 from thinwire.report.metrics import read_metrics
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 

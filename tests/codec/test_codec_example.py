@@ -21,8 +21,8 @@ from thinwire.engine.checkpoint import partial_folder
 from thinwire.errors import CheckpointError, ConfigError, WireError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.run.commit import commit
-from thinwire.run.resume import open_resume
+from thinwire.run.checkpoints import commit
+from thinwire.run.start import open_resume
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 

@@ -13,7 +13,7 @@ from thinwire.data import Corpus, Tokenizer
 from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder, sealed, write_shard
 from thinwire.errors import CheckpointError
-from thinwire.run.commit import commit, discard_partial, prune, set_aside_later
+from thinwire.run.checkpoints import commit, discard_partial, prune, set_aside_later
 
 FACTS: dict[str, Any] = {"settings": {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
 

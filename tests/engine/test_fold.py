@@ -16,7 +16,7 @@ from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
 from thinwire.inference import Model
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 NARROW = {

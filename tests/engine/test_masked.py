@@ -13,9 +13,8 @@ from masks import with_masks
 from thinwire.data import Corpus, Order, Validation
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
-from thinwire.engine.fetched import FetchedCorpus
 from thinwire.errors import DataError, WireError
-from thinwire.remote.tokens import TokenServer
+from thinwire.run.tokens import FetchedCorpus, TokenServer
 from thinwire.wire import Frame, FrameKind, encode, handshake, memory_pair
 from thinwire.wire.background import on_daemon_thread
 

@@ -15,7 +15,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import sealed
 from thinwire.engine.reports import ShardFailed
 from thinwire.errors import CheckpointError, WireError
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 

@@ -11,7 +11,7 @@ from thinwire.engine.update import not_finite
 from thinwire.engine.verdict import Verdict
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import StageError, WireError
-from thinwire.run.commit import divergence
+from thinwire.run.checkpoints import divergence
 
 
 def poison(stage: int, calls: set[int]) -> Callable:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from thinwire.data import Corpus
 from thinwire.engine.checkpoint import partial_folder, write_shard
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 

@@ -13,8 +13,8 @@ from thinwire.data.template import CHATML_TOKENS
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.report import PlainDisplay
-from thinwire.run.commit import commit
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.checkpoints import commit
+from thinwire.run.start import prepare_data
 from thinwire.settings import Settings
 
 
@@ -32,7 +32,7 @@ def save(
         builder.initialise(stage)
         tensors = {name: p.detach() for name, p in stage.global_parameters().items()}
         tensors["lm_head.weight"] *= factor
-        corpus: Corpus = prepare_corpus(settings, PlainDisplay(StringIO()))
+        corpus: Corpus = prepare_data(settings, PlainDisplay(StringIO()))
         facts = {
             "settings": settings.to_plain(),
             "corpus": corpus.fingerprint,
@@ -59,7 +59,7 @@ def trained(
 
     def make(**changes: Any) -> tuple[Path, float]:
         settings = make_settings(pipeline__stages=3, train__steps=2, **changes)
-        prepare_corpus(settings, PlainDisplay(StringIO()))
+        prepare_data(settings, PlainDisplay(StringIO()))
         outcome = run_in_threads(settings)
         reports = outcome.shards()[2]
         facts = {

@@ -51,7 +51,6 @@ from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Failures, Formation, fill_seats, read_formation, write_formation
-from thinwire.remote.store import ShardCollector
 from thinwire.report import PlainDisplay
 from thinwire.run.compact import as_text, deflate
 from thinwire.run.console import HostConsole
@@ -62,6 +61,7 @@ from thinwire.run.machine import Machine
 from thinwire.run.order import control_name
 from thinwire.run.peers import StageFailedError
 from thinwire.run.status import SharedDisplay, Standing
+from thinwire.run.transfer import ShardCollector
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings

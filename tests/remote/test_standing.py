@@ -120,7 +120,7 @@ def test_seats_follow_the_rate_in_which_a_run_computes(
         blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
         assert max(blocks, key=lambda name: blocks[name]) == fast
         assert split.settings.pipeline.split == split.counts
-        assert [relayed for *_, relayed in split.crossings()] == [True], "no door was found"
+        assert [crossing.is_relayed for crossing in split.crossings] == [True], "no door was found"
 
 
 def test_peers_without_figures_count_as_equal(make_settings: Callable[..., Settings]) -> None:

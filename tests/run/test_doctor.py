@@ -226,9 +226,7 @@ def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture
 
 
 def test_a_machine_without_torch_is_told_so() -> None:
-    lines = (
-        "import sys; sys.modules['torch'] = None; from thinwire.cli import main; main(['doctor'])"
-    )
+    lines = "import sys, thinwire.cli; sys.modules['torch'] = None; thinwire.cli.main(['doctor'])"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert done.returncode == 1 and "torch cannot be imported" in done.stdout
 

@@ -15,10 +15,8 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.report import PlainDisplay
-from thinwire.run.claim import claim_folder
-from thinwire.run.commit import commit
-from thinwire.run.resume import FIXED_ON_RESUME, open_resume
-from thinwire.run.start import adopted
+from thinwire.run.checkpoints import claim_folder, commit
+from thinwire.run.start import FIXED_ON_RESUME, adopted, open_resume
 from thinwire.settings import Settings
 from thinwire.train import train
 
@@ -247,7 +245,7 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     program = (
         "import sys, pathlib, time\n"
-        "from thinwire.run.claim import claim_folder\n"
+        "from thinwire.run.checkpoints import claim_folder\n"
         "with claim_folder(pathlib.Path(sys.argv[1]), None):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(120)\n"

@@ -18,10 +18,8 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
-from thinwire.run.commit import commit
-from thinwire.run.prepare import prepare_data
-from thinwire.run.resume import open_resume
-from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.checkpoints import commit
+from thinwire.run.start import adopted, make_start, open_origin, open_resume, prepare_data
 from thinwire.settings import Settings
 from thinwire.train import train
 from trained import trained

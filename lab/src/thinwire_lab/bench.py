@@ -22,7 +22,7 @@ from thinwire.engine.feed import Feed
 from thinwire.model import Stage, architecture, token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.start import prepare_data
 from thinwire.settings import Settings, merged
 from thinwire.train import train
 from thinwire_lab.arms import Values
@@ -76,7 +76,7 @@ def bench_runtime(scratch: str) -> list[Row]:
     print("ratio to a plain loop in one process (0 stages), the same model and batch\n", flush=True)
     values: Values = CASES["runtime"]
     settings = settings_of(scratch, "plain", values)
-    seconds = {0: plain_step_seconds(settings, prepare_corpus(settings, _quiet()))}
+    seconds = {0: plain_step_seconds(settings, prepare_data(settings, _quiet()))}
     for stages in (1, 2, 4):
         changed = merged(values, {"pipeline": {"stages": stages}})
         summary = train(settings_of(scratch, f"stages-{stages}", changed), _quiet())

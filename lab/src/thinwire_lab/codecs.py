@@ -27,7 +27,7 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import ConfigError
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.start import prepare_data
 from thinwire.settings import Settings, merged
 from thinwire_lab.arms import (
     Arm,
@@ -113,11 +113,11 @@ def _on_text(options: argparse.Namespace, chosen: Chosen, session: Session) -> F
     display, steps, seeds = PlainDisplay(sys.stderr), steps_of(options), options.seeds
     dense = make_arms("scratch", grid("scratch")[:1], seeds, steps)[0]
     check_arms([dense], base, options.set)  # all of them change the same settings
-    corpus = prepare_corpus(dense.settings(base), display)
+    corpus = prepare_data(dense.settings(base), display)
     found, notes = {}, [f"scratch: {corpus.summary()}"]
     if chosen["tune"]:  # a text that cannot be read is refused before the first arm trains
         tuning = tuning_base(base, corpus, options.tune_on, options.quick)
-        text = prepare_corpus(dense.settings(tuning), display)
+        text = prepare_data(dense.settings(tuning), display)
     if chosen["scratch"]:
         arms = make_arms("scratch", chosen["scratch"], seeds, steps)
         ground = ground_of(arms[0], base, corpus, to="")

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.start import prepare_data
 from thinwire.schedule import Network, simulate
 from thinwire.settings import Settings
 from thinwire_lab.arms import (
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     two = seeds if len(seeds) > 1 else [seeds[0], seeds[0] + 1]  # dense shows the noise
     arms = grid_of(seeds, two, steps_of(options))
     check_arms(arms, base, options.set)
-    corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
+    corpus = prepare_data(arms[0].settings(base), PlainDisplay(sys.stderr))
     ground = ground_of(arms[0], base, corpus, points=POINTS)
     if sweep:
         swept = train_arms(grid_of(seeds[:1], seeds[:1], sweep), ground, session)

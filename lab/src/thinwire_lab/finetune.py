@@ -28,9 +28,8 @@ from thinwire.engine.state import StageState, restore_weights
 from thinwire.errors import ConfigError
 from thinwire.paths import cache_folder
 from thinwire.report import PlainDisplay
-from thinwire.run.commit import commit
-from thinwire.run.prepare import prepare_corpus
-from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.checkpoints import commit
+from thinwire.run.start import adopted, make_start, open_origin, prepare_data
 from thinwire.settings import Settings, merged
 from thinwire_lab.arms import (
     Arm,
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     base = merged(base, {"model": vars(origin.settings.model)})
     tuning = merged(base, {"data": _data(options, origin), "train": {"init_from": str(source)}})
     settings = Settings.from_plain(tuning)
-    text = prepare_corpus(settings, display)
+    text = prepare_data(settings, display)
     examples = Feed(text, settings, torch.device("cpu")).example_count
     steps = steps_for(options.epochs, examples, settings.train.batch)
     rates = options.lrs or [BASE_RATE / 3]
@@ -138,7 +137,7 @@ def pretrained(base: Values, options: argparse.Namespace, session: Session) -> P
         "train": {"steps": steps},
     }
     settings = Settings.from_plain(merged(base, own))
-    corpus = prepare_corpus(settings, PlainDisplay(sys.stderr))
+    corpus = prepare_data(settings, PlainDisplay(sys.stderr))
     told = json.dumps([settings.hash, corpus.fingerprint])
     place = cache_folder() / "lab" / f"model-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     if any(place.glob(f"checkpoints/*/{MANIFEST}")):

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from thinwire.errors import ConfigError
 from thinwire.report import PlainDisplay
-from thinwire.run.prepare import prepare_corpus
+from thinwire.run.start import prepare_data
 from thinwire_lab.arms import (
     Arm,
     Values,
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     lines, steps = specs(options.arms, options.quick), steps_of(options)
     arms = make_arms(lines, width_of(base), options.lrs or [3e-3], options.seeds, steps)
     check_arms(arms, base, options.set)
-    corpus = prepare_corpus(arms[0].settings(base), PlainDisplay(sys.stderr))
+    corpus = prepare_data(arms[0].settings(base), PlainDisplay(sys.stderr))
     runs = train_arms(arms, ground_of(arms[0], base, corpus), Session.of(options, say))
     return outcome([run for run in runs if run.arm.steps == steps])
 

@@ -22,17 +22,23 @@ from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
 from thinwire.engine.worker import scratch
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import Display
-from thinwire.run.claim import claim_folder
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
 from thinwire.run.explosion import LossWatch, watch_losses
 from thinwire.run.peer import versions
-from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord
-from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import heeding
-from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.start import (
+    adopted,
+    describe,
+    make_start,
+    open_origin,
+    open_resume,
+    prepare_data,
+    refuse_other_data,
+)
 from thinwire.settings import Settings
 
 Said = list[tuple[int, Any]]

@@ -1,10 +1,11 @@
-"""Whether a file is a stage's part of a checkpoint: for files that come from other machines.
+"""What a stage's part of a checkpoint can be: for files that come from other machines.
 
 A checkpoint is only as good as what is in it. So a file is opened before it counts: it must hold
 the tensors that a stage of these settings saves and no others, of these shapes and types, all of
 them finite, and codec memories that a stage can restore and that are those it reported.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from thinwire.codec import TensorSpec
+from thinwire.codec import TensorSpec, build_codecs
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import not_finite_in
@@ -28,6 +29,25 @@ from thinwire.optim import state_like
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
+
+_HEADER_BYTES = 4096  # for a tensor's name, type and place in its file, and more than that
+
+
+def most_shard_bytes(settings: Settings, stage: int) -> int:
+    """The largest file that a stage's part of a checkpoint can be: none is taken beyond it."""
+    needed, allowed = shard_like(settings, stage, Versions(1, 0))
+    tensors = [*needed.values(), *allowed.values()]
+    size, names = sum(tensor.nbytes for tensor in tensors), len(tensors) + 64
+    microbatches = settings.pipeline.microbatches
+    for cut in (stage - 1, stage):
+        if 0 <= cut < settings.pipeline.stages - 1:
+            tensor = 8 * math.prod(wire_shape(settings, cut))
+            for codec in build_codecs(*settings.codec.names(cut)).values():
+                if codec.remembers:
+                    size += 4 * microbatches * tensor
+                    size += settings.codec.memory_mb << 20 if codec.remembers_examples else 0
+                    names += 8 * microbatches
+    return size + names * _HEADER_BYTES
 
 
 class ShardCheck:

@@ -22,7 +22,7 @@ from thinwire.inference.text import TextModel, crosses_by_token, extensions
 from thinwire.model import Past, Score
 from thinwire.report import Display
 from thinwire.run.ledger import bits_per_byte
-from thinwire.run.prepare import prepare_data
+from thinwire.run.start import prepare_data
 
 
 class Model(Joined, TextModel):

@@ -9,7 +9,7 @@ from thinwire.errors import ConfigError, NotAliveError
 from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
-from thinwire.run.claim import is_claimed
+from thinwire.run.checkpoints import is_claimed
 from thinwire.run.control_socket import FILE, ask, is_alive
 from thinwire.run.status import StatusReport, status_from_plain
 from thinwire.settings import RunConfig, load_settings

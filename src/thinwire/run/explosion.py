@@ -14,8 +14,8 @@ from pathlib import Path
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Evaluation, Step
+from thinwire.run.checkpoints import begin_proof
 from thinwire.run.events import Exploded, Recovered
-from thinwire.run.proof import begin_proof
 from thinwire.settings import Settings
 
 STRETCH = 64  # steps whose losses a later one is held against

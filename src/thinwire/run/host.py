@@ -27,19 +27,16 @@ from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import are_cuts_learned
 from thinwire.engine.reports import ShardFailed, ShardWritten
-from thinwire.engine.shard_check import ShardCheck
+from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.enrol import EnrolServer
-from thinwire.remote.fetch import SeatServer
 from thinwire.remote.invite import Invite, is_address
 from thinwire.remote.relay import is_public, outside_address
-from thinwire.remote.store import ShardCollector, incoming_folder, most_shard_bytes
-from thinwire.remote.tokens import TokenServer
 from thinwire.report import Display
 from thinwire.report.human import elapsed
-from thinwire.run.claim import claim_folder
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.conduct import Course
 from thinwire.run.console import HostConsole
 from thinwire.run.control_socket import ControlSocket
@@ -49,11 +46,7 @@ from thinwire.run.events import (
     Back,
     Begin,
     Command,
-    Commit,
     Lost,
-    PartArrived,
-    PartLost,
-    PartRefused,
     Suspect,
 )
 from thinwire.run.explosion import watch_losses
@@ -71,7 +64,6 @@ from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
 from thinwire.run.placement import Split, choose_split, share_stages
-from thinwire.run.prepare import describe, prepare_data
 from thinwire.run.protocol import (
     MAX_MESSAGE,
     Connect,
@@ -88,10 +80,19 @@ from thinwire.run.protocol import (
     stream_name,
 )
 from thinwire.run.record import RunRecord
-from thinwire.run.resume import open_resume, refuse_other_data
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
-from thinwire.run.start import adopted, make_start, open_origin
+from thinwire.run.start import (
+    adopted,
+    describe,
+    make_start,
+    open_origin,
+    open_resume,
+    prepare_data,
+    refuse_other_data,
+)
 from thinwire.run.status import SharedDisplay, Standing
+from thinwire.run.tokens import TokenServer
+from thinwire.run.transfer import SeatServer, ShardCollector, incoming_folder
 from thinwire.settings import Settings
 from thinwire.wire import (
     Door,
@@ -507,9 +508,7 @@ class HostedPeers(Peers):
             patience=settings.run.patience,
             meter=base.beside["checkpoints"],
             on_progress=on_progress,
-            on_arrived=lambda stage, step: self.said.note(PartArrived(stage, step)),
-            on_lost=lambda stage, step, reason: self.said.note(PartLost(stage, step, reason)),
-            on_refused=lambda stage, step, why: self.said.note(PartRefused(stage, step, why)),
+            tell=self.said.note,
         )
 
     def __exit__(self, *error: object) -> None:
@@ -706,8 +705,6 @@ class Generation:
         self.record.carry_out(command)
         if isinstance(command, Begin):
             self.peers.end_states()
-        elif isinstance(command, Commit):
-            self.peers.collector.settled(command.step)
 
     def _show_last_checkpoint(self, done: int, total: int) -> None:
         """While training goes on, checkpoints travel unseen; at its end one is waited for."""

@@ -28,6 +28,7 @@ from typing import Any
 
 from thinwire.data import DataConfig, prepare
 from thinwire.data.template import TEMPLATES
+from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,
     ConfigError,
@@ -41,10 +42,7 @@ from thinwire.errors import (
 from thinwire.folders import lock, private_folder
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.remote.enrol import identity_in
-from thinwire.remote.fetch import fetch_seat
 from thinwire.remote.invite import Invite
-from thinwire.remote.pieces import Pace
-from thinwire.remote.store import ShardSender, most_shard_bytes
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.channel import Channel
 from thinwire.run.console import member_handlers
@@ -82,6 +80,7 @@ from thinwire.run.protocol import (
     stream_name,
 )
 from thinwire.run.signals import Interrupted, heeding
+from thinwire.run.transfer import ShardSender, Throttle, fetch_seat
 from thinwire.settings import Settings, machine_cores
 from thinwire.wire import (
     Door,
@@ -502,7 +501,7 @@ class JoinedPeer:
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
-        self._pace = Pace()  # of shards on their way to the host
+        self._pace = Throttle()  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
         self._serves_shards = False
         self._process = secrets.token_hex(8)

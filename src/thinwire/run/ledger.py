@@ -1,39 +1,114 @@
 """The ledger of a run: what the stages report, put together into records and a summary.
 
 Stages see only themselves. Here their reports of one step meet: the loss from the last stage,
-times from each, bytes from both ends of each cut.
+times from each, bytes from both ends of each cut. All times are those of one clock: the stages of
+a local run are processes of one machine.
 """
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report import EvaluationRecord, LinkRecord, StageRecord, StepRecord, Timeline
+from thinwire.report import (
+    EvaluationRecord,
+    LinkRecord,
+    StageRecord,
+    StepRecord,
+    Timeline,
+    TraceSpan,
+)
 from thinwire.run.blame import first_not_finite
 from thinwire.run.protocol import Ready
-from thinwire.run.timings import StepTimes, spans_of, step_seconds
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of, stream_width
 
 FASTER = 100  # a GPU beside the cores of a small machine: what would the links allow then?
+WAITS = ("neighbour", "link", "basis", "verdict")
+"""What a stage waits for: the neighbour still computes what is needed; it is done, and the tensor
+is packed, queued, sent or on its way; a basis, or rows of a shared embedding; the verdict that
+ends the step.
+"""
+_WARMUP_STEPS = 2  # first steps pay for allocations and caches
+_LAST_TRACES = 16  # steps of which one is drawn
 _FORWARD_KINDS = ("FORWARD", "VERDICT", "BASIS", "ROWS")
 _BACKWARD_KINDS = ("BACKWARD", "TALLY", "BASIS", "ROWS")
 _LAST_RECORDS = 16  # more than the steps without a good gradient after which a run ends
 _LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
 _LAST_SECONDS = 20  # steps over which the speed on display is taken
 
+Crossed = list[tuple[int, int]]
+"""Bytes forward and backward over each cut."""
 
-@dataclass
-class Outages:
-    """How often the link over a cut was down, and for how long in all."""
 
-    count: int = 0
-    seconds: float = 0.0
+class _Timings:
+    """What steps add up to: of each only its duration is kept, so a run may be of any length.
+
+    Spans are kept of the last few alone.
+    """
+
+    def __init__(self, stages: int):
+        self.seconds: list[float] = []
+        self._sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
+        self._traces: deque[list[Step]] = deque(maxlen=_LAST_TRACES)
+
+    def add(self, reports: list[Step]) -> None:
+        """Count one step that all stages have reported."""
+        self.seconds.append(_step_seconds(reports))
+        self._traces.append(reports)
+        for stage, (sums, report) in enumerate(zip(self._sums, reports, strict=True)):
+            parts = {**vars(report.costs), "wait": report.wait, **_wait_seconds(reports, stage)}
+            for name, seconds in parts.items():
+                sums[name] += seconds
+
+    def mean(self, stage: int, cost: str) -> float:
+        """Mean cost per step; 0 when there was none."""
+        return self._sums[stage][cost] / max(1, len(self.seconds))
+
+    def shares(self, stage: int, microbatches: int) -> dict[str, Any]:
+        """What a stage did with the steps' time; compute, update, wait and other are all of it."""
+        total, sums = sum(self.seconds) or math.nan, self._sums[stage]
+        compute = (sums["forward"] + sums["backward"]) / total * microbatches
+        update, wait = sums["update"] / total, sums["wait"] / total
+        return {
+            "stage": stage,
+            "compute": compute,
+            "update": update,
+            "wait": wait,
+            "wait_for": {reason: sums[reason] / total for reason in WAITS},
+            "other": max(0.0, 1 - compute - update - wait),
+        }
+
+    def typical(self) -> list[Step]:
+        """Of the last few steps the one nearest to the median duration of all."""
+        median = statistics.median(self.seconds)
+        return min(self._traces, key=lambda reports: abs(_step_seconds(reports) - median))
+
+
+def _wait_seconds(reports: Sequence[Step], stage: int) -> dict[str, float]:
+    """What a stage waited for in a step, by the reasons in WAITS."""
+    waits = dict.fromkeys(WAITS, 0.0)
+    for lane, label, start, end in reports[stage].spans:
+        if lane != "wait":
+            continue
+        source = {"F": stage - 1, "B": stage + 1}.get(label[:1])
+        if source is None:
+            waits["verdict" if label == "U" else "basis"] += end - start
+            continue
+        spans = reports[source].spans
+        ends = (to for lane, name, _, to in spans if (lane, name) == ("compute", label))
+        computed = min(end, max(start, next(ends, start)))
+        waits["neighbour"] += computed - start
+        waits["link"] += end - computed
+    return waits
+
+
+def _step_seconds(reports: Sequence[Step]) -> float:
+    """A step as the first stage sees it: from its first forward to the end of its update."""
+    return reports[0].end - reports[0].start
 
 
 class Ledger:
@@ -55,17 +130,19 @@ class Ledger:
         self.settings = settings
         self.first_step = first_step
         self.records: deque[StepRecord] = deque(maxlen=_LAST_RECORDS)
-        self._stages = range(len(stages))
-        self._times = StepTimes(len(stages))
+        self._stages, cuts = range(len(stages)), len(stages) - 1
+        # Two kinds of steps do not say how fast a run trains: the first ones, and one behind a
+        # validation, which on the first stage begins while later stages still validate.
+        kinds = ("steady", "behind validations", "first")  # the best first
+        self._times = {kind: _Timings(len(stages)) for kind in kinds}
         self._valid_losses: list[tuple[int, float]] = []
         self._valid_count = 0
-        self._training_seconds = self._validation_seconds = 0.0
-        self._refused_in_all = 0
+        self._training_seconds = self._validation_seconds = self._waiting_seconds = 0.0
+        self._refused_in_all = self._epochs = 0
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
-        self._outages = {cut: Outages() for cut in range(len(stages) - 1)}
-        self._epochs, self._waiting_seconds = 0, 0.0
-        self._crossed_before = [(0, 0)] * (len(stages) - 1)  # in earlier epochs
+        self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
+        self._crossed_before: Crossed = [(0, 0)] * cuts  # in earlier epochs
         self._sent_before: Counter[str] = Counter()
         self._begin(stages, first_step, uplinks)
 
@@ -83,7 +160,6 @@ class Ledger:
         self._waiting_seconds += waited
         self._crossed_before = self._crossed_in_all()
         self._sent_before += self._sent_in_epoch()
-        self._times.go_on()
         while self.records and self.records[-1].step > first_step:
             self.records.pop()
         self._moves = [move for move in self._moves if move["step"] <= first_step]
@@ -100,7 +176,7 @@ class Ledger:
         self.refused = 0  # updates in a row that were not committed
         self.origin = ""  # of non-finite values, in the first of these
         self._pending: dict[int, dict[int, Step]] = {}
-        self._crossed = [(0, 0)] * (len(stages) - 1)
+        self._crossed: Crossed = [(0, 0)] * (len(stages) - 1)
         self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
         self._finished: set[int] = set()
 
@@ -113,22 +189,28 @@ class Ledger:
             return None
         del self._pending[report.step]
         complete = [reports[s] for s in self._stages]
-        is_first = report.step == self._epoch_began
-        validated = is_first or self.settings.is_evaluation_step(report.step)
-        self._times.add(complete, behind_validation=validated)
+        kind, since = "steady", report.step - self._epoch_began
+        if since == 0 or self.settings.is_evaluation_step(report.step):
+            kind = "behind validations"
+        self._times["first" if since < _WARMUP_STEPS else kind].add(complete)
         # On the last stage a step begins when the validation before it is over on all stages.
         self._training_seconds += complete[-1].end - complete[-1].start
         self.done = report.step + 1
-        committed = complete[0].committed
-        if committed:
+        if complete[0].committed:
             self.refused, self.origin = 0, ""
         else:
             self.origin = self.origin if self.refused else first_not_finite(complete)
             self.refused += 1
-        self._refused_in_all += not committed
+            self._refused_in_all += 1
         record = self._record(complete)
         self.records.append(record)
-        self._follow_space(record)
+        drift = record.measures.get("drift")
+        if drift is not None:
+            self._largest_drift = max(drift, self._largest_drift or 0.0)
+        if "energy_after" in record.measures:
+            # The jump is that of one batch's loss, scored just before and just after the move;
+            # None where it was not measured, as when a run resumed where the move was due.
+            self._moves.append({"step": record.step, "loss_jump": None, **record.measures})
         return record
 
     def add_evaluation(self, report: Evaluation) -> None:
@@ -144,8 +226,8 @@ class Ledger:
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
-        self._outages[cut].count += 1
-        self._outages[cut].seconds += seconds
+        self._outages[cut]["count"] += 1
+        self._outages[cut]["seconds"] += seconds
 
     def add_finished(self, stage: int, meters: Meters) -> None:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
@@ -159,14 +241,35 @@ class Ledger:
 
     def typical_step(self) -> Timeline:
         """The timeline of a typical step, to draw; there must have been a step."""
-        chosen = self._times.timed.typical()
+        chosen = self._timed.typical()
+        origin = chosen[0].start
+        spans = [
+            TraceSpan(stage, lane, label, start - origin, end - origin)
+            for stage, report in enumerate(chosen)
+            for lane, label, start, end in report.spans
+            if label != "norm"
+        ]
         return Timeline(
             run=self.settings.run.name,
             step=chosen[0].step + 1,
-            seconds=step_seconds(chosen),
+            seconds=_step_seconds(chosen),
             stages=self._stage_records(chosen),
-            spans=spans_of(chosen),
+            spans=spans,
         )
+
+    @property
+    def _which(self) -> str:
+        """The kind of steps whose durations count: the best that there are."""
+        return next((kind for kind, times in self._times.items() if times.seconds), "first")
+
+    @property
+    def _timed(self) -> _Timings:
+        """The steps whose durations count."""
+        return self._times[self._which]
+
+    @property
+    def _steps_run(self) -> int:
+        return sum(len(times.seconds) for times in self._times.values())
 
     def summary(
         self,
@@ -180,31 +283,57 @@ class Ledger:
         `start_seconds` of the total passed before the stages began. `earlier`: validations before
         its first step.
         """
-        settings, microbatches = self.settings, self.settings.pipeline.microbatches
-        shares = [self._times.timed.shares(stage, microbatches) for stage in self._stages]
-        cuts, busy = self._cuts(), self._uplinks_busy()
+        settings, timed = self.settings, self._timed
+        seconds, per_step = timed.seconds, settings.tokens_per_step
+        shares = [timed.shares(stage, settings.pipeline.microbatches) for stage in self._stages]
+        computed = [share["compute"] + share["update"] for share in shares]
+        cuts, busiest = self._cuts(), _busiest(self._uplinks_busy())
+        # Training and validation are timed on the last stage, where they do not overlap. Waiting
+        # is from the end of an epoch to the training of the next; other is saving, the goodbyes
+        # of the stages, and the rest.
+        parts = {
+            "start": start_seconds,
+            "training": self._training_seconds,
+            "validation": self._validation_seconds,
+            "waiting": self._waiting_seconds,
+        }
+        has_space = self._largest_drift is not None or self._moves
+        by_kind = self._sent_before + self._sent_in_epoch()
         return {
             "name": settings.run.name,
             **self._losses(earlier),
             "steps": self.done,
-            "steps_run": self._times.steps,
+            "steps_run": self._steps_run,
             "epochs": self._epochs,
-            "tokens": self.done * settings.tokens_per_step,
-            **self._speed(),
-            "seconds": self._seconds(total_seconds, start_seconds),
+            "tokens": self.done * per_step,
+            # tokens per second of the steps that count, and which these are: they divide
+            "tokens_per_s": per_step * len(seconds) / sum(seconds) if seconds else None,
+            "timed": {
+                "steps": len(seconds),
+                "tokens_per_step": per_step,
+                "seconds": sum(seconds),
+                "which": self._which,
+            },
+            "step_seconds_median": statistics.median(seconds) if seconds else None,
+            "seconds": {**parts, "other": max(0.0, total_seconds - sum(parts.values()))},
             **self._simulated(),
             "measured_costs": vars(self._costs()),
-            "bubble_fraction": self._bubble(shares),
+            # share of the stages' time within a step in which they do not compute, as the
+            # simulator's and the planner's
+            "bubble_fraction": 1 - statistics.fmean(computed) if seconds else None,
             "time_shares": shares,
-            "link_utilisation": None if math.isnan(_busiest(busy)) else _busiest(busy),
+            "link_utilisation": None if math.isnan(busiest) else busiest,
             "ratio_vs_bf16": _total_ratio(cuts),
             "cuts": cuts,
-            "outages": [
-                {"cut": cut, "count": outages.count, "seconds": outages.seconds}
-                for cut, outages in self._outages.items()
-            ],
-            "bytes_sent": self._bytes_sent(),
-            "space": self._space_measures(),
+            "outages": self._outages,
+            # Every byte that left, headers included, over all links and both ends of each: beside
+            # training validations, handshakes and goodbyes. None until all have said their last.
+            "bytes_sent": {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
+            if self._is_finished
+            else None,
+            "space": {"largest_drift": self._largest_drift, "moves": self._moves}
+            if has_space
+            else None,
             "refused_updates": self._refused_in_all,
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
@@ -230,53 +359,22 @@ class Ledger:
             "valid_tokens": self._valid_count,  # behind each of these
         }
 
-    def _speed(self) -> dict[str, Any]:
-        """Tokens per second of the steps that count, and which these are: they divide."""
-        seconds, per_step = self._times.timed.seconds, self.settings.tokens_per_step
-        return {
-            "tokens_per_s": per_step * len(seconds) / sum(seconds) if seconds else None,
-            "timed": {
-                "steps": len(seconds),
-                "tokens_per_step": per_step,
-                "seconds": sum(seconds),
-                "which": self._times.which,
-            },
-            "step_seconds_median": statistics.median(seconds) if seconds else None,
-        }
-
-    def _seconds(self, total: float, start: float) -> dict[str, float]:
-        """How the run's time divides; other is saving, the goodbyes of the stages, and the rest.
-
-        Training and validation are timed on the last stage, where they do not overlap. Waiting is
-        the time from the end of an epoch to the training of the next.
-        """
-        parts = {
-            "start": start,
-            "training": self._training_seconds,
-            "validation": self._validation_seconds,
-            "waiting": self._waiting_seconds,
-        }
-        return {**parts, "other": max(0.0, total - sum(parts.values()))}
-
     def _simulated(self) -> dict[str, Any]:
         """The step as the simulator plays it with the measured costs, and with faster stages."""
         schedule, network = self.settings.schedule(), network_of(self.settings)
         measured = simulate(schedule, self._costs(), network)
         faster = simulate(schedule, self._costs(FASTER), network).step_seconds
-        was_run = self._times.steps > 0
+        was_run, tokens = self._steps_run > 0, self.settings.tokens_per_step
         return {
             "simulated_step_seconds": measured.step_seconds if was_run else None,
             "simulated_bubble_fraction": measured.bubble_fraction if was_run else None,
-            "simulated_faster_tokens_per_s": (
-                self.settings.tokens_per_step / faster if faster else None
-            ),
+            "simulated_faster_tokens_per_s": tokens / faster if faster else None,
         }
 
     def _costs(self, faster: int = 1) -> Costs:
         """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
-        mean = self._times.timed.mean
-        frames = max(1, self._times.steps * self.settings.pipeline.microbatches)
-        crossed = self._crossed_in_all()
+        mean, crossed = self._timed.mean, self._crossed_in_all()
+        frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         return Costs(
             forward=[mean(s, "forward") / faster for s in self._stages],
             backward=[mean(s, "backward") / faster for s in self._stages],
@@ -285,37 +383,13 @@ class Ledger:
             backward_bytes=[backward // frames for _, backward in crossed],
         )
 
-    def _bubble(self, shares: list[dict[str, Any]]) -> float | None:
-        """Share of the stages' time within a step in which they do not compute.
-
-        The simulator's and the planner's `bubble_fraction` is the same.
-        """
-        if not self._times.timed.total:
-            return None
-        return 1 - statistics.fmean(share["compute"] + share["update"] for share in shares)
-
-    def _follow_space(self, record: StepRecord) -> None:
-        """Keep what a step says of the subspace.
-
-        The jump of a move is that of one batch's loss, scored just before and just after it; None
-        where it was not measured, as when a run resumed where the move was due.
-        """
-        drift = record.measures.get("drift")
-        if drift is not None:
-            self._largest_drift = max(drift, self._largest_drift or 0.0)
-        if "energy_after" in record.measures:
-            self._moves.append({"step": record.step, "loss_jump": None, **record.measures})
-
-    def _space_measures(self) -> dict[str, Any] | None:
-        """The subspace over the run: largest drift, and each move of the basis with its jump."""
-        if self._largest_drift is None and not self._moves:
-            return None
-        return {"largest_drift": self._largest_drift, "moves": self._moves}
-
     def _record(self, reports: list[Step]) -> StepRecord:
         settings = self.settings
-        usual = statistics.fmean(self._times.timed.seconds[-_LAST_SECONDS:])
-        loss = reports[-1].loss
+        usual = statistics.fmean(self._timed.seconds[-_LAST_SECONDS:])
+        loss, measures = reports[-1].loss, dict[str, float]()
+        for report in reports:  # of the shared space: the worst of each, over all stages
+            for name, value in report.measures.items():
+                measures[name] = max(value, measures.get(name, value))
         return StepRecord(
             step=self.done,
             steps=settings.train.steps,
@@ -324,11 +398,11 @@ class Ledger:
             grad_norm=reports[0].grad_norm,
             tokens=self.done * settings.tokens_per_step,
             tokens_per_s=settings.tokens_per_step / usual,
-            step_seconds=step_seconds(reports),
+            step_seconds=_step_seconds(reports),
             eta_seconds=usual * (settings.train.steps - self.done),
             stages=self._stage_records(reports),
             links=self._link_records(reports),
-            measures=_merged_measures(reports),
+            measures=measures,
         )
 
     def _stage_records(self, reports: list[Step]) -> list[StageRecord]:
@@ -347,32 +421,36 @@ class Ledger:
 
     def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
         """What crossed each cut since the step before."""
-        before, seconds = self._crossed, step_seconds(reports)
+        before = self._crossed
         self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
         moved = [
             (now[0] - then[0], now[1] - then[1])
             for now, then in zip(self._crossed, before, strict=True)
         ]
-        busy = self._busy(moved, seconds)
+        busy = self._busy(moved, _step_seconds(reports))
         return [
             LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
             for cut, (forward, backward) in enumerate(moved)
         ]
 
-    def _crossed_in_all(self) -> list[tuple[int, int]]:
-        """Bytes of training that have left both ends of each cut, forward and backward.
+    @property
+    def _is_finished(self) -> bool:
+        """Whether all stages have said their last word."""
+        return len(self._finished) == len(self._stages)
+
+    def _crossed_in_all(self) -> Crossed:
+        """Bytes of training that have left both ends of each cut.
 
         A step's report may miss frames that are still to leave; the last word of a stage has all.
         """
-        is_over = len(self._finished) == len(self._stages)
-        latest = _crossed(self._meters) if is_over else self._crossed
+        latest = _crossed(self._meters) if self._is_finished else self._crossed
         return [
             (now[0] + then[0], now[1] + then[1])
             for now, then in zip(latest, self._crossed_before, strict=True)
         ]
 
     def _cuts(self) -> list[dict[str, Any]]:
-        tokens = self._times.steps * self.settings.tokens_per_step
+        tokens = self._steps_run * self.settings.tokens_per_step
         rows, busy = [], self._uplinks_busy()
         for cut, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
             if not forward + backward:
@@ -393,17 +471,6 @@ class Ledger:
             )
         return rows
 
-    def _bytes_sent(self) -> dict[str, Any] | None:
-        """Every byte that left, headers included, over all links and both ends of each.
-
-        Beside training this has validations, handshakes and goodbyes. None until all stages
-        have said their last word.
-        """
-        if len(self._finished) < len(self._stages):
-            return None
-        by_kind = self._sent_before + self._sent_in_epoch()
-        return {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
-
     def _sent_in_epoch(self) -> Counter[str]:
         """What all stages have sent by the meters that they reported last, by kind of frame."""
         by_kind: Counter[str] = Counter()
@@ -414,11 +481,8 @@ class Ledger:
 
     def _uplinks_busy(self) -> list[float]:
         """Share of each uplink that training uses, by bytes per step and the steps that count."""
-        steps, seconds = self._times.steps, self._times.timed.seconds
-        per_step = [
-            (forward / max(1, steps), backward / max(1, steps))
-            for forward, backward in self._crossed_in_all()
-        ]
+        steps, seconds = max(1, self._steps_run), self._timed.seconds
+        per_step = [(forward / steps, back / steps) for forward, back in self._crossed_in_all()]
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
     def _busy(self, crossed: Sequence[tuple[float, float]], seconds: float) -> list[float]:
@@ -440,22 +504,13 @@ def _busiest(shares: Sequence[float]) -> float:
     return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
 
-def _merged_measures(reports: list[Step]) -> dict[str, float]:
-    """What the stages measured of the shared space: the worst of each, over all stages."""
-    merged: dict[str, float] = {}
-    for report in reports:
-        for name, value in report.measures.items():
-            merged[name] = max(value, merged.get(name, value))
-    return merged
-
-
 def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
     """A loss in nats per token as bits per byte of text, comparable across tokenizers."""
     return loss / math.log(2) * tokens / size if size else None
 
 
-def _crossed(meters: Mapping[int, Meters]) -> list[tuple[int, int]]:
-    """Bytes that have left both ends of each cut by these meters, forward and backward."""
+def _crossed(meters: Mapping[int, Meters]) -> Crossed:
+    """Bytes that have left both ends of each cut by these meters."""
     return [
         (
             _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),
@@ -475,8 +530,6 @@ def _total_ratio(cuts: list[dict[str, Any]]) -> float | None:
 
     Training's bytes are activations, gradients, tallies, verdicts and bases, headers included.
     """
-    if not cuts:
-        return None
     dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
     left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
-    return dense / left
+    return dense / left if cuts else None

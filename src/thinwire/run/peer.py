@@ -33,7 +33,6 @@ import torch
 
 import thinwire
 from thinwire.engine.contract import remedy
-from thinwire.engine.fetched import FetchedCorpus
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
 from thinwire.engine.worker import Assignment, Worker
@@ -60,6 +59,7 @@ from thinwire.run.protocol import (
     Way,
     stream_name,
 )
+from thinwire.run.tokens import FetchedCorpus
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (

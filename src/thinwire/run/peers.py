@@ -24,6 +24,7 @@ from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, T
 from thinwire.settings import Settings
 from thinwire.wire import Authority, raise_descriptor_limit
 
+LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
 
@@ -125,10 +126,13 @@ class StagesHere:
         on_exit: Callable[[list[int], int], None],
     ):
         self.stages, self.process = order.stages, process
-        self._on_said, self._on_exit = on_said, on_exit
+        self._on_said, self._on_lost, self._on_exit = on_said, on_lost, on_exit
+        self._all_heard = threading.Event()
         self._failed: list[int] = []
         name = f"control of {process.log.stem}"
-        self.channel = Channel(SocketPipe(process.ours), name, FROM_PEER, self._hear, on_lost)
+        self.channel = Channel(
+            SocketPipe(process.ours), name, FROM_PEER, self._hear, self._lose, self._all_heard.set
+        )
         threading.Thread(target=self._await_exit, daemon=True).start()
         with contextlib.suppress(WireError):  # it has died: its exit code says how
             self.channel.send(order)
@@ -144,8 +148,14 @@ class StagesHere:
             self._failed.append(said.stage)
         self._on_said(said.stage, said.message)
 
+    def _lose(self, error: ThinwireError) -> None:
+        self._all_heard.set()
+        self._on_lost(error)
+
     def _await_exit(self) -> None:
+        """Its last words come first: they say more than how it ended."""
         code = self.process.wait()
+        self._all_heard.wait(LAST_WORDS_SECONDS)
         self._on_exit(self._failed or self.stages, code)
 
 

@@ -294,71 +294,35 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """What the link over one cut carries in a step, in bytes."""
+
+    forward_bytes: int
+    backward_bytes: int
+    is_relayed: bool
+
+
+@dataclass(frozen=True)
 class Split:
     """Who sits where with how many blocks, why, and what it costs; all lists are by stage."""
 
-    figures: StageFigures
-    placement: Placement
+    settings: Settings  # with pipeline.split as chosen
+    asked_split: list[int]  # what pipeline.split was set to
+    peers: list[Machine]
+    spare: list[Machine]  # without a stage
+    counts: list[int]  # of blocks
+    parameters: list[int]
+    memory_bytes: list[int]
+    crossings: list[Crossing]  # by cut
+    simulation: Simulation
     even: Simulation | None  # the even split in the listed order; None where its memory is lacking
     faster: tuple[Counts, float] | None  # an uneven split of equal peers, and its seconds
     why: str
 
     @property
-    def settings(self) -> Settings:
-        """The settings, with pipeline.split as chosen."""
-        return with_split(self.figures.settings, self.placement.counts)
-
-    @property
-    def counts(self) -> list[int]:
-        """Blocks of each stage."""
-        return list(self.placement.counts)
-
-    @property
-    def peers(self) -> list[Machine]:
-        """The peer of each stage."""
-        return [self.figures.peers[peer] for peer in self.placement.order]
-
-    @property
-    def spare(self) -> list[Machine]:
-        """Peers without a stage."""
-        listed = enumerate(self.figures.peers)
-        return [peer for index, peer in listed if index not in self.placement.order]
-
-    @property
-    def memory_bytes(self) -> list[int]:
-        """Bytes that each stage needs."""
-        return [self.figures.memory(*stage) for stage in enumerate(ranges(self.placement.counts))]
-
-    @property
-    def parameters(self) -> list[int]:
-        """Parameters of each stage."""
-        stages = enumerate(ranges(self.placement.counts))
-        return [self.figures.parameters(*stage) for stage in stages]
-
-    @property
-    def simulation(self) -> Simulation:
-        """A step with it."""
-        return self.figures.simulation(self.placement.order, self.placement.counts)
-
-    @property
     def step_seconds(self) -> float:
         """Seconds of a step."""
         return self.simulation.step_seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens that the run would learn from in a second."""
-        return self.settings.tokens_per_step / self.step_seconds
-
-    def crossings(self) -> list[tuple[int, int, bool]]:
-        """For each cut the bytes of a step forward and backward, and whether it needs a relay."""
-        costs = self.figures.costs(self.placement.order, self.placement.counts)
-        microbatches, rows = self.figures.schedule.microbatches, []
-        for cut, ends in enumerate(itertools.pairwise(self.peers)):
-            once, legs = costs.each_step(cut), (costs.forward_bytes[cut], costs.backward_bytes[cut])
-            forward, backward = (leg * microbatches + once for leg in legs)
-            rows.append((forward, backward, is_relayed(*ends)))
-        return rows
 
 
 def choose_split(settings: Settings, peers: list[Machine]) -> Split:
@@ -404,12 +368,25 @@ def choose_split(settings: Settings, peers: list[Machine]) -> Split:
         faster = free.counts, search.seconds(free)
     even = tuple(map(len, split_layers(settings.model.layers, [], stages)))
     even_fits = search.place(as_listed.order, even).fits
+    held, seated = [*enumerate(ranges(chosen.counts))], [peers[peer] for peer in chosen.order]
+    costs, microbatches = figures.costs(chosen.order, chosen.counts), figures.schedule.microbatches
+    crossings = []
+    for cut, ends in enumerate(itertools.pairwise(seated)):
+        once, legs = costs.each_step(cut), (costs.forward_bytes[cut], costs.backward_bytes[cut])
+        crossings.append(Crossing(*(leg * microbatches + once for leg in legs), is_relayed(*ends)))
     return Split(
-        figures,
-        chosen,
-        figures.simulation(as_listed.order, even) if even_fits else None,
-        faster,
-        _why(figures, chosen, as_listed),
+        settings=with_split(settings, chosen.counts),
+        asked_split=settings.pipeline.split,
+        peers=seated,
+        spare=[peer for index, peer in enumerate(peers) if index not in chosen.order],
+        counts=list(chosen.counts),
+        parameters=[figures.parameters(*stage) for stage in held],
+        memory_bytes=[figures.memory(*stage) for stage in held],
+        crossings=crossings,
+        simulation=figures.simulation(chosen.order, chosen.counts),
+        even=figures.simulation(as_listed.order, even) if even_fits else None,
+        faster=faster,
+        why=_why(figures, chosen, as_listed),
     )
 
 
@@ -454,7 +431,8 @@ def better_window(split: Split) -> tuple[int, float] | None:
 
     More microbatches in flight hide delays, and take memory; the blocks are dealt out anew.
     """
-    settings = split.figures.settings
+    pipeline = dataclasses.replace(split.settings.pipeline, split=split.asked_split)
+    settings = dataclasses.replace(split.settings, pipeline=pipeline)
     wider = [w for w in _windows(settings) if w > split.simulation.schedule.window]
     found = _fitting(settings, [*split.peers, *split.spare], wider)
     if not found or (best := _fastest(found)).step_seconds * (1 + WORTH) > split.step_seconds:
@@ -577,7 +555,7 @@ def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dic
     wider, wider_seconds = window or (None, None)
     return {
         "step_seconds": simulation.step_seconds,
-        "tokens_per_s": split.tokens_per_s,
+        "tokens_per_s": settings.tokens_per_step / simulation.step_seconds,
         "bound": simulation.bound,
         "even_step_seconds": even,
         "even_tokens_per_s": settings.tokens_per_step / even if even else None,
@@ -602,12 +580,12 @@ def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dic
                 "cut": cut,
                 "below": split.peers[cut].name,
                 "above": split.peers[cut + 1].name,
-                "forward_bytes_per_step": forward,
-                "backward_bytes_per_step": backward,
+                "forward_bytes_per_step": crossing.forward_bytes,
+                "backward_bytes_per_step": crossing.backward_bytes,
                 "bytes_are": size_kind(settings, cut),
-                "relayed": relayed,
+                "relayed": crossing.is_relayed,
             }
-            for cut, (forward, backward, relayed) in enumerate(split.crossings())
+            for cut, crossing in enumerate(split.crossings)
         ],
         "spare": [peer.name for peer in split.spare],
         "faster_split": list(faster) if faster else None,
@@ -676,7 +654,7 @@ def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
             "microbatches in flight hide more of the delays"
         )
     lines.append(
-        f"estimate: {seconds:.3f} s per step, {split.tokens_per_s:,.0f} tokens/s, "
+        f"estimate: {seconds:.3f} s per step, {plain['tokens_per_s']:,.0f} tokens/s, "
         f"{duration(seconds * steps)} for {steps:,} steps, not counting start, validations and "
         "checkpoints"
     )

@@ -1,8 +1,10 @@
-"""Where a new run begins: `train.init_from`, the weights of a checkpoint of this or another run.
+"""Where a run begins: its settings in a few lines, its data, and the weights that it goes on from.
 
-The weights become the checkpoint of step 0 of the new run, made stage by stage. From there it is
-an ordinary resume: nobody else needs to know where weights came from, and a peer on another machine
-fetches its own stage only. Step count, data order, moments and codecs begin anew.
+A run that is resumed goes on from a checkpoint of its own (`open_resume`). A new run may take the
+weights of a checkpoint of this or another run (`train.init_from`): they become its checkpoint of
+step 0, made stage by stage (`make_start`). From there it is an ordinary resume: nobody else needs
+to know where weights came from, and a peer on another machine fetches its own stage only. Step
+count, data order, moments and codecs begin anew.
 """
 
 import dataclasses
@@ -12,26 +14,208 @@ from typing import Any
 
 import torch
 
-from thinwire.data import Corpus, Tokenizer
+from thinwire.data import Corpus, Tokenizer, prepare
+from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.build import StageBuilder, choose_device
 from thinwire.engine.calibrate import Calibration
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
-from thinwire.engine.cut import are_cuts_learned
+from thinwire.engine.cut import are_cuts_learned, check_memory
+from thinwire.engine.feed import Feed
 from thinwire.engine.fold import why_not_folded
 from thinwire.engine.state import StageState
 from thinwire.engine.transfer import MOST_LOST, Transfer
 from thinwire.engine.update import StageUpdate
+from thinwire.engine.weights import model_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import ModelConfig
 from thinwire.model.adapter import is_adapter
-from thinwire.paths import expanded
+from thinwire.optim import rate_change, share_changes
+from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
-from thinwire.run.commit import ORIGIN, commit, discard_partial
-from thinwire.run.proof import open_newest
-from thinwire.settings import Settings
+from thinwire.run.checkpoints import ORIGIN, commit, discard_partial, facts_of, open_newest
+from thinwire.settings import Settings, threads_per_stage
+from thinwire.settings.remarks import remarks
+from thinwire.typed import to_plain
 
 FREE = {"preset", "context", "embed_std"}
 """Keys of the model that do not change what its weights mean."""
+FIXED_ON_RESUME = {
+    "model.*",
+    "boundary.*",
+    "lora.*",
+    "data.source",
+    "data.tokenizer",
+    "data.valid_fraction",
+    "data.text_key",
+    "data.split",
+    "data.valid_split",
+    "data.template",
+    "data.learn",
+    "run.seed",
+    "run.precision",
+    "optim.name",
+    "train.batch",
+    "train.init_from",
+}
+"""Settings that say what the weights mean and what comes next; all others may change."""
+
+
+def describe(settings: Settings) -> list[str]:
+    """What a run is, in a line or two: its size, and the settings that are not at their defaults.
+
+    All settings, resolved, stand in the run's config.toml.
+    """
+    weights, stages = model_weights(settings), settings.pipeline.stages
+    frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
+    first = (
+        f"{settings.run.name}: {weights.count:,} parameters{frozen} in {stages} stages, "
+        f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
+        f"hash {settings.hash}"
+    )
+    asked, defaults = settings.relaxed().to_plain(), to_plain(Settings())
+    changed = [
+        f"{section}.{key} = {value}"
+        for section, keys in asked.items()
+        for key, value in keys.items()
+        if value != defaults[section][key] and (section, key) != ("run", "name")
+    ]
+    own = [f"set: {', '.join(changed)}"] if changed else []
+    return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
+
+
+def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Corpus:
+    """The tokenised data of these settings, from the cache if it was prepared before.
+
+    A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
+    settings name one. So does one that goes on with a tokenizer that an earlier release trained:
+    today's would be another.
+    """
+    config = settings.data
+    if weights and weights.tokenizer and not config.tokenizer:
+        own = Tokenizer.load(weights.tokenizer)
+        if settings.train.init_from or any(own.id_of(token) is None for token in RESERVED):
+            config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
+    told = functools.partial(display.progress, unit="B")
+    data = prepare(config, settings.model.vocab, cache_folder(), told)
+    display.phase("data", data.summary())
+    for note in data.notes:
+        display.note(note)
+    Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
+    return data
+
+
+def open_resume(
+    place: Path, settings: Settings, display: Display, allow_plugins: bool = False
+) -> Checkpoint:
+    """The checkpoint to continue from, verified and compatible with the settings."""
+    checkpoint, choice = open_newest(place, allow_plugins, settings.codec.plugins)
+    for note in choice:
+        display.note(note)
+    saved = checkpoint.settings
+    settings = adopted(settings, saved)
+    _refuse_moved_cuts(checkpoint, settings)
+    _refuse_changes(checkpoint, settings)
+    steps = saved.train.steps, settings.train.steps
+    notes = [
+        *_inexact(saved, settings),
+        *check_memory(settings, checkpoint),
+        rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step),
+        share_changes(saved.optim, settings.optim),
+    ]
+    for note in filter(None, notes):
+        display.note(note)
+    return checkpoint
+
+
+def _refuse_moved_cuts(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Narrow cuts are part of what a model learned: elsewhere they would ruin it."""
+    saved, boundary = checkpoint.settings, settings.boundary
+    before, now = ([len(blocks) for blocks in s.split()] for s in (saved, settings))
+    if before == now or boundary.mode == "dense" or boundary.mode != saved.boundary.mode:
+        return
+    if not boundary.is_constrained:
+        lost = "cuts elsewhere drop what it needs, and what these cuts learned would be lost"
+        cost = "its loss starts far above the one that this run reached"
+    else:
+        free = saved.boundary.free_layers
+        lost = f"all blocks but the last {free} are held in the subspace for it"
+        cost = "its weights stay as they are"
+        if now[-1] < free:
+            cost = (
+                f"of the last {free} blocks those below the last cut keep only what lies in the "
+                'subspace, which ruins a trained model (boundary.mode = "dense" keeps all)'
+            )
+    raise ConfigError(
+        f"cannot resume {checkpoint.folder} with {now} blocks in its stages: the model learned "
+        f'with {before}, and with boundary.mode = "{boundary.mode}" its cuts are part of it: '
+        f"{lost}. Keep pipeline.stages = {len(before)} and pipeline.split = {before}. "
+        f"`--init-from {checkpoint.folder} --set run.name=NAME` starts a new run with other cuts "
+        f"from these weights: {cost}, and steps, data order and optimizer begin anew"
+    )
+
+
+def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
+    before, now = checkpoint.settings.to_plain(), settings.to_plain()
+    changed = {
+        f"{section}.{key}": before[section][key]
+        for section, keys in now.items()
+        for key in keys
+        if {f"{section}.*", f"{section}.{key}"} & FIXED_ON_RESUME
+        and before[section][key] != now[section][key]
+    }
+    if changed:
+        way = "Start a new run instead"
+        if any(place.startswith("boundary.") for place in changed):
+            way += (
+                f": with --init-from {checkpoint.folder} it takes these weights along, as far as "
+                "they fit (docs/finetuning.md says what each change costs); steps, data order and "
+                "optimizer begin anew"
+            )
+        raise ConfigError(
+            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
+            f"checkpoint: {changed}): the weights depend on them. {way}"
+        )
+    if checkpoint.step >= settings.train.steps:
+        raise ConfigError(
+            f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
+            f"(now {settings.train.steps}) to continue"
+        )
+
+
+def _inexact(saved: Settings, settings: Settings) -> list[str]:
+    """Why the run will not continue bit for bit as it would have."""
+    notes = []
+    exact = _crosses_exactly(saved) and _crosses_exactly(settings)
+    if saved.split() != settings.split() and not exact:
+        notes.append(
+            "the layers are split differently than before, and what crosses a cut is rounded: the "
+            "run continues, but not bit for bit as it would have"
+        )
+    before, now = threads_per_stage(saved), threads_per_stage(settings)
+    if before != now and choose_device(settings.run.device, 0).type == "cpu":
+        notes.append(
+            f"each stage now has {now} threads instead of {before} and adds numbers in another "
+            "order: the run continues, but not bit for bit as it would have. For an exact "
+            f"continuation set run.threads = {before}"
+        )
+    return notes
+
+
+def refuse_other_data(checkpoint: Checkpoint, fingerprint: str) -> None:
+    """A run goes on with the data that it began with."""
+    if (corpus := checkpoint.manifest["corpus"]) != fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained on another corpus (fingerprint {corpus}, now "
+            f"{fingerprint}): resume with the same data"
+        )
+
+
+def _crosses_exactly(settings: Settings) -> bool:
+    """Whether a cut changes no bit, so that it does not matter where the cuts are."""
+    exact = {"fp64"} if settings.run.precision == "fp64" else {"fp32", "fp64"}
+    cuts = range(settings.pipeline.stages - 1)
+    used = {name for cut in cuts for name in settings.codec.names(cut)}
+    return settings.boundary.mode == "dense" and used <= exact
 
 
 def open_origin(
@@ -129,15 +313,8 @@ def make_start(
             state = StageState(eager, stage, StageUpdate.build(builder, stage, index), [])
             shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
             display.progress("start", index + 1, stages, "stages from earlier weights")
-        facts = {
-            "settings": settings.to_plain(),
-            "config_hash": settings.hash,
-            "corpus": data.fingerprint,
-            "codec_memory": {},
-            "weight_version": 0,
-            "basis_version": 0,
-            ORIGIN: origin_of(origin),
-        }
+        versions = {"weight_version": 0, "basis_version": 0}
+        facts = {**facts_of(settings, data, {}), **versions, ORIGIN: origin_of(origin)}
         made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     except BaseException:
         discard_partial(folder, 0)

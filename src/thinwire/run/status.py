@@ -7,9 +7,9 @@ those of its peers (`SharedDisplay`). Whoever asks gets a `StatusReport`, as dat
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -297,16 +297,56 @@ class SharedDisplay(Display):
 def status_table(report: StatusReport) -> RenderableType:
     """The report for a person."""
     peers = sorted(report.peers, key=lambda p: (p.stage is None, p.stage or 0, p.name))
-    machines = [(peer.name, peer.machine) for peer in peers if peer.machine is not None]
-    parts: list[RenderableType] = [_facts(report)]
-    if peers:
-        parts.append(_peers(peers, report.time))
-    if machines:
-        parts.append(_machines(machines))
-    if report.links:
-        parts.append(_links(report.links))
-    parts += [Text(f"note: {printable(note)}") for note in report.notes]
-    return Group(*parts)
+    heads = ("peer", "stage", "blocks", "state", ">last word")
+    seats = [
+        (
+            f"{peer.name} (here)" if peer.is_this_machine else peer.name,
+            "" if peer.stage is None else str(peer.stage),
+            peer.blocks,
+            peer.state,
+            f"{duration(report.time - peer.last_word)} ago" if peer.last_word else "",
+        )
+        for peer in peers
+    ]
+    parts = [_facts(report), *_table("Peers", heads, seats)]
+    heads = ("peer", "device", ">rate", ">free\nmemory", ">up / down\nMbit/s", ">round\ntrip",
+             "has\na door")  # fmt: skip
+    machines = [
+        (
+            peer.name,
+            printable(has.device, 60),
+            human_flops(has.tflops * 1e12) if has.tflops else "",
+            human_bytes(has.memory_bytes) if has.memory_bytes else "",
+            f"{has.mbps_up:,.0f} / {has.mbps_down:,.0f}" if has.mbps_up else "",
+            f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else "",
+            "yes" if has.reachable else "no",
+        )
+        for peer in peers
+        if (has := peer.machine) is not None
+    ]
+    parts += _table("Machines, as they measured themselves", heads, machines)
+    links = []
+    for link in report.links:
+        rates = (link.forward_bytes_per_s, link.backward_bytes_per_s)
+        shown = (f"{human_bytes(rate)}/s" if rate else "" for rate in rates)
+        ends = f"{link.below} - {link.above}"
+        links.append((str(link.cut), ends, link.way or "not connected", *shown))
+    parts += _table("Links", ("cut", "between", "way", ">forward", ">backward"), links)
+    return Group(*parts, *(Text(f"note: {printable(note)}") for note in report.notes))
+
+
+def _table(
+    title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]
+) -> list[RenderableType]:
+    """A table of what others say, as text: a terminal obeys nothing of it. None without rows."""
+    table = plain_table(title)
+    for head in heads:
+        is_number = head.startswith(">")
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(head.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell) or ABSENT) for cell in row))
+    return [table] if rows else []
 
 
 def _facts(report: StatusReport) -> RenderableType:
@@ -333,59 +373,3 @@ def _facts(report: StatusReport) -> RenderableType:
     for name, text in rows:
         grid.add_row(name, Text(printable(text)))
     return grid
-
-
-def _peers(peers: list[PeerStatus], now: float) -> RenderableType:
-    table = plain_table("Peers")
-    for name in ("peer", "stage", "blocks"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("state", overflow="fold")
-    table.add_column("last word", justify="right", no_wrap=True)
-    for peer in peers:
-        here = " (here)" if peer.is_this_machine else ""
-        table.add_row(
-            Text(printable(peer.name) + here),
-            ABSENT if peer.stage is None else str(peer.stage),
-            printable(peer.blocks) or ABSENT,
-            Text(printable(peer.state)),
-            f"{duration(now - peer.last_word)} ago" if peer.last_word else ABSENT,
-        )
-    return table
-
-
-def _machines(machines: list[tuple[str, Machine]]) -> RenderableType:
-    table = plain_table("Machines, as they measured themselves")
-    table.add_column("peer", no_wrap=True)
-    table.add_column("device", overflow="fold")
-    for name in ("rate", "free\nmemory", "up / down\nMbit/s", "round\ntrip"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("has\na door")
-    for name, has in machines:
-        table.add_row(
-            Text(printable(name)),
-            Text(printable(has.device, 60)),
-            human_flops(has.tflops * 1e12) if has.tflops else ABSENT,
-            human_bytes(has.memory_bytes) if has.memory_bytes else ABSENT,
-            f"{has.mbps_up:,.0f} / {has.mbps_down:,.0f}" if has.mbps_up else ABSENT,
-            f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else ABSENT,
-            "yes" if has.reachable else "no",
-        )
-    return table
-
-
-def _links(links: list[LinkStatus]) -> RenderableType:
-    table = plain_table("Links")
-    table.add_column("cut")
-    table.add_column("between", overflow="fold")
-    table.add_column("way")
-    for name in ("forward", "backward"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for link in links:
-        rates = (link.forward_bytes_per_s, link.backward_bytes_per_s)
-        table.add_row(
-            str(link.cut),
-            Text(printable(f"{link.below} - {link.above}")),
-            Text(printable(link.way) or "not connected"),
-            *(f"{human_bytes(rate)}/s" if rate else ABSENT for rate in rates),
-        )
-    return table

@@ -14,7 +14,7 @@ import pytest
 from thinwire.cli import main
 from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
-from thinwire.run.claim import claim_folder
+from thinwire.run.checkpoints import claim_folder
 from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.machine import Machine
 from thinwire.run.status import (

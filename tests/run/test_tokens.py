@@ -11,9 +11,8 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
-from thinwire.engine.fetched import Columns, FetchedCorpus, columns_read
 from thinwire.errors import WireError
-from thinwire.remote.tokens import TokenServer
+from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
 from thinwire.wire.background import on_daemon_thread
@@ -136,7 +135,7 @@ def test_a_wait_for_ids_is_known_as_one(
 def test_a_validation_too_large_to_keep_is_asked_for_again(
     make_settings: Callable, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.engine.fetched.KEPT_BYTES", 0)
+    monkeypatch.setattr("thinwire.run.tokens.KEPT_BYTES", 0)
     settings = make_settings(train__eval_batches=3)
     server, far = joined(corpus, settings, 0)
     near = Feed(corpus, settings, CPU)
@@ -185,12 +184,12 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"id_bytes": 3}, "ids of 3 bytes"),
-        ({"masked": 0}, "neither true nor false"),
-        ({"examples": 0}, "a count"),
-        ({"examples": True}, "a count"),
-        ({"corpus": 7}, "no fingerprint"),
-        ({"validations": None}, "a count"),
+        ({"id_bytes": 3}, "id_bytes"),
+        ({"masked": 0}, "masked"),
+        ({"examples": 0}, "examples"),
+        ({"examples": True}, "examples"),
+        ({"corpus": 7}, "corpus"),
+        ({"validations": None}, "validations"),
         ({"config_hash": "other"}, "config_hash"),
     ],
 )

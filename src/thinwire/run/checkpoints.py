@@ -1,17 +1,28 @@
-"""The checkpoints of a run under way: completed or dropped, proven, pruned.
+"""The folder of a run and its checkpoints: claimed, completed or dropped, proven, pruned, opened.
 
-Stages write their parts into a hidden folder (engine/checkpoint.py). Once all have written and
-agree, the manifest is added and the folder gets its name in one rename. What is removed is first
-renamed to a hidden name, so a folder called `step-` is always whole.
+A folder belongs to one run, and to one process at a time. Stages write their parts of a checkpoint
+into a hidden folder (engine/checkpoint.py). Once all have written and agree, the manifest is added
+and the folder gets its name in one rename. What is removed is first renamed to a hidden name, so a
+folder called `step-` is always whole.
+
+Weights can be ruined and still be finite, and so can the loss that they give. Only training shows
+it: the next step's gradients are not finite, and no stage commits it. So a checkpoint counts as
+proven once a step that began with its weights, or with later ones, was committed. The last
+checkpoint of a run that ended in good order is taken on trust; it never displaces a proven one.
+A loss can also explode and stay finite. So it is written down too which checkpoint has the best
+validation: one of its own step, or else the next one.
 """
 
 import contextlib
 import json
 import math
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data.template import CONFIG, ChatTemplate
@@ -23,6 +34,7 @@ from thinwire.engine.checkpoint import (
     Shard,
     checkpoints_folder,
     list_checkpoints,
+    list_checkpoints_at,
     partial_folder,
     sealed,
     sha256_of,
@@ -30,12 +42,19 @@ from thinwire.engine.checkpoint import (
 )
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.worker import PATIENCE
-from thinwire.errors import CheckpointError, StageError
-from thinwire.folders import discard_replacements, next_free_name, put_in_place, write_file
+from thinwire.errors import CheckpointError, ConfigError, StageError
+from thinwire.folders import (
+    discard_replacements,
+    lock,
+    next_free_name,
+    put_in_place,
+    replace_file,
+    write_file,
+)
 from thinwire.report import Display
-from thinwire.run.proof import Proof, begin_proof, is_proven
 from thinwire.settings import Settings
 
+PROVEN = "proven.json"
 ORIGIN = "origin"
 """What a manifest says of the weights that its run started from, if it did."""
 
@@ -44,6 +63,154 @@ def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
     """What a checkpoint says of the weights that its run started from, under its name."""
     origin = checkpoint.manifest.get(ORIGIN) if checkpoint is not None else None
     return {ORIGIN: origin} if isinstance(origin, dict) else {}
+
+
+@contextlib.contextmanager
+def claim_folder(
+    folder: Path, checkpoint: Checkpoint | None, goes_on: bool = False
+) -> Iterator[None]:
+    """Hold the run's folder: never over another run, never beside a process that trains in it.
+
+    `goes_on`: what the folder holds is this very run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"cannot use the run's folder {folder}: {error}") from error
+    with held:
+        try:
+            lock(held.fileno())  # a filesystem without locks is no reason not to train
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is training in this folder, {folder}: wait for it, stop it, or "
+                "choose another name (--set run.name=...)"
+            ) from None
+        if not goes_on:
+            _refuse_other_run(folder, checkpoint)
+        discard_partial(folder)
+        try:
+            yield
+        finally:
+            discard_partial(folder)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds the folder, as one that trains in it does."""
+    try:
+        with (folder / ".lock").open() as held:
+            lock(held.fileno())
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
+    """A folder that holds a run is for that run alone."""
+    record, saved = folder / "metrics.jsonl", list_checkpoints(folder)
+    if not saved and not (record.is_file() and record.stat().st_size):
+        return
+    if checkpoint is None:
+        way = "continue it with --resume, or " if saved else ""
+        raise ConfigError(
+            f"{folder} already holds a run: {way}choose another name (--set run.name=...)"
+        )
+    if not checkpoint.folder.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"{folder} already holds a run, but not that of {checkpoint.folder}: resume into that "
+            "run's own folder, or choose a new name (--set run.name=...)"
+        )
+
+
+class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of a run's checkpoints, by the number of updates they hold."""
+
+    step: int  # those of up to so many updates are proven
+    ended: int = 0  # the run ended in good order with so many
+    best: int | None = None  # that of the best validation, and its loss
+    best_loss: float = math.inf
+
+    def covers(self, checkpoint: Path) -> bool:
+        """Whether a run may continue from this checkpoint without being told to."""
+        return step_of(checkpoint) <= self.step or step_of(checkpoint) == self.ended
+
+    def newest(self, run_folder: Path) -> Path | None:
+        """The newest checkpoint that is proven."""
+        proven = [p for p in list_checkpoints(run_folder) if step_of(p) <= self.step]
+        return proven[-1] if proven else None
+
+    def write(self, run_folder: Path) -> None:
+        """Keep this for whoever resumes; in one rename, so that it is never half written."""
+        path = checkpoints_folder(run_folder) / PROVEN
+        try:
+            replace_file(path, msgspec.json.encode(self))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot record in {path} which checkpoints are good: {error}"
+            ) from error
+
+
+def read_proof(run_folder: Path) -> Proof | None:
+    """What was written; None for a run from before this was kept, or if it cannot be read."""
+    try:
+        text = (checkpoints_folder(run_folder) / PROVEN).read_bytes()
+        return msgspec.json.decode(text, type=Proof)
+    except (OSError, ValueError):
+        return None
+
+
+def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
+    """What is known when a run begins or goes on: nothing of the course that it leaves."""
+    if resumed is None or not resumed.folder.resolve().is_relative_to(run_folder.resolve()):
+        return Proof(0)
+    before = read_proof(run_folder)
+    if before is None:
+        return Proof(resumed.step)
+    if before.best is not None and before.best > resumed.step:
+        before = Proof(before.step)
+    return replace(before, step=min(before.step, resumed.step), ended=0)
+
+
+def is_proven(checkpoint: Path) -> bool:
+    """Whether a checkpoint is good as far as is known; what is older than proofs counts as good."""
+    proof = read_proof(checkpoint.resolve().parent.parent)
+    try:
+        return proof is None or proof.covers(checkpoint)
+    except ValueError:  # a copy under another name
+        return True
+
+
+def open_newest(
+    place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
+) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint to continue from, opened and verified; and notes on the choice.
+
+    A checkpoint that is named is taken as it is, and must open. In a run's folder it is the newest
+    one known to be good that opens: CheckpointError only if none does.
+    """
+    found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
+    good, notes = [path for path in found if is_proven(path)], []
+    chosen = (good or found or [place])[-1]
+    if found and found[-1] not in good:
+        unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
+        if good:
+            other = f"To use the other, name it: --resume {found[-1]}"
+            notes.append(f"{unproven}: continuing from {chosen}. {other}")
+        else:
+            notes.append(f"{unproven}; it is used because there is no other")
+    before = [path for path in found if path < chosen]
+    first = None
+    for path in [chosen, *sorted(before, key=lambda p: (p in good, p), reverse=True)]:
+        try:
+            checkpoint = Checkpoint.open(path, allow_plugins, trusted_plugins)
+            checkpoint.verify()
+        except CheckpointError as error:
+            first = first or error
+            notes.append(f"{path} is passed over, for it does not open: {error}")
+        else:
+            return checkpoint, [*notes, f"continuing from {path}"] if first else notes
+    assert first is not None, "one was tried"
+    raise first
 
 
 class Checkpoints:
@@ -59,12 +226,9 @@ class Checkpoints:
     ):
         self.latest: Path | None = None
         self.failed: dict[int, str] = {}  # why there is no checkpoint of a step
-        self._settings = settings
-        self._folder = folder
-        self._data = data
-        self._resumed = resumed
-        self._display = display
-        self._proof, self._proof_is_due = Proof(), False
+        self._settings, self._folder, self._data = settings, folder, data
+        self._resumed, self._display = resumed, display
+        self._proof, self._proof_is_due = Proof(0), False
         self._validations: dict[int, float] = {}  # losses, by step
 
     def begin(self) -> None:
@@ -80,17 +244,14 @@ class Checkpoints:
 
     def complete(self, step: int, parts: list[ShardWritten]) -> None:
         """Make a checkpoint of the parts of all stages."""
+        data, shards = self._data, [part.shard for part in parts]
+        memory = {cut: legs for part in parts for cut, legs in part.agreements.items()}
         facts = {
-            "settings": self._settings.to_plain(),
-            "config_hash": self._settings.hash,
-            "corpus": self._data.fingerprint,
-            "codec_memory": {cut: legs for p in parts for cut, legs in p.agreements.items()},
+            **facts_of(self._settings, data, memory),
             **vars(parts[0].versions),
             **origin_in(self._resumed),
         }
-        shards = [part.shard for part in parts]
         try:
-            data = self._data
             self.latest = commit(
                 self._folder, step, shards, facts, data.tokenizer(), data.template()
             )
@@ -178,6 +339,16 @@ class Checkpoints:
             self._display.note(str(error))
 
 
+def facts_of(settings: Settings, data: Corpus, codec_memory: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the run that a checkpoint is of."""
+    return {
+        "settings": settings.to_plain(),
+        "config_hash": settings.hash,
+        "corpus": data.fingerprint,
+        "codec_memory": codec_memory,
+    }
+
+
 def commit(
     run_folder: Path,
     step: int,
@@ -237,12 +408,11 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
     """Keep `latest` and the newest of the others, `keep` in all; `needed` stay in any case."""
     others = [path for path in list_checkpoints(run_folder) if path != latest]
     for old in others[: max(0, len(others) - (keep - 1))]:
-        if old in needed:
-            continue
-        pruned = _hidden(old, "pruned")
-        with contextlib.suppress(OSError):  # one too many is no reason to stop training
-            old.rename(pruned)
-            shutil.rmtree(pruned)
+        if old not in needed:
+            pruned = _hidden(old, "pruned")
+            with contextlib.suppress(OSError):  # one too many is no reason to stop training
+                old.rename(pruned)
+                shutil.rmtree(pruned)
 
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
@@ -252,14 +422,12 @@ def set_aside_later(run_folder: Path, step: int) -> list[Path]:
     """
     moved = []
     for path in list_checkpoints(run_folder):
-        if step_of(path) <= step:
-            continue
-        aside = path.with_name(next_free_name(path.parent, f"abandoned-{path.name}"))
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
-        moved.append(aside)
+        if step_of(path) > step:
+            aside = path.with_name(next_free_name(path.parent, f"abandoned-{path.name}"))
+            try:
+                moved.append(path.rename(aside))
+            except OSError as error:
+                raise CheckpointError(f"cannot set the later {path} aside: {error}") from error
     return moved
 
 

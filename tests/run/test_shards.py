@@ -3,23 +3,28 @@
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire.engine.checkpoint import Shard, partial_folder, sha256_of
 from thinwire.engine.reports import ShardWritten
+from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.engine.source import Versions
 from thinwire.errors import WireError
-from thinwire.remote.pieces import PIECE_BYTES, Done, Frame, Pace, Refusal, Talk, Want
-from thinwire.remote.store import (
+from thinwire.run.transfer import (
     KEPT_SHARDS,
+    PIECE_BYTES,
+    Frame,
+    Refusal,
     ShardCollector,
     ShardSender,
+    Talk,
+    Throttle,
+    Want,
     incoming_folder,
-    most_shard_bytes,
 )
 from thinwire.wire import Authority, FrameKind, Listener, Pipe, dial, memory_pair
 from thinwire.wire.background import on_daemon_thread
@@ -41,16 +46,15 @@ class Host:
             folder,
             [LIMIT, LIMIT],
             lambda stage, written, path: self.objection,
-            lambda stage, step: self._note(("arrived", stage, step)),
-            lambda stage, step, error: self._note(("lost", stage, step, error)),
-            lambda stage, step, error: self._note(("refused", stage, step, error)),
+            self._note,
             patience,
             on_progress=lambda done, total: self.progress.append((done, total)),
         )
 
-    def _note(self, what: tuple) -> None:
+    def _note(self, event: Any) -> None:
+        what = type(event).__name__.removeprefix("Part").lower()
         with self._changed:
-            self.said.append(what)
+            self.said.append((what, *vars(event).values()))
             self._changed.notify_all()
 
     def announce(self, stage: int, step: int, shard: Shard) -> None:
@@ -92,7 +96,7 @@ def arrived(host: Host, stage: int, step: int) -> str:
 def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
     shards = [write(tmp_path / f"member-{stage}", stage, 10) for stage in (0, 1)]
     for stage in (0, 1):
-        host.join(f"peer-{stage}", ShardSender(tmp_path / f"member-{stage}", Pace()), [stage])
+        host.join(f"peer-{stage}", ShardSender(tmp_path / f"member-{stage}"), [stage])
         host.announce(stage, 10, shards[stage])
     assert sorted(host.wait(2)) == [("arrived", 0, 10), ("arrived", 1, 10)]
     assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
@@ -103,16 +107,6 @@ def test_shards_of_two_machines_arrive(host: Host, tmp_path: Path) -> None:
     assert max(host.progress) == (whole, whole)
 
 
-def test_one_machine_may_hold_several_stages(host: Host, tmp_path: Path) -> None:
-    member = tmp_path / "member"
-    shards = [write(member, stage, 10) for stage in (0, 1)]
-    host.join("peer", ShardSender(member, Pace()), [0, 1])
-    for stage in (1, 0):
-        host.announce(stage, 10, shards[stage])
-    host.wait(2)
-    assert [arrived(host, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
-
-
 def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> None:
     """Step 10 travels; 20 and 30 come due meanwhile; 40 only on one stage so far."""
     member = tmp_path / "member"
@@ -120,8 +114,8 @@ def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> 
         for stage in (0, 1):
             host.announce(stage, step, write(member, stage, step))
     host.announce(0, 40, write(member, 0, 40))
-    assert host.said == [] and host.collector.underway() == [0, 1]
-    host.join("peer", ShardSender(member, Pace()), [0, 1])
+    assert host.said == []
+    host.join("peer", ShardSender(member), [0, 1])
     said = host.wait(6)
     why = "that of step 30 came due before it could be sent"
     assert said == [
@@ -134,22 +128,20 @@ def test_of_those_that_wait_the_newest_goes_next(host: Host, tmp_path: Path) -> 
 
 
 def test_members_forget_what_is_of_no_more_use(host: Host, tmp_path: Path) -> None:
+    """The host wants steps 20 and 40: the last one may be complete, those between never will be."""
     member = tmp_path / "member"
-    for step in (10, 20, 30):
-        for stage in (0, 1):
-            shard = write(member, stage, step)
-            if step == 20:
-                host.announce(stage, step, shard)
-    there = host.join("peer", ShardSender(member, Pace()), [0, 1])
-    host.wait(2)
-    assert len(list(incoming_folder(host.folder).iterdir())) == 2
-    host.collector.settled(20)
-    assert list(incoming_folder(host.folder).iterdir()) == []
-    for stage in (0, 1):
-        host.announce(stage, 30, write(member, stage, 30))
+    for step in (10, 20, 30, 40, 50):
+        shards = [write(member, stage, step) for stage in (0, 1)]
+        if step in (20, 40):
+            for stage in (0, 1):
+                host.announce(stage, step, shards[stage])
+    there = host.join("peer", ShardSender(member), [0, 1])
     host.wait(4)
-    assert not partial_folder(member, 10).exists()
-    assert partial_folder(member, 20).exists() and partial_folder(member, 30).exists()
+    left = sorted(int(folder.name[-2:]) for folder in member.glob("checkpoints/.partial-*"))
+    assert left == [20, 40, 50]
+    assert len(list(incoming_folder(host.folder).iterdir())) == 2, "those of the last step alone"
+    host.collector.forget()
+    assert not incoming_folder(host.folder).exists()
     there.close()
 
 
@@ -161,7 +153,6 @@ def test_a_stage_that_could_not_write_ends_the_checkpoint_for_all(
     assert host.said == [("lost", 0, 10, "disk full")]
     host.announce(1, 10, write(tmp_path, 1, 10))
     assert host.said[1:] == [("lost", 1, 10, "disk full")]
-    assert host.collector.underway() == []
 
 
 @pytest.mark.parametrize(
@@ -191,7 +182,7 @@ def test_a_shard_that_is_not_there_or_wrong_is_named(host: Host, tmp_path: Path)
         host.announce(stage, 10, write(member, stage, 10))
     changed = partial_folder(member, 10) / "stage-0.safetensors"
     changed.write_bytes(bytes(changed.stat().st_size))
-    host.join("peer-a", ShardSender(member, Pace()), [0, 1])
+    host.join("peer-a", ShardSender(member), [0, 1])
     said = host.wait(2)
     assert {what[:3] for what in said} == {("lost", 0, 10), ("lost", 1, 10)}
     assert "the shard of stage 0 from peer-a: it arrived with the hash" in said[0][3]
@@ -207,7 +198,7 @@ def test_a_shard_counts_only_once_it_was_opened(host: Host, tmp_path: Path) -> N
     host.objection = "it cannot be opened"
     for stage in (0, 1):
         host.announce(stage, 10, write(member, stage, 10))
-    host.join("peer-a", ShardSender(member, Pace()), [0, 1])
+    host.join("peer-a", ShardSender(member), [0, 1])
     why = "the shard of stage 0 from peer-a is not its state: it cannot be opened"
     assert host.wait(3) == [("refused", 0, 10, why), ("lost", 0, 10, why), ("lost", 1, 10, why)]
     assert arrived(host, 0, 10) == "missing"
@@ -244,17 +235,17 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
     host = Host(tmp_path / "host")
     for stage in (0, 1):
         host.announce(stage, 10, shards[stage])
-    sender = ShardSender(member, Pace())
+    sender = ShardSender(member)
     here, there = memory_pair(1)
     on_daemon_thread("member", lambda: sender.serve(Cut(there, 5)))
     host.collector.collect_from("peer", [0], here)  # returns when the connection is lost
-    assert host.said == [] and host.collector.underway() == [0, 1]
+    assert host.said == []
     host.collector.close()
 
     again = Host(tmp_path / "host")  # the run was formed again, and wrote the same bits
     for stage in (0, 1):
         again.announce(stage, 10, shards[stage])
-    second = ShardSender(member, Pace())
+    second = ShardSender(member)
     again.join("peer", second, [0, 1])
     again.wait(2)
     assert [arrived(again, s, 10) for s in (0, 1)] == [shard.sha256 for shard in shards]
@@ -265,7 +256,7 @@ def test_a_transfer_goes_on_after_a_lost_connection_and_a_restarted_host(tmp_pat
     third = Host(tmp_path / "host")  # and again, before that checkpoint was complete
     for stage in (0, 1):
         third.announce(stage, 10, shards[stage])
-    last = ShardSender(member, Pace())
+    last = ShardSender(member)
     third.join("peer", last, [0, 1])
     third.wait(2)
     assert pieces_sent(last) == 0, "all of it was here"
@@ -284,10 +275,10 @@ def test_a_checkpoint_of_which_nothing_comes_is_given_up(tmp_path: Path) -> None
 
 def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
     here, there = memory_pair()
-    on_daemon_thread("member", lambda: ShardSender(tmp_path, Pace()).serve(there))
+    on_daemon_thread("member", lambda: ShardSender(tmp_path).serve(there))
     talk = Talk(here)
     (tmp_path / "stage-0.safetensors").write_bytes(b"secret")
-    talk.say(Want(0, 0, "ab" * 32, 6, 0))
+    talk.say(Want(0, 0, "ab" * 32, 6))
     answer = talk.hear(PATIENCE)
     assert not isinstance(answer, Frame) and "no shard of stage 0 and step 0" in str(answer)
     talk.send(Frame(FrameKind.PIECE, payload=b"x"))
@@ -295,7 +286,7 @@ def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
 
 
 def test_over_grpc_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.remote.store.REDIAL_S", (0.05, 0.1))
+    monkeypatch.setattr("thinwire.run.transfer.REDIAL_S", (0.05, 0.1))
     authority = Authority.create("tests")
     listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, 1 << 20)
     identity, member = authority.issue("peer-a"), tmp_path / "member"
@@ -311,7 +302,7 @@ def test_over_grpc_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.Monk
             host.collector.collect_from("peer-a", [0, 1], pipe)
 
     on_daemon_thread("host", accept)
-    sender = ShardSender(member, Pace())
+    sender = ShardSender(member)
     on_daemon_thread("member", lambda: sender.keep_serving(connect))
     shards = [write(member, stage, 10, 6 * PIECE_BYTES) for stage in (0, 1)]
     for stage in (0, 1):
@@ -345,52 +336,22 @@ def test_no_state_is_larger_than_its_limit(
             assert part.shard.bytes <= limit < 100 * part.shard.bytes
 
 
-def test_members_remove_what_was_given_up_and_keep_the_last_complete(
-    host: Host, tmp_path: Path
-) -> None:
-    """Where no checkpoint can be kept on the host, the disks of members do not fill up."""
-    member = tmp_path / "member"
-    for step in (10, 20, 30, 40):
-        shards = [write(member, stage, step) for stage in (0, 1)]
-        if step in (20, 30):
-            host.announce(0, step, shards[0])
-            host.collector.give_up(step, "the disk is full")
-    host.collector.settled(10)
-    there = host.join("peer", ShardSender(member, Pace()), [0, 1])
-    deadline = time.monotonic() + PATIENCE
-    while any(partial_folder(member, step).exists() for step in (20, 30)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert partial_folder(member, 10).exists() and partial_folder(member, 40).exists()
-    there.close()
-
-
 def test_a_host_that_says_nothing_of_shards_does_not_fill_the_disk(tmp_path: Path) -> None:
-    sender = ShardSender(tmp_path, Pace())
+    sender = ShardSender(tmp_path)
     here, there = memory_pair()
     serving = on_daemon_thread("member", lambda: sender.serve(there))
     talk = Talk(here)
     for step in range(20):
         write(tmp_path, 0, step)
         os.utime(partial_folder(tmp_path, step), ns=(step, step))
-    talk.say(Done(3))
-    talk.say(Want(5, 1, "0" * 64, 1, 0))
-    assert isinstance(talk.hear(30), Refusal)
+    for step in (0, 5):
+        talk.say(Want(step, 1, "0" * 64, 1))
+        assert isinstance(talk.hear(30), Refusal)
     sender.remove_spare()
     kept = [int(folder.name[-2:]) for folder in sorted(tmp_path.glob("checkpoints/.partial-*"))]
-    assert kept == [3, 5, *range(20 - KEPT_SHARDS, 20)], "complete, wanted, and the newest"
+    assert kept == [0, 5, *range(20 - KEPT_SHARDS, 20)], "those it wanted, and the newest"
     here.close()
     serving.result(30)
-
-
-def test_members_keep_what_may_travel_yet(host: Host, tmp_path: Path) -> None:
-    """Step 20 is settled while step 10 has not been fetched."""
-    member = tmp_path / "member"
-    for stage in (0, 1):
-        host.announce(stage, 10, write(member, stage, 10))
-    host.collector.settled(20)
-    host.join("peer", ShardSender(member, Pace()), [0, 1])
-    assert host.wait(2) == [("arrived", 0, 10), ("arrived", 1, 10)]
 
 
 @pytest.mark.parametrize("why", ["given up", "the epoch is over"])
@@ -404,7 +365,7 @@ def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Pa
         ended.wait(PATIENCE)
 
     ended, here = threading.Event(), memory_pair(2)
-    sender = ShardSender(member, Pace(1.0, sleep=slowly))
+    sender = ShardSender(member, Throttle(1.0, sleep=slowly))
     serving = on_daemon_thread("member", lambda: sender.serve(here[1]))
     fetching = on_daemon_thread(
         "host", lambda: host.collector.collect_from("peer", [0, 1], here[0])
@@ -419,5 +380,5 @@ def test_a_transfer_ends_with_the_wish_for_it(why: str, host: Host, tmp_path: Pa
     if why == "given up":
         for stage in (0, 1):
             host.announce(stage, 20, write(member, stage, 20))
-        host.join("peer", ShardSender(member, Pace()), [0, 1])
+        host.join("peer", ShardSender(member), [0, 1])
         assert host.wait(4)[2:] == [("arrived", 0, 20), ("arrived", 1, 20)]

@@ -11,11 +11,19 @@ from safetensors.torch import load_file
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import MANIFEST, partial_folder, sealed
+from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
-from thinwire.remote.fetch import SeatServer, fetch_seat
-from thinwire.remote.pieces import PIECE_BYTES, AskSeat, Pace, Refusal, Seat, Talk, Want, give
-from thinwire.remote.store import most_shard_bytes
-from thinwire.run.commit import commit
+from thinwire.run.checkpoints import commit
+from thinwire.run.transfer import (
+    PIECE_BYTES,
+    Refusal,
+    Seat,
+    SeatServer,
+    Talk,
+    Want,
+    fetch_seat,
+    give,
+)
 from thinwire.settings import Settings
 from thinwire.wire import memory_pair
 from thinwire.wire.background import on_daemon_thread
@@ -159,7 +167,7 @@ def test_what_is_here_is_not_sent_again(trained: Callable, tmp_path: Path) -> No
 def test_a_lost_connection_loses_nothing_that_has_come(
     trained: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.remote.pieces.PIECE_BYTES", 1024)
+    monkeypatch.setattr("thinwire.run.transfer.PIECE_BYTES", 1024)
     settings, _, checkpoint = trained()
     server, seen = SeatServer(checkpoint, settings), []
     here, there = memory_pair(1)
@@ -182,15 +190,10 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
     settings, _, checkpoint = trained()
     server = SeatServer(checkpoint, settings)
     here, there = memory_pair()
-    on_daemon_thread("host", lambda: server.serve(here, 1))
-    with pytest.raises(CheckpointError, match="stage 0 is not the seat of this peer"):
-        fetch_seat(there, 0, tmp_path / "peer", MOST)
-    here, there = memory_pair()
     serving = on_daemon_thread("host", lambda: server.serve(here, 1))
     talk, theirs = Talk(there), checkpoint.shards[0]
-    talk.say(AskSeat(1))
     assert isinstance(talk.hear(30), Seat)
-    talk.say(Want(3, 0, theirs.sha256, theirs.bytes, 0))
+    talk.say(Want(3, 0, theirs.sha256, theirs.bytes))
     assert talk.hear(30) == Refusal("this seat has no such file")
     talk.say(Refusal("nonsense"))
     with pytest.raises(WireError, match="only the host may send"):
@@ -200,13 +203,13 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m["shards"][0].update(file="../../../evil"), "not the name of a file"),
-        (lambda m: m["shards"][0].update(file="manifest.json"), "not the name of a file"),
-        (lambda m: m["shards"][0].update(sha256="../x"), "no hash or size"),
-        (lambda m: m["shards"][0].update(bytes=-1), "no hash or size"),
-        (lambda m: m["shards"][0].update(bytes="many"), "not the name of a file"),
+        (lambda m: m["shards"][0].update(file="../../../evil"), r"matching regex.*file`"),
+        (lambda m: m["shards"][0].update(file="manifest.json"), r"matching regex.*file`"),
+        (lambda m: m["shards"][0].update(sha256="../x"), r"matching regex.*sha256`"),
+        (lambda m: m["shards"][0].update(bytes=-1), r">= 0.*bytes`"),
+        (lambda m: m["shards"][0].update(bytes="many"), r"`int`, got `str`.*bytes`"),
         (lambda m: m["shards"].append(m["shards"][0]), "names a file twice"),
-        (lambda m: m.update(step="../../evil"), "its step"),
+        (lambda m: m.update(step="../../evil"), r"\$\.step"),
         (lambda m: m.update(shards=7), "cannot be used"),
         (lambda m: m["shards"][0].update(extra=1), "cannot be used"),
         (lambda m: m.pop("settings"), "cannot be used"),
@@ -214,8 +217,8 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
             lambda m: m["settings"]["codec"].update(plugins=["evil"]),
             "names plugins, which are code: evil.*--allow-plugin",
         ),
-        (lambda m: m["settings"]["codec"].update(plugins=7), "its plugins are no list of names"),
-        (lambda m: m["settings"]["codec"].update(plugins=[[]]), "its plugins are no list of names"),
+        (lambda m: m["settings"]["codec"].update(plugins=7), "plugins"),
+        (lambda m: m["settings"]["codec"].update(plugins=[[]]), "plugins"),
         (lambda m: m.update(weight_version=-1), "is damaged"),
         (
             lambda m: m["shards"][0].update(bytes=MOST + 1),
@@ -234,10 +237,9 @@ def test_a_manifest_cannot_lead_a_peer_astray(
 
     def lie() -> None:
         talk = Talk(here)
-        talk.hear()
         talk.say(Seat(sealed(manifest)))
         while isinstance(want := talk.hear(), Want):
-            give(talk, want, checkpoint.folder / "stage-0.safetensors", Pace())
+            give(talk, want, checkpoint.folder / "stage-0.safetensors")
 
     on_daemon_thread("host", lie)
     before = {path for path in tmp_path.rglob("*") if "peer" not in path.parts}
@@ -251,13 +253,13 @@ def test_half_of_the_disk_stays_free(
 ) -> None:
     settings, _, checkpoint = trained()
     size, server = checkpoint.shards[0].bytes, SeatServer(checkpoint, settings)
-    monkeypatch.setattr("thinwire.remote.fetch.free_disk", lambda folder: 2 * size - 1)
+    monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 2 * size - 1)
     with pytest.raises(CheckpointError, match="leaves half of them free"):
         fetch(server, 0, tmp_path / "peer")
     assert not list((tmp_path / "peer").rglob("*.safetensors"))
-    monkeypatch.setattr("thinwire.remote.fetch.free_disk", lambda folder: 2 * size)
+    monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 2 * size)
     fetch(server, 0, tmp_path / "peer")
-    monkeypatch.setattr("thinwire.remote.fetch.free_disk", lambda folder: 0)
+    monkeypatch.setattr("thinwire.run.transfer.free_disk", lambda folder: 0)
     assert fetch(server, 0, tmp_path / "peer")[1] == 0, "what is here needs no room"
 
 

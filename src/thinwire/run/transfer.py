@@ -1,0 +1,767 @@
+"""Files that travel between a host and its peers: in pieces, resumable, hashed, at a bounded rate.
+
+One end says which file it wants and what it has of it already (`take`); the other sends the rest,
+or says why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose
+connection was lost goes on where it stopped, also in another process. Only a whole file with the
+right hash counts. Two kinds of files travel so:
+
+- *Shards to the host.* Each stage writes its shard on its own machine and reports it, as in a local
+  run. The host fetches it while training goes on (`ShardCollector`), at a bounded share of the
+  member's uplink (`ShardSender`), and opens it before it counts. One step travels at a time, all
+  stages of it. A checkpoint that comes due meanwhile waits, and of several that wait the newest
+  goes next; the others are dropped, with a reason that the run shows. So a slow uplink gets fewer
+  checkpoints, never a growing queue, and the one under way always arrives.
+- *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file as
+  it is, and of others only the tensors that it needs, such as the shared basis that the first stage
+  saves. A file whose hash is here already, because this machine wrote or fetched it, is not sent
+  again.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import safetensors
+from safetensors.torch import save_file
+
+from thinwire.engine.checkpoint import (
+    MANIFEST,
+    SEAL,
+    Checkpoint,
+    Shard,
+    checkpoints_folder,
+    partial_folder,
+    sealed,
+    sha256_of,
+)
+from thinwire.engine.reports import ShardWritten
+from thinwire.engine.state import names_for_stage
+from thinwire.errors import (
+    BreachError,
+    CheckpointError,
+    ConfigError,
+    ThinwireError,
+    WireError,
+    printable,
+)
+from thinwire.folders import flush, put_in_place, write_file
+from thinwire.run.events import PartArrived, PartLost, PartRefused
+from thinwire.run.machine import free_disk
+from thinwire.settings import Settings
+from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
+from thinwire.wire.background import on_daemon_thread
+
+PIECE_BYTES = 256 << 10
+MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
+SPARE_BYTES = 64 << 20  # of the disk that a transfer leaves free
+SILENCE_S = 120.0  # without a piece, after which the connection is given up
+LEAST_RATE = 4 * PIECE_BYTES / SILENCE_S  # bytes per second: slower would be taken for silence
+REDIAL_S = (1.0, 30.0)  # the first and the longest pause between two attempts
+KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
+LOOK_S = 2.0  # between two looks for more
+_REMEMBERED = 64  # steps that were given up, of which parts may still be announced
+_SHA256 = r"\A[0-9a-f]{64}\Z"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Hash = Annotated[str, msgspec.Meta(pattern=_SHA256)]
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a file from `offset` on; step and stage say which one it is to those who hold it."""
+
+    step: Count
+    stage: Count
+    sha256: Hash
+    bytes: Count
+    offset: Count = 0
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Why the other end cannot have what it asked for."""
+
+    reason: str
+
+
+class Seat(msgspec.Struct, frozen=True, tag=True):
+    """The manifest of a checkpoint that holds just what one stage needs."""
+
+    manifest: dict[str, Any]
+
+
+class _SeatFile(msgspec.Struct, forbid_unknown_fields=True):
+    """A file of a seat, as a manifest may list it: its name leads nowhere."""
+
+    file: Annotated[str, msgspec.Meta(pattern=r"\Astage-[0-9]{1,6}\.safetensors\Z")]
+    sha256: Hash
+    bytes: Count
+    tensors: list[str]
+
+
+class _SeatCodec(msgspec.Struct):
+    plugins: list[str] = []
+
+
+class _SeatSettings(msgspec.Struct):
+    codec: _SeatCodec
+
+
+class _SeatManifest(msgspec.Struct):
+    """What is used of the manifest of a seat before it is opened as a checkpoint."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=10**8)]
+    shards: Annotated[list[_SeatFile], msgspec.Meta(max_length=4096)]
+    settings: _SeatSettings
+
+
+class Talk:
+    """Words and pieces over a pipe, one after the other; what arrives is checked, all is billed."""
+
+    def __init__(self, pipe: Pipe, meter: Meter | None = None):
+        self._pipe = pipe
+        self.meter = meter or Meter()
+
+    def say(self, word: Want | Refusal | Seat) -> None:
+        """Send a word."""
+        self.send(Frame(FrameKind.CONTROL, payload=msgspec.json.encode(word)))
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; waits while the transport is full."""
+        message = encode(frame)
+        # Before it goes, as on a link: what the other end has got is counted here.
+        self.meter.count_sent(frame.kind, memoryview(frame.payload).nbytes)
+        self._pipe.write(message)
+
+    def hear(self, timeout: float | None = None) -> Want | Refusal | Seat | Frame | None:
+        """The next word or piece; None if the other end closed, WireError if nothing comes."""
+        raw = self._pipe.read() if timeout is None else self._read_within(timeout)
+        if raw is None:
+            return None
+        try:
+            frame = decode(raw, MOST_SAID)
+            self.meter.count_received(frame.kind, memoryview(frame.payload).nbytes)
+            if frame.kind is FrameKind.PIECE:
+                return frame
+            if frame.kind is not FrameKind.CONTROL:
+                raise WireError(f"a {frame.kind.name} frame came among files")
+            return msgspec.json.decode(frame.payload, type=Want | Refusal | Seat)
+        except (WireError, msgspec.MsgspecError, RecursionError) as error:
+            reason = printable(str(error), 200)
+            raise BreachError(f"what came among files cannot be read: {reason}") from None
+
+    def _read_within(self, timeout: float) -> bytes | None:
+        reading = on_daemon_thread("thinwire pieces", self._pipe.read)
+        try:
+            return reading.result(timeout)
+        except futures.TimeoutError:
+            on_daemon_thread("thinwire close", self._pipe.close)  # which ends that thread too
+            raise WireError(f"the other end said nothing for {timeout:g} s") from None
+
+
+class Throttle:
+    """Holds senders back to a rate, in bytes per second over all of them; 0 = as fast as it goes.
+
+    The rate may change at any time: it is the share of an uplink that training leaves to files,
+    and all of it when training is over. A piece goes out whole, so short bursts are that large.
+    No rate is below `least`.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        least: float = LEAST_RATE,
+    ):
+        self._least, self._clock, self._sleep = least, clock, sleep
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # when all that was spent so far has passed
+        self.change(bytes_per_s)
+
+    def change(self, bytes_per_s: float) -> None:
+        """Set another rate, for what is sent from now on."""
+        with self._lock:
+            self._rate = max(bytes_per_s, self._least) if bytes_per_s > 0 else 0.0
+            self._free_at = min(self._free_at, self._clock())
+
+    def spend(self, size: int) -> None:
+        """Wait until `size` more bytes may be sent."""
+        with self._lock:
+            if self._rate <= 0:
+                return
+            now = self._clock()
+            start = max(now, self._free_at)
+            self._free_at = start + size / self._rate
+        if start > now:
+            self._sleep(start - now)
+
+
+def give(talk: Talk, want: Want, path: Path, throttle: Throttle | None = None) -> None:
+    """Send the file at `path` from the offset asked for, or say why not."""
+    name = f"{path.name} of step {want.step}"
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
+                talk.say(Refusal(f"{name} has {size} bytes"))
+                return
+            for offset in range(file.seek(want.offset), size, PIECE_BYTES):
+                piece = file.read(PIECE_BYTES)
+                if len(piece) != min(PIECE_BYTES, size - offset):
+                    talk.say(Refusal(f"{name} was changed meanwhile"))
+                    return
+                if throttle is not None:
+                    throttle.spend(len(piece))
+                number = offset // PIECE_BYTES
+                talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
+    except OSError as error:
+        talk.say(Refusal(f"{name} cannot be read: {error.strerror or type(error).__name__}"))
+
+
+def take(
+    talk: Talk,
+    want: Want,
+    part: Path,
+    progress: Callable[[int], None] = lambda done: None,
+    silence: float = SILENCE_S,
+) -> None:
+    """Complete `part` until it is the file that is wanted, with the right hash.
+
+    A wrong hash is sent again once; then, or when the disk is full, or the other end refuses,
+    CheckpointError says so. WireError: the connection is lost, and `part` holds what has come.
+    """
+    if not re.match(_SHA256, want.sha256):
+        raise CheckpointError(f"{printable(want.sha256, 80)!r} is no sha256 of a file")
+    reason = ""
+    for _ in ("first", "second"):
+        try:
+            _complete(talk, want, part, progress, silence)
+            found = sha256_of(part)
+        except OSError as error:
+            raise CheckpointError(
+                f"{want.bytes:,} bytes cannot be written to {part}: {error.strerror}"
+            ) from error
+        if found == want.sha256:
+            return
+        part.unlink()
+        reason = f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}"
+    raise CheckpointError(f"{reason}, twice")
+
+
+def _complete(
+    talk: Talk, want: Want, part: Path, progress: Callable[[int], None], silence: float
+) -> None:
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("ab") as file:
+        have = file.seek(0, 2)
+        have = 0 if have > want.bytes else have
+        if have < want.bytes:
+            have -= have % PIECE_BYTES
+        file.truncate(have)
+        file.seek(have)
+        rest, free = want.bytes - have, shutil.disk_usage(part.parent).free
+        if rest and rest + SPARE_BYTES > free:
+            raise CheckpointError(
+                f"{rest:,} bytes do not fit into {part.parent}: {free:,} are free there, and "
+                f"{SPARE_BYTES >> 20} MiB are to stay free. Free some space"
+            )
+        progress(have)
+        if have < want.bytes:
+            talk.say(msgspec.structs.replace(want, offset=have))
+        while have < want.bytes:
+            piece = _next_piece(talk, want, have, silence)
+            file.write(piece)
+            have += len(piece)
+            progress(have)
+    flush(part)
+
+
+def _next_piece(talk: Talk, want: Want, have: int, silence: float) -> memoryview:
+    heard = talk.hear(silence)
+    if heard is None:
+        raise WireError("the other end closed the connection in the middle of a file")
+    if isinstance(heard, Refusal):
+        raise CheckpointError(f"the other end does not send it: {printable(heard.reason, 500)}")
+    if not isinstance(heard, Frame) or heard.step != have // PIECE_BYTES:
+        raise BreachError("the other end sent another piece than the one that was due")
+    piece, due = memoryview(heard.payload), min(PIECE_BYTES, want.bytes - have)
+    if piece.nbytes != due:
+        raise BreachError(f"the other end sent a piece of {piece.nbytes} bytes, not {due}")
+    return piece
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where a disk has no such names."""
+    target.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        os.link(source, target)
+        return
+    shutil.copyfile(source, target)
+
+
+def incoming_folder(run_folder: Path) -> Path:
+    """Where the host keeps what has arrived of shards; names in it are made of numbers and hashes
+    that were checked, never of what a peer wrote.
+    """
+    return checkpoints_folder(run_folder) / ".incoming"
+
+
+def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
+    return partial_folder(run_folder, step) / f"stage-{stage}.safetensors"
+
+
+class ShardCollector:
+    """On the host: fetches the shards of one epoch, one checkpoint after the other.
+
+    `limits` are the most bytes of each stage's shard, and `objection` says why a file is not the
+    part that a stage has reported, or nothing. `tell` is told what becomes of each, for the
+    coordinator. `patience`: seconds without a byte of the checkpoint under way before it is given
+    up; 0 = never. `on_progress` gets the bytes of all its shards that are here, and in all.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        limits: Collection[int],
+        objection: Callable[[int, ShardWritten, Path], str],
+        tell: Callable[[PartArrived | PartLost | PartRefused], None],
+        patience: float = 900.0,
+        meter: Meter | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
+        self.meter = meter or Meter()
+        self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
+        self._limits, self._objection_to, self._patience = list(limits), objection, patience
+        self._tell, self._on_progress = tell, on_progress
+        self._changed = threading.Condition()  # guards all that follows
+        self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
+        self._given_up: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._current: int | None = None  # the step whose shards travel
+        self._missing: set[int] = set()  # its stages whose shards are not here
+        self._taken: set[int] = set()  # ... and are being fetched
+        self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
+        self._closed = False
+        self._moved_at = time.monotonic()
+        if patience:
+            threading.Thread(target=self._watch, name="thinwire shards", daemon=True).start()
+
+    def announce(self, stage: int, written: ShardWritten) -> None:
+        """A stage says that it has written its shard of a step."""
+        step, objection = written.step, self._objection(stage, written.shard)
+        with self._changed:
+            reason = self._given_up.get(step, "")
+            self._announced.setdefault(step, {})[stage] = written
+            if objection or reason:
+                self._give_up(step, reason or objection)
+            self._choose()
+
+    def give_up(self, step: int, reason: str) -> None:
+        """The checkpoint of a step cannot be had: fetch none of its shards."""
+        with self._changed:
+            self._give_up(step, reason)
+            self._choose()
+
+    def forget(self) -> None:
+        """The run is complete: nothing that has arrived of shards is of use any more."""
+        shutil.rmtree(self._incoming, ignore_errors=True)
+
+    def close(self) -> None:
+        """Fetch nothing more; what has arrived stays for a later epoch."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def collect_from(self, member: str, stages: Collection[int], pipe: Pipe) -> None:
+        """Fetch the shards of these stages over this connection, until it is lost or all is over.
+
+        On a thread of its own. Nothing is lost with the connection: the next one goes on.
+        """
+        talk = Talk(pipe, self.meter)
+        try:
+            while (job := self._next_job(stages)) is not None:
+                self._fetch(talk, member, *job)
+        except WireError:
+            return  # the member dials again
+        finally:
+            pipe.close(0)
+
+    def _next_job(self, stages: Collection[int]) -> tuple[int, ShardWritten] | None:
+        """The shard that a member is asked for next; None once all is over."""
+        with self._changed:
+            while not self._closed:
+                waiting = sorted((self._missing & set(stages)) - self._taken)
+                if self._current is not None and waiting:
+                    self._taken.add(waiting[0])
+                    return waiting[0], self._announced[self._current][waiting[0]]
+                self._changed.wait()
+            return None
+
+    def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
+        step, whose = written.step, f"the shard of stage {stage} from {member}"
+        try:
+            refused = self._take(talk, stage, written)
+        except (CheckpointError, ConfigError) as error:
+            self.give_up(step, f"{whose}: {error}")
+        except OSError as error:
+            self.give_up(step, f"the shard of stage {stage} cannot be kept: {error}")
+        else:
+            if refused:
+                reason = f"{whose} is not its state: {refused}"
+                self._tell(PartRefused(stage, step, reason))
+                self.give_up(step, reason)
+            else:
+                self._arrive(step, stage)
+        finally:
+            with self._changed:
+                self._taken.discard(stage)
+                self._changed.notify_all()
+
+    def _take(self, talk: Talk, stage: int, written: ShardWritten) -> str:
+        """Fetch a shard and put it where its checkpoint is made; or why it must not be there.
+
+        The part stays, in case this epoch ends before its checkpoint is complete: what there is of
+        it from before is used, and others of this stage go.
+        """
+        step, shard = written.step, written.shard
+        part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
+        for other in self._incoming.glob(f"stage-{stage}-*.part"):
+            if other != part and other.name.endswith(f"-{shard.sha256}.part"):
+                other.rename(part)
+            elif other != part:
+                other.unlink()
+        want = Want(step, stage, shard.sha256, shard.bytes)
+        take(talk, want, part, lambda done: self._note_progress(step, stage, done))
+        if refused := self._objection_to(stage, written, part):
+            part.unlink()
+            return refused
+        place = _shard_file(self._run_folder, step, stage)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _link_or_copy(part, place)
+        return ""
+
+    def _objection(self, stage: int, shard: Shard) -> str:
+        """Why a shard is not even asked for; empty if it is."""
+        if not re.match(_SHA256, shard.sha256):
+            return f"stage {stage} reported no sha256 of its shard: {printable(shard.sha256, 80)!r}"
+        if shard.file != f"stage-{stage}.safetensors":
+            return f"stage {stage} reported the file {printable(shard.file, 80)!r}"
+        if not 0 < shard.bytes <= self._limits[stage]:
+            return (
+                f"stage {stage} reported a shard of {shard.bytes:,} bytes, but its state takes at "
+                f"most {self._limits[stage]:,}"
+            )
+        return ""
+
+    def _arrive(self, step: int, stage: int) -> None:
+        with self._changed:
+            if step != self._current or stage not in self._missing:
+                return
+            self._missing.discard(stage)
+            self._tell(PartArrived(stage, step))
+            if not self._missing:
+                self._current = None
+                self._announced.pop(step)
+                self._choose()
+
+    def _give_up(self, step: int, reason: str) -> None:
+        self._given_up.setdefault(step, reason)
+        while len(self._given_up) > _REMEMBERED:
+            self._given_up.popitem(last=False)
+        for stage in sorted(self._announced.pop(step, {})):
+            if step != self._current or stage in self._missing:
+                self._tell(PartLost(stage, step, reason))
+        if step == self._current:
+            self._current, self._missing = None, set()
+
+    def _choose(self) -> None:
+        """If none is under way: the newest checkpoint of which all stages have written theirs."""
+        whole = [s for s, parts in self._announced.items() if len(parts) == len(self._limits)]
+        if self._current is None and whole:
+            newest = max(whole)
+            for older in sorted(step for step in self._announced if step < newest):
+                self._give_up(older, f"that of step {newest} came due before it could be sent")
+            self._current, self._missing = newest, set(range(len(self._limits)))
+            self._have, self._moved_at = {}, time.monotonic()
+        self._changed.notify_all()
+
+    def _note_progress(self, step: int, stage: int, done: int) -> None:
+        with self._changed:
+            self._moved_at = time.monotonic()
+            if step != self._current or self._closed:
+                # The rest would keep the uplink from what is wanted now; the member dials again.
+                raise WireError(f"the checkpoint of step {step} is no longer waited for")
+            self._have[stage] = done
+            total = sum(part.shard.bytes for part in self._announced[step].values())
+            here = sum(self._have.values())
+        self._on_progress(here, total)
+
+    def _watch(self) -> None:
+        """Give a checkpoint up of which nothing has come for too long."""
+        with self._changed:
+            while not self._closed:
+                self._changed.wait(min(1.0, self._patience / 4))
+                quiet = time.monotonic() - self._moved_at
+                if self._current is not None and quiet > self._patience:
+                    which = ", ".join(f"stage {stage}" for stage in sorted(self._missing))
+                    reason = f"nothing of the shard of {which} has come for {quiet:.0f} s"
+                    self._give_up(self._current, reason)
+                    self._choose()
+
+
+class ShardSender:
+    """On a member: gives the host the shards that its stages wrote under `run_folder`.
+
+    It keeps few of them: the newest, the one that the host wants, and the one that it wanted
+    before, which is the last complete one perhaps.
+    """
+
+    def __init__(self, run_folder: Path, throttle: Throttle | None = None):
+        self.meter = Meter()
+        self._run_folder, self._throttle = run_folder, throttle
+        self._closed = threading.Event()
+        self._pipe: Pipe | None = None
+        self._wanted = self._wanted_before = -1  # steps
+
+    def keep_serving(self, connect: Callable[[], Pipe]) -> None:
+        """Serve one connection after the other until `close`; on a thread of its own."""
+        pause = REDIAL_S[0]
+        while not self._closed.is_set():
+            try:
+                self.serve(connect())
+                pause = REDIAL_S[0]
+            except ThinwireError:
+                self._closed.wait(pause)
+                pause = min(2 * pause, REDIAL_S[1])
+
+    def serve(self, pipe: Pipe) -> None:
+        """Answer the host until this connection ends; WireError if it breaks."""
+        self._pipe, talk = pipe, Talk(pipe, self.meter)
+        try:
+            while (want := talk.hear()) is not None:
+                if not isinstance(want, Want):
+                    raise WireError("the host sent what only a member may send")
+                if want.step != self._wanted:
+                    self._wanted, self._wanted_before = want.step, self._wanted
+                    self._remove_before(want.step)
+                path = _shard_file(self._run_folder, want.step, want.stage)
+                if path.is_file():
+                    give(talk, want, path, self._throttle)
+                else:
+                    what = f"shard of stage {want.stage} and step {want.step}"
+                    talk.say(Refusal(f"there is no {what} here"))
+        finally:
+            pipe.close(0)
+
+    def close(self) -> None:
+        """End, with whatever connection there is."""
+        self._closed.set()
+        if self._pipe is not None:
+            self._pipe.close(0)
+
+    def keep_room(self) -> None:
+        """Look until `close` for shards beyond what this disk is for; on a thread of its own."""
+        while not self._closed.wait(LOOK_S):
+            self.remove_spare()
+
+    def remove_spare(self) -> None:
+        """Remove what no host needs: all shards but the newest few, and those that travel."""
+        with contextlib.suppress(OSError):  # one has just been removed: look again later
+            found = sorted(self._folders(), key=lambda folder: folder.stat().st_mtime_ns)
+            self._remove(found[:-KEPT_SHARDS])
+
+    def _remove_before(self, step: int) -> None:
+        """The host chooses the newest: it will ask for nothing older than what it wants now."""
+        self._remove(f for f in self._folders() if int(f.name.rpartition("-")[2]) < step)
+
+    def _folders(self) -> Iterator[Path]:
+        found = checkpoints_folder(self._run_folder).glob(".partial-step-*")
+        return (folder for folder in found if folder.name.rpartition("-")[2].isdigit())
+
+    def _remove(self, folders: Iterator[Path] | list[Path]) -> None:
+        wanted = (self._wanted, self._wanted_before)
+        needed = {partial_folder(self._run_folder, step) for step in wanted}
+        for folder in {*folders} - needed:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class SeatServer:
+    """On the host: says which files each stage needs of a checkpoint, and sends them."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings, meter: Meter | None = None):
+        self.meter = meter or Meter()
+        self._checkpoint, self._settings = checkpoint, settings
+        parent = checkpoint.folder.resolve().parent
+        self._extracts = parent / f".extracts-{checkpoint.step}"
+        self._lock = threading.Lock()
+        self._seats: dict[int, dict[Path, Shard]] = {}  # files, and what a manifest says of them
+
+    def serve(self, pipe: Pipe, stage: int) -> None:
+        """Tell the member in this seat what it needs, and send it; WireError if that breaks."""
+        talk = Talk(pipe, self.meter)
+        try:
+            talk.say(self._seat(stage))
+            while (want := talk.hear()) is not None:
+                if not isinstance(want, Want):
+                    raise BreachError("a peer sent what only the host may send")
+                files = self._seats.get(stage, {}).items()
+                path = next((path for path, s in files if s.sha256 == want.sha256), None)
+                if path is not None:
+                    give(talk, want, path)
+                else:
+                    talk.say(Refusal("this seat has no such file"))
+        finally:
+            pipe.close(0)
+
+    def close(self) -> None:
+        """Remove what was extracted."""
+        shutil.rmtree(self._extracts, ignore_errors=True)
+
+    def _seat(self, stage: int) -> Seat | Refusal:
+        try:
+            with self._lock:
+                if stage not in self._seats:
+                    needed = names_for_stage(self._settings, stage, self._checkpoint.names())
+                    self._seats[stage] = dict(self._files(stage, needed))
+        except (CheckpointError, OSError, safetensors.SafetensorError) as error:
+            return Refusal(f"the host cannot read its checkpoint: {error}")
+        left_out = ("tokenizer_sha256", "template_sha256", SEAL)
+        kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
+        kept["shards"] = [vars(shard) for shard in self._seats[stage].values()]
+        return Seat(sealed(kept))
+
+    def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
+        """The files that hold what a stage needs; of those that hold more, just that."""
+        for shard in self._checkpoint.shards:
+            whole, names = self._checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
+            if len(names) == len(shard.tensors):
+                yield whole, shard
+            elif names:
+                path = self._extracts / str(stage) / shard.file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with safetensors.safe_open(whole, framework="pt") as file:
+                    save_file({name: file.get_tensor(name) for name in names}, path)
+                yield path, Shard(shard.file, sha256_of(path), path.stat().st_size, names)
+
+
+def fetch_seat(
+    pipe: Pipe,
+    stage: int,
+    run_folder: Path,
+    limit: int,
+    plugins: Collection[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    meter: Meter | None = None,
+) -> Path:
+    """Fetch what a stage needs of the host's checkpoint; returns a folder to resume from.
+
+    `limit` is the most bytes that the state of the stage can have: a host that offers more would
+    only fill this disk. `plugins` are those that this machine allows: a checkpoint that names
+    others is refused, for they are code. `progress` gets the bytes that are here, and in all. What
+    was fetched before a lost connection (WireError) is used the next time.
+    """
+    talk = Talk(pipe, meter)
+    try:
+        heard = talk.hear()
+        if heard is None:
+            raise WireError("the host closed the connection before it said what this seat needs")
+        if isinstance(heard, Refusal):
+            reason = printable(heard.reason, 500)
+            raise CheckpointError(f"the host does not give out the checkpoint: {reason}")
+        if not isinstance(heard, Seat):
+            raise BreachError("the host sent something else than what this seat needs")
+        shards = _checked_manifest(heard.manifest, plugins)
+        if (size := sum(shard.bytes for shard in shards)) > limit:
+            raise CheckpointError(
+                f"the host offers {size:,} bytes as the state of stage {stage}, which takes at "
+                f"most {limit:,} with the settings of this run: nothing of it is fetched"
+            )
+        folder = checkpoints_folder(run_folder)
+        return _fetch_files(talk, heard.manifest, shards, folder, lambda n: progress(n, size))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
+            "another folder"
+        ) from error
+    finally:
+        pipe.close()
+
+
+def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[Shard]:
+    """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
+    try:
+        checked = msgspec.convert(manifest, _SeatManifest)
+        if len({shard.file for shard in checked.shards}) < len(checked.shards):
+            raise ValueError("it names a file twice")
+    except ValueError as error:
+        raise CheckpointError(
+            f"the host's manifest cannot be used: {printable(str(error), 200)}"
+        ) from None
+    if unknown := set(checked.settings.codec.plugins) - set(plugins):
+        names = ", ".join(sorted(printable(name, 80) for name in unknown))
+        raise CheckpointError(
+            f"the host's checkpoint names plugins, which are code: {names}. If you trust them, "
+            "join with --allow-plugin NAME for each"
+        )
+    return [Shard(**msgspec.structs.asdict(shard)) for shard in checked.shards]
+
+
+def _fetch_files(
+    talk: Talk,
+    manifest: dict[str, Any],
+    shards: list[Shard],
+    folder: Path,
+    progress: Callable[[int], None],
+) -> Path:
+    """The folder of the checkpoint once all its files are there: complete, or absent."""
+    step, partial = manifest["step"], folder / ".fetching"
+    final = folder / f"step-{step:08d}"
+    partial.mkdir(parents=True, exist_ok=True)
+    parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
+    for path in partial.iterdir():
+        if path not in parts:
+            path.unlink()
+    # At most half of what is free: the rest is for the shards that the stage writes.
+    missing = [shard for shard in shards if not any(_alike(folder, shard))]
+    here = sum(part.stat().st_size for part in partial.iterdir())
+    rest, free = sum(shard.bytes for shard in missing) - here, free_disk(partial)
+    if rest > free // 2:
+        raise CheckpointError(
+            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in {folder}: "
+            "the run leaves half of them free. Free some space, or join with another --folder"
+        )
+    done = 0
+    for part, shard in parts.items():
+        same = (path for path in _alike(folder, shard) if sha256_of(path) == shard.sha256)
+        if (path := next(same, None)) is not None:
+            _link_or_copy(path, part)
+            flush(part)
+        try:
+            want, before = Want(step, 0, shard.sha256, shard.bytes), done
+            take(talk, want, part, lambda n, before=before: progress(before + n))  # type: ignore[misc]
+        except CheckpointError as error:
+            raise CheckpointError(f"{shard.file} of step {step}: {error}") from error
+        done += shard.bytes
+    for part, shard in parts.items():
+        part.rename(partial / shard.file)
+    write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+    for earlier in folder.glob("step-*"):
+        shutil.rmtree(earlier)
+    put_in_place(partial, final)
+    return Checkpoint.open(final).folder
+
+
+def _alike(folder: Path, shard: Shard) -> Iterator[Path]:
+    """Shards of that size that this machine has written or fetched."""
+    for path in folder.glob("*step-*/stage-*.safetensors"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == shard.bytes:
+                yield path
