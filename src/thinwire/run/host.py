@@ -588,10 +588,10 @@ class HostedPeers(Peers):
         generation = self._formation.epoch
         collect = partial(self.collector.collect_from, name, stages)
         self._streams.serve(store_name(name), name, collect)
+        if self._states is not None:
+            stream = stream_name("state", stages[0], generation)
+            self._streams.serve(stream, name, partial(self._states.serve, stages=tuple(stages)))
         for stage in stages:
-            if (states := self._states) is not None:
-                stream = stream_name("state", stage, generation)
-                self._streams.serve(stream, name, partial(states.serve, stage=stage))
             threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
 
     def _serve_tokens(self, stage: int, name: str) -> None:

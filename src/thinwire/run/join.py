@@ -417,7 +417,7 @@ class Holding:
             try:
                 return fetch_seat(
                     dial_host(stream_name("state", self.stages[0], self.generation)),
-                    self.stages[0],
+                    self.stages,
                     self.run_folder,
                     STATE_MARGIN
                     * sum(most_shard_bytes(self.settings, stage) for stage in self.stages),

@@ -602,17 +602,19 @@ class SeatServer:
         parent = checkpoint.folder.resolve().parent
         self._extracts = parent / f".extracts-{checkpoint.step}"
         self._lock = threading.Lock()
-        self._seats: dict[int, dict[Path, Shard]] = {}  # files, and what a manifest says of them
+        self._seats: dict[
+            tuple[int, ...], dict[Path, Shard]
+        ] = {}  # files, and what a manifest says of them
 
-    def serve(self, pipe: Pipe, stage: int) -> None:
-        """Tell the member in this seat what it needs, and send it; WireError if that breaks."""
+    def serve(self, pipe: Pipe, stages: tuple[int, ...]) -> None:
+        """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
         talk = Talk(pipe, self.meter)
         try:
-            talk.say(self._seat(stage))
+            talk.say(self._seat(stages))
             while (want := talk.hear()) is not None:
                 if not isinstance(want, Want):
                     raise BreachError("a peer sent what only the host may send")
-                files = self._seats.get(stage, {}).items()
+                files = self._seats.get(stages, {}).items()
                 path = next((path for path, s in files if s.sha256 == want.sha256), None)
                 if path is not None:
                     give(talk, want, path)
@@ -625,21 +627,22 @@ class SeatServer:
         """Remove what was extracted."""
         shutil.rmtree(self._extracts, ignore_errors=True)
 
-    def _seat(self, stage: int) -> Seat | Refusal:
+    def _seat(self, stages: tuple[int, ...]) -> Seat | Refusal:
         try:
             with self._lock:
-                if stage not in self._seats:
-                    needed = names_for_stage(self._settings, stage, self._checkpoint.names())
-                    self._seats[stage] = dict(self._files(stage, needed))
+                if stages not in self._seats:
+                    names = self._checkpoint.names()
+                    needed = (names_for_stage(self._settings, stage, names) for stage in stages)
+                    self._seats[stages] = dict(self._files(stages[0], set().union(*needed)))
         except (CheckpointError, OSError, safetensors.SafetensorError) as error:
             return Refusal(f"the host cannot read its checkpoint: {error}")
         left_out = ("tokenizer_sha256", "template_sha256", SEAL)
         kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
-        kept["shards"] = [vars(shard) for shard in self._seats[stage].values()]
+        kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
         return Seat(sealed(kept))
 
     def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
-        """The files that hold what a stage needs; of those that hold more, just that."""
+        """The files that hold what stages need; of those that hold more, just that."""
         for shard in self._checkpoint.shards:
             whole, names = self._checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
             if len(names) == len(shard.tensors):
@@ -654,14 +657,14 @@ class SeatServer:
 
 def fetch_seat(
     pipe: Pipe,
-    stage: int,
+    stages: Collection[int],
     run_folder: Path,
     limit: int,
     plugins: Collection[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
     meter: Meter | None = None,
 ) -> Path:
-    """Fetch what a stage needs of the host's checkpoint; returns a folder to resume from.
+    """Fetch what stages need of the host's checkpoint; returns a folder to resume from.
 
     `limit` is the most bytes that the state of the stage can have: a host that offers more would
     only fill this disk. `plugins` are those that this machine allows: a checkpoint that names
@@ -679,9 +682,10 @@ def fetch_seat(
         if not isinstance(heard, Seat):
             raise BreachError("the host sent something else than what this seat needs")
         shards = _checked_manifest(heard.manifest, plugins)
+        which = ", ".join(map(str, stages))
         if (size := sum(shard.bytes for shard in shards)) > limit:
             raise CheckpointError(
-                f"the host offers {size:,} bytes as the state of stage {stage}, which takes at "
+                f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
         folder = checkpoints_folder(run_folder)
