@@ -14,7 +14,6 @@ import thinwire
 
 PACKAGE = "thinwire"
 SOURCE = Path(thinwire.__file__).parent
-MAX_LINES = 500
 
 FLOORS = [
     {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"},
@@ -279,13 +278,3 @@ def test_what_could_execute_is_found(source: str) -> None:
 )  # fmt: skip
 def test_what_is_harmless_passes(source: str) -> None:
     assert dangers(source) == []
-
-
-def too_long(sources: dict[str, str]) -> dict[str, int]:
-    lengths = {name: len(source.splitlines()) for name, source in sources.items()}
-    return {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
-
-
-def test_no_file_is_too_long_to_read() -> None:
-    assert too_long(modules()) == {}
-    assert too_long({"a": "x\n" * 500, "b": "x\n" * 501}) == {"b": 501}

@@ -68,13 +68,12 @@ def add_hf_commands(add: AddCommand, add_plugins: AddOptions) -> None:
 
 def import_command(options: argparse.Namespace) -> None:
     """Import a model, and say what became of it and what comes next."""
-    from thinwire.hf.importer import check_target, plan_import, write_import
-    from thinwire.hf.origin import opened
+    from thinwire.hf.importer import check_import, opened, plan_import, write_import
     from thinwire.paths import expanded
     from thinwire.report import open_display
 
     target = expanded(options.to, "--to")
-    check_target(target, options.force)
+    check_import(target, options.force)
     with open_display(sys.stderr) as display, opened(options.model) as origin:
         plan = plan_import(origin, options.stages, options.context)
         write_import(
@@ -99,8 +98,7 @@ def export_command(options: argparse.Namespace) -> None:
     """Export a checkpoint, and say how it can be opened."""
     from thinwire.engine import Checkpoint
     from thinwire.errors import ConfigError
-    from thinwire.hf.adapter import export_adapter
-    from thinwire.hf.export import Wanted, export
+    from thinwire.hf.export import Wanted, export, export_adapter
     from thinwire.report import open_display
 
     if options.base and not options.adapter:

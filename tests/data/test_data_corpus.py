@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data import prepared as module
+from thinwire.data import corpus as module
 from thinwire.data.corpus import Chunk, write_corpus
 from thinwire.errors import DataError
 

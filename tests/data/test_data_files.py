@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.data import Tokenizer
-from thinwire.data.files import kind_and_packing, stdlib_files, text_files
 from thinwire.data.shards import find_shards
-from thinwire.data.sources import read_documents
+from thinwire.data.sources import kind_and_packing, read_texts, stdlib_files, text_files
 from thinwire.errors import ConfigError, DataError
 
 
@@ -122,7 +121,7 @@ def test_files_without_permission_are_named(tmp_path):
     for path in tmp_path.iterdir():
         path.chmod(0)
     with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
-        list(read_documents(text_files(str(tmp_path / "a.txt"))))
+        list(read_texts(text_files(str(tmp_path / "a.txt"))))
     with pytest.raises(DataError, match=r"cannot read .*a\.bin"):
         find_shards(str(tmp_path / "a.bin"))
     with pytest.raises(DataError, match=r"cannot read the tokenizer .*t\.json"):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from thinwire.data.interrupt import Abandoned, interruptible
+from thinwire.data.tokenizer import Abandoned, interruptible
 
 
 def test_results_and_errors_come_back():
@@ -24,7 +24,7 @@ def test_work_is_not_in_the_thread_that_hears_signals():
 )
 def test_what_never_ends_can_be_left(send):
     code = (
-        "import os, signal, threading; from thinwire.data.interrupt import interruptible\n"
+        "import os, signal, threading; from thinwire.data.tokenizer import interruptible\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def work(items):\n"
         f"    me = threading.get_ident(); {send}; threading.Event().wait()\n"

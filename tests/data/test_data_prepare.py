@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, DataConfig, Order, Tokenizer, prepare
-from thinwire.data import prepared as prepared_module
-from thinwire.data.template import CHATML, ChatTemplate
+from thinwire.data import corpus as prepared_module
+from thinwire.data.chat import CHATML, ChatTemplate
 from thinwire.data.tokenizer import RESERVED
 from thinwire.errors import ConfigError, DataError
 from thinwire.typed import from_plain

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, DataConfig, Tokenizer, prepare
-from thinwire.data import prepared as prepared_module
-from thinwire.data.chat import Chat
-from thinwire.data.template import CHATML_TOKENS
+from thinwire.data import corpus as prepared_module
+from thinwire.data.chat import CHATML_TOKENS, Chat
 from thinwire.errors import ConfigError, DataError
 
 VOCAB = 400

@@ -8,7 +8,7 @@ import pytest
 from test_data_prepare import Recorder
 
 from thinwire.data import DataConfig, Tokenizer, prepare
-from thinwire.data import prepared as prepared_module
+from thinwire.data import corpus as prepared_module
 from thinwire.errors import DataError
 
 

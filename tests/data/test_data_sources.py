@@ -12,16 +12,15 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from thinwire.data import records, sources, unpack
-from thinwire.data.files import text_files
-from thinwire.data.sources import read_documents
+from thinwire.data import sources
+from thinwire.data.sources import read_texts, text_files
 from thinwire.errors import DataError, MissingPackageError
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
 def texts(path: Path, key: str = "text") -> list[str]:
-    return [document.text for document in read_documents(text_files(str(path)), key)]
+    return [each.text for each in read_texts(text_files(str(path)), key) if each.text.strip()]
 
 
 def parquet_bytes(tmp_path: Path, values: dict) -> bytes:
@@ -121,7 +120,7 @@ def test_consumed_grows_to_the_size_on_disk(tmp_path, packing):
         (tmp_path / f"{i}.txt{packing}").write_bytes(PACK[packing](b"words\n" * 1000))
     (tmp_path / "4.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "b", "c"]}))
     files = [file for file in text_files(str(tmp_path)) if file.name != "made.bin"]
-    consumed = [document.consumed for document in read_documents(files)]
+    consumed = [document.position for document in read_texts(files)]
     assert consumed == sorted(consumed)
     assert consumed[-1] == sum(file.size for file in files)
 
@@ -149,7 +148,7 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
         texts(tmp_path)
     files = text_files(str(tmp_path))
-    assert [document.text for document in read_documents(files, skip_undecodable=True)] == ["fine"]
+    assert [document.text for document in read_texts(files, skip_undecodable=True)] == ["fine"]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +186,11 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing):
     quick = {**PACK, ".xz": functools.partial(lzma.compress, preset=0)}
     path.write_bytes(quick[packing](bytes(300 << 20)))
     code = (
-        "import resource, sys; from thinwire.data import sources, unpack, files\n"
+        "import resource, sys; from thinwire.data import sources\n"
         "from thinwire.errors import DataError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n"
-        "    for _ in sources.read_documents(files.text_files(sys.argv[1])): pass\n"
+        "    for _ in sources.read_texts(sources.text_files(sys.argv[1])): pass\n"
         "except DataError as error: print(error)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
@@ -208,10 +207,10 @@ def test_what_packs_well_is_read_as_long_as_it_is_not_large(tmp_path, monkeypatc
     path = tmp_path / "a.txt.zst"
     path.write_bytes(zstandard.compress(b"again and again\n" * 100_000))
     assert len(texts(path)[0]) == 1_600_000
-    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 1_500_000)
+    monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1_500_000)
     with pytest.raises(DataError, match=r"a\.txt\.zst .* unpacks to more than 1,500,000"):
         texts(path)
-    monkeypatch.setattr(unpack, "LARGEST_RATIO", 1_000_000)
+    monkeypatch.setattr(sources, "LARGEST_RATIO", 1_000_000)
     assert len(texts(path)[0]) == 1_600_000
 
 
@@ -220,13 +219,13 @@ def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_pat
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet_bytes(tmp_path, {"text": ["x" * 1000] * 20_000}))
     assert len(texts(path)) == 20_000
-    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 1_500_000)
+    monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1_500_000)
     with pytest.raises(DataError, match=r"a\.parquet .* unpacks to more than"):
         texts(path)
 
 
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST_BYTES", 1000)
+    monkeypatch.setattr(sources, "LONGEST_BYTES", 1000)
     path = tmp_path / "a.jsonl.gz"
     lines = [json.dumps({"text": "x" * 900})] * 20
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -269,4 +268,4 @@ def test_file_that_vanishes_is_named(tmp_path):
     files = text_files(str(tmp_path))
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
-        list(read_documents(files))
+        list(read_texts(files))

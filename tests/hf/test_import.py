@@ -22,9 +22,8 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.state import restore_weights
 from thinwire.errors import ThinwireError
-from thinwire.hf.importer import plan_import, write_import
-from thinwire.hf.origin import opened
-from thinwire.hf.weights import FolderWeights
+from thinwire.hf.folder import FolderWeights
+from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 from thinwire.report import open_display
 from thinwire.settings import load_settings

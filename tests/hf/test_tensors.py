@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from thinwire.errors import CheckpointError
-from thinwire.hf.tensors import INDEX, write_file, write_model
+from thinwire.hf.folder import INDEX, write_model, write_tensors
 
 TENSORS = {
     "b": torch.arange(6.0).reshape(2, 3),
@@ -22,7 +22,7 @@ SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_library_reads_them_back(dtype: torch.dtype, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    write_file(path, SHAPES, dtype, TENSORS.__getitem__)
+    write_tensors(path, SHAPES, dtype, TENSORS.__getitem__)
     loaded = load_file(path)
     assert loaded.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -49,4 +49,4 @@ def test_a_tensor_is_read_when_its_turn_comes(tmp_path: Path) -> None:
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"b has shape \(2, 3\), but \(3, 2\)"):
-        write_file(tmp_path / "x", {"b": (3, 2)}, torch.float32, TENSORS.__getitem__)
+        write_tensors(tmp_path / "x", {"b": (3, 2)}, torch.float32, TENSORS.__getitem__)

@@ -12,7 +12,7 @@ import torch
 
 from thinwire.engine.checkpoint import sealed
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference import Model
+from thinwire.inference import Model, Sampling
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
 
@@ -88,7 +88,7 @@ def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained:
     assert (torch.cat(parts, 1) - whole).abs().max().item() < tolerance
     for temperature in (0.0, 0.9):
         texts = [
-            "".join(model.stream("stage link ", 40, temperature, 0, 3, cache=cache))
+            model.generate("stage link ", 40, temperature, 0, 3, cache=cache)
             for cache in (True, False)
         ]
         assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
@@ -99,7 +99,7 @@ def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable)
     model = Model(folder, "cpu")
     assert not model.crosses_by_token and "recomputes the whole window" in model.notes()[0]
     assert Model(folder, "cpu", compression=False).crosses_by_token
-    texts = ["".join(model.stream("frame ", 9, 0.0, 0, 0, cache=cache)) for cache in (True, False)]
+    texts = [model.generate("frame ", 9, 0.0, 0, 0, cache=cache) for cache in (True, False)]
     assert texts[0] == texts[1], "what is cached follows the codec, not the wish"
 
 
@@ -117,10 +117,10 @@ def test_the_window_drops_its_older_half_when_it_is_full(
     monkeypatch.setattr(Model, "__call__", counted)
     prompt = model.tokenizer().decode(range(5, 19))  # 14 tokens and more; the context is 16
     count = min(16, len(model.tokenizer().encode(prompt)))
-    list(model.stream(prompt, 18, 1.0, 0, 0, cache=False))
+    model.generate(prompt, 18, 1.0, 0, 0, cache=False)
     assert seen == [*range(count, 17), *range(8, 17), *range(8, 17)][:18]
     seen.clear()
-    list(model.stream(prompt, 18, 1.0, 0, 0))
+    model.generate(prompt, 18, 1.0, 0, 0)
     one_by_one = [count, *[1] * (16 - count), 8, *[1] * 8, 8, *[1] * 8]
     assert seen == one_by_one[:18]
 
@@ -132,21 +132,18 @@ def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.Mo
     said = tokenizer.encode("né €\U0001f600!")
     assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
     left = iter([*said, tokenizer.encode("€")[0]])  # and one that is never completed
-    monkeypatch.setattr(
-        "thinwire.inference.choice.Choice.__call__", lambda self, logits: next(left)
-    )
-    pieces = list(model.stream("ab", len(said) + 1, 0.0, 0, 0))
-    assert pieces[0] == "ab" and pieces[-1] == "\ufffd"
-    assert "".join(pieces[1:-1]) == "né €\U0001f600!"
+    monkeypatch.setattr("thinwire.inference.text.Choice.__call__", lambda self, logits: next(left))
+    pieces = list(model.write(model.encode("ab"), len(said) + 1, Sampling(0.0)))
+    assert pieces[-1] == "\ufffd"
+    assert "".join(pieces[:-1]) == "né €\U0001f600!"
     assert not any("\ufffd" in piece for piece in pieces[:-1])
-    assert sum(bool(piece) for piece in pieces[1:-1]) > 4, "it comes piece by piece"
+    assert sum(bool(piece) for piece in pieces[:-1]) > 4, "it comes piece by piece"
 
 
 def test_an_empty_prompt_begins_a_text_and_prints_no_mark(save: Callable) -> None:
     model = Model(save(1.0), "cpu")
-    first, *others = model.stream("", 6, 0.0, 0, 0)
-    assert first == "" and "endoftext" not in "".join(others)
-    assert model.generate("", 6, 0.0, 0, 0) == "".join(others) != ""
+    text = model.generate("", 6, 0.0, 0, 0)
+    assert text and "endoftext" not in text
 
 
 def test_a_prompt_that_is_no_text_is_refused(save: Callable) -> None:

@@ -65,7 +65,7 @@ def test_few_windows_at_once_of_a_large_vocabulary(
     model = Model(chatting(model__context=16), "cpu")
     (tmp_path / "other.txt").write_text("stage wire " * 60)
     found = model.evaluate_text(tmp_path / "other.txt", display())
-    monkeypatch.setattr("thinwire.inference.score.MOST_LOGITS", 2 * 16 * 300)
+    monkeypatch.setattr("thinwire.inference.model.MOST_LOGITS", 2 * 16 * 300)
     again = model.evaluate_text(tmp_path / "other.txt", display())
     assert again["valid_loss"] == pytest.approx(found["valid_loss"], abs=1e-12)
     assert model.evaluate_text(tmp_path / "other.txt", display(), 1)["tokens"] == 2 * 16

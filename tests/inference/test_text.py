@@ -8,8 +8,7 @@ import torch
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference.choice import Choice, Sampling, shares
-from thinwire.inference.text import Writing, extensions
+from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
 
 
 def plain_nucleus(probabilities: list[float], top_p: float) -> list[float]:

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.report.curve import Curve, sparkline
+from thinwire.report.losses import Curve, sparkline
 
 
 def test_sparkline_spans_all_levels():

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from thinwire.report import EvaluationRecord, PlainDisplay, open_display
-from thinwire.report.live import LiveDisplay
+from thinwire.report.display import LiveDisplay
 
 
 class Clock:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from thinwire.report import EvaluationRecord
-from thinwire.report.live import LiveDisplay
+from thinwire.report.display import LiveDisplay
 
 
 class Clock:

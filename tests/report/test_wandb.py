@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.report import MetricsWriter, read_metrics
-from thinwire.report.wandb import ID_FILE, WandbLog
+from thinwire.report.metrics import ID_FILE, WandbLog
 from waiting import wait_until
 
 

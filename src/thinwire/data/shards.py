@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.data.files import SourceFile, existing, is_visible, reading, source_file, walk
+from thinwire.data.sources import SourceFile, existing, is_visible, reading, source_file, walk
 from thinwire.errors import DataError
 
 HEADER_INTS = 256

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.data import DataConfig, prepare
-from thinwire.data.template import TEMPLATES
+from thinwire.data.chat import TEMPLATES
 from thinwire.errors import AdmissionError, ConfigError, DataError, WireError
 from thinwire.paths import cache_folder
 from thinwire.remote.fetch import fetch_seat

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data.template import CONFIG, ChatTemplate
+from thinwire.data.chat import CONFIG, ChatTemplate
 from thinwire.engine.checkpoint import (
     FORMAT,
     MANIFEST,
