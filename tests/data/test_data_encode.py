@@ -93,10 +93,6 @@ def test_characters_without_a_token_are_counted():
     assert "'ß' 1" in told and "'\\n' 1" in told
 
 
-def test_a_character_of_which_one_byte_has_a_token_is_lost():
-    assert "most often 'é' 1" in lost(byte_level("a", "Ã"), "aaaé")
-
-
 def test_unknown_words_are_lost():
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,6 +1,6 @@
 """From the settings to a prepared corpus: read, train a tokenizer, tokenise, once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from thinwire.data.documents import Conversations, Documents, Group, HubDataset,
 from thinwire.data.encode import LostCharacters
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
 from thinwire.data.sources import SourceFile, read_records, read_texts, stdlib_files, text_files
-from thinwire.data.split import Passage, Scan, Split, scan_documents
+from thinwire.data.split import Scan, Split, scan_documents
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -138,10 +138,16 @@ def _documents(
         check_trainable(vocab)  # before the corpus is read, which may take long
     source = _source_of(config)
     of, template = source.documents, source.template
-    special = _missing(of, template, tokenizer)
+    special: list[str] = []
+    if template is not None and not template.is_own and isinstance(of, Conversations):
+        # A tool's tokens are text to a tokenizer that lacks them.
+        names = CHATML_TOKENS if template.source == CHATML else template.special_names
+        special = [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
     if tokenizer is None:
         check_trainable(vocab, special)
-        special = _with_reserved(special, vocab)
+        # With the tokens of ChatML, so that the model can learn chat later, where there is room.
+        wanted = list(dict.fromkeys([*special, *RESERVED]))
+        special = wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
     elif special:
         tokenizer = _extended(tokenizer, special, vocab)
 
@@ -162,13 +168,18 @@ def _documents(
             raise DataError(f"there is no text to validate on in {source.given}")
         return scan.content, partial(make, scan)
 
+    def sample(scan: Scan, split: Split) -> Iterator[str]:
+        """Text for the tokenizer: all of a small corpus, drawn documents of a large one."""
+        share, taken = TOKENIZER_SAMPLE_BYTES / scan.size, False
+        for side, text, drawn in split.passages(documents("training the tokenizer")):
+            if side == "train" and (drawn < share or not taken):
+                taken = True
+                yield from of.texts(text)
+
     def make(scan: Scan, folder: Path) -> None:
         split, used = Split(scan, config.valid_fraction, of.whole), tokenizer
         if used is None:
-            share = TOKENIZER_SAMPLE_BYTES / scan.size
-            passages = split.passages(documents("training the tokenizer"))
-            sample = (t for d in _tokenizer_sample(passages, share) for t in of.texts(d))
-            used = Tokenizer.train(sample, vocab, special)
+            used = Tokenizer.train(sample(scan, split), vocab, special)
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
         losses = LostCharacters()
         chunks = of.encode(used, texts, losses)
@@ -189,23 +200,6 @@ def _documents(
     if template is not None:
         key += [template.digest, config.learn]
     return found_or_made(cache, source.files, key, read, source.how)
-
-
-def _missing(
-    documents: Documents, template: ChatTemplate | None, tokenizer: Tokenizer | None
-) -> list[str]:
-    """Special tokens of a template that is not the tokenizer's own, where they must be added."""
-    if template is None or template.is_own or not isinstance(documents, Conversations):
-        return []
-    # A tool's tokens are text to a tokenizer that lacks them.
-    names = CHATML_TOKENS if template.source == CHATML else template.special_names
-    return [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
-
-
-def _with_reserved(special: list[str], vocab: int) -> list[str]:
-    """With the tokens of ChatML, so that the model can learn chat later, where there is room."""
-    wanted = list(dict.fromkeys([*special, *RESERVED]))
-    return wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
 
 
 def _extended(tokenizer: Tokenizer, special: list[str], vocab: int) -> Tokenizer:
@@ -257,15 +251,6 @@ def _key(config: DataConfig, encoding: str) -> list[Any]:
     is_given = config.valid_path or config.valid_split
     split = "valid_path" if is_given else config.valid_fraction
     return [config.source, encoding, split]
-
-
-def _tokenizer_sample(passages: Iterable[Passage], share: float) -> Iterator[str]:
-    """Training text for the tokenizer: all of a small corpus, drawn documents of a large one."""
-    taken = False
-    for side, text, sample in passages:
-        if side == "train" and (sample < share or not taken):
-            taken = True
-            yield text
 
 
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:

@@ -7,7 +7,6 @@ and what cannot run is refused.
 """
 
 import math
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,9 +16,6 @@ from thinwire.errors import ConfigError, ScheduleError
 from thinwire.typed import nearest, option
 
 NO_MICROBATCH = -1
-_ACTION = re.compile(r"([0-9]+)(?:([FB])([0-9]+)|U)")
-_HEADER = re.compile(r"(\S+) stages=([0-9]+) microbatches=([0-9]+) window=([0-9]+)")
-_EMPTY_ROW = "-"
 
 
 class Kind(Enum):
@@ -54,20 +50,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.label}"
 
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """Read what `str` prints."""
-        match = _ACTION.fullmatch(text)
-        if match is None:
-            raise ScheduleError(
-                f"cannot read {text!r} as an action; write stage, kind, microbatch "
-                "(2F0 forward, 0B3 backward) or stage and U (1U update)"
-            )
-        stage, kind, microbatch = match.groups()
-        if kind is None:
-            return cls(int(stage), Kind.U)
-        return cls(int(stage), Kind(kind), int(microbatch))
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -88,27 +70,7 @@ class Schedule:
             f"{self.name} stages={self.stages} microbatches={self.microbatches} "
             f"window={self.window}"
         )
-        return "\n".join([header, *(" ".join(map(str, row)) or _EMPTY_ROW for row in self.rows)])
-
-    @classmethod
-    def parse(cls, text: str) -> "Schedule":
-        """Read what `str` prints; blank lines are skipped. Does not validate."""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        match = _HEADER.fullmatch(lines[0]) if lines else None
-        if match is None:
-            raise ScheduleError(
-                f"cannot read {lines[0] if lines else ''!r} as the first line of a schedule; "
-                "it looks like: 1f1b stages=4 microbatches=8 window=4"
-            )
-        rows = []
-        for stage, line in enumerate(lines[1:]):
-            words = [] if line == _EMPTY_ROW else line.split()
-            try:
-                rows.append(tuple(Action.parse(word) for word in words))
-            except ScheduleError as error:
-                raise ScheduleError(f"row of stage {stage}: {error}") from None
-        name, stages, microbatches, window = match.groups()
-        return cls(name, int(stages), int(microbatches), int(window), tuple(rows))
+        return "\n".join([header, *(" ".join(map(str, row)) or "-" for row in self.rows)])
 
     def needs(self, action: Action) -> list[Action]:
         """The actions of other stages whose result must have arrived before this one.
