@@ -24,7 +24,7 @@ FLOORS = [
     {"engine"},
     {"run"},
     {"plan", "outlook", "train", "inference", "hf", "remote", "cluster"},
-    {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf", "cli"},
+    {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -37,7 +37,7 @@ NEIGHBOURS = {
     "boundary": {"optim"},
     "outlook": {"plan"},
     "remote": {"plan", "train"},
-    "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli_hf"},
+    "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

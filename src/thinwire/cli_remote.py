@@ -3,15 +3,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from thinwire.arguments import number
+from thinwire.arguments import AddCommand, number
 from thinwire.errors import ConfigError
-
-AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
 
 _FOLDER = "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
 

@@ -18,7 +18,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.fold import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export
-from thinwire.hf.folder import INDEX, write_json, write_model
+from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.hf.tokenizer import tokenizer_files
 from thinwire.hf.verify import tensor_of, verify
@@ -117,16 +117,6 @@ def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Pa
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert 1e-5 < difference(folder, place) < 0.1
     assert difference(folder, place, torch.bfloat16) < 0.1
-
-
-def test_files_above_a_size_are_split(trained: Callable[..., Path]) -> None:
-    place = trained(**SUBSPACE)
-    folder, _ = exported(place, shard_bytes=30_000)
-    index = json.loads((folder / INDEX).read_text())
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert set(index["weight_map"].values()) == set(files)
-    assert len(files) > 2 and files[0].startswith("model-00001-of-")
-    assert difference(folder, place) < 1e-5
 
 
 def test_what_is_exported_can_be_used_without_looking_at_it(trained: Callable[..., Path]) -> None:

@@ -121,15 +121,6 @@ def test_a_chat_answers_by_the_template(server: Server) -> None:
     assert {part["object"] for part in (first, *parts, last)} == {"chat.completion.chunk"}
 
 
-def test_stop_strings_end_a_completion(server: Server) -> None:
-    request = {"prompt": "stage ", "max_tokens": 20, "temperature": 1, "seed": 1}
-    text = ask(server, "/v1/completions", request)[1]["choices"][0]["text"]
-    stop = text[len(text) // 2 :][:3]
-    assert stop, "there is text"
-    choice = ask(server, "/v1/completions", {**request, "stop": ["zzz", stop]})[1]["choices"][0]
-    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
-
-
 REFUSED = [
     ("completions", b"{", 400, "the body is not JSON"),
     ("completions", b"[" * 100_000, 400, "the body is not JSON"),

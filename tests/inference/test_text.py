@@ -112,12 +112,6 @@ def test_text_stops_before_a_string(
     assert writing.ended_by == ("length" if shown == text else "stop")
 
 
-def test_no_piece_shows_the_beginning_of_what_stops(written: Callable) -> None:
-    pieces, _ = written("say stop now", "stop")
-    seen = ["".join(pieces[: count + 1]) for count in range(len(pieces))]
-    assert seen[-1] == "say " and not any(text.endswith("s") and len(text) > 4 for text in seen)
-
-
 def test_an_end_token_ends_the_text_and_is_not_shown(
     written: Callable, tokenizer: Tokenizer
 ) -> None:

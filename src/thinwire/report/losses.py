@@ -4,11 +4,13 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from thinwire.report.metrics import losses_of
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -106,6 +108,8 @@ class Losses:
         """Those that a run has written to its folder."""
         return cls(losses_of(folder))
 
-    def tokens_at_validations(self) -> np.ndarray:
+    def tokens_at_validations(self) -> "np.ndarray":
         """Tokens seen before each validation; one before the first step has seen none."""
+        import numpy as np  # slow to import, and only plots need it
+
         return np.interp(self.valid_steps, [0, *self.steps], [0, *self.tokens])
