@@ -25,7 +25,7 @@ FLOORS = [
     {"plan"},
     {"run", "remote", "train"},
     {"outlook", "inference", "hf", "cluster"},
-    {"completion", "demo", "cli_host", "cli_model", "cli_hf", "cli"},
+    {"completion", "demo", "cli_host", "cli_model", "cli"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -39,7 +39,7 @@ NEIGHBOURS = {
     "run": {"remote"},
     "remote": {"run", "train"},
     "train": {"run"},
-    "cli": {"completion", "demo", "cli_host", "cli_model", "cli_hf"},
+    "cli": {"completion", "demo", "cli_host", "cli_model"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

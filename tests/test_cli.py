@@ -273,14 +273,6 @@ def test_a_reader_that_leaves_changes_no_exit_code(
     assert "Traceback" not in error.read_text() and "BrokenPipe" not in error.read_text()
 
 
-def test_errors_nobody_reads_keep_their_exit_code(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "wb") as pipe:
-        program = start(["train", "absent.toml"], tmp_path, stdout=pipe, stderr=pipe)
-        assert program.wait(PROCESS_PATIENCE) == 2
-
-
 def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Path) -> None:
     """As in `thinwire train run.toml | head -1`."""
     error = tmp_path / "error.txt"
@@ -300,9 +292,7 @@ def test_a_run_whose_reader_leaves_goes_on_to_its_end(config: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["lab", "codecs", "--help"], ["--version"],
-     ["completion", "bash"],
-     ["init", "a.toml"], ["init", "c.toml", "--recipe", "exact32"],
+    [["--help"], ["lab", "codecs", "--help"], ["completion", "bash"],
      ["init", "b.toml", "--set", "model.preset=8b", "--set", "train.steps=9"]],
     ids=" ".join,
 )  # fmt: skip
@@ -318,9 +308,3 @@ def test_commands_that_compute_nothing_do_not_wait_for_torch(
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_the_package_is_a_program(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "thinwire", "--version"], cwd=tmp_path,
-                          capture_output=True, text=True)  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, f"thinwire {thinwire.__version__}\n")

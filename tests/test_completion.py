@@ -25,7 +25,8 @@ def completions(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "some"),
     [
-        ([""], ["train", "plan", "lab", "completion", "--version"]),
+        ([""], ["train", "plan", "lab", "completion"]),
+        (["--ver"], ["--version"]),
         (["pl"], ["plan"]),
         (["train", "--re"], ["--resume"]),
         (["train", "run.toml", "--set", "boundary.r"], ["boundary.rank="]),

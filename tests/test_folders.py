@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from thinwire.folders import (
-    flush,
     lock,
     partial_folder,
     put_in_place,
@@ -58,13 +57,6 @@ def test_a_private_file_is_its_user_s_alone_from_the_first_byte(
     assert path.read_bytes() == b"other" and list(path.parent.iterdir()) == [path]
 
 
-def test_a_private_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "folder" / "content").mkdir(parents=True)
-    with pytest.raises(OSError):
-        replace_private_file(tmp_path / "folder", b"no file can take the place of a folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
 def test_content_is_on_the_disk_before_a_file_or_a_folder_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,12 +104,6 @@ def test_a_lock_has_one_holder(tmp_path: Path) -> None:
             lock(other.fileno())
         mine.close()
         assert lock(other.fileno())
-
-
-def test_flushing_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    flush(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        flush(tmp_path / "none")
 
 
 def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:

@@ -34,10 +34,6 @@ def calls() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_a_package_that_is_there_is_given() -> None:
-    assert needs("json.decoder", extra="data", what="x").JSONDecoder is not None
-
-
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingPackageError) as raised:
         needs("no_such_package.part", extra="hf", what="thinwire export")

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from thinwire.data import Tokenizer
 from thinwire.engine.checkpoint import MANIFEST, TOKENIZER, sealed
-from thinwire.hf.importer import plan_import, write_import
-from thinwire.hf.origin import opened
+from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 
 LARGEST_DIFFERENCE = 1e-4

@@ -67,6 +67,46 @@ def paths(text: str) -> list[Path]:
     return [Path(part.strip()) for part in text.split(",") if part.strip()]
 
 
+AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
+"""Puts a command on the command line: its name, what it does, and its help."""
+
+
+def add_config(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Give a command the settings of a run."""
+    sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run folder")
+    add_set(sub)
+    add_plugins(sub)
+
+
+def add_set(sub: argparse.ArgumentParser) -> None:
+    """Give a command the option that overrides settings."""
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="section.key=value",
+        help="override one setting; may be repeated",
+    )  # fmt: skip
+
+
+def add_plugins(sub: argparse.ArgumentParser) -> None:
+    """Give a command the option that lets code of others run."""
+    sub.add_argument(
+        "--allow-plugins",
+        action="store_true",
+        help="import (that is, run) the codec plugins that a checkpoint or run folder names",
+    )
+
+
+def add_resume(sub: argparse.ArgumentParser, newest: object) -> None:
+    """Give a command the option that continues a run; without a value it has `newest`."""
+    sub.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=newest,
+        metavar="CHECKPOINT",
+        help="continue from this checkpoint or run folder (default: this run's newest good one)",
+    )
+
+
 def add_init_from(
     sub: argparse.ArgumentParser, more: str = "short for --set train.init_from=PLACE"
 ) -> None:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 import thinwire
-from thinwire.arguments import add_init_from, number, overrides
-from thinwire.cli_hf import add_hf_commands
+from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
 from thinwire.cli_host import add_host_commands, add_listen
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
@@ -118,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    _add_set(add("demo", demo, "train a small model over slow links, thin and dense, and compare"))
+    add_set(add("demo", demo, "train a small model over slow links, thin and dense, and compare"))
 
     sub = add("init", init, "write a run.toml with every setting explained")
     sub.add_argument(
@@ -136,20 +135,13 @@ def make_parser() -> argparse.ArgumentParser:
         "weights that fold into an ordinary Llama, dense, or fine-tuning "
         f"(default: {BEST})",
     )
-    _add_set(sub)
+    add_set(sub)
 
     add_init_from(sub, "the model's shape comes from there too")
 
     sub = add("train", train_command, "train a model")
-    _add_config(sub, nargs="?")  # --resume may have it instead
-    sub.add_argument(
-        "--resume",
-        type=Path,
-        nargs="?",
-        const=NEWEST,
-        metavar="CHECKPOINT",
-        help="continue from this checkpoint or run folder (default: this run's newest good one)",
-    )
+    add_config(sub, nargs="?")  # --resume may have it instead
+    add_resume(sub, NEWEST)
     sub.add_argument(
         "--peers",
         type=number(int, 1),
@@ -161,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_init_from(sub)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
-    _add_config(sub)
+    add_config(sub)
     sub.add_argument(
         "--tflops",
         type=number(float, above=0),
@@ -175,13 +167,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    add_model_commands(add, _add_plugins)
+    add_model_commands(add)
+    add_host_commands(add, _show_summary)
 
-    add_hf_commands(add, _add_plugins)
+    lab = add("lab", lab_command, "run an experiment and write its report")
+    if find_spec(LAB) is None:
+        lab.add_argument("words", nargs=argparse.REMAINDER, help="an experiment and its options")
+    else:
+        from thinwire_lab.experiment import add_experiments
 
-    add_host_commands(add, _add_config, _show_summary)
-
-    _add_lab(add("lab", lab_command, "run an experiment and write its report"))
+        add_experiments(lab)
 
     sub = add("relay", relay_command, "let peers meet here that accept nothing from outside")
     add_listen(sub, "0.0.0.0:4617", "address and port to listen on; port 0 = any free one")
@@ -198,40 +193,6 @@ def make_parser() -> argparse.ArgumentParser:
     sub = add("completion", completion_command, "print a shell completion script")
     sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
-
-
-def _add_lab(lab: argparse.ArgumentParser) -> None:
-    """Give `thinwire lab` its experiments, which are a package of their own."""
-    if find_spec(LAB) is None:
-        lab.add_argument("words", nargs=argparse.REMAINDER, help="an experiment and its options")
-        return
-    from thinwire_lab.experiment import add_experiments
-
-    add_experiments(lab)
-
-
-def _add_config(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    sub.add_argument("config", type=Path, nargs=nargs, help="a run.toml, or a run folder")
-    _add_set(sub)
-    _add_plugins(sub)
-
-
-def _add_set(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="override one setting; may be repeated",
-    )
-
-
-def _add_plugins(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--allow-plugins",
-        action="store_true",
-        help="import (that is, run) the codec plugins that a checkpoint or run folder names",
-    )
 
 
 def demo(options: argparse.Namespace) -> None:

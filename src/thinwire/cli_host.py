@@ -9,17 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.arguments import add_init_from, number, overrides
+from thinwire.arguments import AddCommand, add_config, add_init_from, number, overrides
 from thinwire.errors import ConfigError, StageError, WireError
 
 WAY_ON = "to continue: start the same command again; peers have to join again too"
 
-AddCommand = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
-
 
 def add_host_commands(
     add: AddCommand,
-    add_config: Callable[[argparse.ArgumentParser], None],
     show_summary: Callable[[dict[str, Any]], None],
 ) -> None:
     """Put the commands on the command line."""

@@ -1,11 +1,10 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data import prepared as module
+from thinwire.data import corpus as module
 from thinwire.data.corpus import Chunk, write_corpus
 from thinwire.errors import DataError
 
@@ -35,26 +34,11 @@ def test_what_was_written_is_read(folder):
     assert corpus.tokenizer().decode(corpus.tokenizer().encode("é")) == "é"
 
 
-def test_ids_are_appended_in_order(cache):
-    chunks = [Chunk("valid" if i == 3 else "train", np.array([i])) for i in range(6)]
-    write_corpus(cache / "key", "text", 10, chunks, None)
-    corpus = Corpus.open(cache / "key")
-    assert corpus.train.tolist() == [0, 1, 2, 4, 5]
-    assert corpus.tokenizer() is None
-
-
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
 def test_ids_take_two_bytes_where_they_fit(cache, vocab, dtype):
     corpus = write(cache / "key", [vocab - 1, 0], [1], vocab=vocab)
     assert corpus.train.dtype == dtype
     assert corpus.train.tolist() == [vocab - 1, 0]
-
-
-def test_summary_is_one_line_with_the_numbers(folder):
-    summary = Corpus.open(folder).summary()
-    assert "\n" not in summary
-    for part in ("3 documents", "100 training", "2 validation", "1,000"):
-        assert part in summary
 
 
 def test_fingerprint_tells_ids_apart_and_nothing_else(cache):
@@ -111,12 +95,6 @@ def test_missing_folder_or_manifest(folder, tmp_path):
         Corpus.open(folder)
 
 
-def test_moved_folder_still_opens(folder, tmp_path):
-    before = Corpus.open(folder).fingerprint
-    shutil.move(folder, tmp_path / "elsewhere")
-    assert Corpus.open(tmp_path / "elsewhere").fingerprint == before
-
-
 def test_large_file_is_checked_in_samples(folder, monkeypatch):
     """With few samples a change between them goes unseen, one at the start does not."""
     monkeypatch.setattr(module, "_SAMPLES", 2)
@@ -145,23 +123,6 @@ def test_side_without_tokens_leaves_nothing(cache):
     with pytest.raises(DataError, match="no tokens for valid"):
         write(cache / "key", [1, 2], [])
     assert list(cache.iterdir()) == []
-
-
-def test_nothing_appears_before_the_end(cache):
-    seen = []
-
-    def chunks():
-        yield Chunk("train", np.array([1]))
-        yield Chunk("valid", np.array([1]))
-        seen.append((cache / "key").exists())
-
-    def lost():
-        seen.append((cache / "key").exists())
-        return ""
-
-    write_corpus(cache / "key", "text", 10, chunks(), None, lost=lost)
-    assert seen == [False, False]
-    assert [path.name for path in cache.iterdir()] == ["key"]
 
 
 def test_two_runs_at_once_agree_on_one_folder(cache):

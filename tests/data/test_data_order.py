@@ -70,14 +70,6 @@ def test_the_order_is_pinned():
     assert permuted(np.arange(12), 12, round_keys(0, 0)).tolist() == PINNED
 
 
-def test_permutation_looks_random():
-    """Neighbours must not stay neighbours, as they would if rounds were lost."""
-    image = permuted(np.arange(4096), 4096, round_keys(1, 0))
-    steps = np.abs(np.diff(image))
-    assert abs(steps.mean() - 4096 / 3) < 100
-    assert (image == np.arange(4096)).sum() < 10
-
-
 @given(
     windows=st.integers(6, 60),
     microbatches=st.sampled_from([1, 2, 3, 6]),
@@ -105,16 +97,6 @@ def test_microbatches_only_cut_the_batch():
         assert np.array_equal(np.concatenate(parts), whole.microbatch(step, 0).examples_B)
 
 
-def test_same_question_same_answer_in_any_sequence():
-    one, other = an_order(), an_order()
-    later = one.microbatch(500, 2)
-    for step in range(20):
-        other.microbatch(step, 0)
-    again = other.microbatch(500, 2)
-    assert np.array_equal(later.inputs_BT, again.inputs_BT)
-    assert np.array_equal(later.examples_B, again.examples_B)
-
-
 def test_inputs_are_the_window_and_targets_follow_by_one():
     batch = an_order().microbatch(3, 1)
     assert batch.inputs_BT.shape == batch.targets_BT.shape == (2, 10)
@@ -135,12 +117,6 @@ def test_last_window_has_its_last_target():
         an_order(tokens=60)
 
 
-def test_epoch_of():
-    order = an_order(tokens=1001)
-    assert order.count == 100
-    assert [order.epoch_of(step) for step in (0, 16, 17, 33, 34)] == [0, 0, 1, 1, 2]
-
-
 def test_corpus_shorter_than_a_batch_names_the_numbers():
     with pytest.raises(DataError, match=r"50 tokens make 4 windows of 10 tokens, 6 are needed"):
         an_order(tokens=50)
@@ -150,12 +126,6 @@ def test_corpus_shorter_than_a_batch_names_the_numbers():
 def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"microbatches|context"):
         an_order(**wrong)
-
-
-@pytest.mark.parametrize(("step", "microbatch"), [(-1, 0), (0, 3), (0, -1)])
-def test_no_such_microbatch(step, microbatch):
-    with pytest.raises(ValueError, match="no microbatch"):
-        an_order().microbatch(step, microbatch)
 
 
 def windows_of(validation: Validation) -> list[int]:

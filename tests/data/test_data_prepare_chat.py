@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, DataConfig, Tokenizer, prepare
-from thinwire.data import prepared as prepared_module
-from thinwire.data.chat import Chat
-from thinwire.data.template import CHATML_TOKENS
+from thinwire.data.chat import CHATML_TOKENS, Chat
 from thinwire.errors import ConfigError, DataError
 
 VOCAB = 400
@@ -112,14 +110,6 @@ def test_forms_may_be_mixed_and_are_said(tmp_path: Path, cache: Path) -> None:
     assert "5 messages, 4 Alpaca, 3 prompt and completion" in corpus.notes[0]
 
 
-def test_all_tokens_may_be_learned(chats: Path, cache: Path) -> None:
-    answers = prepare(config_of(chats), VOCAB, cache)
-    whole = prepare(config_of(chats, learn="all"), VOCAB, cache)
-    assert whole.train_learned is None and whole.valid_learned is None
-    assert np.array_equal(whole.train, answers.train)
-    assert whole.fingerprint != answers.fingerprint
-
-
 def test_conversations_without_an_answer_are_left_out(
     chats: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -213,21 +203,6 @@ def test_separate_conversations_to_validate_on(chats: Path, cache: Path, tmp_pat
     corpus = prepare(config_of(chats, valid_path=str(tmp_path / "valid.jsonl")), VOCAB, cache)
     assert learned(corpus, "valid").count("Yes.") == 2
     assert learned(corpus, "train").count("Yes.") == 29, "a copy is not trained on"
-
-
-def test_unchanged_files_are_not_read_again(
-    chats: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
-    phases: list[str] = []
-    first = prepare(config_of(chats), VOCAB, cache, lambda phase, *_: phases.append(phase))
-    assert phases[-1] == "tokenising"
-    phases.clear()
-    again = prepare(config_of(chats), VOCAB, cache, lambda phase, *_: phases.append(phase))
-    assert not phases and again.notes == first.notes
-    text = DataConfig(source="text", path=str(chats), valid_fraction=0.2, text_key="messages")
-    with pytest.raises(DataError, match="holds a list"):
-        prepare(text, VOCAB, cache)
 
 
 def test_a_text_corpus_keeps_the_template_of_its_tokenizer(

@@ -1,14 +1,21 @@
+"""Token shards become a corpus: cut, checked and copied without trust."""
+
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data_prepare import Recorder
 
+from thinwire.data import DataConfig, Tokenizer, prepare
+from thinwire.data import corpus as prepared_module
 from thinwire.data import shards as module
 from thinwire.data.shards import chunks, find_shards, scan_shards, split_for_validation
 from thinwire.errors import DataError
 
 
 def write_raw(path: Path, ids) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     np.array(ids, dtype="<u2").tofile(path)
     return path
 
@@ -35,15 +42,12 @@ def test_raw_layout(tmp_path):
     assert all_ids(found.valid) == [4, 5]
 
 
-def test_header_of_uint16(tmp_path):
+def test_headers_of_uint16_and_uint32(tmp_path):
     path = write_with_header(tmp_path / "any_name.bin", [50256, 7, 8])
     found = find_shards(str(path))
     assert all_ids(found.train) == [50256, 7, 8]
     assert found.valid == ()
     assert found.train[0].layout.end_of_text == 50256
-
-
-def test_header_of_uint32(tmp_path):
     path = write_with_header(tmp_path / "a.bin", [128000, 70000], magic=20240801, version=7)
     assert all_ids(find_shards(str(path)).train) == [128000, 70000]
 
@@ -74,21 +78,11 @@ def test_chunks_cross_shards(tmp_path, monkeypatch):
     assert np.concatenate(parts).tolist() == list(range(7, 15))
 
 
-def test_scan_finds_the_largest_id_and_reports(tmp_path):
-    write_raw(tmp_path / "train_1.bin", [1, 2, 3])
-    write_raw(tmp_path / "train_2.bin", [900, 1])
-    done: list[int] = []
-    scan = scan_shards(find_shards(str(tmp_path)), done.append)
-    assert (scan.largest, scan.largest_in.name) == (900, "train_2.bin")
-    assert done == [6, 10]
-
-
 def test_content_is_that_of_the_ids_not_of_the_files(tmp_path):
     def content(folder: str) -> str:
         return scan_shards(find_shards(str(tmp_path / folder)), lambda done: None).content
 
-    for name in ("one", "two", "cut", "other"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "two").mkdir()
     write_raw(tmp_path / "one" / "train.bin", [1, 2, 3])
     write_with_header(tmp_path / "two" / "x_train_1.bin", [1])
     write_with_header(tmp_path / "two" / "x_train_2.bin", [2, 3])
@@ -165,3 +159,92 @@ def test_missing_and_empty_sources(tmp_path):
     (tmp_path / "val.bin").unlink()
     with pytest.raises(DataError, match="the corpus is empty"):
         scan_shards(find_shards(str(tmp_path)), lambda done: None)
+
+
+def test_token_shards_with_and_without_validation(tmp_path, cache):
+    write_raw(tmp_path / "both" / "train.bin", [1, 2, 3])
+    write_raw(tmp_path / "both" / "val.bin", [4])
+    write_raw(tmp_path / "one.bin", range(100))
+    config = DataConfig(source="tokens", path=str(tmp_path / "both"), valid_fraction=0.1)
+    seen = Recorder()
+    corpus = prepare(config, 50, cache, seen)
+    assert (corpus.train.tolist(), corpus.valid.tolist()) == ([1, 2, 3], [4])
+    assert (corpus.vocab, corpus.valid_bytes, corpus.tokenizer()) == (5, 0, None)
+    assert seen.calls[-1] == ("copying", 8, 8)
+    corpus = prepare(replace(config, path=str(tmp_path / "one.bin")), 100, cache)
+    assert corpus.train.tolist() == list(range(90))
+    assert corpus.valid.tolist() == list(range(90, 100))
+
+
+def test_token_shards_to_validate_on_may_lie_elsewhere(tmp_path, cache):
+    write_raw(tmp_path / "both" / "train.bin", [1, 2, 3])
+    write_raw(tmp_path / "both" / "val.bin", [4])
+    write_raw(tmp_path / "other.bin", [5, 6])
+    both, other = str(tmp_path / "both"), str(tmp_path / "other.bin")
+    for path, valid_path, train, valid in [
+        (both, other, [1, 2, 3], [5, 6]),
+        (other, both, [5, 6], [4]),
+    ]:
+        config = DataConfig(source="tokens", path=path, valid_path=valid_path)
+        corpus = prepare(config, 50, cache)
+        assert (corpus.train.tolist(), corpus.valid.tolist()) == (train, valid)
+    with pytest.raises(DataError, match=r"is in data\.path and in data\.valid_path"):
+        prepare(DataConfig(source="tokens", path=other, valid_path=other), 50, cache)
+
+
+@pytest.mark.parametrize("change", ["larger ids", "other ids", "shorter", "longer"])
+def test_token_shards_that_change_between_scan_and_copy(tmp_path, cache, change):
+    shard = tmp_path / "one.bin"
+    write_raw(shard, range(300))
+    ids = {
+        "larger ids": [60_000] * 300,
+        "other ids": range(300, 0, -1),
+        "shorter": range(5),
+        "longer": [7, *range(300)],
+    }
+
+    def meddle(phase: str, done: int, total: int) -> None:
+        if phase == "reading":
+            write_raw(shard, ids[change])
+
+    config = DataConfig(source="tokens", path=str(shard), valid_fraction=0.1)
+    with pytest.raises(DataError, match="changed while it was being read"):
+        prepare(config, 301, cache, meddle)
+    assert not [path for path in cache.iterdir() if path.name != "seen"]
+
+
+def test_token_shards_are_cut_at_the_tokenizers_end_of_text(tmp_path, cache):
+    Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
+    ids = np.ones(100, dtype=np.uint16)
+    ids[87] = 0  # the id of <|endoftext|>
+    write_raw(tmp_path / "one.bin", ids)
+    config = DataConfig(
+        source="tokens",
+        path=str(tmp_path / "one.bin"),
+        tokenizer=str(tmp_path / "t.json"),
+        valid_fraction=0.1,
+    )
+    corpus = prepare(config, 257, cache)
+    assert (len(corpus.train), len(corpus.valid)) == (88, 12)
+    assert corpus.tokenizer().end_of_text == 0
+
+
+def test_shard_ids_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(prepared_module, "_CLOCK_TICK_NS", -1)
+    write_raw(tmp_path / "s" / "a_train_1.bin", [1, 2, 3])
+    write_raw(tmp_path / "s" / "a_train_2.bin", [1, 4095, 4096])
+    config = DataConfig(source="tokens", path=str(tmp_path / "s"))
+    complaint = r"token id 4096, model\.vocab is 4096: set model\.vocab to at least 4097"
+    with pytest.raises(DataError, match=rf"a_train_2\.bin holds {complaint}"):
+        prepare(config, 4096, cache)
+    assert prepare(config, 4097, cache).vocab == 4097
+    with pytest.raises(DataError, match=complaint):  # now that a larger model has prepared it
+        prepare(config, 4096, cache)
+
+
+def test_shards_of_another_tokenizer(tmp_path, cache):
+    Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
+    write_raw(tmp_path / "one.bin", [1, 300, 2])
+    config = DataConfig("tokens", str(tmp_path / "one.bin"), str(tmp_path / "t.json"))
+    with pytest.raises(DataError, match=r"token id 300, but the tokenizer .* has 257 entries"):
+        prepare(config, 5000, cache)

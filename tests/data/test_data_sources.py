@@ -2,6 +2,7 @@ import functools
 import gzip
 import json
 import lzma
+import os
 import struct
 import subprocess
 import sys
@@ -12,16 +13,16 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from thinwire.data import records, sources, unpack
-from thinwire.data.files import text_files
-from thinwire.data.sources import read_documents
-from thinwire.errors import DataError, MissingPackageError
+from thinwire.data import Tokenizer, sources
+from thinwire.data.shards import find_shards
+from thinwire.data.sources import kind_and_packing, read_texts, stdlib_files, text_files
+from thinwire.errors import ConfigError, DataError, MissingPackageError
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
 def texts(path: Path, key: str = "text") -> list[str]:
-    return [document.text for document in read_documents(text_files(str(path)), key)]
+    return [each.text for each in read_texts(text_files(str(path)), key) if each.text.strip()]
 
 
 def parquet_bytes(tmp_path: Path, values: dict) -> bytes:
@@ -63,12 +64,6 @@ def test_txt_is_split_at_separator_lines(tmp_path):
         "one\n<|endoftext|>\ntwo <|endoftext|> two\n<|endoftext|>\n\n<|endoftext|>\nlast"
     )
     assert texts(path) == ["one\n", "two <|endoftext|> two\n", "last"]
-
-
-def test_other_kinds_are_not_split(tmp_path):
-    path = tmp_path / "a.md"
-    path.write_text("one\n<|endoftext|>\ntwo\n")
-    assert texts(path) == ["one\n<|endoftext|>\ntwo\n"]
 
 
 def test_byte_order_mark_and_white_space_are_no_content(tmp_path):
@@ -121,7 +116,7 @@ def test_consumed_grows_to_the_size_on_disk(tmp_path, packing):
         (tmp_path / f"{i}.txt{packing}").write_bytes(PACK[packing](b"words\n" * 1000))
     (tmp_path / "4.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "b", "c"]}))
     files = [file for file in text_files(str(tmp_path)) if file.name != "made.bin"]
-    consumed = [document.consumed for document in read_documents(files)]
+    consumed = [document.position for document in read_texts(files)]
     assert consumed == sorted(consumed)
     assert consumed[-1] == sum(file.size for file in files)
 
@@ -149,7 +144,7 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
         texts(tmp_path)
     files = text_files(str(tmp_path))
-    assert [document.text for document in read_documents(files, skip_undecodable=True)] == ["fine"]
+    assert [document.text for document in read_texts(files, skip_undecodable=True)] == ["fine"]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +182,11 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing):
     quick = {**PACK, ".xz": functools.partial(lzma.compress, preset=0)}
     path.write_bytes(quick[packing](bytes(300 << 20)))
     code = (
-        "import resource, sys; from thinwire.data import sources, unpack, files\n"
+        "import resource, sys; from thinwire.data import sources\n"
         "from thinwire.errors import DataError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n"
-        "    for _ in sources.read_documents(files.text_files(sys.argv[1])): pass\n"
+        "    for _ in sources.read_texts(sources.text_files(sys.argv[1])): pass\n"
         "except DataError as error: print(error)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
@@ -204,29 +199,18 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing):
     assert int(grown) < 200_000, "in kB; unpacked it has 300,000"
 
 
-def test_what_packs_well_is_read_as_long_as_it_is_not_large(tmp_path, monkeypatch):
-    path = tmp_path / "a.txt.zst"
-    path.write_bytes(zstandard.compress(b"again and again\n" * 100_000))
-    assert len(texts(path)[0]) == 1_600_000
-    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 1_500_000)
-    with pytest.raises(DataError, match=r"a\.txt\.zst .* unpacks to more than 1,500,000"):
-        texts(path)
-    monkeypatch.setattr(unpack, "LARGEST_RATIO", 1_000_000)
-    assert len(texts(path)[0]) == 1_600_000
-
-
 def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_path, monkeypatch):
     """Memory holds one text at a time, but the prepared corpus would fill the disk."""
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet_bytes(tmp_path, {"text": ["x" * 1000] * 20_000}))
     assert len(texts(path)) == 20_000
-    monkeypatch.setattr(unpack, "ALWAYS_ALLOWED_BYTES", 1_500_000)
+    monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1_500_000)
     with pytest.raises(DataError, match=r"a\.parquet .* unpacks to more than"):
         texts(path)
 
 
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST_BYTES", 1000)
+    monkeypatch.setattr(sources, "LONGEST_BYTES", 1000)
     path = tmp_path / "a.jsonl.gz"
     lines = [json.dumps({"text": "x" * 900})] * 20
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -264,9 +248,111 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
         texts(path)
 
 
-def test_file_that_vanishes_is_named(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    files = text_files(str(tmp_path))
-    (tmp_path / "a.txt").unlink()
+def names(folder: Path) -> list[str]:
+    return [file.name for file in text_files(str(folder))]
+
+
+def write(folder: Path, *paths: str) -> None:
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("text")
+
+
+def test_stdlib_has_the_library_and_not_its_tests():
+    found = {file.name for file in stdlib_files()}
+    assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= found
+    unwanted = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert not [name for name in found if unwanted & set(name.split("/"))]
+    assert not [name for name in found if "_sysconfigdata" in name]
+
+
+def test_folder_is_read_recursively_in_path_order(tmp_path):
+    write(tmp_path, "b.txt", "a/z.md", "a/b/c.py", "a.txt", "a-b.jsonl", "x.parquet", "w.tokens")
+    expected = ["a/b/c.py", "a/z.md", "a-b.jsonl", "a.txt", "b.txt", "w.tokens", "x.parquet"]
+    assert names(tmp_path) == expected
+
+
+def test_packed_files_count_and_others_do_not(tmp_path):
+    write(tmp_path, "a.txt.xz", "b.jsonl.GZ", "c.py.zst", "d.zst", "e.json", "f.txt.bz2")
+    assert names(tmp_path) == ["a.txt.xz", "b.jsonl.GZ", "c.py.zst"]
+    assert kind_and_packing("B.JSONL.gz") == (".jsonl", ".gz")
+
+
+def test_hidden_names_are_left_out(tmp_path):
+    write(tmp_path, "a.txt", ".git/b.txt", ".hidden.txt")
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_links_to_files_and_folders_are_followed(tmp_path):
+    write(tmp_path, "store/blob", "data/own.txt", "far/deep.txt")
+    (tmp_path / "data" / "linked.txt").symlink_to(tmp_path / "store" / "blob")
+    (tmp_path / "data" / "far").symlink_to(tmp_path / "far")
+    assert names(tmp_path / "data") == ["far/deep.txt", "linked.txt", "own.txt"]
+
+
+def test_link_loop_of_folders_is_named(tmp_path):
+    write(tmp_path, "a/b/c.txt")
+    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
+    with pytest.raises(DataError, match=r"b/up is a symbolic link .* loop"):
+        text_files(str(tmp_path))
+
+
+def test_link_loop_and_broken_link_of_files_are_named(tmp_path):
+    write(tmp_path, "a.txt")
+    (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
+    with pytest.raises(DataError, match=r"cannot read .*self\.txt"):
+        text_files(str(tmp_path))
+    (tmp_path / "self.txt").unlink()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
+        text_files(str(tmp_path))
+    with pytest.raises(DataError, match=r"cannot read .*gone\.txt"):
+        text_files(str(tmp_path / "gone.txt"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt is not a regular file"):
+        text_files(str(tmp_path))
+
+
+needs_permissions = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="permissions do not bind this user"
+)
+
+
+@needs_permissions
+def test_files_without_permission_are_named(tmp_path):
+    write(tmp_path, "a.txt", "a.bin", "t.json")
+    for path in tmp_path.iterdir():
+        path.chmod(0)
     with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
-        list(read_documents(files))
+        list(read_texts(text_files(str(tmp_path / "a.txt"))))
+    with pytest.raises(DataError, match=r"cannot read .*a\.bin"):
+        find_shards(str(tmp_path / "a.bin"))
+    with pytest.raises(DataError, match=r"cannot read the tokenizer .*t\.json"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("read", [text_files, find_shards, Tokenizer.load])
+def test_home_of_nobody_is_named(read):
+    with pytest.raises(
+        ConfigError, match=r"data\.(path|tokenizer) = ~nosuchuser/x names an unknown home"
+    ):
+        read("~nosuchuser/x")
+
+
+def test_missing_path_and_path_not_set(tmp_path):
+    with pytest.raises(DataError, match=r"nothing.* does not exist"):
+        text_files(str(tmp_path / "nothing"))
+    with pytest.raises(DataError, match=r"needs data\.path"):
+        text_files("")
+
+
+def test_only_unsupported_kinds_are_listed(tmp_path):
+    write(tmp_path, "a.pdf", "b.html")
+    with pytest.raises(DataError, match=r"only \.html, \.pdf; supported: \.txt"):
+        text_files(str(tmp_path))
+    with pytest.raises(DataError, match=r"a\.pdf is not a kind"):
+        text_files(str(tmp_path / "a.pdf"))

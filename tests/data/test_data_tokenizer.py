@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from thinwire.data import Tokenizer
+from thinwire.data.tokenizer import Abandoned, interruptible
 from thinwire.errors import DataError
 
 
@@ -39,20 +40,6 @@ def test_every_byte_has_a_token(trained):
     text = "".join(map(chr, range(0x800))) + "".join(chr(c) for c in range(0x800, 0xD800, 64))
     text += "".join(chr(c) for c in range(0x10000, 0x110000, 4096))
     assert trained.decode(trained.encode(text)) == text
-
-
-def test_training_learns_merges_within_the_vocabulary(trained):
-    assert trained.vocab_size == 280
-    assert len(trained.encode("the cat sat on the mat")) < len("the cat sat on the mat")
-
-
-def test_training_twice_gives_identical_files(tmp_path, text_of):
-    texts = [text_of(i) for i in range(20)]
-    for name in ("one.json", "two.json"):
-        Tokenizer.train(texts, 500).save(tmp_path / name)
-    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-    Tokenizer.train(texts[:-1], 500).save(tmp_path / "other.json")
-    assert (tmp_path / "one.json").read_bytes() != (tmp_path / "other.json").read_bytes()
 
 
 def test_training_in_another_process_gives_the_same(tmp_path):
@@ -104,10 +91,6 @@ def test_end_of_text_goes_by_several_names(name):
     assert Tokenizer(word_tokenizer("<pad>", name)).end_of_text == 3
 
 
-def test_no_end_of_text():
-    assert Tokenizer(word_tokenizer("<pad>")).end_of_text is None
-
-
 def test_truncation_and_padding_of_a_file_are_ignored(tmp_path):
     backend = word_tokenizer("<pad>")
     backend.enable_truncation(2)
@@ -144,3 +127,39 @@ def test_vocabulary_without_room_for_bytes():
     smallest = Tokenizer.train(["aaaa"], 257)
     assert smallest.vocab_size == 257
     assert smallest.decode(np.array(smallest.encode("aé"))) == "aé"
+
+
+def test_results_and_errors_come_back():
+    assert interruptible(sum, [1, 2]) == 3
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda items: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    "send",
+    ["os.kill(os.getpid(), signal.SIGINT)", "signal.pthread_kill(me, signal.SIGINT)"],
+    ids=["to the process", "to the thread that computes"],
+)
+def test_what_never_ends_can_be_left(send):
+    code = (
+        "import os, signal, threading; from thinwire.data.tokenizer import interruptible\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def work(items):\n"
+        f"    me = threading.get_ident(); {send}; threading.Event().wait()\n"
+        "try: interruptible(work)\n"
+        "except KeyboardInterrupt: print('left')\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (told.stdout, told.returncode) == ("left\n", 0)
+
+
+def test_what_nobody_waits_for_gets_no_more_input():
+    kept = []
+
+    def work(items):
+        kept.append(items)
+        return next(items)
+
+    assert interruptible(work, range(10)) == 0
+    with pytest.raises(Abandoned):
+        next(kept[0])

@@ -77,7 +77,7 @@ def test_what_has_no_adapter_of_its_own_is_refused(
     assert not folder.exists()
     folder.mkdir()
     (folder / "mine.txt").write_text("kept")
-    assert "holds no adapter_config.json" in refused(plain, "--adapter", "--force")
+    assert "is no exported model" in refused(plain, "--adapter", "--force")
     assert (folder / "mine.txt").read_text() == "kept"
 
 

@@ -10,8 +10,7 @@ import torch
 from their_models import make_folder, tokenizer
 
 from thinwire.errors import ConfigError
-from thinwire.hf.importer import plan_import, write_import
-from thinwire.hf.origin import opened
+from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 
 NAMES = {

@@ -11,8 +11,7 @@ import torch
 from thinwire.engine import Checkpoint
 from thinwire.engine.fold import Folded
 from thinwire.hf.export import Wanted, export
-from thinwire.hf.importer import plan_import, write_import
-from thinwire.hf.origin import opened
+from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
 

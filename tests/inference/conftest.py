@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data.template import CHATML_TOKENS
+from thinwire.data.chat import CHATML_TOKENS
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import partial_folder, write_shard
 from thinwire.report import PlainDisplay

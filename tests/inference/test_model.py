@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from thinwire.engine.checkpoint import sealed
-from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference import Model
+from thinwire.errors import ConfigError, DataError
+from thinwire.inference import Model, Sampling
 from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
-
-
-def test_perplexity_is_e_to_the_loss(save: Callable) -> None:
-    found = Model(save(1.0), "cpu").evaluate(PlainDisplay(StringIO()))
-    assert found["perplexity"] == math.exp(found["valid_loss"])
-    assert without_nan(found) == found
 
 
 def measured(folder: Path, compression: bool) -> float:
@@ -88,7 +82,7 @@ def test_a_cache_changes_no_logit_and_no_token(changes: dict[str, Any], trained:
     assert (torch.cat(parts, 1) - whole).abs().max().item() < tolerance
     for temperature in (0.0, 0.9):
         texts = [
-            "".join(model.stream("stage link ", 40, temperature, 0, 3, cache=cache))
+            model.generate("stage link ", 40, temperature, 0, 3, cache=cache)
             for cache in (True, False)
         ]
         assert texts[0] == texts[1] and len(texts[0]) > len("stage link ")
@@ -99,7 +93,7 @@ def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable)
     model = Model(folder, "cpu")
     assert not model.crosses_by_token and "recomputes the whole window" in model.notes()[0]
     assert Model(folder, "cpu", compression=False).crosses_by_token
-    texts = ["".join(model.stream("frame ", 9, 0.0, 0, 0, cache=cache)) for cache in (True, False)]
+    texts = [model.generate("frame ", 9, 0.0, 0, 0, cache=cache) for cache in (True, False)]
     assert texts[0] == texts[1], "what is cached follows the codec, not the wish"
 
 
@@ -117,10 +111,10 @@ def test_the_window_drops_its_older_half_when_it_is_full(
     monkeypatch.setattr(Model, "__call__", counted)
     prompt = model.tokenizer().decode(range(5, 19))  # 14 tokens and more; the context is 16
     count = min(16, len(model.tokenizer().encode(prompt)))
-    list(model.stream(prompt, 18, 1.0, 0, 0, cache=False))
+    model.generate(prompt, 18, 1.0, 0, 0, cache=False)
     assert seen == [*range(count, 17), *range(8, 17), *range(8, 17)][:18]
     seen.clear()
-    list(model.stream(prompt, 18, 1.0, 0, 0))
+    model.generate(prompt, 18, 1.0, 0, 0)
     one_by_one = [count, *[1] * (16 - count), 8, *[1] * 8, 8, *[1] * 8]
     assert seen == one_by_one[:18]
 
@@ -132,32 +126,23 @@ def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.Mo
     said = tokenizer.encode("né €\U0001f600!")
     assert any("\ufffd" in tokenizer.decode([id]) for id in said), "characters are split"
     left = iter([*said, tokenizer.encode("€")[0]])  # and one that is never completed
-    monkeypatch.setattr(
-        "thinwire.inference.choice.Choice.__call__", lambda self, logits: next(left)
-    )
-    pieces = list(model.stream("ab", len(said) + 1, 0.0, 0, 0))
-    assert pieces[0] == "ab" and pieces[-1] == "\ufffd"
-    assert "".join(pieces[1:-1]) == "né €\U0001f600!"
+    monkeypatch.setattr("thinwire.inference.text.Choice.__call__", lambda self, logits: next(left))
+    pieces = list(model.write(model.encode("ab"), len(said) + 1, Sampling(0.0)))
+    assert pieces[-1] == "\ufffd"
+    assert "".join(pieces[:-1]) == "né €\U0001f600!"
     assert not any("\ufffd" in piece for piece in pieces[:-1])
-    assert sum(bool(piece) for piece in pieces[1:-1]) > 4, "it comes piece by piece"
+    assert sum(bool(piece) for piece in pieces[:-1]) > 4, "it comes piece by piece"
 
 
 def test_an_empty_prompt_begins_a_text_and_prints_no_mark(save: Callable) -> None:
     model = Model(save(1.0), "cpu")
-    first, *others = model.stream("", 6, 0.0, 0, 0)
-    assert first == "" and "endoftext" not in "".join(others)
-    assert model.generate("", 6, 0.0, 0, 0) == "".join(others) != ""
+    text = model.generate("", 6, 0.0, 0, 0)
+    assert text and "endoftext" not in text
 
 
 def test_a_prompt_that_is_no_text_is_refused(save: Callable) -> None:
     with pytest.raises(ConfigError, match="not valid Unicode"):
         Model(save(1.0), "cpu").encode("a\udcff")
-
-
-def test_an_evaluation_shows_how_far_it_is(save: Callable) -> None:
-    stream = StringIO()
-    Model(save(1.0), "cpu").evaluate(PlainDisplay(stream))
-    assert "[eval]" in stream.getvalue() and "2 / 2 microbatches" in stream.getvalue()
 
 
 def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(save: Callable) -> None:
@@ -167,10 +152,67 @@ def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(save: Callable) -> Non
     assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None
 
 
-def test_settings_that_no_longer_parse_name_the_checkpoint(save: Callable) -> None:
-    folder = save(1.0)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["settings"]["model"]["wings"] = 2
-    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
-    with pytest.raises(CheckpointError, match=r"step-00000001.manifest\.json cannot be used"):
-        Model(folder, "cpu")
+def display() -> PlainDisplay:
+    return PlainDisplay(StringIO())
+
+
+def plain_loss(model: Model, ids: list[int]) -> float:
+    """The definition: window after window of the context, each token once, one mean over all."""
+    context, total = model.settings.model.context, 0.0
+    for start in range(0, len(ids) - 1, context):
+        window = torch.tensor([ids[start : start + context + 1]])
+        logits = model(window[:, :-1])[0]
+        total += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+    return total / (len(ids) - 1)
+
+
+@pytest.mark.parametrize("words", [3, 16, 90, 400])
+def test_the_loss_is_that_of_every_token(chatting: Callable, tmp_path: Path, words: int) -> None:
+    """Texts shorter than a window, of a few windows, of several microbatches."""
+    model = Model(chatting(model__context=16), "cpu")
+    text = " ".join(f"stage{number % 7} wire" for number in range(words))
+    (tmp_path / "other.txt").write_text(text)
+    tokenizer = model.tokenizer()
+    ids = [*tokenizer.encode(text), tokenizer.end_of_text]
+    found = model.evaluate_text(tmp_path / "other.txt", display())
+    with torch.no_grad():
+        assert found["valid_loss"] == pytest.approx(plain_loss(model, ids), abs=1e-10)
+    assert found["tokens"] == len(ids) - 1
+    first = len(tokenizer.decode(ids[:1]))  # its first token is predicted by nothing
+    bits = found["valid_loss"] / math.log(2) * found["tokens"] / (len(text) - first)
+    assert found["bits_per_byte"] == pytest.approx(bits)
+    assert found["data"].endswith("other.txt")
+
+
+def test_documents_are_separated_and_limits_hold(chatting: Callable, tmp_path: Path) -> None:
+    model = Model(chatting(model__context=16), "cpu")
+    lines = [f'{{"words": "stage {number} wire"}}' for number in range(200)]
+    (tmp_path / "other.jsonl").write_text("\n".join(lines))
+    tokenizer = model.tokenizer()
+    one_by_one = [[*tokenizer.encode(f"stage {n} wire"), tokenizer.end_of_text] for n in range(200)]
+    found = model.evaluate_text(tmp_path, display(), text_key="words")
+    assert found["tokens"] == sum(map(len, one_by_one)) - 1
+    limited = model.evaluate_text(tmp_path, display(), 2, "words")
+    assert limited["tokens"] == 2 * 8 * 16 and limited["valid_loss"] != found["valid_loss"]
+
+
+def test_few_windows_at_once_of_a_large_vocabulary(
+    chatting: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are the largest tensor of all; how many there are at once changes no loss."""
+    model = Model(chatting(model__context=16), "cpu")
+    (tmp_path / "other.txt").write_text("stage wire " * 60)
+    found = model.evaluate_text(tmp_path / "other.txt", display())
+    monkeypatch.setattr("thinwire.inference.model.MOST_LOGITS", 2 * 16 * 300)
+    again = model.evaluate_text(tmp_path / "other.txt", display())
+    assert again["valid_loss"] == pytest.approx(found["valid_loss"], abs=1e-12)
+    assert model.evaluate_text(tmp_path / "other.txt", display(), 1)["tokens"] == 2 * 16
+
+
+def test_text_that_cannot_be_scored_is_refused(chatting: Callable, tmp_path: Path) -> None:
+    model = Model(chatting(), "cpu")
+    with pytest.raises(DataError, match="--data"):
+        model.evaluate_text(tmp_path / "nowhere", display())
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(DataError, match="too little text"):
+        model.evaluate_text(tmp_path / "empty.txt", display())

@@ -15,10 +15,9 @@ import torch
 from thinwire.engine import Checkpoint
 from thinwire.errors import CheckpointError, StageError, WireError
 from thinwire.inference import Model, Sampling
-from thinwire.inference.choice import Choice
 from thinwire.inference.pipeline import PipelineModel
 from thinwire.inference.stage import TextStage
-from thinwire.inference.text import crosses_by_token, extensions
+from thinwire.inference.text import Choice, crosses_by_token, extensions
 from thinwire.report import PlainDisplay
 from thinwire.run.protocol import FROM_COORDINATOR, Envelope, Read, pack, unpack
 from thinwire.wire import HEADER_BYTES

@@ -8,8 +8,7 @@ import torch
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference.choice import Choice, Sampling, shares
-from thinwire.inference.text import Writing, extensions
+from thinwire.inference.text import Choice, Sampling, Writing, extensions, shares
 
 
 def plain_nucleus(probabilities: list[float], top_p: float) -> list[float]:
@@ -111,12 +110,6 @@ def test_text_stops_before_a_string(
     pieces, writing = written(text, *stop)
     assert "".join(pieces) == shown
     assert writing.ended_by == ("length" if shown == text else "stop")
-
-
-def test_no_piece_shows_the_beginning_of_what_stops(written: Callable) -> None:
-    pieces, _ = written("say stop now", "stop")
-    seen = ["".join(pieces[: count + 1]) for count in range(len(pieces))]
-    assert seen[-1] == "say " and not any(text.endswith("s") and len(text) > 4 for text in seen)
 
 
 def test_an_end_token_ends_the_text_and_is_not_shown(

@@ -40,10 +40,6 @@ def test_human_count(count, decimals, text):
     assert human_count(count, decimals) == text
 
 
-def test_human_count_without_decimals_keeps_its_zeros():
-    assert human_count(500_000, 0) == "500k"
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -1,3 +1,5 @@
+"""Weights & Biases gets what TensorBoard gets, offline here; whatever it does, a run goes on."""
+
 import contextlib
 import json
 import math
@@ -5,13 +7,17 @@ import resource
 import signal
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire.errors import ThinwireError
 from thinwire.report import EvaluationRecord, MetricsWriter, read_metrics
 from thinwire.report.losses import Losses
-from thinwire.report.metrics import losses_of, metrics_of
+from thinwire.report.metrics import ID_FILE, WandbLog, losses_of, metrics_of
+from waiting import wait_until
 
 
 def write_run(folder, make_record, last_step, first_step=1, resume_step=None):
@@ -56,26 +62,6 @@ def test_nan_is_null_on_disk_and_nan_again_in_memory(tmp_path, make_record, with
     assert math.isnan(record.grad_norm)
     assert math.isnan(record.links[1].utilisation)
     assert record.links[0].utilisation == 0.83
-
-
-def test_a_cut_off_last_line_is_left_out(tmp_path, make_record, without_tensorboard):
-    write_run(tmp_path, make_record, 3)
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    steps, evaluations = read_metrics(tmp_path)
-    assert [record.step for record in steps] == [1, 2]
-    assert [record.step for record in evaluations] == [2]
-
-
-def test_writing_on_after_a_cut_off_line_damages_nothing(
-    tmp_path, make_record, without_tensorboard
-):
-    write_run(tmp_path, make_record, 3)
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    write_run(tmp_path, make_record, 4, first_step=4)
-    steps, _ = read_metrics(tmp_path)
-    assert [record.step for record in steps] == [1, 2, 4]
 
 
 def test_a_torn_line_in_the_middle_is_left_out(tmp_path, make_record, without_tensorboard):
@@ -140,33 +126,6 @@ def test_resume_drops_later_lines_and_leaves_no_duplicates(
     numbers = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert numbers == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
-
-
-def test_without_resume_step_earlier_lines_stay(tmp_path, make_record, without_tensorboard):
-    write_run(tmp_path, make_record, 2)
-    write_run(tmp_path, make_record, 3, first_step=3)
-    steps, _ = read_metrics(tmp_path)
-    assert [record.step for record in steps] == [1, 2, 3]
-
-
-def test_resume_refuses_a_line_without_a_step(tmp_path, without_tensorboard):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
-    with pytest.raises(ThinwireError, match="line 1 of"):
-        MetricsWriter(tmp_path, resume_step=1)
-
-
-def test_an_empty_folder_has_no_metrics(tmp_path):
-    assert read_metrics(tmp_path) == ([], [])
-
-
-def test_without_tensorboard_the_lines_are_still_written(
-    tmp_path, make_record, without_tensorboard
-):
-    with MetricsWriter(tmp_path) as writer:
-        assert writer.tensorboard is False
-        writer.step(make_record(1))
-    assert len(read_metrics(tmp_path)[0]) == 1
-    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path, make_record):
@@ -279,3 +238,61 @@ def test_a_resume_from_before_the_first_line_empties_the_record(
     write_run(tmp_path, make_record, 3)
     MetricsWriter(tmp_path, resume_step=0).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """What a user is told; nothing of this machine's own account is used."""
+    for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    yield []
+    if package := sys.modules.get("wandb"):
+        package.teardown()  # it remembers the environment of the first use
+
+
+def open_log(folder: Path, notes: list[str]) -> WandbLog:
+    return WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
+
+
+def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(
+    notes: list[str], tmp_path: Path, make_record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real package: it writes its file, then its run is finished under our feet."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = open_log(tmp_path, notes)
+    with MetricsWriter(tmp_path, wandb=log) as writer:
+        writer.step(make_record(1))
+        log._run.finish()
+        writer.step(make_record(2))
+        writer.step(make_record(3))
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    for name in (b"loss/train", b"optim/grad_norm", b"seed"):
+        wait_until(lambda name=name: name in file.read_bytes())  # a process of its own writes it
+    assert f"run-{(tmp_path / ID_FILE).read_text().strip()}.wandb" == file.name
+    (note,) = notes
+    assert note.startswith("nothing is logged to Weights & Biases, the run continues: ")
+    assert [record.step for record in read_metrics(tmp_path)[0]] == [1, 2, 3]
+
+
+def test_who_is_not_logged_in_is_told_and_never_asked(
+    notes: list[str], tmp_path: Path, make_record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
+        writer.step(make_record(1))
+    (note,) = notes
+    assert "run `wandb login`, or set WANDB_MODE=offline" in note
+    assert len(read_metrics(tmp_path)[0]) == 1
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    notes: list[str], tmp_path: Path, make_record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
+        writer.step(make_record(1))
+    (note,) = notes
+    assert 'run.wandb = "wires" needs wandb' in note and "thinwire[wandb]" in note
+    assert len(read_metrics(tmp_path)[0]) == 1

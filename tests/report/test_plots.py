@@ -3,7 +3,8 @@ import struct
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from hypothesis import given
+from hypothesis import strategies as st
 
 from thinwire.errors import ThinwireError
 from thinwire.report import (
@@ -14,7 +15,7 @@ from thinwire.report import (
     read_timeline,
     write_timeline,
 )
-from thinwire.report.losses import Losses
+from thinwire.report.losses import Curve, Losses, sparkline
 from thinwire.report.plots import (
     DPI,
     comparison_figure,
@@ -60,13 +61,6 @@ def bars_of(figure):
         container.get_label(): [(bar.get_x(), bar.get_width(), bar.get_y()) for bar in container]
         for container in axes.containers
     }
-
-
-def test_loss_png_has_its_size(tmp_path, make_record):
-    path = tmp_path / "new folder" / "loss.png"
-    records = [*(make_record(k) for k in range(1, 20)), EvaluationRecord(10, 5.0)]
-    plot_loss(Losses(records), path, "demo: loss")
-    assert png_size(path) == (9 * DPI, 5 * DPI)
 
 
 def test_loss_figure_has_the_curves_over_tokens(make_record):
@@ -124,15 +118,6 @@ def test_running_mean_smooths_skips_gaps_and_keeps_lines_straight():
     assert np.isnan(running_mean(np.array([np.nan, 1.0]))[0])
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_step_png_grows_with_the_stages(tmp_path, count):
-    path = tmp_path / "step.png"
-    plot_step(timeline([TraceSpan(0, "compute", "F0", 0, 1)], count), path)
-    width, height = png_size(path)
-    assert width == 13 * DPI
-    assert height == pytest.approx((1.9 + 0.8 * count) * DPI, abs=1)
-
-
 def test_every_span_is_a_bar_at_its_place():
     bars = bars_of(step_figure(timeline()))
     assert {name: len(group) for name, group in bars.items()} == {
@@ -150,15 +135,6 @@ def test_every_span_is_a_bar_at_its_place():
     assert compute_rows == {y for _, _, y in bars["update"]}
     assert min(send_rows) > max(compute_rows)  # y grows downwards: the send lane is below
     assert {y for _, _, y in bars["backward"]} == {y for _, _, y in bars["wait"]}
-
-
-def test_kinds_differ_in_colour_and_waits_are_hatched():
-    (axes,) = step_figure(timeline()).axes
-    groups = {group.get_label(): group[0] for group in axes.containers}
-    names = ("forward", "backward", "update", "wait")
-    assert len({to_hex(groups[name].get_facecolor()) for name in names}) == 4
-    assert groups["wait"].get_hatch()
-    assert not groups["forward"].get_hatch()
 
 
 def test_numbers_stand_in_wide_bars_only():
@@ -236,6 +212,28 @@ def test_an_unknown_action_is_drawn_as_other_and_nothing_is_an_empty_chart(tmp_p
     assert (tmp_path / "empty.png").stat().st_size > 0
 
 
-def test_a_span_of_an_unknown_stage_is_refused():
-    with pytest.raises(KeyError):
-        step_figure(timeline([TraceSpan(5, "compute", "F0", 0, 1)]))
+def test_sparkline_spans_all_levels():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([7, 0], 8) == "█▁"
+
+
+def test_sparkline_of_nothing_flat_and_gaps():
+    assert sparkline([], 8) == ""
+    assert sparkline([3.0, 3.0], 8) == "▄▄"
+    assert sparkline([math.nan, math.inf], 8) == "  "
+    assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True)), st.integers(0, 50))
+def test_sparkline_never_exceeds_its_width(values, width):
+    assert len(sparkline(values, width)) == min(width, len(values))
+
+
+def test_curve_keeps_the_shape_in_bounded_memory():
+    curve = Curve(capacity=16)
+    for value in range(1000):
+        curve.add(float(value))
+    points = curve.column(-1)
+    assert len(points) <= 16
+    assert points == sorted(points)
+    assert points[0] < 100 < 900 < points[-1]

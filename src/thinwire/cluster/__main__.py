@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.arguments import number
+from thinwire.arguments import add_config, add_resume, number
 from thinwire.cluster.grid import SCHEDULES, lay_out
 from thinwire.cluster.seat import Seat
 from thinwire.errors import StageError, ThinwireError, printable
@@ -27,22 +27,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="torchrun --nproc-per-node N -m thinwire.cluster",
         description="Train a run.toml on torch.distributed.pipelining, under torchrun.",
     )
-    parser.add_argument("config", type=Path, help="a run.toml, or a run folder")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="override one setting; may be repeated",
-    )
-    parser.add_argument(
-        "--resume",
-        type=Path,
-        nargs="?",
-        const=NEWEST,
-        metavar="CHECKPOINT",
-        help="continue from this checkpoint or run folder (default: this run's newest good one)",
-    )
+    add_config(parser)
+    add_resume(parser, NEWEST)
     parser.add_argument(
         "--schedule",
         choices=SCHEDULES,
@@ -55,11 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
         type=number(int, 0),
         default=0,
         help="pipelines that share each batch (default: as many as there are processes for)",
-    )
-    parser.add_argument(
-        "--allow-plugins",
-        action="store_true",
-        help="import (that is, run) the codec plugins that a checkpoint or run folder names",
     )
     return parser
 

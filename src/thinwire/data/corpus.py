@@ -8,25 +8,39 @@
     tokenizer_config.json  its chat template; absent where there is none
     manifest.json          sizes and hashes of the others, and what they were made from
 
-The folder appears under its name only when it is complete, and is never changed afterwards.
+The folder is found by the content that it was made from. It appears under its name only when it is
+complete, with the manifest written last, and is never changed afterwards.
 """
 
+import hashlib
+import json
+import os
+import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.prepared import digest, new_folder, opening
-from thinwire.data.template import CONFIG, ChatTemplate
+from thinwire.data.chat import CONFIG, ChatTemplate
+from thinwire.data.sources import SourceFile
 from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
+from thinwire.folders import flush, partial_folder, put_in_place, replace_file, write_file
 
+Progress = Callable[[str, int, int], None]
+"""Gets the phase, and the bytes read so far and in all."""
+
+FORMAT = 2
+MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SIZES = "valid.sizes"
 SIDES = ("train", "valid")
 _SIZE = np.dtype("<u4")
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
+_CLOCK_TICK_NS = 2_000_000_000  # some filesystems keep times no finer than this
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +65,11 @@ class Corpus:
     def open(cls, folder: str | Path) -> "Corpus":
         """Open what `prepare` wrote; refuse a folder that is incomplete or was altered."""
         folder = Path(folder)
-        with opening(folder, _fingerprint) as manifest:
+        if not folder.is_dir():
+            raise DataError(f"no prepared data at {folder}: prepare it on this machine first")
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            _check(folder, manifest)
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
             train, valid = (
                 np.memmap(folder / f"{side}.bin", dtype=dtype, mode="r") for side in SIDES
@@ -80,6 +98,10 @@ class Corpus:
                 valid_learned=learned[1],
                 remarks=tuple(map(str, manifest.get("remarks", []))),
             )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
+        except OSError as error:
+            raise _damaged(folder, f"{error}") from error
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of these ids; None for token shards that came without one."""
@@ -97,20 +119,53 @@ class Corpus:
 
     def summary(self) -> str:
         """One line for the log."""
-        kind = "documents" if self.train_learned is None else "conversations"
+        kind, learned = "documents", ""
+        if self.train_learned is not None:
+            share = np.count_nonzero(self.train_learned) / len(self.train_learned)
+            kind, learned = "conversations", f", {share:.2%} of the training tokens learned"
         documents = f"{self.documents:,} {kind}, " if self.documents else ""
         share = len(self.valid) / (len(self.train) + len(self.valid))
         return (
             f"{self.source} corpus {self.fingerprint[:12]}: {documents}"
             f"{len(self.train):,} training and {len(self.valid):,} validation tokens "
-            f"({share:.2%} of all){self._learned_share()}, vocabulary {self.vocab:,}"
+            f"({share:.2%} of all){learned}, vocabulary {self.vocab:,}"
         )
 
-    def _learned_share(self) -> str:
-        if self.train_learned is None:
-            return ""
-        share = np.count_nonzero(self.train_learned) / len(self.train_learned)
-        return f", {share:.2%} of the training tokens learned"
+
+def found_or_made(
+    cache: Path,
+    files: list[list[SourceFile]],
+    key: list[Any],
+    read: Callable[[], tuple[str, Callable[[Path], None]]],
+    how: Any = "",
+) -> Corpus:
+    """Open the corpus for the content of these files and the settings in `key`.
+
+    The content decides, so moved or touched files are the same data: `read` gives a hash of it and
+    a function that makes the folder. `files` are listed by what they are read for; those that have
+    not changed since they were last read in the same way, `how`, by size and times, are not read
+    again to know their content. None: the content is not known before it is read.
+    """
+    listing = [
+        [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
+        for group in files
+    ]
+    noted = cache / "seen" / _digest([FORMAT, [listing, how]])
+    folder = None
+    if how is not None:
+        with suppress(OSError, ValueError):
+            folder = cache / _digest([FORMAT, noted.read_text(encoding="ascii"), *key])
+    if folder is None or not os.path.isdir(folder):
+        content, make = read()
+        times = [max(file.mtime_ns, file.ctime_ns) for group in files for file in group]
+        is_settled = time.time_ns() - max(times, default=0) >= _CLOCK_TICK_NS
+        if how is not None and is_settled:  # or a clock tick may hide a change
+            with suppress(OSError):  # a convenience only: without it the files are read again
+                replace_file(noted, content.encode())
+        folder = cache / _digest([FORMAT, content, *key])
+        if not os.path.isdir(folder):  # also where it cannot be looked up, and making it says why
+            make(folder)
+    return Corpus.open(folder)
 
 
 class Chunk(NamedTuple):
@@ -140,46 +195,130 @@ def write_corpus(
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     valid_bytes = 0
-    with new_folder(folder.parent, folder.name, [f"{side}.bin" for side in SIDES]) as writer:
-        for side, ids, sizes, learned in chunks:
-            if len(ids) and int(ids.max()) >= vocab:
-                raise DataError(
-                    f"token id {ids.max()} was read, but all ids must be below {vocab}: the source "
-                    "changed while it was being read, or its tokenizer is damaged"
-                )
-            writer.append(f"{side}.bin", ids.astype(dtype).tobytes())
-            if sizes is not None:
-                writer.append(SIZES, sizes.astype(_SIZE).tobytes())
-                valid_bytes += int(sizes.sum(dtype=np.int64))
-            if learned is not None:
-                writer.append(f"{side}.loss", learned.astype(np.uint8).tobytes())
+    try:
+        with partial_folder(folder.parent, folder.name) as partial, ExitStack() as held:
+            writer = _Writer(partial, held)
+            for side, ids, sizes, learned in chunks:
+                if len(ids) and int(ids.max()) >= vocab:
+                    raise DataError(
+                        f"token id {ids.max()} was read, but all ids must be below {vocab}: the "
+                        "source changed while it was being read, or its tokenizer is damaged"
+                    )
+                writer.append(f"{side}.bin", ids.astype(dtype).tobytes())
+                if sizes is not None:
+                    writer.append(SIZES, sizes.astype(_SIZE).tobytes())
+                    valid_bytes += int(sizes.sum(dtype=np.int64))
+                if learned is not None:
+                    writer.append(f"{side}.loss", learned.astype(np.uint8).tobytes())
+            for side in SIDES:
+                if writer.streams[f"{side}.bin"].tell() == 0:
+                    raise DataError(
+                        f"no tokens for {side}: the corpus is too small to be split, or all of it "
+                        "is in data.valid_path as well"
+                    )
+            masked = [side for side in SIDES if f"{side}.loss" in writer.streams]
+            if tokenizer is not None:
+                writer.append(TOKENIZER, tokenizer.json().encode())
+            if template is not None:
+                writer.append(CONFIG, template.json().encode())
+            facts = {
+                "source": source,
+                "documents": documents,
+                "lost": lost(),
+                "vocab": vocab,
+                "valid_bytes": valid_bytes,
+                "dtype": dtype.name,
+                "ids": {side: writer.hash(f"{side}.bin") for side in SIDES},
+                "learned": {side: writer.hash(f"{side}.loss") for side in masked},
+                "remarks": remarks(),
+            }
+            writer.finish({**facts, "fingerprint": _fingerprint(facts)})
+            try:
+                put_in_place(partial, folder)
+            except OSError:
+                if not folder.is_dir():  # another run has made the same meanwhile
+                    raise
+    except OSError as error:
+        raise DataError(f"cannot write the prepared data to {folder.parent}: {error}") from error
+
+
+class _Writer:
+    """Writes the files of a corpus side by side, and a manifest at the end."""
+
+    def __init__(self, folder: Path, held: ExitStack) -> None:
+        self.streams: dict[str, IO[bytes]] = {}
+        self._folder = folder
+        self._held = held
+        self._hashes: dict[str, Any] = {}
         for side in SIDES:
-            if writer.size(f"{side}.bin") == 0:
-                raise DataError(
-                    f"no tokens for {side}: the corpus is too small to be split, or all of it is "
-                    "in data.valid_path as well"
-                )
-        masked = [side for side in SIDES if writer.has(f"{side}.loss")]
-        if tokenizer is not None:
-            writer.append(TOKENIZER, tokenizer.json().encode())
-        if template is not None:
-            writer.append(CONFIG, template.json().encode())
-        facts = {
-            "source": source,
-            "documents": documents,
-            "lost": lost(),
-            "vocab": vocab,
-            "valid_bytes": valid_bytes,
-            "dtype": dtype.name,
-            "ids": {side: writer.hash(f"{side}.bin") for side in SIDES},
-            "learned": {side: writer.hash(f"{side}.loss") for side in masked},
-            "remarks": remarks(),
-        }
-        writer.finish({**facts, "fingerprint": _fingerprint(facts)})
-        writer.settle(folder)
+            self.append(f"{side}.bin", b"")
+
+    def append(self, name: str, content: bytes) -> None:
+        """Add to the end of a file, which begins when it is first named."""
+        if name not in self.streams:
+            self.streams[name] = self._held.enter_context((self._folder / name).open("wb"))
+            self._hashes[name] = hashlib.blake2b(digest_size=16)
+        self.streams[name].write(content)
+        self._hashes[name].update(content)
+
+    def hash(self, name: str) -> str:
+        """A hash of all that was written to a file."""
+        return self._hashes[name].hexdigest()
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Force everything to the disk, and say last what is there."""
+        files = {}
+        for name, stream in self.streams.items():
+            stream.close()
+            flush(self._folder / name)
+            size = (self._folder / name).stat().st_size
+            files[name] = {"bytes": size, "sample": _sample(self._folder / name)}
+        manifest = json.dumps({"format": FORMAT, **facts, "files": files}, indent=2)
+        write_file(self._folder / MANIFEST, manifest.encode())
+
+
+def _check(folder: Path, manifest: Any) -> None:
+    """Check every file by size and by a hash of 64 blocks of 1 MiB spread over it, which is all of
+    a file up to 64 MiB; and that the fingerprint is of these files.
+    """
+    if manifest["format"] != FORMAT:
+        raise _damaged(folder, f"its {MANIFEST} is not of format {FORMAT}")
+    for name, entry in manifest["files"].items():
+        size = (folder / name).stat().st_size
+        if size != entry["bytes"]:
+            raise _damaged(folder, f"{name} has {size} bytes instead of {entry['bytes']}")
+        if _sample(folder / name) != entry["sample"]:
+            raise _damaged(folder, f"{name} was altered")
+    if manifest["fingerprint"] != _fingerprint(manifest):
+        raise _damaged(folder, "the fingerprint does not belong to these files")
+
+
+def _damaged(folder: Path, reason: str) -> DataError:
+    return DataError(
+        f"the prepared data at {folder} is damaged: {reason}; "
+        "delete the folder, and it will be prepared again"
+    )
+
+
+def _sample(path: Path) -> str:
+    """Hash of blocks spread evenly over a file: quick for any size, complete for small ones."""
+    sample = hashlib.blake2b(digest_size=16)
+    size = path.stat().st_size
+    stride = max(size // _SAMPLES, _SAMPLE_BYTES)
+    with path.open("rb") as stream:
+        for at in range(0, size, stride):
+            stream.seek(at)
+            sample.update(stream.read(_SAMPLE_BYTES))
+    return sample.hexdigest()
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:
     """A hash of the ids themselves and what is said of them, not of where they came from."""
     said = {key: manifest[key] for key in ("dtype", "vocab", "valid_bytes", "ids")}
-    return digest(said | ({"learned": learned} if (learned := manifest.get("learned")) else {}))
+    return _digest(said | ({"learned": learned} if (learned := manifest.get("learned")) else {}))
+
+
+def _digest(value: Any) -> str:
+    """A hash of plain values."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,23 +1,24 @@
 """Documents to token ids, in batches on all cores and in bounded memory."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from thinwire.data.chat import Chat
 from thinwire.data.conversations import Conversation
 from thinwire.data.corpus import Chunk
-from thinwire.data.interrupt import interruptible
-from thinwire.data.tokenizer import Tokenizer, pieces_of
+from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
 from thinwire.errors import DataError
+
+ItemT = TypeVar("ItemT")
 
 BATCH_CHARACTERS = 1_000_000
 _JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
 
 
-class Losses:
+class LostCharacters:
     """Counts the characters that a tokenizer loses: those that do not come back from its ids.
 
     A tokenizer may lack some characters or bytes, and leaves them out silently.
@@ -56,74 +57,77 @@ class Losses:
         )
 
 
-def encode_passages(
-    tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: Losses
-) -> Iterator[Chunk]:
-    """The ids of every (side, text) in turn, each followed by the end of text.
-
-    What is lost on the way is counted. A text over 128,000 characters comes in pieces that meet at
-    line ends.
-    """
-    for batch in _batches(passages):
-        yield from interruptible(lambda pieces: _encoded(tokenizer, list(pieces), losses), batch)
-    losses.check()
-
-
 class _Piece(NamedTuple):
     side: str
     text: str
     last: bool  # whether its text ends here
 
 
-def _encoded(tokenizer: Tokenizer, batch: list[_Piece], losses: Losses) -> list[Chunk]:
-    train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
-    valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
-    chunks = [
-        Chunk("train", next(train)) if piece.side == "train" else Chunk("valid", *next(valid))
-        for piece in batch
-    ]
-    decoded = tokenizer.decode_all([chunk.ids for chunk in chunks])
-    losses.add([piece.text for piece in batch], decoded)
-    return [_ended(c, tokenizer) if p.last else c for p, c in zip(batch, chunks, strict=True)]
+def encode_passages(
+    tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
+) -> Iterator[Chunk]:
+    """The ids of every (side, text) in turn, each followed by the end of text.
+
+    What is lost on the way is counted. A text over 128,000 characters comes in pieces that meet at
+    line ends.
+    """
+
+    def encoded(batch: list[_Piece]) -> list[Chunk]:
+        train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
+        valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
+        chunks = [
+            Chunk("train", next(train)) if piece.side == "train" else Chunk("valid", *next(valid))
+            for piece in batch
+        ]
+        decoded = tokenizer.decode_all([chunk.ids for chunk in chunks])
+        losses.add([piece.text for piece in batch], decoded)
+        return [_ended(c, tokenizer) if p.last else c for p, c in zip(batch, chunks, strict=True)]
+
+    pieces = (_Piece(side, *piece) for side, text in passages for piece in pieces_of(text))
+    yield from _in_batches(pieces, lambda piece: len(piece.text), encoded)
+    losses.check()
 
 
 def encode_conversations(
-    chat: Chat, passages: Iterable[tuple[str, str]], learn_all: bool, losses: Losses
+    chat: Chat, passages: Iterable[tuple[str, str]], learn_all: bool, losses: LostCharacters
 ) -> Iterator[Chunk]:
     """The ids of every (side, conversation as JSON) in turn, and which of them are learned.
 
     The end of text follows each, unless it ends with that already. It is not learned: an answer
     has an end of its own.
     """
+    tokenizer = chat.tokenizer
 
     def encoded(batch: list[tuple[str, str]]) -> list[Chunk]:
-        conversations = [Conversation.from_json(text) for _, text in batch]
-        found = chat.encode_all(conversations, learn_all)
-        losses.add([f.text for f in found], chat.tokenizer.decode_all([f.ids for f in found]))
-        return [
-            _ended_once(
-                Chunk(side, each.ids, None if side == "train" else each.sizes,
-                      None if learn_all else each.learned),
-                chat.tokenizer,
-            )
-            for (side, _), each in zip(batch, found, strict=True)
-        ]  # fmt: skip
+        found = chat.encode_all([Conversation.from_json(text) for _, text in batch], learn_all)
+        losses.add([f.text for f in found], tokenizer.decode_all([f.ids for f in found]))
+        chunks = []
+        for (side, _), (ids, learned, sizes, _) in zip(batch, found, strict=True):
+            of_valid, of_answers = side == "valid", not learn_all
+            chunk = Chunk(side, ids, sizes if of_valid else None, learned if of_answers else None)
+            is_ended = ids[-1:].tolist() == [tokenizer.end_of_text]
+            chunks.append(chunk if is_ended else _ended(chunk, tokenizer))
+        return chunks
 
-    batch: list[tuple[str, str]] = []
-    size = 0
-    for side, text in passages:
-        batch.append((side, text))
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield from interruptible(lambda items: encoded(list(items)), batch)
-            batch, size = [], 0
-    if batch:
-        yield from encoded(batch)
+    yield from _in_batches(passages, lambda passage: len(passage[1]), encoded)
     losses.check()
 
 
-def _ended_once(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
-    return chunk if chunk.ids[-1:].tolist() == [tokenizer.end_of_text] else _ended(chunk, tokenizer)
+def _in_batches(
+    items: Iterable[ItemT],
+    length: Callable[[ItemT], int],
+    encoded: Callable[[list[ItemT]], list[Chunk]],
+) -> Iterator[Chunk]:
+    batch: list[ItemT] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += length(item)
+        if size >= BATCH_CHARACTERS:
+            yield from interruptible(lambda fed: encoded(list(fed)), batch)
+            batch, size = [], 0
+    if batch:
+        yield from interruptible(lambda fed: encoded(list(fed)), batch)
 
 
 def _ended(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
@@ -133,17 +137,3 @@ def _ended(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
     sizes = None if chunk.sizes is None else np.append(chunk.sizes, np.uint32(0))
     learned = None if chunk.learned is None else np.append(chunk.learned, np.uint8(0))
     return chunk._replace(ids=ids, sizes=sizes, learned=learned)
-
-
-def _batches(passages: Iterable[tuple[str, str]]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    size = 0
-    for side, text in passages:
-        for piece, last in pieces_of(text):
-            batch.append(_Piece(side, piece, last))
-            size += len(piece)
-            if size >= BATCH_CHARACTERS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch

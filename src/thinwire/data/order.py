@@ -112,10 +112,6 @@ class Shuffled:
         size = self.batch // self.microbatches
         return shuffled(self.place(step, microbatch), size, self.count, self.seed)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch in which the first example of this step lies, counted from 0."""
-        return step * self.batch // self.count
-
 
 class Order(Shuffled):
     """(step, microbatch) -> Batch. The examples are windows of `context` tokens that the corpus

@@ -1,26 +1,19 @@
 """From the settings to a prepared corpus: read, train a tokenizer, tokenise, once."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinwire.data.corpus import Chunk, Corpus, write_corpus
-from thinwire.data.documents import (
-    Conversations,
-    Documents,
-    Texts,
-    conversations_of_files,
-    documents_of_hub,
-)
-from thinwire.data.encode import Losses
-from thinwire.data.files import SourceFile, stdlib_files, text_files
-from thinwire.data.hub import HubDataset
-from thinwire.data.prepared import Progress, found_or_made
+from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate
+from thinwire.data.conversations import form_of
+from thinwire.data.corpus import Chunk, Corpus, Progress, found_or_made, write_corpus
+from thinwire.data.documents import Conversations, Documents, Group, HubDataset, Texts
+from thinwire.data.encode import LostCharacters
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
-from thinwire.data.split import Passage, Scan, Split, scan_documents
-from thinwire.data.template import CHATML, CHATML_TOKENS, ChatTemplate
+from thinwire.data.sources import SourceFile, read_records, read_texts, stdlib_files, text_files
+from thinwire.data.split import Scan, Split, scan_documents
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -103,31 +96,39 @@ class _Source:
 def _source_of(config: DataConfig) -> _Source:
     path = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     own = ChatTemplate.beside(path) if path else None
-    if config.source in ("stdlib", "text"):
-        from_stdlib = config.source == "stdlib"
-        files = stdlib_files() if from_stdlib else text_files(config.path)
-        given = text_files(config.valid_path, "data.valid_path") if config.valid_path else []
-        documents = Texts.of_files(files, given, config.text_key, from_stdlib)
-        return _Source(documents, [files, given], config.text_key, config.valid_path, own)
-    learn_all = config.learn == "all"
+    key, given_path = config.text_key, config.valid_path
+    how = [config.source, config.learn, key]
+    if config.source == "hf":
+        if given_path:
+            raise ConfigError(
+                'data.valid_path has no effect with data.source = "hf": use valid_split'
+            )
+        splits = [config.split, *([config.valid_split] if config.valid_split else [])]
+        datasets = [HubDataset(config.path, split) for split in splits]
+        first: Any = next(datasets[0].records(), None)
+        is_chat = first is not None and form_of(first.values) is not None
+        groups: list[Group] = [(dataset.records, 0) for dataset in datasets]
+        files, given = [dataset.files for dataset in datasets], config.valid_split
+        identities = [dataset.identity for dataset in datasets]
+        how = None if None in identities else [how, identities]
+    else:
+        is_chat, given = config.source == "chat", given_path
+        kind, is_stdlib = "chat" if is_chat else "text", config.source == "stdlib"
+        train = stdlib_files() if is_stdlib else text_files(config.path, source=kind)
+        valid = text_files(given_path, "data.valid_path", kind) if given_path else []
+        files = [train, valid]
+        if is_chat:
+            reads = [partial(read_records, group) for group in files]
+        else:
+            reads = [partial(read_texts, train, key, is_stdlib), partial(read_texts, valid, key)]
+            how = key
+        sizes = [sum(file.size for file in group) for group in files]
+        groups = list(zip(reads, sizes, strict=True))
+    if not is_chat:
+        return _Source(Texts(groups, key), files, how, given, own)
     template = ChatTemplate.chosen(config.template, path)
-    how = [config.source, config.learn, config.text_key]
-    if config.source == "chat":
-        files = text_files(config.path, source="chat")
-        given = (
-            text_files(config.valid_path, "data.valid_path", "chat") if config.valid_path else []
-        )
-        chats = conversations_of_files(files, given, template, learn_all)
-        return _Source(chats, [files, given], how, config.valid_path, template)
-    if config.valid_path:
-        raise ConfigError('data.valid_path has no effect with data.source = "hf": use valid_split')
-    splits = [config.split, *([config.valid_split] if config.valid_split else [])]
-    datasets = [HubDataset(config.path, split) for split in splits]
-    found = documents_of_hub(datasets, config.text_key, template, learn_all)
-    identities = [dataset.identity for dataset in datasets]
-    seen = None if None in identities else [how, identities]
-    used = template if isinstance(found, Conversations) else own
-    return _Source(found, [dataset.files for dataset in datasets], seen, config.valid_split, used)
+    chats = Conversations(groups, template, config.learn == "all")
+    return _Source(chats, files, how, given, template)
 
 
 def _documents(
@@ -137,10 +138,16 @@ def _documents(
         check_trainable(vocab)  # before the corpus is read, which may take long
     source = _source_of(config)
     of, template = source.documents, source.template
-    special = _missing(of, template, tokenizer)
+    special: list[str] = []
+    if template is not None and not template.is_own and isinstance(of, Conversations):
+        # A tool's tokens are text to a tokenizer that lacks them.
+        names = CHATML_TOKENS if template.source == CHATML else template.special_names
+        special = [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
     if tokenizer is None:
         check_trainable(vocab, special)
-        special = _with_reserved(special, vocab)
+        # With the tokens of ChatML, so that the model can learn chat later, where there is room.
+        wanted = list(dict.fromkeys([*special, *RESERVED]))
+        special = wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
     elif special:
         tokenizer = _extended(tokenizer, special, vocab)
 
@@ -159,17 +166,22 @@ def _documents(
         scan = scan_documents(documents("reading"))
         if source.given and not scan.given:
             raise DataError(f"there is no text to validate on in {source.given}")
-        return scan.content, functools.partial(make, scan)
+        return scan.content, partial(make, scan)
+
+    def sample(scan: Scan, split: Split) -> Iterator[str]:
+        """Text for the tokenizer: all of a small corpus, drawn documents of a large one."""
+        share, taken = TOKENIZER_SAMPLE_BYTES / scan.size, False
+        for side, text, drawn in split.passages(documents("training the tokenizer")):
+            if side == "train" and (drawn < share or not taken):
+                taken = True
+                yield from of.texts(text)
 
     def make(scan: Scan, folder: Path) -> None:
         split, used = Split(scan, config.valid_fraction, of.whole), tokenizer
         if used is None:
-            share = TOKENIZER_SAMPLE_BYTES / scan.size
-            passages = split.passages(documents("training the tokenizer"))
-            sample = (t for d in _tokenizer_sample(passages, share) for t in of.texts(d))
-            used = Tokenizer.train(sample, vocab, special)
+            used = Tokenizer.train(sample(scan, split), vocab, special)
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
-        losses = Losses()
+        losses = LostCharacters()
         chunks = of.encode(used, texts, losses)
         write_corpus(
             folder,
@@ -187,24 +199,7 @@ def _documents(
     key = _key(config, encoding)
     if template is not None:
         key += [template.digest, config.learn]
-    return found_or_made(cache, source.files, key, read, Corpus.open, source.how)
-
-
-def _missing(
-    documents: Documents, template: ChatTemplate | None, tokenizer: Tokenizer | None
-) -> list[str]:
-    """Special tokens of a template that is not the tokenizer's own, where they must be added."""
-    if template is None or template.is_own or not isinstance(documents, Conversations):
-        return []
-    # A tool's tokens are text to a tokenizer that lacks them.
-    names = CHATML_TOKENS if template.source == CHATML else template.special_names
-    return [name for name in names if tokenizer is None or tokenizer.id_of(name) is None]
-
-
-def _with_reserved(special: list[str], vocab: int) -> list[str]:
-    """With the tokens of ChatML, so that the model can learn chat later, where there is room."""
-    wanted = list(dict.fromkeys([*special, *RESERVED]))
-    return wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
+    return found_or_made(cache, source.files, key, read, source.how)
 
 
 def _extended(tokenizer: Tokenizer, special: list[str], vocab: int) -> Tokenizer:
@@ -227,7 +222,7 @@ def _token_shards(
     def read() -> tuple[str, Callable[[Path], None]]:
         scan = scan_shards(shards, lambda done: report("reading", done, shards.size))
         _check_ids(scan.largest, str(scan.largest_in), tokenizer, vocab)
-        return scan.content, functools.partial(make, scan)
+        return scan.content, partial(make, scan)
 
     def copied(scan: ShardScan) -> Iterator[Chunk]:
         content, done = shards.new_hash(), 0
@@ -246,7 +241,7 @@ def _token_shards(
 
     encoding = tokenizer.digest if tokenizer else "no tokenizer"
     files = [[shard.file for shard in side] for side in (shards.train, shards.valid)]
-    corpus = found_or_made(cache, files, _key(config, encoding), read, Corpus.open)
+    corpus = found_or_made(cache, files, _key(config, encoding), read)
     _check_ids(corpus.vocab - 1, config.path, tokenizer, vocab)  # one made for a larger model
     return corpus
 
@@ -256,15 +251,6 @@ def _key(config: DataConfig, encoding: str) -> list[Any]:
     is_given = config.valid_path or config.valid_split
     split = "valid_path" if is_given else config.valid_fraction
     return [config.source, encoding, split]
-
-
-def _tokenizer_sample(passages: Iterable[Passage], share: float) -> Iterator[str]:
-    """Training text for the tokenizer: all of a small corpus, drawn documents of a large one."""
-    taken = False
-    for side, text, sample in passages:
-        if side == "train" and (sample < share or not taken):
-            taken = True
-            yield text
 
 
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:

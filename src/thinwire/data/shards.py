@@ -8,11 +8,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.files import SourceFile, existing, is_visible, reading, source_file, walk
+from thinwire.data.sources import SourceFile, existing, is_visible, reading, source_file, walk
 from thinwire.errors import DataError
 
 HEADER_INTS = 256
@@ -38,7 +38,7 @@ WITH_HEADER = {
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """One checked token file."""
 
     file: SourceFile
@@ -62,8 +62,7 @@ class Shard:
                 yield np.frombuffer(raw, dtype=dtype)
 
 
-@dataclass(frozen=True)
-class ShardScan:
+class ShardScan(NamedTuple):
     """What one reading of all shards tells: a hash of the ids, and the largest one."""
 
     content: str
@@ -75,8 +74,8 @@ class ShardScan:
 class Shards:
     """The token files of a corpus, by side, in name order."""
 
-    train: tuple[Shard, ...]
-    valid: tuple[Shard, ...]
+    train: tuple[TokenShard, ...]
+    valid: tuple[TokenShard, ...]
 
     @property
     def size(self) -> int:
@@ -142,15 +141,27 @@ def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile
     return [source_file(root, name) for name in train], [source_file(root, name) for name in valid]
 
 
-def open_shard(file: SourceFile) -> Shard:
+def open_shard(file: SourceFile) -> TokenShard:
     """Read the header, if there is one, and check that the file is as long as it says."""
     with reading(file.path), file.path.open("rb") as stream:
         start = stream.read(HEADER_BYTES)
     header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4")
     magic = int(header[0]) if len(header) else 0
-    if magic not in WITH_HEADER:
-        return _open_raw(file, header)
-    layout = WITH_HEADER[magic]
+    layout = WITH_HEADER.get(magic)
+    if layout is None:
+        # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.
+        if len(header) == HEADER_INTS and magic != 0 and not header[4:].any():
+            known = ", ".join(map(str, WITH_HEADER))
+            raise DataError(
+                f"{file.path} begins with a header of unknown magic {magic} (known: {known}): "
+                "it is not a token shard of a supported format"
+            )
+        if file.size % 2:
+            raise DataError(
+                f"{file.path} has no known header and an odd size of {file.size} bytes, so it is "
+                "not uint16 tokens: it is truncated or of another format; write it again"
+            )
+        return TokenShard(file, RAW, 0, file.size // 2)
     if len(start) < HEADER_BYTES:
         raise DataError(f"{file.path} is truncated within its header: write it again")
     version, count = int(header[1]), int(header[2])
@@ -165,26 +176,10 @@ def open_shard(file: SourceFile) -> Shard:
             f"{file.path} has {file.size} bytes, but its header announces {count} tokens, which "
             f"take {expected} bytes: it is truncated or damaged; write it again"
         )
-    return Shard(file, layout, HEADER_BYTES, count)
+    return TokenShard(file, layout, HEADER_BYTES, count)
 
 
-def _open_raw(file: SourceFile, start: np.ndarray) -> Shard:
-    # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.
-    if len(start) == HEADER_INTS and start[0] != 0 and not start[4:].any():
-        known = ", ".join(map(str, WITH_HEADER))
-        raise DataError(
-            f"{file.path} begins with a header of unknown magic {start[0]} (known: {known}): "
-            "it is not a token shard of a supported format"
-        )
-    if file.size % 2:
-        raise DataError(
-            f"{file.path} has no known header and an odd size of {file.size} bytes, so it is "
-            "not uint16 tokens: it is truncated or of another format; write it again"
-        )
-    return Shard(file, RAW, 0, file.size // 2)
-
-
-def chunks(shards: tuple[Shard, ...], start: int, stop: int) -> Iterator[np.ndarray]:
+def chunks(shards: tuple[TokenShard, ...], start: int, stop: int) -> Iterator[np.ndarray]:
     """Tokens [start, stop) of the shards laid end to end, a few million at a time."""
     first = 0
     for shard in shards:
@@ -194,7 +189,7 @@ def chunks(shards: tuple[Shard, ...], start: int, stop: int) -> Iterator[np.ndar
         first += shard.count
 
 
-def count_tokens(shards: tuple[Shard, ...]) -> int:
+def count_tokens(shards: tuple[TokenShard, ...]) -> int:
     """Tokens of several shards together."""
     return sum(shard.count for shard in shards)
 
@@ -223,7 +218,9 @@ def changed(path: Path) -> DataError:
     )
 
 
-def split_for_validation(train: tuple[Shard, ...], fraction: float, end_of_text: int | None) -> int:
+def split_for_validation(
+    train: tuple[TokenShard, ...], fraction: float, end_of_text: int | None
+) -> int:
     """Where validation begins when no shard is named for it: the last `fraction` of the tokens.
 
     It moves to just after the nearest end of text, if one is near.

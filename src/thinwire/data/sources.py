@@ -1,112 +1,252 @@
-"""Read the documents of text files: plain, JSON lines, Parquet, each also compressed.
+"""The files of a source: found in a defined order, unpacked, and read one record at a time.
 
-Everything streams: at most one document, or 16 million characters of a larger plain file,
-is held at a time, so a corpus may be far larger than memory.
+Texts are plain, JSON lines or Parquet, conversations JSON or Parquet, each also compressed. All of
+it streams: at most one document, or 16 million characters of a larger plain file, is held at a
+time, so a corpus may be far larger than memory.
 """
 
+import gzip
 import io
-from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple
+import json
+import lzma
+import os
+import shutil
+import stat
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
-from thinwire.data.files import SourceFile, kind_and_packing, reading
-from thinwire.data.records import Record, json_lines, parquet_rows
-from thinwire.data.unpack import BROKEN, unpacked
+import zstandard
+
 from thinwire.errors import DataError
+from thinwire.lazy import needs
+from thinwire.paths import expanded
 
+TEXT_KINDS = (".txt", ".md", ".py", ".tokens", ".jsonl", ".parquet")
+CHAT_KINDS = (".jsonl", ".json", ".parquet")
+PACKINGS = (".xz", ".gz", ".zst")
 SEPARATOR = "<|endoftext|>"
 WHOLE_CHARACTERS = 16_000_000
 PIECE_CHARACTERS = 1_000_000
+LONGEST_BYTES = 64 << 20  # of a line of JSON, or of the texts in a row of Parquet
+LARGEST_LIST_BYTES = 1 << 30  # of a file that is one list of JSON, which is held whole
+# Text becomes 3 to 10 times smaller when packed; monotonous logs a hundred times.
+LARGEST_RATIO = 500
+ALWAYS_ALLOWED_BYTES = 256 << 20
+
+# Third-party packages, test suites and generated folders are not the library's own prose.
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+_BUFFER = 1 << 20
+# A few bytes of zstd can stand for 128 KiB, so that this may become 32 MiB, but no more.
+_ZSTD_STEP = 1 << 10
+_ROWS = 64  # of Parquet, read at a time
 
 
-class Document(NamedTuple):
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a corpus: where it is, its name in the source, and what `stat` said."""
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class SourceRecord(NamedTuple):
+    """An object of JSON or a row, where it stands, and how far reading has come on disk."""
+
+    values: Any
+    where: str
+    position: int
+
+
+class SourceText(NamedTuple):
     """One document, and how many bytes on disk have been read up to its end."""
 
     text: str
-    consumed: int
+    position: int
 
 
-def read_documents(
-    files: Iterable[SourceFile], text_key: str = "text", skip_undecodable: bool = False
-) -> Iterator[Document]:
-    """The documents of all files in order; those without anything but white space are left out.
+FoundT = TypeVar("FoundT", SourceRecord, SourceText)
+Reader = Callable[[SourceFile, IO[bytes], IO[bytes]], Iterator[FoundT]]
+"""What is in a file, given as it is on disk and unpacked, with positions within that file."""
 
-    `text_key` names what holds the text in an object of JSON and in a row of Parquet.
+
+def kind_and_packing(name: str) -> tuple[str, str]:
+    """`"a.jsonl.zst"` -> `(".jsonl", ".zst")`; the packing is empty for an unpacked file."""
+    stem, packing = os.path.splitext(name.lower())
+    if packing in PACKINGS:
+        return os.path.splitext(stem)[1], packing
+    return packing, ""
+
+
+def stdlib_files() -> list[SourceFile]:
+    """The .py files of the running Python's standard library, without its test suites."""
+    # Not "platstdlib": inside a virtual environment that is the environment, not the library.
+    root = Path(sysconfig.get_path("stdlib"))
+
+    def belongs(name: str) -> bool:
+        # config-* and _sysconfigdata* are generated when Python is built and name local paths.
+        return name not in _NOT_STDLIB and not name.startswith(("config-", "_sysconfigdata"))
+
+    names = [name for name in walk(root, belongs) if name.endswith(".py")]
+    if not names:
+        raise DataError(
+            f"no .py files of the standard library under {root}: this Python was installed "
+            'without them; use data.source = "text" with a path of your own'
+        )
+    return [source_file(root, name) for name in names]
+
+
+def text_files(path: str, setting: str = "data.path", source: str = "text") -> list[SourceFile]:
+    """The supported files at `path`, a file or a folder read recursively.
+
+    In a folder, other kinds of files and hidden names (".git") are left out.
     """
-    before = 0
-    for file in files:
+    root = existing(path, source, setting)
+    kinds = CHAT_KINDS if source == "chat" else TEXT_KINDS
+    supported = ", ".join(kinds)
+    if not root.is_dir():
+        if kind_and_packing(root.name)[0] not in kinds:
+            raise DataError(
+                f"{root} is not a kind of file that can be read as {source}; "
+                f"supported: {supported}, also compressed as {', '.join(PACKINGS)}"
+            )
+        return [source_file(root)]
+    found = walk(root)
+    names = [name for name in found if kind_and_packing(name)[0] in kinds]
+    if not names:
+        others = sorted({os.path.splitext(name)[1] or name for name in found})
+        holds = f"it holds only {', '.join(others[:8])}" if others else "it is empty"
+        raise DataError(f"no {source} to read under {root}: {holds}; supported: {supported}")
+    return [source_file(root, name) for name in names]
+
+
+def existing(path: str, source: str, setting: str = "data.path") -> Path:
+    """The path of the config, or an error when it is not set or not there."""
+    if not path:
+        raise DataError(f'data.source = "{source}" needs {setting}: set it to a file or a folder')
+    root = expanded(path, setting)
+    if not os.path.lexists(root):
+        raise DataError(f"{setting} = {path} does not exist: correct it or create it")
+    return root
+
+
+def source_file(root: Path, name: str = "") -> SourceFile:
+    """What `stat` says of `root`, or of a file under it, which must be a regular file."""
+    path = root / name
+    with reading(path):  # a symbolic link may be broken or endless
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is not a regular file: remove it or choose another data.path")
+    return SourceFile(
+        path, name or path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
+
+
+def is_visible(name: str) -> bool:
+    """Whether a file or folder is not hidden."""
+    return not name.startswith(".")
+
+
+def walk(root: Path, belongs: Callable[[str], bool] = is_visible) -> list[str]:
+    """Relative paths of all files under `root` whose every part `belongs`, sorted by parts.
+
+    Symbolic links are followed, since download caches are made of them; a link that leads
+    back into a folder we are inside of is an error that names it.
+    """
+    return sorted(_walk(root, "", (), belongs), key=lambda name: name.split("/"))
+
+
+def _walk(
+    folder: Path, prefix: str, parents: tuple[tuple[int, int], ...], belongs: Callable[[str], bool]
+) -> Iterator[str]:
+    with reading(folder):
+        status = folder.stat()
+        names = [name for name in os.listdir(folder) if belongs(name)]
+    identity = (status.st_dev, status.st_ino)
+    if identity in parents:
+        raise DataError(
+            f"{folder} is a symbolic link to a folder that contains it, an endless loop: "
+            "remove the link"
+        )
+    for name in names:
+        if os.path.isdir(folder / name):
+            yield from _walk(folder / name, f"{prefix}{name}/", (*parents, identity), belongs)
+        else:
+            yield prefix + name
+
+
+@contextmanager
+def reading(
+    path: Path,
+    broken: tuple[type[Exception], ...] = (OSError,),
+    advice: str = "repair or remove it, or choose another data.path",
+) -> Iterator[None]:
+    """Turn what a reader raises at a file or folder that it cannot read into a DataError."""
+    try:
+        yield
+    except broken as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}; {advice}") from error
+
+
+def read_records(files: Iterable[SourceFile]) -> Iterator[SourceRecord]:
+    """The records of all files in order; positions go on from file to file."""
+    return _read(files, _records)
+
+
+def read_texts(
+    files: Iterable[SourceFile], key: str = "text", skip_undecodable: bool = False
+) -> Iterator[SourceText]:
+    """The documents of all files in order; positions go on from file to file.
+
+    `key` names what holds the text in an object of JSON and in a row of Parquet.
+    """
+
+    def texts(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceText]:
+        kind, packing = kind_and_packing(file.name)
         try:
-            with reading(file.path, BROKEN, "repair or remove it"), file.path.open("rb") as raw:
-                for text, position in _documents_of(file, raw, text_key):
-                    if text and not text.isspace():
-                        yield Document(text, before + min(position, file.size))
+            if kind == ".parquet":
+                yield from _parquet_texts(file, stream, packing, key)
+            elif kind == ".jsonl":
+                for line in _json_lines(file, raw, stream):
+                    yield SourceText(text_of(line, key), line.position)
+            else:
+                for text in _plain_texts(stream, is_separated=kind in (".txt", ".tokens")):
+                    yield SourceText(text, raw.tell())
         except UnicodeDecodeError as error:
             if not skip_undecodable:
                 raise DataError(
                     f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
                 ) from error
-        before += file.size
+
+    return _read(files, texts)
 
 
-def _documents_of(file: SourceFile, raw: IO[bytes], key: str) -> Iterator[tuple[str, int]]:
-    """Texts of one file, each with the position on disk that reading has reached."""
-    kind, packing = kind_and_packing(file.path.name)
-    stream = unpacked(raw, file, packing)
-    if kind == ".parquet":
-        yield from _parquet_texts(file, stream, packing, key)
-        return
-    if kind == ".jsonl":
-        yield from ((text_of(line, key), line.position) for line in json_lines(file, raw, stream))
-        return
-    for text in _plain_texts(stream, kind):
-        yield text, raw.tell()
-
-
-def _plain_texts(stream: IO[bytes], kind: str) -> Iterator[str]:
-    """A plain file is one document, unless separator lines or its size make it several."""
-    # newline="\n" keeps the text byte for byte; the limit keeps a file of one line in bounds.
-    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
-    lines = iter(lambda: reader.readline(PIECE_CHARACTERS), "")
-    held: list[str] = []
-    size = 0
-    for piece, last in _pieces(lines, separated=kind in (".txt", ".tokens")):
-        held.append(piece)
-        size += len(piece)
-        if size > WHOLE_CHARACTERS:
-            yield from held
-            held = []
-        if last:
-            yield "".join(held)
-            held, size = [], 0
-
-
-def _pieces(lines: Iterable[str], separated: bool) -> Iterator[tuple[str, bool]]:
-    """Lines joined to pieces of about a million characters that end at a blank line.
-
-    The flag says that a document ends with this piece: at a separator or the end of the file.
-    """
-    held: list[str] = []
-    size = 0
-    for line in lines:
-        if separated and line.strip() == SEPARATOR:
-            yield "".join(held), True
-            held, size = [], 0
-            continue
-        held.append(line)
-        size += len(line)
-        at_blank_line = size >= PIECE_CHARACTERS and not line.strip()
-        if at_blank_line or size >= 2 * PIECE_CHARACTERS:
-            yield "".join(held), False
-            held, size = [], 0
-    yield "".join(held), True
-
-
-def text_of(record: Record, key: str) -> str:
+def text_of(record: SourceRecord, key: str) -> str:
     """The text that a record holds under a key."""
-    text = record.values.get(key) if isinstance(record.values, dict) else None
+    values = record.values
+    text = values.get(key) if isinstance(values, dict) else None
     if not isinstance(text, str):
+        if not isinstance(values, dict):
+            found = f"is {_json_kind(values)}"
+        elif key in values:
+            found = f"holds {_json_kind(values[key])}"
+        else:
+            keys = ", ".join(f'"{name}"' for name in list(values)[:12])
+            found = f"has the keys {keys}" if keys else "has no keys"
         raise DataError(
             f'{record.where}: needs an object with the key "{key}" that holds a string, but it '
-            f"{_description(record.values, key)}; set data.text_key to the key of the text"
+            f"{found}; set data.text_key to the key of the text"
         )
     try:
         text.encode()
@@ -115,24 +255,93 @@ def text_of(record: Record, key: str) -> str:
     return text
 
 
-def _description(record: Any, key: str) -> str:
-    """What a line of JSON holds in place of a text."""
-    if not isinstance(record, dict):
-        return f"is {_json_kind(record)}"
-    if key in record:
-        return f"holds {_json_kind(record[key])}"
-    keys = ", ".join(f'"{name}"' for name in list(record)[:12])
-    return f"has the keys {keys}" if keys else "has no keys"
-
-
 def _json_kind(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a string" if isinstance(value, str) else "a number")
 
 
+def _read(files: Iterable[SourceFile], read: "Reader[FoundT]") -> Iterator[FoundT]:
+    before = 0
+    for file in files:
+        with reading(file.path, _BROKEN, "repair or remove it"), file.path.open("rb") as raw:
+            for found in read(file, raw, _unpacked(raw, file)):
+                yield found._replace(position=before + min(found.position, file.size))
+        before += file.size
+
+
+def _records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceRecord]:
+    """The rows of Parquet, or the objects of JSON: one per line, or all in one list."""
+    kind, packing = kind_and_packing(file.name)
+    if kind == ".parquet":
+        yield from _parquet_rows(file, stream, packing, list)
+        return
+    start = stream.peek(64)[:64] if hasattr(stream, "peek") else b""
+    if not start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        yield from _json_lines(file, raw, stream)
+        return
+    text = stream.read(LARGEST_LIST_BYTES + 1)
+    if len(text) > LARGEST_LIST_BYTES:
+        raise DataError(
+            f"{file.path} is one list of more than {LARGEST_LIST_BYTES >> 30} GiB of JSON, which "
+            "cannot be read in parts: write one object per line (.jsonl)"
+        )
+    listed = _parsed(text, str(file.path))
+    for number, values in enumerate(listed, 1):
+        position = file.size * number // len(listed)
+        yield SourceRecord(values, f"{file.path}, entry {number}", position)
+
+
+def _json_lines(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceRecord]:
+    """What each line of JSON holds; empty lines are left out."""
+    lines = iter(lambda: stream.readline(LONGEST_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
+        where = f"{file.path}, line {number}"
+        _refuse_longer(len(line), where)
+        if line.strip():
+            yield SourceRecord(_parsed(line, where), where, raw.tell())
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error}); repair or remove it") from error
+
+
+def _parquet_rows(
+    file: SourceFile, stream: IO[bytes], packing: str, choose: Callable[[list[str]], list[str]]
+) -> Iterator[SourceRecord]:
+    """The rows of a Parquet file, of the columns that are chosen by their names."""
+    pyarrow = needs("pyarrow", extra="data", what=str(file.path))
+    parquet = needs("pyarrow.parquet", extra="data", what=str(file.path))
+    with tempfile.TemporaryFile() as on_disk:
+        if packing:  # Parquet is read from its end, so it must be on disk unpacked
+            shutil.copyfileobj(stream, on_disk)
+            on_disk.seek(0)
+            stream = on_disk
+        try:
+            table = parquet.ParquetFile(stream)
+            columns = choose(table.schema_arrow.names)
+            rows = size = 0
+            for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
+                held = [batch.column(name) for name in columns]
+                # One at a time: a short file can hold long texts.
+                for index in range(batch.num_rows):
+                    values = {n: c[index].as_py() for n, c in zip(columns, held, strict=True)}
+                    rows += 1
+                    length = _length(values)
+                    size += length
+                    where = f"{file.path}, row {rows}"
+                    _refuse_longer(length, where)
+                    _refuse_bomb(file, size)  # a text that is repeated is stored once
+                    yield SourceRecord(values, where, file.size * rows // table.metadata.num_rows)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
+
+
 def _parquet_texts(
     file: SourceFile, stream: IO[bytes], packing: str, key: str
-) -> Iterator[tuple[str, int]]:
+) -> Iterator[SourceText]:
     def columns(names: list[str]) -> list[str]:
         if key in names:
             return [key]
@@ -141,8 +350,124 @@ def _parquet_texts(
             "data.text_key to the column of the text"
         )
 
-    for row in parquet_rows(file, stream, packing, columns):
+    for row in _parquet_rows(file, stream, packing, columns):
         text = row.values[key]
         if text is not None and not isinstance(text, str):
             raise DataError(f'{file.path}: column "{key}" holds {type(text).__name__}')
-        yield text or "", row.position
+        yield SourceText(text or "", row.position)
+
+
+def _length(value: Any) -> int:
+    """Characters of all texts in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_length, value.values()))
+    return sum(map(_length, value)) if isinstance(value, list) else 0
+
+
+def _refuse_longer(size: int, where: str) -> None:
+    """One document is held in memory whole, so its size has a limit."""
+    if size > LONGEST_BYTES:
+        raise DataError(
+            f"{where}: one document of more than {LONGEST_BYTES >> 20} MiB, which is the limit: "
+            "the file is damaged, or the document must be split into several"
+        )
+
+
+def _plain_texts(stream: IO[bytes], is_separated: bool) -> Iterator[str]:
+    """A plain file is one document, unless separator lines or its size make it several.
+
+    Of a large one each part has about a million characters and ends at a blank line.
+    """
+    # newline="\n" keeps the text byte for byte; the limit keeps a file of one line in bounds.
+    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
+    parts: list[str] = []  # of the document, held until it ends or is large
+    lines: list[str] = []  # of its next part
+    size = part_size = 0
+
+    def rest() -> list[str]:
+        pieces = [*parts, "".join(lines)]
+        return pieces if size > WHOLE_CHARACTERS else ["".join(pieces)]
+
+    while line := reader.readline(PIECE_CHARACTERS):
+        if is_separated and line.strip() == SEPARATOR:
+            yield from rest()
+            parts, lines, size, part_size = [], [], 0, 0
+            continue
+        lines.append(line)
+        size += len(line)
+        part_size += len(line)
+        at_blank_line = part_size >= PIECE_CHARACTERS and not line.strip()
+        if at_blank_line or part_size >= 2 * PIECE_CHARACTERS:
+            parts.append("".join(lines))
+            lines, part_size = [], 0
+            if size > WHOLE_CHARACTERS:
+                yield from parts
+                parts = []
+    yield from rest()
+
+
+def _unpacked(raw: IO[bytes], file: SourceFile) -> IO[bytes]:
+    """The bytes of a file; one that grows without limit when unpacked is an error."""
+    _, packing = kind_and_packing(file.name)
+    if not packing:
+        return raw
+    if packing == ".zst":
+        chunks = _zstd_chunks(raw)
+    else:
+        stream: Any = _OPENERS[packing](raw)
+        chunks = iter(lambda: stream.read(_BUFFER), b"")
+    return cast(IO[bytes], io.BufferedReader(_Limited(chunks, file), _BUFFER))
+
+
+class _Limited(io.RawIOBase):
+    """Chunks as a stream, which ends in an error once it is far longer than the packed file."""
+
+    def __init__(self, chunks: Iterator[bytes], file: SourceFile) -> None:
+        self._chunks = chunks
+        self._file = file
+        self._waiting = memoryview(b"")
+        self._done = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._waiting:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._done += len(chunk)
+            _refuse_bomb(self._file, self._done)
+            self._waiting = memoryview(chunk)
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count] = self._waiting[:count]
+        self._waiting = self._waiting[count:]
+        return count
+
+
+def _zstd_chunks(raw: IO[bytes]) -> Iterator[bytes]:
+    """Decompressed bytes of concatenated zstd frames; a frame cut short is an error.
+
+    The library's own stream reader ends quietly there, which would train on part of a file.
+    """
+    frame: Any = None
+    while packed := (frame and frame.unused_data) or raw.read(_ZSTD_STEP):
+        if frame is None or frame.eof:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+        yield frame.decompress(packed)
+    if frame is not None and not frame.eof:
+        raise EOFError("the compressed file ends in the middle of a frame")
+
+
+def _refuse_bomb(file: SourceFile, size: int) -> None:
+    """Refuse a packed file that has this size unpacked, if that is far more than it has on disk."""
+    limit = max(ALWAYS_ALLOWED_BYTES, LARGEST_RATIO * file.size)
+    if size > limit:
+        raise DataError(
+            f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: a file that "
+            f"grows to over {LARGEST_RATIO} times its size (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) "
+            "is treated as a decompression bomb. If you trust it, decompress it first (.parquet: "
+            "to .jsonl)"
+        )

@@ -41,15 +41,20 @@ class DocumentHash:
         return int.from_bytes(self.digest[8:], "little") / _RANGE
 
 
-class ContentHash:
+class _ContentHash:
     """A hash of documents in their order, wherever they are stored, and of which were given."""
 
     def __init__(self) -> None:
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
 
-    def add(self, document: DocumentHash, is_given: bool) -> None:
-        """Take the next document in."""
-        self._hashes[is_given].update(document.digest)
+    def hashed(
+        self, documents: Iterable[tuple[str, bool]]
+    ) -> Iterator[tuple[str, bool, DocumentHash]]:
+        """The documents, each with its own hash, taken in on their way."""
+        for text, is_given in documents:
+            document = DocumentHash.of(text)
+            self._hashes[is_given].update(document.digest)
+            yield text, is_given, document
 
     def __str__(self) -> str:
         return " ".join(each.hexdigest() for each in self._hashes)
@@ -69,13 +74,11 @@ class Scan:
 
 def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
     """Read every document once; an empty corpus is an error."""
-    content = ContentHash()
+    content = _ContentHash()
     count = size = highest = 0
     lowest = _RANGE
     given: set[bytes] = set()
-    for text, is_given in documents:
-        document = DocumentHash.of(text)
-        content.add(document, is_given)
+    for _, is_given, document in content.hashed(documents):
         count += 1
         if is_given:
             given.add(document.digest)
@@ -124,10 +127,8 @@ class Split:
 
     def passages(self, documents: Iterable[tuple[str, bool]]) -> Iterator[Passage]:
         """The scanned documents once more, by side; an error at the end if they are others."""
-        content = ContentHash()
-        for text, is_given in documents:
-            document = DocumentHash.of(text)
-            content.add(document, is_given)
+        content = _ContentHash()
+        for text, is_given, document in content.hashed(documents):
             for side, part in self._parts(text, document, is_given):
                 yield Passage(side, part, document.sample)
         if str(content) != self._scan.content:

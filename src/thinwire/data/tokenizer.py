@@ -2,14 +2,15 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from thinwire.data.interrupt import interruptible
 from thinwire.errors import DataError
 from thinwire.folders import write_file
 from thinwire.paths import expanded
@@ -28,6 +29,11 @@ RESERVED = ("<|im_start|>", "<|im_end|>", "<|tools|>", "<|tool_call|>")
 SMALLEST_VOCAB = 257  # every byte, and the end of text
 # The library needs over a hundred bytes of memory for each character it works on.
 PIECE_CHARACTERS = 128_000
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 0.5
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 class Tokenizer:
@@ -229,3 +235,43 @@ def _seam(text: str, start: int) -> int:
     if at > 0:
         return at
     return last if last > 0 else limit
+
+
+class Abandoned(Exception):
+    """Raised in the input of a computation that nobody waits for any more."""
+
+
+def interruptible(
+    work: Callable[[Iterator[ItemT]], ResultT], items: Iterable[ItemT] = ()
+) -> ResultT:
+    """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
+
+    Python hears a signal between two of its own steps in the main thread, which waits here and
+    so has them. An interrupted computation is left behind: it gets no further items, and otherwise
+    dies with the process.
+    """
+    result: Future[ResultT] = Future()
+    is_abandoned = threading.Event()
+
+    def guarded() -> Iterator[ItemT]:
+        for item in items:
+            if is_abandoned.is_set():
+                raise Abandoned
+            yield item
+
+    def compute() -> None:
+        try:
+            result.set_result(work(guarded()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        while not result.done():
+            # A signal may reach another thread: only a wait that ends shows it to this one.
+            wait([result], _POLL_SECONDS)
+        return result.result()
+    finally:
+        is_abandoned.set()
+        thread.join(_GRACE_SECONDS)

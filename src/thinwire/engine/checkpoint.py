@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
-from thinwire.data.template import CONFIG
+from thinwire.data.chat import CONFIG
 from thinwire.engine.finite import is_finite
 from thinwire.engine.keeper import COVARIANCE, NEXT_MEASURES
 from thinwire.engine.source import Source, Versions

@@ -7,6 +7,6 @@ Those whose cuts do not fold need `import thinwire.hf` before `AutoModelForCausa
 import contextlib
 
 with contextlib.suppress(ImportError):  # folders are written and read without transformers too
-    from thinwire.hf.register import register
+    from thinwire.hf.modeling import register
 
     register()

@@ -1,35 +1,74 @@
-"""`thinwire export --to hf`: a checkpoint as a folder that transformers and others open.
+"""`thinwire export`: a checkpoint as a folder that transformers opens, or its adapters for peft.
 
-The folder is written under a hidden name beside its own, verified, and renamed at the end.
+The folder is written under a hidden name beside its own, verified, and renamed at the end. People
+publish such folders: no path of the machine that trained the model goes into one.
 """
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 import thinwire
 from thinwire.engine import Checkpoint
+from thinwire.engine.checkpoint import checkpoints_folder
 from thinwire.engine.fold import Folded, why_not_folded
-from thinwire.engine.source import Source
-from thinwire.errors import CheckpointError, ConfigError
-from thinwire.folders import flush, partial_folder, replace_folder
-from thinwire.hf.card import model_card
+from thinwire.engine.weights import parameter_count
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
-from thinwire.hf.shape import config_of
-from thinwire.hf.tensors import TYPES, write_model
-from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, tokenizer_files, write_json
-from thinwire.hf.verify import AUTO_TOKENIZER, Exported, verify
+from thinwire.hf.folder import (
+    CONFIG,
+    EXPORT_TYPES,
+    check_target,
+    new_folder,
+    write_json,
+    write_model,
+)
+from thinwire.hf.importer import IMPORTED
+from thinwire.hf.shape import config_of, kind_of
+from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, tokenizer_files
+from thinwire.hf.verify import AUTO_TOKENIZER, Verified, tensor_of, verify
 from thinwire.lazy import needs
+from thinwire.model import LoraConfig
+from thinwire.model.adapter import UP, is_adapter
 from thinwire.report import Display
-from thinwire.report.human import human_bytes
+from thinwire.report.human import human_bytes, human_count
+from thinwire.report.metrics import losses_of
+from thinwire.report.records import EvaluationRecord
+from thinwire.settings import Settings
 
-CONFIG = "config.json"
 CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before the name that a tensor has in the model, as peft saves it."""
+_PLAIN = """\
+```python
+from transformers import AutoModelForCausalLM, {tokenizer}
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = {tokenizer}.from_pretrained("{name}")
+```
+"""
+_WITH_CUTS = """\
+Its cuts are part of the model and do not fold into the weights of an ordinary Llama, so it needs
+`pip install 'thinwire[hf]'`:
+
+```python
+import thinwire.hf  # registers the model class
+from transformers import AutoModelForCausalLM, {tokenizer}
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = {tokenizer}.from_pretrained("{name}")
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -43,16 +82,19 @@ class Wanted:
     tokenizer: Path | None = None
     shard_bytes: int = SHARD_BYTES
 
+    def check(self, config: str) -> None:
+        """Refuse a place where something stands; what may be replaced has a file `config`."""
+        check_target(self.folder, self.replace, lambda folder: (folder / config).is_file())
+
 
 def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     """Write the folder, whole and verified, or leave things as they were."""
-    check_target(wanted, CONFIG)
+    wanted.check(CONFIG)
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
-    settings = checkpoint.settings
     checkpoint.verify()
     tokenizer = tokenizer_files(checkpoint, wanted.tokenizer)
-    why_not = why_not_folded(settings)
+    why_not = why_not_folded(checkpoint.settings)
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
     if why_not:
         display.note(
@@ -60,20 +102,20 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "It is exported with its cuts: after `import thinwire.hf`, which registers its class, "
             "AutoModelForCausalLM opens it"
         )
-    with new_folder(wanted) as folder:
+    with new_folder(wanted.folder) as folder:
         _write(folder, weights, tokenizer, wanted, display)
-        verdict = None
+        found = None
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
-            exported = Exported(folder, weights.shapes, _reader(weights), TYPES[wanted.dtype])
-            verdict = verify(exported, checkpoint, tokenizer)
-            display.phase("verify", str(verdict))
-            if verdict.tokenizer_class != AUTO_TOKENIZER:
+            dtype = EXPORT_TYPES[wanted.dtype]
+            found = verify(folder, weights, dtype, checkpoint, tokenizer)
+            display.phase("verify", str(found))
+            if found.tokenizer_class != AUTO_TOKENIZER:
                 display.note(
                     f"{AUTO_TOKENIZER} has rules of its own for models of this type, which give "
-                    f"other ids: open the tokenizer with {verdict.tokenizer_class}, as {CARD} says"
+                    f"other ids: open the tokenizer with {found.tokenizer_class}, as {CARD} says"
                 )
-        card = model_card(checkpoint, wanted.folder.name, wanted.dtype, not why_not, verdict)
+        card = model_card(checkpoint, wanted.folder.name, wanted.dtype, not why_not, found)
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
@@ -84,66 +126,174 @@ def _write(
     wanted: Wanted,
     display: Display,
 ) -> None:
-    settings, dtype = weights.settings, TYPES[wanted.dtype]
-    config = (
-        config_with_cuts(settings) if isinstance(weights, WithCuts) else config_of(settings.model)
-    )
+    settings, dtype = weights.settings, EXPORT_TYPES[wanted.dtype]
+    with_cuts = isinstance(weights, WithCuts)
     ends = tokenizer.generation()
-    write_json(
-        folder / CONFIG,
-        {
-            **config,
-            # Not the one for padding: transformers would take it out of training.
-            **{key: value for key, value in ends.items() if key != "pad_token_id"},
-            "use_cache": True,
-            "torch_dtype": str(dtype).removeprefix("torch."),
-            "thinwire_version": thinwire.__version__,
-        },
-    )
+    config = {
+        **(config_with_cuts(settings) if with_cuts else config_of(settings.model)),
+        # Not the one for padding: transformers would take it out of training.
+        **{key: value for key, value in ends.items() if key != "pad_token_id"},
+        "use_cache": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "thinwire_version": thinwire.__version__,
+    }
+    write_json(folder / CONFIG, config)
     tokenizer.write(folder)
     if not (folder / GENERATION).exists():
         write_json(folder / GENERATION, ends)
     size = sum(math.prod(shape) for shape in weights.shapes.values()) * dtype.itemsize
     display.phase("write", f"{len(weights.shapes)} tensors, {human_bytes(size)} in {wanted.dtype}")
-    write_model(folder, weights.shapes, dtype, _reader(weights), wanted.shard_bytes)
+    write_model(folder, weights.shapes, dtype, partial(tensor_of, weights), wanted.shard_bytes)
 
 
-def _reader(weights: Source) -> Callable[[str], Tensor]:
-    return lambda name: weights.tensors([name])[name]
+def model_card(
+    checkpoint: Checkpoint, name: str, dtype: str, is_plain: bool, verdict: Verified | None
+) -> str:
+    """The whole text; `verdict` says how it was verified, if it was."""
+    settings = checkpoint.settings
+    facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(checkpoint).items())
+    tags = "tags:\n- thinwire\n" + (f"- {kind_of(settings.model)}\n" if is_plain else "")
+    # Of the model as it is exported: adapters are merged.
+    parameters = parameter_count(dataclasses.replace(settings, lora=LoraConfig()))
+    about = f"A language model of {human_count(parameters)} parameters, "
+    if origin := checkpoint.manifest.get(IMPORTED):
+        about += f"imported into thinwire from `{origin}`"
+    else:
+        about += f"trained with thinwire in {settings.pipeline.stages} pipeline stages"
+    tokenizer = verdict.tokenizer_class if verdict else AUTO_TOKENIZER
+    opening = (_PLAIN if is_plain else _WITH_CUTS).format(name=name, tokenizer=tokenizer)
+    checked = f"\nVerified when it was exported: {verdict}.\n" if verdict else ""
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{tags}---\n\n"
+        f"# {name}\n\n"
+        f"{about} and exported in {dtype}.\n\n"
+        f"{opening}{checked}\n"
+        f"## {'What it is' if origin else 'How it was trained'}\n\n| | |\n|---|---|\n{facts}\n"
+    )
 
 
-def check_target(wanted: Wanted, config: str) -> None:
-    """Refuse a place where something stands that nobody asked to replace.
+def _facts(checkpoint: Checkpoint) -> dict[str, str]:
+    settings, step = checkpoint.settings, checkpoint.step
+    model, optim, data = settings.model, settings.optim, settings.data
+    corpus = checkpoint.manifest["corpus"]
+    shape = (
+        f"{model.layers} blocks of width {model.dim}, {model.heads} heads ({model.kv_heads} for "
+        f"keys and values), feed-forward {model.ffn}, vocabulary {model.vocab}, context "
+        f"{model.context}"
+    )
+    if IMPORTED in checkpoint.manifest:
+        return {"model": shape, "thinwire": thinwire.__version__}
+    lora, adapters = settings.lora, {}
+    if lora.rank:
+        about = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}"
+        adapters = {"adapters": f"{about}; merged into the weights"}
+    facts = {
+        "model": shape,
+        "steps": f"{step:,} of {settings.train.steps:,}",
+        "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
+        # Its name, without the path to it.
+        **(
+            {"started from": f"`{Path(place).name}`"} if (place := settings.train.init_from) else {}
+        ),
+        "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
+        **_losses(checkpoint),
+        "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
+        f"{optim.weight_decay:g}, warmup {optim.warmup} steps, clip {optim.clip:g}",
+        **adapters,
+        "precision": settings.run.precision,
+        "seed": str(settings.run.seed),
+        "cuts": _cuts(settings),
+        "codecs": f"`{settings.codec.forward}` forward, `{settings.codec.backward}` back "
+        "(in training only: not part of this model)",
+        "settings hash": f"`{settings.hash}`",
+        "thinwire": thinwire.__version__,
+    }
+    if settings.pipeline.stages == 1:
+        facts.pop("codecs")
+    return facts
 
-    What may be replaced has a file `config`.
+
+def _cuts(settings: Settings) -> str:
+    boundary, count = settings.boundary, settings.pipeline.stages - 1
+    if not count:
+        return "none"
+    if boundary.mode == "dense":
+        return f"{count}, dense"
+    anchor = f", token table `{boundary.anchor}`" if boundary.anchor != "none" else ""
+    if boundary.shares_embedding:
+        anchor = ", around the embedding that all stages share"
+    return f"{count}, `{boundary.mode}` of rank {boundary.rank}{anchor}"
+
+
+def _losses(checkpoint: Checkpoint) -> dict[str, str]:
+    """The last losses before the checkpoint, if its run has kept them beside it."""
+    run = checkpoint.folder.parent.parent
+    found: dict[str, str] = {}
+    if checkpoint.folder.parent != checkpoints_folder(run):
+        return found
+    with contextlib.suppress(OSError, ThinwireError):  # a card is not worth failing for
+        for record in losses_of(run):
+            if record.step <= checkpoint.step and record.loss is not None:
+                kind = "validation" if isinstance(record, EvaluationRecord) else "training"
+                found[f"{kind} loss"] = f"{record.loss:.4f} (step {record.step:,})"
+    return found
+
+
+def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: Display) -> None:
+    """Write what a LoRA run has trained as a folder for peft, whole, or leave things as they were.
+
+    The model that it belongs to is not in it; `base` names it for peft.
     """
-    folder = wanted.folder
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} exists and is not a folder: choose another name")
-    if not wanted.replace:
-        raise ConfigError(f"{folder} exists already: choose another name, or use --force")
-    if not (folder / config).is_file():
+    wanted.check(ADAPTER_CONFIG)
+    settings = checkpoint.settings
+    if not settings.lora.rank:
         raise ConfigError(
-            f"{folder} holds no {config}, so it is no exported model and is not replaced: choose "
-            "another name"
+            f"{checkpoint.folder} has no adapters (lora.rank = 0): all of its weights were "
+            "trained. Export the whole model, without --adapter"
         )
+    if why := why_not_folded(settings):
+        raise ConfigError(
+            f"the adapters of {checkpoint.folder} were trained together with its cuts, which a "
+            f"plain model lacks. It has {why}. Export the whole model, without --adapter"
+        )
+    checkpoint.verify()
+    dtype = EXPORT_TYPES[wanted.dtype]
+    tensors = {
+        f"{PREFIX}{name}": tensor.to(dtype).contiguous()
+        for name, tensor in adapter_tensors(checkpoint).items()
+    }
+    size = human_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+    display.phase("write", f"{len(tensors)} tensors of adapters, {size} in {wanted.dtype}")
+    with new_folder(wanted.folder) as folder:
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_WEIGHTS).chmod(0o644)
+        write_json(folder / ADAPTER_CONFIG, adapter_config(checkpoint, base))
 
 
-@contextlib.contextmanager
-def new_folder(wanted: Wanted) -> Iterator[Path]:
-    """A hidden folder that takes the wanted place at the end; what fails leaves nothing."""
-    target = wanted.folder.absolute()
-    hidden = f".{target.name}"
-    try:
-        with partial_folder(target.parent, hidden, only=hidden) as folder:
-            yield folder
-            for path in folder.iterdir():
-                flush(path)
-            replace_folder(folder, target)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {wanted.folder}: {error}. Nothing was left there; free some space or "
-            "choose another place"
-        ) from error
+def adapter_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """A and B of every adapter, beside plain weights: a B of coordinates becomes U B."""
+    folded = Folded(checkpoint)
+    names = {n for n in checkpoint.names() if is_adapter(n) and n.endswith(".weight")}
+    found = checkpoint.tensors(names)
+    for name in sorted(names):
+        layer, part, _ = name.rsplit(".", 2)
+        if part == UP:
+            found[name] = folded.in_full(f"{layer}.weight", found[name])
+    return dict(sorted(found.items()))
+
+
+def adapter_config(checkpoint: Checkpoint, base: str) -> dict[str, Any]:
+    """What peft must know to put the adapters where they belong."""
+    lora = checkpoint.settings.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": lora.targets,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

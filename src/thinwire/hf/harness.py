@@ -14,7 +14,8 @@ import thinwire.hf  # noqa: F401 -- models whose cuts do not fold open by the cl
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.errors import ConfigError
-from thinwire.hf.export import CONFIG, Wanted, export
+from thinwire.hf.export import Wanted, export
+from thinwire.hf.folder import CONFIG
 from thinwire.lazy import needs
 from thinwire.report import Display
 

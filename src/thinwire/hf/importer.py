@@ -5,15 +5,21 @@
         tokenizer.json, chat template, ...        as they came with the model
         run.toml                                  settings for fine-tuning it
 
-All is checked before anything is written. Weights are then copied tensor by tensor, in the number
-format that they have; a run reads them into its own precision. The folder appears in one rename.
+It comes from a local folder, a GGUF file, or a name on the hub. All is checked before anything is
+written. Weights are then copied tensor by tensor, in the number format that they have; a run reads
+them into its own precision. The folder appears in one rename.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import math
+import re
+import shlex
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +27,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.data.template import CONFIG
+from thinwire.data import Tokenizer
+from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import FORMAT, MANIFEST, TOKENIZER, Shard, sealed, sha256_of
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.folders import partial_folder, replace_folder, write_file
-from thinwire.hf.finetune import run_toml
-from thinwire.hf.origin import Origin
+from thinwire.folders import write_file
+from thinwire.hf.folder import (
+    CONFIG,
+    TYPES,
+    FolderWeights,
+    Kept,
+    MemoryWeights,
+    check_target,
+    new_folder,
+    read_json,
+    write_tensors,
+)
 from thinwire.hf.shape import is_tied, shape_of
-from thinwire.hf.tensors import write_file as write_tensors
-from thinwire.hf.weights import TYPES, Kept
+from thinwire.hf.tokenizer import BESIDE
+from thinwire.lazy import needs
 from thinwire.model.base import EMBEDDING
+from thinwire.paths import expanded
 from thinwire.report.human import human_bytes
 from thinwire.settings import Settings
-from thinwire.typed import to_plain
+from thinwire.typed import to_plain, to_toml
 
 Progress = Callable[[int, int], None]
 
@@ -43,7 +60,146 @@ IMPORTED = "imported_from"
 RUN_TOML = "run.toml"
 LONGEST_CONTEXT = 2048
 """Of a training sequence, unless another one is asked for: memory grows with it."""
-_TABLE, _HEAD = f"{EMBEDDING}.weight", "lm_head.weight"
+_TABLE, _OUTPUT = f"{EMBEDDING}.weight", "lm_head.weight"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HEAD = """\
+# Fine-tunes {name}: a new run whose weights begin as those of {place}.
+# Start it: thinwire train {file}          Its cost beforehand: thinwire plan {file}
+#
+# - Your text: set data.source and data.path. Until then it trains on Python's own source code.
+# - Weights are read into fp32 whatever they are stored in; run.precision = "bf16" computes in bf16
+#   on a GPU, with weights kept in fp32.
+# - All channels cross the cuts, in 8 bits forward and 4 backward, which changes a trained model
+#   little. A narrow boundary.mode with a random basis would ruin what it has learned.
+# - AdamW at a small rate and with little decay: larger ones forget what the model knows.
+# - lora.rank = 16 trains small adapters (LoRA) instead of all weights; optim.lr = 2e-4 suits them.
+"""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A model as it was found: config.json, tokenizer, and weights that are not read yet."""
+
+    name: str
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    beside: list[Path]
+    """Files of the tokenizer, chat template and generation, which go where the model goes."""
+    weights: FolderWeights | MemoryWeights
+    notes: list[str]
+
+
+@contextlib.contextmanager
+def opened(place: str) -> Iterator[Origin]:
+    """The model at a place, for as long as its files are needed."""
+    path = expanded(place, "the model to import")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(
+                f"{path} is a file: give the folder of the model (with its {CONFIG}), or a .gguf"
+            )
+        with tempfile.TemporaryDirectory(prefix="thinwire-gguf-") as scratch:
+            yield _gguf(path, Path(scratch))
+    elif path.is_dir():
+        yield _folder(path, path.resolve().name)
+    else:
+        yield _folder(_fetched(place), place)
+
+
+def _folder(folder: Path, name: str) -> Origin:
+    if (folder / MANIFEST).is_file() and not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} is a checkpoint of thinwire already: use it as it is")
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs and not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds GGUF files: name one of them, such as {ggufs[0]}")
+    config = read_json(folder / CONFIG)
+    shape_of(config)  # refused before all else, as the most likely and the cheapest
+    beside = [folder / each for each in BESIDE if (folder / each).is_file()]
+    return Origin(name, config, _tokenizer(folder), beside, FolderWeights(folder), [])
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise DataError(
+            f"{folder} has no {TOKENIZER}. An older kind of tokenizer is converted by "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
+        )
+    return Tokenizer.load(path)
+
+
+def _fetched(name: str) -> Path:
+    """The folder in which the hub's library keeps its copy of a model, completed if need be."""
+    if not _HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
+        raise ConfigError(f"{name} does not exist: give a folder, a .gguf file or a hub name")
+    hub = needs("huggingface_hub", "hf", f"fetching {name} from the Hugging Face hub")
+    try:
+        first = Path(hub.snapshot_download(name, allow_patterns=[CONFIG]))
+        shape_of(read_json(first / CONFIG))  # before gigabytes are fetched
+        wanted = [CONFIG, TOKENIZER, *BESIDE, *_WEIGHTS]
+        return Path(hub.snapshot_download(name, allow_patterns=wanted))
+    except (CheckpointError, ConfigError):
+        raise
+    except Exception as error:  # of the hub, of HTTP, of the network: of many kinds
+        raise DataError(
+            f"{name} is no folder here, and it cannot be fetched from the Hugging Face hub: "
+            f"{_first_line(error)}. Check the name and the network, or fetch the folder elsewhere "
+            "and give its path"
+        ) from error
+
+
+def _gguf(path: Path, scratch: Path) -> Origin:
+    """A GGUF file, dequantised to float32 by transformers, which holds the whole model."""
+    transformers = needs("transformers", "hf", f"importing {path}")
+    needs("gguf", "hf", f"importing {path}")
+    _check_gguf(path)
+    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    folder = str(path.resolve().parent)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
+            config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
+            shape_of(config)
+            transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library checks little: anything may come of a damaged file
+        raise CheckpointError(f"transformers cannot read {path}: {_first_line(error)}") from error
+    beside = [scratch / each for each in BESIDE if (scratch / each).is_file()]
+    note = (
+        "transformers dequantised the GGUF file to float32, with the whole model in memory. "
+        "Training changes these weights; they are not rounded to the file's few bits again"
+    )
+    weights = MemoryWeights(model.state_dict())
+    return Origin(path.stem, config, _tokenizer(scratch), beside, weights, [note])
+
+
+def _check_gguf(path: Path) -> None:
+    """Refuse what transformers would leave out without a word: scaled rotary positions."""
+    gguf = needs("gguf", "hf", f"importing {path}")
+    try:
+        reader = gguf.GGUFReader(path)
+        scaling = [
+            key
+            for key, field in reader.fields.items()
+            if key.endswith(".rope.scaling.type") and field.contents() != "none"
+        ]
+        scaling += [t.name for t in reader.tensors if t.name.startswith("rope_freqs")]
+    except Exception as error:  # the library checks little: anything may come of a damaged file
+        raise CheckpointError(
+            f"{path} is not a GGUF file, or truncated: {_first_line(error)}"
+        ) from error
+    if scaling:
+        raise ConfigError(
+            f"{path} has scaled rotary positions ({scaling[0]}), which transformers drops from "
+            "GGUF files: import the model's folder of safetensors instead"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of another library says, without the advice behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -60,7 +216,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ImportPlan:
     """What an import will write: checked, and not begun."""
 
     origin: Origin
@@ -85,7 +241,7 @@ class Plan:
         return " and ".join(str(TYPES[dtype]).removeprefix("torch.") for dtype in sorted(found))
 
 
-def plan_import(origin: Origin, stages: int, context: int = 0) -> Plan:
+def plan_import(origin: Origin, stages: int, context: int = 0) -> ImportPlan:
     """Check a model against what a run needs of it; the error names what does not fit."""
     longest = shape_of(origin.config).context
     model = shape_of(origin.config, context or min(longest, LONGEST_CONTEXT))
@@ -107,49 +263,35 @@ def plan_import(origin: Origin, stages: int, context: int = 0) -> Plan:
             "the last stage, so they are untied and the head becomes a copy: "
             f"{extra:,} more parameters to train and keep"
         )
-    return Plan(origin, settings, parts, notes)
+    return ImportPlan(origin, settings, parts, notes)
 
 
-def write_import(plan: Plan, target: Path, force: bool, progress: Progress) -> Path:
+def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress) -> Path:
     """Write the folder of an import, all of it or nothing; returns it."""
     target = target.absolute()
-    check_target(target, force)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
+    check_import(target, force)
+    with new_folder(target) as partial:
+        free = shutil.disk_usage(partial).free
         if free < plan.bytes:
             raise CheckpointError(
                 f"{target.parent} has {human_bytes(free)} free, the model needs "
                 f"{human_bytes(plan.bytes)}: free some space or choose another folder with --to"
             )
-        with partial_folder(target.parent, f".{target.name}") as partial:
-            shards = _write_stages(plan, partial, progress)
-            _write_rest(plan, partial, target, shards)
-            check_target(target, force)  # another process may have been quicker
-            replace_folder(partial, target)
-    except OSError as error:
-        raise CheckpointError(
-            f"the model cannot be written to {target}: {error}. Nothing was kept of it"
-        ) from error
+        shards = _write_stages(plan, partial, progress)
+        _write_rest(plan, partial, target, shards)
+        check_import(target, force)  # another process may have been quicker
     return target
 
 
-def check_target(target: Path, force: bool) -> None:
+def check_import(target: Path, force: bool) -> None:
     """Refuse to write over what is there; even by force only over an earlier import."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not _is_import(target):
-        raise ConfigError(f"{target} exists and is no imported model: choose another --to")
-    if not force:
-        raise ConfigError(f"{target} exists already: choose another --to, or use --force")
 
-
-def _is_import(target: Path) -> bool:
-    try:
-        manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    def is_import(folder: Path) -> bool:
+        with contextlib.suppress(CheckpointError):
+            return IMPORTED in read_json(folder / MANIFEST)
         return False
-    return isinstance(manifest, dict) and IMPORTED in manifest
+
+    check_target(target, force, is_import, "imported model")
 
 
 def _about_context(context: int, longest: int, is_asked: bool) -> list[str]:
@@ -182,13 +324,13 @@ def _matched(origin: Origin, settings: Settings) -> tuple[list[dict[str, Copied]
     """The tensors of each stage with their sources, and whether the head was tied."""
     listed = {
         name: kept
-        for name, kept in origin.weights.listed().items()
+        for name, kept in origin.weights.listed.items()
         if not name.endswith(".rotary_emb.inv_freq")  # computed from the config, by everyone
     }
     tied = is_tied(origin.config)
-    if tied and _HEAD in listed and not _is_same(origin, _HEAD, _TABLE):
+    if tied and _OUTPUT in listed and not _is_same(origin, _OUTPUT, _TABLE):
         raise CheckpointError(
-            f"{origin.name}: config.json says tie_word_embeddings = true, but {_HEAD} differs "
+            f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
             f"from {_TABLE}: set it to false to use both"
         )
     stages = []
@@ -198,8 +340,8 @@ def _matched(origin: Origin, settings: Settings) -> tuple[list[dict[str, Copied]
         shapes = {n: tuple(p.shape) for n, p in builder.build(index).global_parameters().items()}
         expected |= shapes
         stages.append(list(shapes))
-    source = {name: _TABLE if tied and name == _HEAD else name for name in expected}
-    _check_names(origin.name, set(source.values()), set(listed) - ({_HEAD} if tied else set()))
+    source = {name: _TABLE if tied and name == _OUTPUT else name for name in expected}
+    _check_names(origin.name, set(source.values()), set(listed) - ({_OUTPUT} if tied else set()))
     for name, shape in expected.items():
         _check_tensor(name, shape, listed[source[name]])
     copied = {name: Copied(source[name], listed[source[name]]) for name in expected}
@@ -243,7 +385,7 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).digest()
 
 
-def _write_stages(plan: Plan, folder: Path, progress: Progress) -> list[Shard]:
+def _write_stages(plan: ImportPlan, folder: Path, progress: Progress) -> list[Shard]:
     done = 0
 
     def reader(stage: Mapping[str, Copied]) -> Callable[[str], Tensor]:
@@ -268,7 +410,7 @@ def _write_stages(plan: Plan, folder: Path, progress: Progress) -> list[Shard]:
     return shards
 
 
-def _write_rest(plan: Plan, folder: Path, target: Path, shards: list[Shard]) -> None:
+def _write_rest(plan: ImportPlan, folder: Path, target: Path, shards: list[Shard]) -> None:
     """Tokenizer, settings for fine-tuning, and the manifest, which makes it a checkpoint."""
     settings = plan.settings
     plan.origin.tokenizer.save(folder / TOKENIZER)
@@ -288,6 +430,39 @@ def _write_rest(plan: Plan, folder: Path, target: Path, shards: list[Shard]) -> 
         "tokenizer_sha256": sha256_of(folder / TOKENIZER),
         IMPORTED: plan.origin.name,
     }
-    if (folder / CONFIG).is_file():
-        manifest["template_sha256"] = sha256_of(folder / CONFIG)
+    if (folder / TOKENIZER_CONFIG).is_file():
+        manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
     write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
+
+
+def run_toml(name: str, imported: Settings, folder: Path) -> str:
+    """Settings for fine-tuning the model of an import in its (absolute) folder."""
+    values = {
+        "run": {"name": _run_name(folder.name)},
+        "model": to_plain(imported.relaxed().model),
+        "data": {"tokenizer": str(folder / TOKENIZER)},
+        "pipeline": {"stages": imported.pipeline.stages},
+        "boundary": {"mode": "dense"},
+        "codec": {"forward": "int8", "backward": "int4"},
+        "optim": {"name": "adamw", "lr": 2e-5, "weight_decay": 0.01},
+        "train": {"steps": 200, "batch": 8, "init_from": str(folder)},
+    }
+    asked = Settings.as_asked(values)
+    asked.resolved()
+    shown = {
+        "name": _one_line(name),
+        "place": _one_line(folder),
+        "file": shlex.quote(_one_line(folder / "run.toml")),
+    }
+    return f"{_HEAD.format(**shown)}\n{to_toml(asked)}"
+
+
+def _run_name(folder: str) -> str:
+    """A name for the run: the folder's, of what such a name may have."""
+    kept = re.sub(r"[^\w .@+-]", "-", folder).encode()[:80].decode(errors="ignore")
+    return f"{kept.strip(' .-_@+') or 'imported'}-tuned"
+
+
+def _one_line(text: object) -> str:
+    """A name or path within a comment, where a line break would end it."""
+    return " ".join(str(text).split())

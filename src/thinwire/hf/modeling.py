@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from thinwire.hf.cuts import MODEL_TYPE, Whole, settings_of
@@ -149,3 +156,9 @@ def _check_padding(attention_mask: Tensor | None, cache: Any) -> None:
             "a thinwire model takes no padding before its tokens, and no masks of other kinds: "
             "give one prompt at a time, or prompts of the same number of tokens"
         )
+
+
+def register() -> None:
+    """Have the Auto classes open our folders; doing it twice does no harm."""
+    AutoConfig.register(ThinwireConfig.model_type, ThinwireConfig, exist_ok=True)
+    AutoModelForCausalLM.register(ThinwireConfig, ThinwireForCausalLM, exist_ok=True)

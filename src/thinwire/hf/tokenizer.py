@@ -1,24 +1,52 @@
 """The tokenizer of a run as the files that transformers reads."""
 
 import contextlib
-import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thinwire.data import Tokenizer
-from thinwire.data.chat import Chat
-from thinwire.data.template import JINJA, ChatTemplate
+from thinwire.data import Corpus, Tokenizer
+from thinwire.data.chat import CONFIG, JINJA, Chat, ChatTemplate
 from thinwire.engine import Checkpoint
 from thinwire.engine.checkpoint import TOKENIZER
-from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.hf.at_hand import tokenizer_folders
+from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
+from thinwire.hf.folder import read_json, write_json
+from thinwire.paths import cache_folder, expanded
 
-CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 BESIDE = (CONFIG, "special_tokens_map.json", JINJA, GENERATION)
 """What may stand beside a tokenizer.json, and goes where it goes."""
+
+
+def corpus_of(checkpoint: Checkpoint) -> Corpus | None:
+    """The prepared corpus that a checkpoint was trained on, if it is still in the cache."""
+    fingerprint = checkpoint.manifest["corpus"]
+    for manifest in cache_folder().glob("*/manifest.json"):
+        with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # another's, or damaged
+            if fingerprint and fingerprint in manifest.read_text(encoding="utf-8"):
+                corpus = Corpus.open(manifest.parent)
+                if corpus.fingerprint == fingerprint:
+                    return corpus
+    return None
+
+
+def tokenizer_folders(checkpoint: Checkpoint, path: Path) -> Iterator[Path]:
+    """Folders with the same tokenizer.json, beside which more may be known of it.
+
+    First its own. Training copies the tokenizer alone, so what came with it, such as a chat
+    template, is with the corpus or where `data.tokenizer` found it.
+    """
+    yield path.parent
+    if path != checkpoint.tokenizer:
+        return
+    corpus = corpus_of(checkpoint)
+    if corpus is not None:
+        yield corpus.folder
+    chosen = checkpoint.settings.data.tokenizer
+    with contextlib.suppress(ThinwireError):
+        if chosen and Tokenizer.load(chosen).digest == Tokenizer.load(path).digest:
+            yield expanded(chosen, "data.tokenizer").parent
 
 
 class TokenizerFiles:
@@ -42,13 +70,13 @@ class TokenizerFiles:
             if (found := self._beside(name)) is not None:
                 shutil.copyfile(found, folder / name)
         known = self._beside(CONFIG)
-        write_json(folder / CONFIG, self._config() | (_read_json(known) if known else {}))
+        write_json(folder / CONFIG, self._config() | (read_json(known) if known else {}))
 
     def generation(self) -> dict[str, Any]:
         """Where a text begins and ends, in ids, for the configs of the model."""
         known = self._beside(GENERATION)
         if known is not None:
-            kept = _read_json(known)
+            kept = read_json(known)
             keys = ("bos_token_id", "eos_token_id", "pad_token_id")
             return {key: kept[key] for key in keys if key in kept}
         end = self.tokenizer.end_of_text
@@ -111,18 +139,3 @@ def _has_template(folder: Path) -> bool:
         return ChatTemplate.beside(folder / TOKENIZER) is not None
     except DataError:  # one that another program may still use
         return True
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A JSON file as people read it."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not an object")
-    return content

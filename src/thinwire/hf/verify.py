@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from torch import Tensor
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
 from thinwire.engine.chain import Joined
+from thinwire.engine.fold import Folded
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
-from thinwire.hf.at_hand import corpus_of
-from thinwire.hf.tokenizer import TokenizerFiles
+from thinwire.hf.cuts import WithCuts
+from thinwire.hf.tokenizer import TokenizerFiles, corpus_of
 from thinwire.lazy import needs
 
 TOLERANCE = 1e-4
@@ -53,7 +54,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verified:
     """How near the two are."""
 
     difference: float
@@ -78,24 +79,20 @@ class Verdict:
         )
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A folder, and the weights that were rounded to `dtype` and written into it."""
-
-    folder: Path
-    shapes: dict[str, tuple[int, ...]]
-    read: Callable[[str], Tensor]
-    dtype: torch.dtype
-
-
-def verify(exported: Exported, checkpoint: Checkpoint, tokenizer: TokenizerFiles) -> Verdict:
-    """Open the folder with transformers and compare; CheckpointError says by how much it is off.
+def verify(
+    folder: Path,
+    weights: Folded | WithCuts,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint,
+    tokenizer: TokenizerFiles,
+) -> Verified:
+    """Open a folder of weights with transformers; CheckpointError says by how much it is off.
 
     One model is in memory at a time, in float32. What was written must be the weights, rounded;
     before they are rounded, they must give the trained model's logits.
     """
     text, ids = _text_for(checkpoint, tokenizer.tokenizer)
-    opener = tokenizer_class(exported.folder, tokenizer.tokenizer)
+    opener = tokenizer_class(folder, tokenizer.tokenizer)
     ours = _answers_of_ours(checkpoint, ids, tokenizer.generation().get("eos_token_id"))
     largest = float(ours.logits_TV.abs().max())
     if not math.isfinite(largest):
@@ -103,14 +100,22 @@ def verify(exported: Exported, checkpoint: Checkpoint, tokenizer: TokenizerFiles
             f"the logits of {checkpoint.folder} are not finite: training has ruined its weights; "
             "export an earlier checkpoint"
         )
-    theirs = _open(exported.folder)
-    _check_weights(theirs, exported)
+    with _quiet():
+        auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
+        # By its old name, which every version of transformers understands.
+        theirs = auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    _check_weights(theirs, weights, dtype)
     rounding = None
-    if exported.dtype != torch.float32:
-        rounding = float((_logits_of_theirs(theirs, ids) - ours.logits_TV).abs().max())
-        _lay_over(theirs, exported)
-    difference = float((_logits_of_theirs(theirs, ids) - ours.logits_TV).abs().max())
-    verdict = Verdict(difference, largest, ids.shape[1], text, rounding, opener)
+    with torch.no_grad():
+        if dtype != torch.float32:
+            rounding = _difference(theirs, ids, ours.logits_TV)
+            for (
+                name,
+                tensor,
+            ) in theirs.state_dict().items():  # as they were before they were rounded
+                tensor.copy_(tensor_of(weights, name))
+        difference = _difference(theirs, ids, ours.logits_TV)
+    verdict = Verified(difference, largest, ids.shape[1], text, rounding, opener)
     if not difference <= verdict.limit:  # NaN is none
         raise CheckpointError(
             f"the exported model is not the trained one: logits differ by up to {difference:.3g}, "
@@ -162,7 +167,7 @@ def _answers_of_ours(checkpoint: Checkpoint, ids: Tensor, end: int | list[int] |
         pasts = [stage.new_past() for stage in model.stages]
         prompt = _prompt(ids)
         new, chosen, ahead = prompt, [], []
-        for _ in range(_room(prompt, checkpoint)):
+        for _ in range(min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])):
             logits_V = model.logits(new, False, pasts)[0, -1].float()
             chosen.append(int(logits_V.argmax()))
             ahead.append(logits_V)
@@ -187,45 +192,29 @@ def _prompt(ids: Tensor) -> Tensor:
     return ids[:, : max(1, min(PROMPT, ids.shape[1] // 2))]
 
 
-def _room(prompt: Tensor, checkpoint: Checkpoint) -> int:
-    return min(CONTINUED, checkpoint.settings.model.context - prompt.shape[1])
-
-
-def _open(folder: Path) -> Any:
-    auto = needs("transformers", "hf", VERIFYING).AutoModelForCausalLM
-    with _quiet():
-        # By its old name, which every version of transformers understands.
-        return auto.from_pretrained(folder, torch_dtype=torch.float32).eval()
-
-
-def _check_weights(model: Any, exported: Exported) -> None:
+def _check_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -> None:
     """What transformers has loaded is what was written, bit for bit, and nothing is missing."""
-    state, shapes = model.state_dict(), exported.shapes
-    if state.keys() != shapes.keys():
-        odd = sorted(state.keys() ^ shapes.keys())
+    state, names = model.state_dict(), weights.shapes.keys()
+    if state.keys() != names:
+        odd = sorted(state.keys() ^ names)
         raise CheckpointError(
             f"transformers has other tensors in this model than were exported, such as {odd[0]}"
         )
-    for name in shapes:
-        if not torch.equal(state[name], exported.read(name).to(exported.dtype).float()):
+    for name in names:
+        if not torch.equal(state[name], tensor_of(weights, name).to(dtype).float()):
             raise CheckpointError(f"transformers has loaded other values of {name} than exported")
 
 
-def _lay_over(model: Any, exported: Exported) -> None:
-    """The weights as they were before they were rounded."""
-    state = model.state_dict()
-    with torch.no_grad():
-        for name in exported.shapes:
-            state[name].copy_(exported.read(name))
+def tensor_of(weights: Folded | WithCuts, name: str) -> Tensor:
+    """One of them, as it is before it is rounded."""
+    return weights.tensors([name])[name]
 
 
-def _logits_of_theirs(model: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(ids).logits[0].float()
-    return logits
+def _difference(model: Any, ids: Tensor, logits_TV: Tensor) -> float:
+    return float((model(ids).logits[0].float() - logits_TV).abs().max())
 
 
-def _check_text(model: Any, ids: Tensor, ours: Answers, verdict: Verdict) -> None:
+def _check_text(model: Any, ids: Tensor, ours: Answers, verdict: Verified) -> None:
     """The same greedy text, whatever ways of sampling the folder recommends."""
     prompt = _prompt(ids)
     ends = model.generation_config.eos_token_id

@@ -1,28 +1,36 @@
-"""A trained model in one process: its loss and its tokens, from a checkpoint of any split."""
+"""A trained model in one process: its loss and its tokens, from a checkpoint of any split.
+
+Shapes: B windows, T tokens of a window, N tokens of a text.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.data.documents import Texts
+from thinwire.data.encode import LostCharacters, encode_passages
+from thinwire.data.sources import read_texts, text_files
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Joined
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import restore_weights
 from thinwire.errors import DataError
-from thinwire.inference.choice import Choice, Sampling
-from thinwire.inference.score import OtherText
-from thinwire.inference.text import TextModel, crosses_by_token, extensions
+from thinwire.inference.text import Choice, Sampling, TextModel
 from thinwire.model import Past, Score
 from thinwire.report import Display
 from thinwire.run.ledger import bits_per_byte
 from thinwire.run.start import prepare_data
+
+MOST_WINDOWS = 8  # of any text, at a time
+MOST_LOGITS = 1 << 26  # at a time; of these there are several copies, of 256 MiB each
 
 
 class Model(Joined, TextModel):
@@ -47,10 +55,14 @@ class Model(Joined, TextModel):
             restore_weights(stage, self.builder.space, self.checkpoint)
             stage.eval()
 
+    slow = (
+        "a codec of this run reads more than one token, so every new token recomputes the whole "
+        "window; --compression off is faster"
+    )
+
     @property
     def crosses_by_token(self) -> bool:
-        """Whether every codec of this model lets each token cross by itself."""
-        return not self.compression or crosses_by_token(self.settings)
+        return not self.compression or super().crosses_by_token
 
     def __call__(self, inputs: Tensor, number: int = 0, pasts: list[Past] | None = None) -> Tensor:
         """Logits of every position; `number` tells a microbatch or token from the next.
@@ -59,14 +71,6 @@ class Model(Joined, TextModel):
         """
         self.go_to(self.checkpoint.step, number, training=False)
         return self.logits(inputs, self.compression, pasts)
-
-    def notes(self) -> list[str]:
-        """What whoever generates text with this model should know."""
-        slow = (
-            "a codec of this run reads more than one token, so every new token recomputes the "
-            "whole window; --compression off is faster"
-        )
-        return [] if self.crosses_by_token else [slow]
 
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
         """Loss on the run's own validation data, over as many microbatches as training used."""
@@ -96,16 +100,36 @@ class Model(Joined, TextModel):
     ) -> dict[str, Any]:
         """Loss on all of another text, or on its first `batches` microbatches."""
         display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
-        shape = self.settings.model
-        text = OtherText(path, self.tokenizer(), text_key, shape.context, shape.vocab)
-        if text.lost:
-            display.note(f"the tokenizer {text.lost}")
-        places, score = text.windows(batches), Score()
-        for number, window in enumerate(text.read(places, self.device)):
-            logits_BTV = self(window.inputs_BT, number)
-            score.add(self.loss(logits_BTV, window.targets_BT), window.targets_BT)
+        files = text_files(str(path), "--data")
+        texts = Texts([(functools.partial(read_texts, files, text_key), 0)]).read()
+        lost = LostCharacters()
+        passages = (("valid", document.text) for document in texts)
+        chunks = list(encode_passages(self.tokenizer(), passages, lost))
+        ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
+        sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])  # type: ignore[arg-type]
+        if len(ids_N) < 2:
+            raise DataError(f"{path} has too little text: a loss needs at least two tokens")
+        if lost.summary():
+            display.note(f"the tokenizer {lost.summary()}")
+        places, score, size = self._windows(len(ids_N) - 1)[: batches or None], Score(), 0
+        for number, place in enumerate(places):
+            part_N = torch.from_numpy(ids_N[place.start : place.stop + 1]).to(self.device)
+            shape = -1, min(self.settings.model.context, len(place))
+            inputs_BT, targets_BT = part_N[:-1].reshape(shape), part_N[1:].reshape(shape)
+            score.add(self.loss(self(inputs_BT, number), targets_BT), targets_BT)
+            size += int(sizes_N[place.start + 1 : place.stop + 1].sum())
             display.progress("eval", number + 1, len(places), "microbatches")
-        return {**self._figures(score, *text.size(places)), "data": str(path)}
+        return {**self._figures(score, sum(map(len, places)), size), "data": str(path)}
+
+    def _windows(self, count: int) -> list[range]:
+        """So many tokens in windows of the context, without overlap as in training: a few windows
+        of one length in each range, the last one shorter.
+        """
+        context = self.settings.model.context
+        at_once = max(1, min(MOST_WINDOWS, MOST_LOGITS // (context * self.settings.model.vocab)))
+        step, whole = at_once * context, count - count % context
+        found = [range(at, min(at + step, whole)) for at in range(0, whole, step)]
+        return found + ([range(whole, count)] if whole < count else [])
 
     def _figures(self, score: Score, tokens: int, size: int) -> dict[str, Any]:
         return {
@@ -118,19 +142,19 @@ class Model(Joined, TextModel):
             "tokens": score.count,
         }
 
-    def tokens_behind(
-        self, ids: Sequence[int], sampling: Sampling, cache: bool = True
-    ) -> Iterator[int]:
-        ids, cached, choose = list(ids), cache and self.crosses_by_token, Choice(sampling)
+    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
+        choose = Choice(sampling)
         pasts: list[Past] | None = None
-        parts = extensions(ids, self.settings.model.context, cached)
-        for number, (part, with_empty_past) in enumerate(parts):
+
+        @torch.no_grad()
+        def read(part: list[int], number: int, with_empty_past: bool) -> int:
+            nonlocal pasts
             if cached and with_empty_past:
                 pasts = [stage.new_past() for stage in self.stages]
-            with torch.no_grad():
-                logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
-            ids.append(choose(logits_BTV[0, -1].float().cpu()))
-            yield ids[-1]
+            logits_BTV = self(torch.tensor([part], device=self.device), number, pasts)
+            return choose(logits_BTV[0, -1].float().cpu())
+
+        return read
 
 
 def _perplexity(loss: float) -> float:

@@ -10,7 +10,7 @@ import functools
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +18,7 @@ from thinwire.engine.build import check_devices
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Counts
 from thinwire.errors import StageError
-from thinwire.inference.choice import Sampling
-from thinwire.inference.text import TextModel, crosses_by_token, extensions
+from thinwire.inference.text import Sampling, TextModel
 from thinwire.report import Display
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.events import Begin, Command, Event, Record, Said, Say, Starting
@@ -34,6 +33,11 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
 
     `emulate` holds messages back as the run's [link] section says.
     """
+
+    slow = (
+        "a codec of this run reads more than one token, so every new token sends the whole window "
+        "across every cut"
+    )
 
     def __init__(
         self,
@@ -77,27 +81,16 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
 
-    def notes(self) -> list[str]:
-        """What whoever generates text with this model should know."""
-        slow = (
-            "a codec of this run reads more than one token, so every new token sends the whole "
-            "window across every cut"
-        )
-        return [] if crosses_by_token(self.settings) else [slow]
-
-    def tokens_behind(
-        self, ids: Sequence[int], sampling: Sampling, cache: bool = True
-    ) -> Iterator[int]:
-        ids = list(ids)
-        cached = cache and crosses_by_token(self.settings)
-        parts = extensions(ids, self.settings.model.context, cached)
-        for number, (part, with_empty_past) in enumerate(parts):
+    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
+        def read(part: list[int], number: int, with_empty_past: bool) -> int:
             start = time.monotonic()
             how = {} if number else dataclasses.asdict(sampling)
             self._tell_all(Read(part, number, with_empty_past or not number, **how))
-            ids.append(self._chosen())
+            token = self._chosen()
             self.traffic.add(len(part), time.monotonic() - start)
-            yield ids[-1]
+            return token
+
+        return read
 
     def finish(self) -> "Traffic":
         """Let the stages end in good order; what crossed their links."""

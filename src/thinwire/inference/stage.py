@@ -1,4 +1,5 @@
-"""The process of one stage of a model that writes text: reads, computes, hands on.
+"""The process of one stage of a model that writes text, and what it is told: reads, computes, hands
+on.
 
 It is started and linked as a stage in training is, under the same TLS, with the same frames and
 codecs. It loads the tensors of its own layers alone, and keeps their key-value cache.
@@ -26,8 +27,7 @@ from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.state import restore_weights
 from thinwire.errors import WireError
-from thinwire.inference.choice import Choice, Sampling
-from thinwire.inference.text import crosses_by_token
+from thinwire.inference.text import Choice, Sampling, crosses_by_token
 from thinwire.run.peer import Peer, live_as
 from thinwire.run.protocol import Chosen, Read
 from thinwire.settings import Settings
@@ -91,44 +91,39 @@ class TextStage:
     def packed(self, z_BTK: Tensor, number: int) -> Frame:
         """The frame that takes an activation to the stage above."""
         end = self._ends[self.index]
-        codec = end.codecs[Leg.FORWARD]
-        return Frame(
-            kind=FrameKind.EVALUATE,
-            sender=self.index,
-            step=self._step,
-            microbatch=number,
-            weight_version=self._versions.weight_version,
-            basis_version=self._versions.basis_version,
-            codec=codec.tag,
-            shape=tuple(z_BTK.shape),
-            payload=codec.pack(
-                z_BTK.to(end.spec.dtype), end.place(Leg.FORWARD, self._step, number, training=False)
-            ),
-        )
+        place = end.place(Leg.FORWARD, self._step, number, training=False)
+        payload = end.codecs[Leg.FORWARD].pack(z_BTK.to(end.spec.dtype), place)
+        return self._frame(end, self.index, number, tuple(z_BTK.shape), payload)
 
     def unpacked(self, frame: Frame, message: Read) -> Tensor:
         """The activation in a frame of the stage below, held against what is due."""
         end = self._ends[self.index - 1]
-        codec = end.codecs[Leg.FORWARD]
-        due = Frame(
-            kind=FrameKind.EVALUATE,
-            sender=self.index - 1,
-            step=self._step,
-            microbatch=message.number,
-            weight_version=self._versions.weight_version,
-            basis_version=self._versions.basis_version,
-            codec=codec.tag,
-            shape=(1, len(message.ids), end.spec.shape[-1]),
-        )
+        shape = (1, len(message.ids), end.spec.shape[-1])
+        due = self._frame(end, self.index - 1, message.number, shape)
         for key, wanted in vars(due).items():
             if key != "payload" and getattr(frame, key) != wanted:
                 raise WireError(
                     f"cut-{end.cut}: a frame arrived whose {key} is {getattr(frame, key)!r}, but "
                     f"{wanted!r} was due"
                 )
-        spec = TensorSpec(due.shape, end.spec.dtype, end.spec.device)
+        spec = TensorSpec(shape, end.spec.dtype, end.spec.device)
         place = end.place(Leg.FORWARD, self._step, message.number, training=False)
-        return codec.unpack(frame.payload, spec, place)
+        return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
+
+    def _frame(
+        self, end: CutEnd, sender: int, number: int, shape: tuple[int, ...], payload: bytes = b""
+    ) -> Frame:
+        return Frame(
+            kind=FrameKind.EVALUATE,
+            sender=sender,
+            step=self._step,
+            microbatch=number,
+            weight_version=self._versions.weight_version,
+            basis_version=self._versions.basis_version,
+            codec=end.codecs[Leg.FORWARD].tag,
+            shape=shape,
+            payload=payload,
+        )
 
     def _end(self, cut: int) -> CutEnd:
         """This stage's end of a cut, for one sequence of at most a context."""

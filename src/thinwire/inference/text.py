@@ -1,18 +1,79 @@
-"""Text from a model: what it reads next, how its tokens become text, and when the text ends."""
+"""Text from a model: what it reads next, how the next token is chosen, how tokens become text, and
+where the text ends. Shapes: V entries of the vocabulary.
+"""
 
 import functools
 import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from thinwire.codec import Leg, build_codecs
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
 from thinwire.engine import Checkpoint
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.inference.choice import Sampling
 from thinwire.settings import Settings
+
+COLDEST = 1e-6  # a temperature below is 0: logits divided by it would overflow
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: temperature 0 takes the likeliest, top-k 0 and top-p 1 allow all."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ConfigError(
+                f"temperature {self.temperature} and top-k {self.top_k} must not be negative, and "
+                f"top-p {self.top_p} must be above 0 and at most 1"
+            )
+
+
+class Choice:
+    """Chooses tokens by their logits, the same ones for the same seed."""
+
+    def __init__(self, sampling: Sampling):
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """The next token."""
+        if logits_V.isnan().any():
+            raise CheckpointError(
+                "the model's output is NaN: its training has diverged; use an earlier checkpoint"
+            )
+        if self._sampling.temperature < COLDEST:
+            return int(logits_V.argmax())
+        shares_V = shares(logits_V, self._sampling)
+        return int(torch.multinomial(shares_V, 1, generator=self._generator))
+
+
+def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """The probability of each token: of the top-k likeliest, then of the fewest of these that
+    make up top-p together; equal ones at the edge of top-k stay in.
+    """
+    if sampling.top_k:
+        worst = torch.topk(logits_V, min(sampling.top_k, len(logits_V))).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < worst, -math.inf)
+    shares_V = torch.softmax(logits_V / sampling.temperature, -1)
+    if sampling.top_p == 1:
+        return shares_V
+    sorted_V, order_V = shares_V.sort(descending=True, stable=True)
+    # What comes before a token must not be enough by itself: so the likeliest always stays.
+    kept_V = sorted_V.cumsum(-1) - sorted_V < sampling.top_p
+    shares_V = torch.zeros_like(shares_V).scatter(0, order_V, sorted_V * kept_V)
+    return shares_V / shares_V.sum()
 
 
 class TextModel(ABC):
@@ -28,11 +89,24 @@ class TextModel(ABC):
     template = ""
     """The chat template to ask it with, as data.template chooses one; empty: its own."""
 
-    @abstractmethod
-    def notes(self) -> list[str]:
-        """What whoever generates text with this model should know."""
+    slow: str
+    """What it costs that a codec reads more than one token."""
 
     @abstractmethod
+    def reader(self, sampling: Sampling, cached: bool) -> Callable[[list[int], int, bool], int]:
+        """What chooses the token behind the next ids, given with their number within the text and
+        whether they are read with an empty past.
+        """
+
+    @property
+    def crosses_by_token(self) -> bool:
+        """Whether every codec of this model lets each token cross by itself."""
+        return crosses_by_token(self.settings)
+
+    def notes(self) -> list[str]:
+        """What whoever generates text with this model should know."""
+        return [] if self.crosses_by_token else [self.slow]
+
     def tokens_behind(
         self, ids: Sequence[int], sampling: Sampling, cache: bool = True
     ) -> Iterator[int]:
@@ -40,6 +114,12 @@ class TextModel(ABC):
 
         Without `cache` the whole window is computed for each; that changes no token.
         """
+        ids, cached = list(ids), cache and self.crosses_by_token
+        choose = self.reader(sampling, cached)
+        parts = extensions(ids, self.settings.model.context, cached)
+        for number, (part, with_empty_past) in enumerate(parts):
+            ids.append(choose(part, number, with_empty_past))
+            yield ids[-1]
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -105,21 +185,6 @@ class TextModel(ABC):
         chosen = itertools.islice(self.tokens_behind(ids, sampling, cache), tokens)
         return Writing(tokenizer, ids, chosen, known, stop)
 
-    def stream(
-        self,
-        prompt: str,
-        tokens: int,
-        temperature: float,
-        top_k: int,
-        seed: int,
-        cache: bool = True,
-        top_p: float = 1.0,
-    ) -> Iterator[str]:
-        """The prompt, then its continuation in pieces of whole characters, as they are chosen."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        writing = self.write(self.encode(prompt), tokens, sampling, cache=cache)
-        return itertools.chain([prompt], writing)
-
     def generate(
         self,
         prompt: str,
@@ -128,9 +193,11 @@ class TextModel(ABC):
         top_k: int,
         seed: int,
         top_p: float = 1.0,
+        cache: bool = True,
     ) -> str:
         """The prompt and its continuation. The same seed gives the same text on a machine."""
-        return "".join(self.stream(prompt, tokens, temperature, top_k, seed, top_p=top_p))
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return prompt + "".join(self.write(self.encode(prompt), tokens, sampling, cache=cache))
 
 
 def crosses_by_token(settings: Settings) -> bool:
@@ -175,22 +242,20 @@ class Writing:
         self._stops = _Stops(stop)
 
     def __iter__(self) -> Iterator[str]:
+        is_ended = False
         for token in self._chosen:
             self.count += 1
-            if token in self._ends:
-                self.ended_by = "stop"
+            if is_ended := token in self._ends:
                 break
             self._ids.append(token)
             yield self._stops.passed(self._text.whole_characters())
             if self._stops.found:
-                self.ended_by = "stop"
-                return
-        rest = self._stops.passed(self._text.rest())
-        if self._stops.found:
+                break
+        if not self._stops.found:
+            rest = self._stops.passed(self._text.rest())
+            yield rest if self._stops.found else rest + self._stops.held
+        if is_ended or self._stops.found:
             self.ended_by = "stop"
-        else:
-            rest += self._stops.held
-        yield rest
 
 
 class _Stops:

@@ -4,18 +4,19 @@ This room receives plain records and knows nothing of how they come about. The p
 imported from `thinwire.report.plots`, apart from the rest, since matplotlib is slow to load.
 """
 
-from thinwire.report.display import Display, PlainDisplay
-from thinwire.report.live import open_display
+from thinwire.report.display import Display, PlainDisplay, open_display
 from thinwire.report.metrics import MetricsWriter, read_metrics
 from thinwire.report.records import (
     EvaluationRecord,
     LinkRecord,
     StageRecord,
     StepRecord,
+    Timeline,
     TraceSpan,
+    read_timeline,
+    write_timeline,
 )
 from thinwire.report.table import as_text, comparison_table, summary_table
-from thinwire.report.timeline import Timeline, read_timeline, write_timeline
 
 __all__ = [
     "Display",

@@ -16,8 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from thinwire.report.human import human_count
 from thinwire.report.losses import Losses
-from thinwire.report.records import TraceSpan
-from thinwire.report.timeline import Timeline
+from thinwire.report.records import Timeline, TraceSpan
 
 DPI = 150
 

@@ -5,10 +5,14 @@ those of one step unless a name says otherwise.
 """
 
 import dataclasses
+import json
 import math
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
+from thinwire.errors import ThinwireError
 
 T = TypeVar("T")
 _EARLIER_NAMES = {"cut": "boundary"}  # of fields, in what earlier versions wrote
@@ -105,3 +109,35 @@ def _revived_value(kind: Any, value: Any) -> Any:
         (record,) = typing.get_args(kind)
         return [revived(record, inner) for inner in value]
     return math.nan if value is None and kind is float else value
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step, in seconds since it began on the first stage."""
+
+    run: str
+    step: int  # counts from 1
+    seconds: float  # of the step, as the first stage sees it
+    stages: list[StageRecord]
+    spans: list[TraceSpan]
+
+    def title(self) -> str:
+        """What a chart of it is called."""
+        return f"{self.run}: step {self.step}, {self.seconds:.3g} s"
+
+
+def write_timeline(timeline: Timeline, path: Path) -> None:
+    """Write it as one JSON object."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(timeline), allow_nan=False) + "\n")
+
+
+def read_timeline(path: Path) -> Timeline:
+    """What `write_timeline` wrote; ThinwireError when it cannot be read."""
+    try:
+        return revived(Timeline, json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ThinwireError(
+            f"{path} is not the timeline of a step: {error}. `thinwire train` writes one "
+            "when a run ends"
+        ) from error

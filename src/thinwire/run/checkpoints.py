@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data.template import CONFIG, ChatTemplate
+from thinwire.data.chat import CONFIG, ChatTemplate
 from thinwire.engine.checkpoint import (
     FORMAT,
     MANIFEST,

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from thinwire.data import DataConfig, prepare
-from thinwire.data.template import TEMPLATES
+from thinwire.data.chat import TEMPLATES
 from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import (
     AdmissionError,

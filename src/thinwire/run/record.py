@@ -22,8 +22,7 @@ from thinwire.errors import (
 )
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter, write_timeline
-from thinwire.report.metrics import read_evaluations, without_nan
-from thinwire.report.wandb import WandbLog
+from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
 from thinwire.run.checkpoints import Checkpoints, divergence, origin_in, way_back
 from thinwire.run.events import (
     Begin,

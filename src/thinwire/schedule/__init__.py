@@ -1,10 +1,13 @@
 """Schedules as data: what each stage computes in which order, checked, drawn and simulated."""
 
-from thinwire.schedule.action import NO_MICROBATCH, Action, Kind, Schedule
 from thinwire.schedule.build import (
+    NO_MICROBATCH,
     OPEN,
+    Action,
     Counts,
+    Kind,
     PipelineConfig,
+    Schedule,
     build,
     deal,
     forward_only,
@@ -13,8 +16,17 @@ from thinwire.schedule.build import (
     stage_window,
     validate,
 )
-from thinwire.schedule.play import CONTROL_BYTES, ROW_FRAME_BYTES, Costs, Links, Network, Span
-from thinwire.schedule.simulate import Simulation, simulate, window_table
+from thinwire.schedule.simulator import (
+    CONTROL_BYTES,
+    ROW_FRAME_BYTES,
+    Costs,
+    Links,
+    Network,
+    Simulation,
+    Span,
+    simulate,
+    window_table,
+)
 
 __all__ = [
     "CONTROL_BYTES",

@@ -1,0 +1,249 @@
+"""A model folder as Hugging Face keeps it: its place, its JSON, its safetensors read and written.
+
+What safetensors files hold is listed from their headers, and a tensor is read when it is asked for.
+They are written tensor by tensor too: the library writes a file from all its tensors at once, but
+shapes and types are known before the tensors are, so the header can stand first. Memory holds one
+tensor at a time, whatever the size of the model.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.folders import flush, partial_folder, replace_folder
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Number formats of weights, as safetensors spells them."""
+_SPELLED = {dtype: name for name, dtype in TYPES.items()}
+EXPORT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WHY_NO_PICKLE = (
+    "holds its weights as pickle (.bin) only. Reading pickle runs code that the file names, so "
+    "thinwire never does: take a version with .safetensors files, or convert it where you trust it "
+    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+)
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[str], Tensor]
+
+
+def check_target(
+    folder: Path, replace: bool, is_ours: Callable[[Path], bool], what: str = "exported model"
+) -> None:
+    """Refuse to write over what is there; even by force only over what is of the same kind."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir() or not is_ours(folder):
+        raise ConfigError(f"{folder} exists and is no {what}: choose another name")
+    if not replace:
+        raise ConfigError(f"{folder} exists already: choose another name, or use --force")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder that takes the place of `target` at the end; what fails leaves nothing."""
+    hidden = f".{target.absolute().name}"
+    try:
+        with partial_folder(target.absolute().parent, hidden, only=hidden) as folder:
+            yield folder
+            for path in folder.iterdir():
+                flush(path)
+            replace_folder(folder, target.absolute())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {target}: {error}. Nothing was left there; free some space or "
+            "choose another place"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; CheckpointError where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return found
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A JSON file as people read it."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor as its file lists it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors spells it, such as BF16."""
+
+
+class FolderWeights:
+    """The named tensors in the safetensors files of a folder."""
+
+    def __init__(self, folder: Path):
+        """CheckpointError names a file that is missing, truncated or not what the index says."""
+        self.listed: dict[str, Kept] = {}
+        self._folder = folder
+        self._files: dict[str, str] = {}
+        for file, names in self._parts().items():
+            self._scan(file, names)
+
+    def read(self, name: str) -> Tensor:
+        """One of the tensors, and no other."""
+        with self._opened(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def _parts(self) -> dict[str, set[str] | None]:
+        """The files, each with the tensors that the index expects there, if there is an index."""
+        folder = self._folder
+        if (folder / INDEX).is_file():
+            return self._indexed(read_json(folder / INDEX).get("weight_map"))
+        if (folder / WHOLE).is_file():
+            return {WHOLE: None}
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        if others:
+            raise CheckpointError(
+                f"{folder} has {others[0]} but neither {WHOLE} nor {INDEX}, which says what is in "
+                "which file: the download is not complete, or this is an adapter"
+            )
+        if list(folder.glob("*.bin")) or list(folder.glob("*.pt*")):
+            raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
+        raise CheckpointError(f"{folder} has no weights: expected {WHOLE}, or {INDEX} with files")
+
+    def _indexed(self, places: Any) -> dict[str, set[str] | None]:
+        path = self._folder / INDEX
+        if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+            raise CheckpointError(f"{path} has no weight_map of tensors and their files")
+        parts: dict[str, set[str] | None] = {}
+        for file in sorted(set(places.values())):
+            if Path(file).name != file:
+                raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
+            parts[file] = {name for name, place in places.items() if place == file}
+        missing = [file for file in parts if not (self._folder / file).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} of the {len(parts)} files that {INDEX} "
+                f"names, such as {missing[0]}: complete the download"
+            )
+        return parts
+
+    def _scan(self, file: str, expected: set[str] | None) -> None:
+        with self._opened(file) as opened:
+            names = set(opened.keys())
+            if expected is not None and names != expected:
+                absent, other = sorted(expected - names), sorted(names - expected)
+                what = f"lacks {absent[0]}" if absent else f"also holds {other[0]}"
+                raise CheckpointError(
+                    f"{self._folder / file} {what}, unlike {INDEX} says: the files are not of "
+                    "one model"
+                )
+            for name in names:
+                part = opened.get_slice(name)
+                self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
+                self._files[name] = file
+
+    @contextlib.contextmanager
+    def _opened(self, file: str) -> Iterator[Any]:
+        path = self._folder / file
+        try:
+            with safetensors.safe_open(path, framework="pt") as opened:
+                yield opened
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read, it may be truncated: {error}. Fetch it again"
+            ) from error
+
+
+class MemoryWeights:
+    """Named tensors that are in memory already."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.listed = {
+            name: Kept(tuple(tensor.shape), _SPELLED.get(tensor.dtype, str(tensor.dtype)))
+            for name, tensor in tensors.items()
+        }
+        self._tensors = tensors
+
+    def read(self, name: str) -> Tensor:
+        """One of the tensors."""
+        return self._tensors[name]
+
+
+def write_tensors(
+    path: Path, shapes: Shapes, types: torch.dtype | Mapping[str, torch.dtype], read: Read
+) -> None:
+    """Write one file of these tensors, in this order and of one type or of these, to the disk."""
+    of = {name: types if isinstance(types, torch.dtype) else types[name] for name in shapes}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * of[name].itemsize
+        header[name] = {"dtype": _SPELLED[of[name]], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            file.write(_bytes_of(name, read(name), shape, of[name]))
+    flush(path)
+
+
+def _bytes_of(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> memoryview:
+    """A tensor as it is in the file; nobody else holds it while the next one is read."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
+        )
+    rounded = tensor.detach().cpu().to(dtype).contiguous()
+    return rounded.flatten().view(torch.uint8).numpy().data
+
+
+def write_model(
+    folder: Path, shapes: Shapes, dtype: torch.dtype, read: Read, most_bytes: int
+) -> list[str]:
+    """Write a model as one file, or as several of at most `most_bytes` with an index.
+
+    A tensor is never split, so one that is larger has a file of its own. Returns the files' names.
+    """
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * dtype.itemsize
+        if parts[-1] and size + own > most_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += own
+    if len(parts) == 1:
+        write_tensors(folder / WHOLE, shapes, dtype, read)
+        return [WHOLE]
+    places: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        write_tensors(folder / file, {name: shapes[name] for name in names}, dtype, read)
+        places |= dict.fromkeys(names, file)
+    count = sum(math.prod(shape) for shape in shapes.values())
+    sizes = {"total_parameters": count, "total_size": count * dtype.itemsize}
+    write_json(folder / INDEX, {"metadata": sizes, "weight_map": places})
+    return [*dict.fromkeys(places.values()), INDEX]
