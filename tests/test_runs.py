@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -259,14 +258,6 @@ def test_bad_settings_are_refused(refused: Callable, config: Callable, tmp_path:
         code = 3 if override.startswith(("data", "train.batch")) else 2
         refused(["train", path, "--set", override], code, words)
     assert not (tmp_path / "test" / "metrics.jsonl").exists()
-
-
-def test_a_port_in_use_is_named(refused: Callable, config: Callable) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        refused(["train", config(), "--set", f"link.port={port}"], 5, str(port), "in use")
 
 
 def test_missing_files(refused: Callable, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +20,7 @@ from thinwire.engine import Checkpoint, list_checkpoints
 from thinwire.engine.build import is_emulated
 from thinwire.engine.checkpoint import checkpoints_folder, partial_folder
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
-from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
+from thinwire.errors import CheckpointError, ConfigError, StageError
 from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import open_newest, read_proof
 from thinwire.run.coordinator import Coordinator
@@ -521,12 +520,8 @@ def test_a_run_goes_on_in_its_own_folder(
     """Real processes: a launch that failed costs nothing; a resume leaves one course to follow."""
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "test"
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(WireError, match="in use"):
-            train(make_settings(link__port=port), silent())
+    with pytest.raises(StageError, match="cannot listen|192.0.2.1"):
+        train(make_settings(link__listen="192.0.2.1"), silent())
     assert not (folder / "metrics.jsonl").exists()
 
     train(make_settings(pipeline__stages=1, train__checkpoint_every=1, train__steps=3), silent())

@@ -71,7 +71,7 @@ def test_each_stage_has_its_own_order_log_and_end(start: Callable, tmp_path: Pat
     pids = [process_of(tmp_path / f"{number}.log") for number in range(3)]
     assert len(set(pids)) == 3 and all(stage.poll() is None for stage in stages)
     for number in range(3):
-        text = said(tmp_path / f"{number}.log", "files")
+        text = said(tmp_path / f"{number}.log", "]")
         assert f"stage {number} is" in text
         assert ("imported" in text) == (number == 0)  # once, for all
         assert "files [0, 1, 2, 3]" in text  # not those of others

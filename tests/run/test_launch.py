@@ -117,7 +117,7 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(
     assert "BYE" in lower["sent"] or "BYE" in upper["sent"]  # whoever leaves first says it
     for kind in ("HELLO", "FORWARD", "EVALUATE", "VERDICT"):
         assert lower["sent"][kind] == upper["received"][kind]
-    orders, hellos = 2 * 3_000, 2 * 1_000  # settings go out once
+    orders, hellos = 2 * 4_000, 2 * 1_000  # settings go out once
     assert 2 * 64 < peers.control_bytes() < orders + hellos + 4 * 600
 
 
@@ -127,7 +127,7 @@ def test_stages_in_fewer_processes_give_the_same_bits_and_send_less(
     """With codecs that remember and a basis that moves: all that crosses a cut is computed."""
     thin = {
         "boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2,
-        "codec__forward": "int8", "codec__backward": "ef(int4)",
+        "codec__forward": "int8", "codec__backward": "int4+ef",
     }  # fmt: skip
     shards, summaries = [], []
     for peers in (3, 2, 1):

@@ -51,7 +51,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         self.checkpoint.verify()
         settings = self.checkpoint.settings
         run = dataclasses.replace(settings.run, device=device)
-        link = dataclasses.replace(settings.link, emulate=settings.link.emulate and emulate, port=0)
+        link = dataclasses.replace(settings.link, emulate=settings.link.emulate and emulate)
         self.settings = dataclasses.replace(settings, run=run, link=link)
         check_devices(self.settings)
         self.tokenizer()  # a checkpoint that cannot write is refused before anything starts

@@ -296,7 +296,7 @@ def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> 
         )
     threads = terms.threads or asked.run.threads or machine_cores()
     run = dataclasses.replace(asked.run, out="runs", device=terms.device, threads=threads)
-    link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1", port=0)
+    link = dataclasses.replace(asked.link, emulate=False, listen="127.0.0.1")
     memory = max(1, min(asked.codec.memory_mb, free_bytes // 8 >> 20))
     codec = dataclasses.replace(asked.codec, memory_mb=memory)
     data = dataclasses.replace(asked.data, path=_text(terms.data), valid_path="")

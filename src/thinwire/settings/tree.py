@@ -253,6 +253,7 @@ GONE: dict[str, dict[str, Any]] = {
     "model": {"classes": 0, "channels": 0, "side": 0},
     "data": {"augment": True},
     "optim": {"momentum": 0.9},
+    "link": {"port": 0},
 }
 """Keys of earlier versions that have gone, and the values with which they changed nothing."""
 

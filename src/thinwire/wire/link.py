@@ -40,7 +40,7 @@ SLOWEST_MBPS = 1e-3  # below it no run ends
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """The network between stages: its emulated rates, and where the coordinator listens."""
+    """The network between stages: its emulated rates, and where stages listen."""
 
     mbps_up: float = option(
         80.0,
@@ -68,12 +68,7 @@ class LinkConfig:
     emulate: bool = option(
         True, "emulate these rates and delays; false = no delays", scope="machine"
     )
-    listen: str = option(
-        "127.0.0.1", "address on which stages and coordinator accept links", scope="machine"
-    )
-    port: int = option(
-        0, "port of the coordinator; 0 = any free port", least=0, most=65535, scope="machine"
-    )
+    listen: str = option("127.0.0.1", "address on which stages accept links", scope="machine")
     outage: float = option(
         60.0,
         "seconds for which a link may be down before the run ends; 0 = end it at the first loss",
