@@ -71,10 +71,11 @@ def read_log(log: Path, ground: Ground | None = None) -> list[Trained]:
     """The arms that have been trained, on any ground or on this one."""
     found = []
     lines = log.read_text().splitlines() if log.exists() else []
+    known = Settings.from_plain({}).to_plain()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            trained = Trained(_arm_of(row["arm"]), row["figures"], row["ground"])
+            trained = Trained(_arm_of(row["arm"], known), row["figures"], row["ground"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{log}, line {number}: not an arm that this version of thinwire has logged; move "
@@ -85,9 +86,8 @@ def read_log(log: Path, ground: Ground | None = None) -> list[Trained]:
     return found
 
 
-def _arm_of(logged: dict[str, Any]) -> Arm:
+def _arm_of(logged: dict[str, Any], known: Values) -> Arm:
     """An arm of a log, without settings that thinwire no longer has where they changed nothing."""
-    known = Settings.from_plain({}).to_plain()
     changes = {
         section: {key: v for key, v in keys.items() if v or key in known.get(section, {})}
         for section, keys in logged.get("changes", {}).items()
