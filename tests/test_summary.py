@@ -1,6 +1,5 @@
 """The ledger: what stages report becomes a summary, in memory that does not grow with the run."""
 
-import json
 import math
 import random
 import statistics
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 
 from thinwire.engine.reports import Counts, Evaluation, Moved, StageCosts, Step
-from thinwire.folders import next_free_name
-from thinwire.run.ledger import Ledger, bits_per_byte
+from thinwire.run.ledger import Ledger
 from thinwire.run.protocol import Ready
 from thinwire.schedule import Costs, simulate
 from thinwire.settings import Settings
-from thinwire.settings.crossing import network_of
 
 MakeSettings = Callable[..., Settings]
 FRAME = 1064  # bytes of one frame, header included
@@ -109,26 +106,11 @@ def test_a_summary_of_known_steps(make_ledger: Callable[..., Ledger]) -> None:
     assert summary["refused_updates"] == 0 and summary["total_seconds"] == 30.0
 
 
-def test_a_run_of_one_step_has_a_summary_too(make_ledger: Callable[..., Ledger]) -> None:
-    summary = follow(make_ledger(), [2.0]).summary({}, 1.0)
-    assert summary["step_seconds_median"] == 2.0
-    assert summary["final_train_loss"] == summary["last_train_loss"] == 5.0
-
-
 def test_a_run_of_no_step_has_a_summary_too(make_ledger: Callable[..., Ledger]) -> None:
     summary = make_ledger().summary({}, 1.0)
     for key in ("tokens_per_s", "final_train_loss", "last_train_loss", "link_utilisation"):
         assert summary[key] is None
     assert summary["cuts"] == [] and summary["space"] is None
-
-
-def test_the_final_loss_is_the_mean_of_ten_and_the_last_is_the_last(
-    make_ledger: Callable[..., Ledger],
-) -> None:
-    losses = [float(number) for number in range(40)]
-    summary = follow(make_ledger(), [1.0] * 40, loss=losses).summary({}, 1.0)
-    assert summary["final_train_loss"] == statistics.fmean(losses[-10:])
-    assert summary["last_train_loss"] == 39.0
 
 
 def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_validation(
@@ -142,14 +124,6 @@ def test_speed_leaves_out_first_steps_and_those_that_share_their_time_with_a_val
     assert summary["tokens_per_s"] == timed["steps"] * tokens / timed["seconds"]
     assert summary["step_seconds_median"] == 2.0
     assert ledger.records[-1].tokens_per_s == tokens / 2.0, "what is on display too"
-
-
-def test_where_every_step_follows_a_validation_they_are_timed_and_named_so(
-    make_ledger: Callable[..., Ledger],
-) -> None:
-    summary = follow(make_ledger(train__eval_every=1), [9.0, 9.0, 1.0, 3.0]).summary({}, 100.0)
-    assert summary["timed"]["which"] == "behind validations"
-    assert (summary["timed"]["steps"], summary["timed"]["seconds"]) == (2, 4.0)
 
 
 def test_the_seconds_of_a_run_add_up(make_ledger: Callable[..., Ledger]) -> None:
@@ -311,19 +285,6 @@ def test_the_step_to_draw_is_a_typical_one(make_ledger: Callable[..., Ledger]) -
     assert "norm" not in {span.label for span in spans}
 
 
-def test_a_first_step_is_drawn_only_if_there_is_no_other(
-    make_ledger: Callable[..., Ledger],
-) -> None:
-    assert follow(make_ledger(), [3.0, 1.0]).typical_step().step in (1, 2)
-    assert follow(make_ledger(), [1.0, 1.0, 9.0]).typical_step().step == 3
-
-
-def test_the_last_records_are_at_hand(make_ledger: Callable[..., Ledger]) -> None:
-    ledger = follow(make_ledger(), [1.0] * 50)
-    assert 10 <= len(ledger.records) < 50
-    assert ledger.records[-1].step == 50 and len(ledger.records[-1].stages) == 2
-
-
 def test_every_byte_that_left_is_counted_by_kind(make_ledger: Callable[..., Ledger]) -> None:
     ledger = follow(make_ledger(), [1.0, 1.0, 1.0])
     assert ledger.summary({}, 1.0)["bytes_sent"] is None, "the stages have not finished"
@@ -367,15 +328,6 @@ def test_a_link_without_a_rate_is_never_busy(
     assert math.isnan(summary["cuts"][0]["link_utilisation"])
 
 
-def test_refused_updates_are_counted_in_a_row_and_in_all(
-    make_ledger: Callable[..., Ledger],
-) -> None:
-    committed = [True, False, True, False, False]
-    ledger = follow(make_ledger(), [1.0] * 5, committed=committed)
-    assert ledger.refused == 2
-    assert ledger.summary({}, 1.0)["refused_updates"] == 3
-
-
 def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., Ledger]) -> None:
     count = 60
     measures: list[dict[str, float]] = [{} for _ in range(count)]
@@ -395,13 +347,6 @@ def test_the_subspace_is_followed_over_the_whole_run(make_ledger: Callable[..., 
     assert (last["energy_before"], last["energy_after"]) == (0.5, 0.6)
 
 
-def test_a_summary_is_plain_data(make_ledger: Callable[..., Ledger]) -> None:
-    ledger = follow(make_ledger(), [1.0] * 4)
-    ledger.add_evaluation(Evaluation(4, 3.0, 0.0))
-    summary = json.loads(json.dumps(ledger.summary({}, 1.0)))
-    assert summary["final_valid_loss"] == 3.0 and summary["valid_losses"] == [[4, 3.0]]
-
-
 def test_losses_that_are_null_for_not_being_finite_are_listed(
     make_ledger: Callable[..., Ledger],
 ) -> None:
@@ -410,15 +355,3 @@ def test_losses_that_are_null_for_not_being_finite_are_listed(
     ledger.add_evaluation(Evaluation(3, math.inf, 0.0))
     assert ledger.summary({}, 1.0)["not_finite"] == ["final_train_loss", "final_valid_loss"]
     assert follow(make_ledger(), [1.0]).summary({}, 1.0)["not_finite"] == []
-
-
-def test_small_helpers(make_settings: MakeSettings, tmp_path: Any) -> None:
-    assert network_of(make_settings()) is None
-    network = network_of(make_settings(link__emulate=True, link__latency_ms=4, link__jitter_ms=2))
-    assert network is not None and network.latency_s == 0.005, "half the jitter on average"
-    assert bits_per_byte(math.log(2), tokens=10, size=40) == pytest.approx(0.25)
-    assert bits_per_byte(1.0, 10, 0) is None
-    assert next_free_name(tmp_path, "a") == "a"
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a-2").mkdir()
-    assert next_free_name(tmp_path, "a") == "a-3"

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
@@ -172,47 +171,6 @@ def test_a_run_is_followed_to_its_summary(replay: Callable) -> None:
     assert (run.folder / "plots" / "loss.png").is_file()
 
 
-def test_a_run_that_was_formed_again_has_one_summary(
-    replay: Callable, corpus: Corpus, make_settings: Callable
-) -> None:
-    """A peer is lost in step 4, and the run goes on from its checkpoint of step 2."""
-    first, peers, stream = replay()
-    script = list(peers.script)
-    lost = max(i for i, (_, said) in enumerate(script) if isinstance(said, Step))
-
-    def lose(position: int) -> None:
-        if position == lost:
-            raise StageError("a peer was lost")
-
-    peers.before_each = lose
-    with pytest.raises(StageError):
-        first.follow()
-    (checkpoint,) = list_checkpoints(first.folder)
-    peers.before_each = lambda position: None
-    peers.script = [row for row in script if row[1].step >= 2 and not is_part(row[1], 2)]
-    peers._events = None
-    second = Run(first.record.settings, first.folder, corpus, peers)
-    second.record = RunRecord(
-        first.record.settings,
-        first.folder,
-        corpus,
-        Checkpoint.open(checkpoint),
-        PlainDisplay(stream),
-        goes_on=True,
-        earlier=first.record,
-    )
-    second.follow()
-    summary = second.finish(first.record._began)
-    assert [step for step, _ in summary["valid_losses"]] == [0, 2, 4]
-    assert (summary["first_step"], summary["steps"], summary["steps_run"]) == (0, 4, 5)
-    assert summary["seconds"]["start"] == 0.0 < summary["seconds"]["waiting"]
-    assert summary["paths"]["logs"] is None, "the logs of peers are on their machines"
-
-
-def is_part(said: Report, step: int) -> bool:
-    return isinstance(said, ShardWritten) and said.step == step
-
-
 def test_plots_that_fail_cost_no_run(replay: Callable) -> None:
     run, _, stream = replay()
     run.follow()
@@ -241,21 +199,6 @@ def test_who_asks_to_end_once_a_run_is_over_does_not_wait_for_plots(
     assert "the plots were skipped" in stream.getvalue()
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == 4
     assert not list((run.folder / "plots").glob("*.png"))
-
-
-def test_without_matplotlib_a_run_says_once_that_plots_are_skipped(
-    replay: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _, stream = replay()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run.follow()
-    assert run.finish()["steps"] == 4
-    assert stream.getvalue().count("plots") == 2, "in the note, and in the extra that it names"
-    assert (
-        "the plots were skipped: drawing needs matplotlib, which is not installed: pip install"
-        in (" ".join(stream.getvalue().split()))
-    )
-    assert [path.name for path in (run.folder / "plots").iterdir()] == ["step.json"]
 
 
 def test_a_summary_holds_no_nan_and_no_infinity(replay: Callable) -> None:
@@ -319,15 +262,6 @@ def test_a_failed_part_leaves_nothing_and_costs_no_other_checkpoint(replay: Call
     assert [p.name[-1] for p in list_checkpoints(run.folder)] == ["4"]
     Checkpoint.open(run.folder).verify()
     assert stream.getvalue().count("checkpoint of step 2 not written") == 1
-
-
-def test_a_manifest_that_cannot_be_written_costs_its_checkpoint_alone(replay: Callable) -> None:
-    run, _, stream = replay()
-    (partial_folder(run.folder, 2) / "manifest.json").mkdir()
-    run.follow()
-    assert run.finish()["steps"] == 4
-    assert kept(run.folder) == ["step-00000004"]
-    assert stream.getvalue().count("checkpoint of step 2 not written, training continues") == 1
 
 
 def test_a_checkpoint_lost_at_the_end_is_an_error_after_the_summary(replay: Callable) -> None:

@@ -12,8 +12,7 @@ import pytest
 from settings_values import TINY_MODEL, with_changes
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.settings import Settings
-from thinwire_lab.arms import ground_of
-from thinwire_lab.recipe_arms import recipe_grid, with_rates
+from thinwire_lab.arms import ground_of, recipe_grid, with_rates
 
 BASE = {
     "model": {"preset": "tiny", "layers": 8},
@@ -32,13 +31,11 @@ SMOKE = {
     "test_rank_collapse.py": ("test_the_verdict_says_whose_collapse_it_is",),
     "test_stability.py": ("test_the_whole_experiment_runs",),
     "test_bandwidth.py": ("test_every_rank_is_measured_and_what_measurements_override_is_refused",),
-    "test_recipe_arms.py": ("test_recipes_are_compared",),
+    "test_arms.py": ("test_recipes_are_compared",),
     "test_codecs.py": ("test_a_study_of_language", "test_a_study_of_images"),
     "test_frontier.py": ("test_a_small_map_from_the_command_line",),
-    "test_finetune.py": ("test_a_small_map",),
     "test_gap.py": ("test_one_command_draws_logs_beside_the_literature",),
     "test_headline.py": ("test_time_is_simulated_seconds_times_measured_steps",),
-    "test_scaling.py": ("test_a_trend_is_told_from_chance",),
     "test_images.py": ("test_a_resnet_trains_to_the_same_bits_wherever_it_is_cut",),
     "test_bench.py": ("test_every_case_can_be_run",),
 }

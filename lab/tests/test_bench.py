@@ -1,10 +1,7 @@
 """The cases of the benchmark are runs that can be made, and its plain loop is timed."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from thinwire.data import Corpus
-from thinwire.settings import Settings
 from thinwire_lab import bench
 
 
@@ -15,7 +12,3 @@ def test_every_case_can_be_run(tmp_path: Path) -> None:
         assert (settings.link.mbps_up, settings.train.steps) == (80, 30)
     runtime = bench.settings_of(str(tmp_path), "plain", bench.CASES["runtime"])
     assert not runtime.link.emulate and runtime.train.steps == 6
-
-
-def test_the_plain_loop_is_timed(corpus: Corpus, make_settings: Callable[..., Settings]) -> None:
-    assert bench.plain_step_seconds(make_settings(run__precision="fp32"), corpus) > 0

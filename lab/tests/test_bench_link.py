@@ -1,7 +1,6 @@
 import pytest
 
-from thinwire.wire import Door
-from thinwire_lab.bench_link import BARE, Path, alone, goodput
+from thinwire_lab.bench_link import Path, alone, goodput
 
 
 def test_goodput_reports_both_directions_of_two_real_processes():
@@ -18,12 +17,6 @@ def test_goodput_reports_both_directions_of_two_real_processes():
         assert row["overhead"] == row["kernel_bytes"] / row["meter_bytes"] - 1
 
 
-def test_without_a_rate_the_bare_transport_is_measured():
-    there, back = goodput(BARE, sizes=(1 << 16,), seconds=0.2)
-    assert there["mbps"] > 0 and back["mbps"] > 0
-    assert there["ratio"] is back["ratio"] is None
-
-
 def test_a_single_frame_takes_what_the_model_says():
     path = Path(mbps=80, latency_ms=10)
     (taken,) = alone(path, sizes=(1 << 20,), times=3).values()
@@ -36,18 +29,3 @@ def test_a_real_path_is_not_emulated_and_the_other_end_starts_where_it_is_told()
     assert path.config.nic() is None
     (taken,) = alone(path, sizes=(1 << 10,), times=1).values()
     assert taken > 0
-
-
-def test_a_path_may_pass_a_door():
-    path = Path(mbps=80, latency_ms=0, listen="127.0.0.2", real=True, by="door")
-    for row in goodput(path, sizes=(1 << 16,), seconds=0.2):
-        assert row["mbps"] > 0
-        assert 0 < row["overhead"] < 0.5  # bytes between sockets of one process do not count
-
-
-def test_a_path_may_pass_a_relay():
-    with Door("127.0.0.2", 0) as relay:
-        relay.admit_any("password")
-        path = Path(mbps=80, latency_ms=0, real=True, by=f"{relay.address}/password")
-        assert all(row["mbps"] > 0 for row in goodput(path, sizes=(1 << 16,), seconds=0.2))
-        assert sum(traffic.relayed_bytes for traffic in relay.traffic().values()) > 1 << 17

@@ -1,6 +1,7 @@
 """One picture from logs: what arms cost and save, beside what is published."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 
 import thinwire_lab
 from thinwire.cli import main
-from thinwire.errors import ConfigError
-from thinwire_lab.gap import figure, published, rows_of, verdict
+from thinwire_lab.gap import panels_of, published, rows_of, verdict
 from thinwire_lab.logs import grounds_of, read_logs
+from thinwire_lab.plots import draw
 
 LOGS = Path(thinwire_lab.__file__).parent / "logs"
 GAPS = {"dense": 0.0, "thin32": 0.01, "thin100": 0.02}
@@ -58,23 +59,33 @@ def test_entropy_coded_arms_are_a_kind_of_their_own_and_named_from_close() -> No
     (thin200,) = (row for row in rows if (row["method"], row["stages"]) == ("thin200", 4))
     assert thin200["ratio"] == pytest.approx((231.95 + 225.07) / 2, abs=0.01), "the seeds' mean"
     far = {**thin200, "method": "far", "gap": 0.05, "least": 0.05, "most": 0.05}
-    whole, close = figure([*rows, far], published()).axes
-    names = [{text.get_text() for text in axis.texts} for axis in (whole, close)]
+    axes = draw("gap", panels_of([*rows, far], published())).axes
+    names = [{text.get_text() for text in axis.texts} - {"as dense"} for axis in axes]
     assert names[0] == {"far"} and "far" not in names[1]
     assert {"thin50", "thin200", "thin100 rank=33 step(4)/step(3), 8 stages"} <= names[1]
 
 
-def test_where_nothing_is_thin_only_the_literature_is_drawn(
-    write_log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["lab", "gap", "--logs", str(write_log(loss, [100])), "--stages", "7"]
-    main([*words, "--out", str(tmp_path)])
-    assert "No arm of the logs saves bytes." in capsys.readouterr().out
-    assert (tmp_path / "gap" / "plot.png").exists()
+def test_a_trend_over_the_length_is_told_from_chance(write_log: Callable[..., Path]) -> None:
+    def grows(label: str, tokens: float, seed: int) -> float:
+        chance = 0.0002 * (seed if label != "dense" else 0)
+        gap = {"dense": 0.0, "thin32": 0.01 + 0.004 * math.log10(tokens / 2e5), "thin100": 0.02}
+        return (4 + (tokens / 2e5) ** -0.5) * (1 + gap[label] + chance)
+
+    log = write_log(grows, [100, 300, 1000], seeds=(0, 1))
+    thin32, thin100 = rows_of(read_logs([log]))
+    assert thin32["gap per tenfold length"] == pytest.approx(0.004, abs=1e-5)
+    assert 0 < thin32["from"] < 0.004 < thin32["to"] < 0.005 and thin32["with length"] == "grows"
+    assert thin100["from"] < 0 < thin100["to"] and thin100["with length"] == "chance"
+    thin32, _ = rows_of(read_logs([write_log(grows, [100, 300, 1000])]))
+    assert thin32["to"] - thin32["from"] > 0.01, "with one seed little is known"
+    thin32, _ = rows_of(read_logs([write_log(grows, [100, 300])]))
+    assert "gap per tenfold length" not in thin32, "two lengths are too few"
 
 
-def test_a_log_without_dense_is_refused(write_log: Callable[..., Path]) -> None:
+def test_arms_with_settings_that_are_gone_are_left_out(write_log: Callable[..., Path]) -> None:
     log = write_log(loss, [100])
-    log.write_text("\n".join(line for line in log.read_text().splitlines() if "thin" in line))
-    with pytest.raises(ConfigError, match="no dense arm to compare with"):
-        rows_of(read_logs([log]))
+    dense, thin32, thin100 = map(json.loads, log.read_text().splitlines())
+    thin32["arm"]["changes"]["boundary"]["gone"] = False  # it changed nothing
+    thin100["arm"]["changes"]["boundary"]["gone"] = True
+    log.write_text("\n".join(map(json.dumps, (dense, thin32, thin100))))
+    assert [run.arm.label for run in read_logs([log])] == ["dense", "thin32"]

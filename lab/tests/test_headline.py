@@ -1,6 +1,5 @@
 """Time to a loss: what is measured, what is simulated, and what they give together."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,18 +8,17 @@ import pytest
 
 import thinwire_lab
 from thinwire.errors import ConfigError
-from thinwire.schedule import Network, simulate
-from thinwire.settings import Settings
 from thinwire_lab import headline as lab
 from thinwire_lab.experiment import EXPERIMENTS, sheet
 from thinwire_lab.logs import grounds_of, methods_of, read_logs
 from thinwire_lab.outcome import Outcome, write_outcome
-from thinwire_lab.stage_times import costs_of, measure_stages
 
 SLOWER = {"dense": 1.0, "thin32": 1.25, "thin100": 1.5}
 LOGS = Path(thinwire_lab.__file__).parent / "logs"
-SMALL = "pipeline.stages=4 pipeline.microbatches=8 pipeline.window=8 train.batch=16"
-TINY = f"model.preset=tiny run.precision=fp32 {SMALL}"
+TINY = (
+    "model.preset=tiny run.precision=fp32 pipeline.stages=4 pipeline.microbatches=8 "
+    "pipeline.window=8 train.batch=16"
+)
 
 
 def loss(label: str, tokens: float, seed: int) -> float:
@@ -32,16 +30,6 @@ def headline(log: Path, sets: str, *more: str) -> Outcome:
     experiment = EXPERIMENTS["headline"]
     changes = [part for one in sets.split() for part in ("--set", one)]
     return experiment.run(experiment.parse("--logs", str(log), *changes, *more), print)
-
-
-def test_bytes_that_vary_are_named_as_expected() -> None:
-    log = LOGS / "recipes-160m-entropy.jsonl"
-    found = headline(log, "", "--tflops", "234", "--stages", "4", "--methods", "thin32,thin50")
-    rows = {row["method"]: row for row in found.rows if row["link"] == "80 Mbps + 25 ms"}
-    assert rows["thin50"]["ratio"] == pytest.approx(48.1, abs=0.1)
-    assert rows["thin50"]["times as fast"] > 1.4 * rows["thin32"]["times as fast"]
-    (note,) = (note for note in found.notes if "the actual size varies" in note)
-    assert note.startswith("thin50: bytes: what these codecs are expected to send")
 
 
 def test_time_is_simulated_seconds_times_measured_steps(
@@ -92,56 +80,10 @@ def test_ranks_keep_their_share_of_the_width(write_log: Callable[..., Path]) -> 
     assert settings.boundary.table == 1024 and settings.codec.backward == "int4"
 
 
-def test_compute_is_measured_by_stage_and_read_again(
-    write_log: Callable[..., Path], make_settings: Callable[..., Settings], tmp_path: Path
-) -> None:
-    settings = make_settings(
-        run__precision="fp32", codec__forward="int8", codec__backward="int4",
-        boundary__mode="projected", boundary__rank=4, boundary__anchor="trainable",
-        pipeline__stages=4, optim__name="muon",
-    )  # fmt: skip
-    times = measure_stages(settings, repeats=2)
-    assert len(times) == 4 and times[1] is times[2], "stages of a kind are timed once"
-    assert all(row["forward"] > 0 and row["update"] > 0 for row in times)
-    step = simulate(settings.schedule(), costs_of(settings, times), Network(80, 80, 0.025))
-    assert step.step_seconds > 4 * 0.025
-    figures = [
-        {"method": method, "stage": stage, "forward": 0.01, "backward": 0.02, "update": 0.001}
-        for method in SLOWER
-        for stage in range(4)
-    ]
-    result = tmp_path / "result.json"
-    result.write_text(json.dumps({"figures": figures, "machine": "a GPU"}))
-    log = write_log(loss, [100, 300], stages=2)
-    found = headline(log, TINY, "--times", str(result))
-    assert "are of pipelines of 2 stages, the seconds of 4" in found.too_small
-    assert len(found.figures) == 12 and any("(a GPU)" in note for note in found.notes)
-    result.write_text(json.dumps({"figures": figures[:8], "machine": "a GPU"}))
-    with pytest.raises(ConfigError, match="has no times of thin100 in 4 stages"):
-        headline(log, TINY, "--times", str(result))
-    result.write_text("{}")
-    with pytest.raises(ConfigError, match=r"is not a result\.json of lab headline"):
-        headline(log, TINY, "--times", str(result))
-
-
-def test_a_small_model_is_timed_by_stages_and_a_large_one_by_a_block(
+def test_compute_is_measured_with_a_block_where_no_rate_is_given(
     write_log: Callable[..., Path],
 ) -> None:
-    log = write_log(loss, [100])
-    found = headline(log, TINY, "--device", "cpu")
-    assert any("measured: compute, stage by stage" in note for note in found.notes)
-    assert found.holds is None and found.too_small.startswith("100 steps")
+    found = headline(write_log(loss, [100, 300], stages=2), TINY, "--device", "cpu")
+    assert "are of pipelines of 2 stages, the seconds of 4" in found.too_small
+    assert any("measured with one block on this machine" in note for note in found.notes)
     assert {row["method"] for row in found.rows} >= {"dense", "thin32", "thin100"}
-    assert len(found.figures) == 3 * 4 and all(row["forward"] > 0 for row in found.figures)
-    large = headline(log, f"run.precision=fp32 {SMALL}", "--device", "cpu")
-    assert any("measured with one block on this machine" in note for note in large.notes)
-
-
-def test_arms_of_other_grounds_are_left_out(write_log: Callable[..., Path]) -> None:
-    log = write_log(loss, [100])
-    other = json.loads(log.read_text().splitlines()[0])
-    other["ground"]["data"] = "another"
-    log.write_text(log.read_text() + json.dumps(other) + "\n")
-    found = headline(log, TINY, "--tflops", "1", "--methods", "thin32")
-    assert {row["method"] for row in found.rows if "window" in row} == {"dense", "thin32"}
-    assert found.notes[-1] == "left out: 1 arms of other models, texts or settings"

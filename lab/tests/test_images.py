@@ -1,4 +1,4 @@
-"""Images: read alike from every form, varied by their place alone, and cut without a trace."""
+"""Images: read alike from every form, varied by seed and step alone, and cut without a trace."""
 
 import dataclasses
 import io
@@ -62,16 +62,16 @@ def test_damaged_batches_are_refused(damage, tmp_path: Path) -> None:  # type: i
         ImageSet.read(tmp_path / "nothing")
 
 
-def test_every_test_image_counts_once_and_variations_follow_the_place(tmp_path: Path) -> None:
+def test_every_test_image_counts_once_and_variations_follow_the_step(tmp_path: Path) -> None:
     images = ImageSet.read(written(tmp_path, batches()))
     feed = ImageFeed(images, 3, seed=1, augment=True, device=CPU)
     labels = torch.cat([feed.validation(number)[1] for number in range(feed.validation_count)])
     assert sorted(labels.tolist()) == [-100, -100, 0, 1, 3, 9]
     pixels = torch.from_numpy(images.train.pixels_NCSS[:4].copy())
-    whole = augmented(pixels, seed=5, place=7)
-    parts = torch.cat([augmented(pixels[:1], 5, 7), augmented(pixels[1:], 5, 8)])
-    assert torch.equal(whole, parts), "however a step is split"
-    assert not torch.equal(whole, augmented(pixels, seed=6, place=7))
+    varied = augmented(pixels, seed=5, step=7)
+    assert torch.equal(varied, augmented(pixels, seed=5, step=7))
+    assert not torch.equal(varied, augmented(pixels, seed=6, step=7))
+    assert not torch.equal(varied, augmented(pixels, seed=5, step=8))
 
 
 def test_a_resnet_trains_to_the_same_bits_wherever_it_is_cut(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +87,6 @@ def test_figures_outlast_a_process_that_dies_on_its_way_out(ground: Ground, tmp_
     assert said[-1] == f"2 arms, 2 of them in {log} already"
 
 
-def test_a_grid_can_be_trained_in_any_thread(ground: Ground, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        session = lab.Session(tmp_path / "arms.jsonl", 1, print)
-        rows = pool.submit(lab.train_arms, [summed(1, 2)], ground, session).result()
-    assert [row.loss for row in rows] == [3.25]
-
-
 def test_other_grounds_do_not_compare(ground: Ground, tmp_path: Path) -> None:
     log = tmp_path / "arms.jsonl"
     other = {"arm": {"label": "x", "seed": 1, "steps": 2}, "figures": {"loss": 9.0}}
@@ -121,28 +113,6 @@ def test_no_arm_is_started_when_time_is_up(ground: Ground, tmp_path: Path) -> No
     session = lab.Session(tmp_path / "log", 2, said.append, until=lab.time.monotonic() - 1)
     assert lab.train_arms([summed(1, 2), summed(1, 3)], ground, session) == []
     assert said[1:] == ["time is up: 2 arms are left for another call"]
-
-
-def test_an_interrupted_grid_leaves_no_process(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Any] = []
-    kind = lab._Process
-
-    def start(arm: Arm, ground: Ground, processes: int) -> Any:
-        started.append(kind(arm, ground, processes))
-        return started[-1]
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(lab, "_Process", start)
-    monkeypatch.setattr(lab.time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        lab.train_arms(
-            [summed(1, 2), summed(1, 3)], ground, lab.Session(tmp_path / "log", 2, print)
-        )
-    assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
 GRID = """

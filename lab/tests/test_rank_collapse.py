@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,11 +15,7 @@ from thinwire_lab import rank_collapse as lab
 from thinwire_lab.experiment import EXPERIMENTS
 from thinwire_lab.outcome import write_outcome
 from thinwire_lab.vision import (
-    CHARACTERS,
-    FONTS,
-    SIDE,
     character_batch,
-    character_images,
     classifier,
 )
 
@@ -38,66 +33,6 @@ def test_stable_rank_is_frobenius_over_spectral() -> None:
     assert lab.stable_rank(torch.ones(7)) == 7
     assert lab.stable_rank(torch.tensor([3.0, 0, 0])) == 1
     assert lab.stable_rank(torch.zeros(3)) == 0
-
-
-def test_energy_rank_counts_directions() -> None:
-    assert lab.energy_rank(torch.ones(10)) == 9
-    assert lab.energy_rank(torch.tensor([3.0, 1.0, 0.0]), 0.9) == 1  # 9 of 10
-    assert lab.energy_rank(torch.tensor([3.0, 1.0, 0.0]), 0.91) == 2
-    assert lab.energy_rank(torch.zeros(4)) == 0
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(96, 96), (64, 256)])
-def test_a_random_matrix_has_the_stable_rank_foretold(rows: int, columns: int) -> None:
-    found = [
-        lab.stable_rank(torch.linalg.svdvals(gaussian(rows, columns, seed))) for seed in range(4)
-    ]
-    assert np.mean(found) == pytest.approx(lab.random_stable_rank(rows, columns), rel=0.08)
-
-
-def look(matrices: list[torch.Tensor]) -> dict[str, float]:
-    return lab.look_at(matrices)[0]
-
-
-def test_a_look_tells_low_rank_from_random() -> None:
-    low = gaussian(32, 3) @ gaussian(3, 64, seed=1)
-    noisy, full = low + 1e-3 * gaussian(32, 64, seed=2), gaussian(32, 64, seed=3)
-    assert look([noisy])["90 % energy in"] <= 3 / 32
-    assert look([noisy])["share of random"] < 0.3
-    assert look([full])["share of random"] == pytest.approx(1, rel=0.2)
-    assert look([full])["90 % energy in"] > 0.5
-    both, spectrum = lab.look_at([noisy, full])
-    assert look([noisy])["stable rank"] < both["stable rank"] < look([full])["stable rank"]
-    assert spectrum[0] == 1 and (np.diff(spectrum) <= 0).all()
-
-
-def test_a_convolution_is_read_as_a_matrix() -> None:
-    kernel = gaussian(8, 4 * 9).view(8, 4, 3, 3)
-    assert look([kernel])["stable rank"] == look([kernel.view(8, 36)])["stable rank"]
-
-
-def test_checkpoints_are_spread_by_doubling() -> None:
-    assert lab.checkpoints(20) == [0, 1, 2, 4, 8, 16, 20]
-    assert lab.checkpoints(16) == [0, 1, 2, 4, 8, 16]
-    assert lab.checkpoints(1) == [0, 1]
-
-
-def test_characters_are_a_function_of_seed_and_number() -> None:
-    images, classes = character_batch(16, 0, 3)
-    again, same_classes = character_batch(16, 0, 3)
-    assert images.shape == (16, 1, SIDE, SIDE)
-    assert torch.equal(images, again) and torch.equal(classes, same_classes)
-    assert not torch.equal(images, character_batch(16, 0, 4)[0])
-    assert not torch.equal(images, character_batch(16, 1, 3)[0])
-
-
-def test_every_character_of_every_font_is_there_and_differs() -> None:
-    images = character_images()
-    assert images.shape[:2] == (len(FONTS), len(CHARACTERS))
-    assert (images.flatten(2).sum(-1) > 5).all()
-    flat = images[0].flatten(1)
-    apart = torch.cdist(flat, flat) + 1e9 * torch.eye(len(CHARACTERS))
-    assert apart.min() > 1
 
 
 @pytest.mark.parametrize(("kind", "count"), [("vit", 4), ("mixer", 4), ("cnn", 2)])
@@ -143,7 +78,6 @@ def test_a_low_rank_gradient_is_recognised(make_settings: Callable[..., Settings
     ranks = trail.course("gradient", "stable rank")
     assert list(ranks) == [0, 1, 2, 4, 8]
     assert list(ranks.values()) == [pytest.approx(1)] * 5
-    assert trail.course("weight", "share of random")[0] == pytest.approx(1, rel=0.25)
     assert trail.rows[-1]["loss"] < trail.rows[0]["loss"]
 
 
@@ -159,7 +93,7 @@ def trail_of(start: float, end: float) -> lab.Trail:
 
 def test_the_verdict_says_whose_collapse_it_is() -> None:
     down, stays = trail_of(0.3, 0.05), trail_of(0.3, 0.25)
-    names = list(lab.COLOURS)
+    names = [lab.LANGUAGE, *lab.IMAGE_MODELS]
     holds, text = lab.judge(dict(zip(names, [down, down, stays, stays], strict=True)))
     assert holds and "in transformer LM, ViT. As a share" in text and "30% to 5%" in text
     holds, text = lab.judge(dict(zip(names, [down] * 4, strict=True)))
@@ -182,12 +116,10 @@ def test_all_models_are_followed_and_reported(
     assert outcome.conclusion.startswith("Too small to decide: 2 steps, where at least 200 are")
     assert outcome.notes[3] == "gradients, loss and accuracy: over 1 batches that no step trains on"
     rows = outcome.rows
-    assert list(dict.fromkeys(row["model"] for row in rows)) == list(lab.COLOURS)
+    assert list(dict.fromkeys(row["model"] for row in rows)) == [lab.LANGUAGE, *lab.IMAGE_MODELS]
     assert len(rows) == 4 * 2 * 3  # models, weights and gradients, looks at 0, 1 and 2 updates
     for row in rows:
-        assert 0 < row["share of full rank"] <= 1 and 0 < row["90 % energy in"] <= 1
-        if row["what"] == "weight" and row["step"] == 0:
-            assert row["share of random"] == pytest.approx(1, abs=0.2)
+        assert 0 < row["share of full rank"] <= 1
     place = write_outcome(outcome, tmp_path)
     assert (place / "plot.png").stat().st_size > 10_000
     assert json.loads((place / "result.json").read_text())["rows"] == rows

@@ -1,9 +1,7 @@
 """Oscillation on constructed bases, the probe against the keeper, and a short run of all arms."""
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +10,9 @@ from thinwire.data import Corpus
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.settings import Settings
-from thinwire.subspace import captured_energy, random_basis
+from thinwire.subspace import captured_energy
 from thinwire_lab import stability as lab
-from thinwire_lab.experiment import EXPERIMENTS, sheet
-from thinwire_lab.outcome import Outcome, write_outcome
+from thinwire_lab.experiment import EXPERIMENTS
 
 
 def line(degrees: float, tilt: float = 0.0) -> torch.Tensor:
@@ -26,17 +23,6 @@ def line(degrees: float, tilt: float = 0.0) -> torch.Tensor:
     return (flat * math.cos(out) + up * math.sin(out)).unsqueeze(1)
 
 
-def test_distance_is_the_angle_and_adds_over_directions() -> None:
-    assert lab.distance(line(0), line(30)) == pytest.approx(math.radians(30))
-    first = torch.eye(4, dtype=torch.float64)[:, :2]
-    turn = math.radians(20)
-    second = torch.zeros(4, 2, dtype=torch.float64)
-    second[0, 0] = second[1, 1] = math.cos(turn)
-    second[2, 0] = second[3, 1] = math.sin(turn)
-    assert lab.distance(first, second) == pytest.approx(turn * math.sqrt(2))
-    assert lab.distance(first, first.flip(1)) == pytest.approx(0, abs=1e-9)  # the same plane
-
-
 def test_oscillation_tells_return_from_drift() -> None:
     assert lab.straightness([line(0), line(10), line(0)]) == pytest.approx(0, abs=1e-9)
     assert lab.straightness([line(0), line(10), line(20)]) == pytest.approx(1)
@@ -44,15 +30,6 @@ def test_oscillation_tells_return_from_drift() -> None:
     sideways = lab.straightness([line(0), line(2), line(2, tilt=2)])
     assert sideways == pytest.approx(math.sqrt(0.5), rel=1e-3)
     assert lab.straightness([line(7), line(7), line(7)]) is None
-
-
-def test_best_share_is_the_top_of_the_spectrum() -> None:
-    basis = random_basis(10, 10, 3)
-    covariance = basis @ torch.diag(torch.arange(1.0, 11, dtype=torch.float64)) @ basis.T
-    assert lab.best_share(covariance, 2) == pytest.approx(19 / 55)
-    assert captured_energy(covariance, basis[:, -2:]) == pytest.approx(19 / 55)
-    assert captured_energy(covariance, basis[:, :2]) < lab.best_share(covariance, 2)
-    assert lab.best_share(torch.zeros(4, 4, dtype=torch.float64), 2) == 0
 
 
 def track_of(bases: list[torch.Tensor], valid: float, name: str = "4") -> lab.Track:
@@ -76,12 +53,6 @@ def test_energy_follows_the_basis_that_was_in_use() -> None:
     assert track.energy(0, 4)[0] == pytest.approx(0, abs=1e-12)
     assert track.energy(4, 12) == (pytest.approx(1), pytest.approx(1))
     assert track.energy(2, 6)[0] == pytest.approx(0.5)
-
-
-def test_straightness_sees_a_way_that_comes_back() -> None:
-    assert lab.straightness([line(0), line(10), line(0), line(10), line(0)]) == pytest.approx(0)
-    assert lab.straightness([line(0), line(10), line(30), line(40)]) == pytest.approx(1)
-    assert lab.straightness([line(0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -163,26 +134,18 @@ def tracks(corpus: Corpus, make_settings: Callable[..., Settings]) -> list[lab.T
     return [lab.follow(arm.label, arm.settings(base), corpus, print) for arm in arms]
 
 
-def test_all_arms_are_followed_and_reported(tracks: list[lab.Track], tmp_path: Path) -> None:
+def test_all_arms_are_followed(tracks: list[lab.Track]) -> None:
     three, six, never, other = tracks
     assert [step for step, _ in three.moves] == [2, 5, 8, 11, 14, 17]
     assert len(three.bases) == 7 and len(six.bases) == 4 and len(never.bases) == 1
     assert three.losses[:3] == never.losses[:3], "arms differ only from the first move on"
     assert three.losses[4] != never.losses[4] and six.losses[:6] == never.losses[:6]
     assert other.losses[0] != never.losses[0]
-    rows = three.move_rows()
-    assert rows[0]["oscillation"] is None and 0 <= rows[1]["oscillation"] <= 1 + 1e-9
-    assert rows[0]["energy after"] > rows[0]["energy before"]
-    assert rows[0]["fresh after"] <= rows[0]["best possible"] + 1e-9
-    assert rows[-1]["fresh after"] is None, "nothing follows the last"
     summary = three.summary()
+    assert 0 <= summary["oscillation"] <= 1 + 1e-9 and summary["moves"] == 6
+    assert summary["captured"] <= summary["best possible"] + 1e-9
     assert summary["validation loss"] != summary["after the last step"]
-    helps, _, verdict = lab.judge(tracks, 4 / 32)
-    rows += [track.summary() for track in tracks]
-    outcome = Outcome("subspace", "?", verdict, helps, rows, lab.figure(tracks), "thinwire")
-    place = write_outcome(outcome, tmp_path)
-    assert (place / "plot.png").stat().st_size > 10_000
-    assert len(json.loads((place / "result.json").read_text())["rows"]) == 6 + 4
+    assert never.summary()["oscillation"] is None
 
 
 def test_the_whole_experiment_runs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +153,5 @@ def test_the_whole_experiment_runs(corpus: Corpus, monkeypatch: pytest.MonkeyPat
     options = EXPERIMENTS["subspace"].parse("--steps", "2", "--device", "cpu")
     outcome = lab.run(options, print)
     assert outcome.conclusion.startswith("Too small to decide: 2 steps, where at least 500 are")
-    assert len(outcome.rows) == 5 and outcome.name == "subspace"
+    assert len(outcome.rows) == 5 and len(outcome.panels) == 2 and outcome.name == "subspace"
     assert outcome.notes[-1].endswith("steps before it: 1 at 20, 1 at 40, 1 at 60")
-
-
-def test_the_experiments_own_settings_can_work() -> None:
-    for cadences in sheet("stability")["cadences"].values():
-        arms = lab.arms_of(cadences, seed=0, steps=5)
-        for arm, every in zip(arms, [*cadences, 0, 0], strict=True):
-            settings = arm.settings(sheet("stability")["settings"])
-            assert settings.boundary.rank == 8 and settings.boundary.mode == "subspace"
-            assert settings.boundary.basis_update_every == every

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.cluster.grid import lay_out
-from thinwire.cluster.seat import Seat
+from thinwire.cluster.grid import Seat, lay_out
 from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
 from thinwire.data import Corpus

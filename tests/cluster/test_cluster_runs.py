@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.cluster import Crossing
 from thinwire.cluster.__main__ import main
-from thinwire.cluster.carry import Crossing
 from thinwire.cluster.grid import lay_out
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, choose_device

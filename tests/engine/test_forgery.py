@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from thinwire.run.messages import Failed
 
 from thinwire.engine.due import FROM_ABOVE
 from thinwire.engine.port import Port
@@ -14,7 +15,6 @@ from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import blame
 from thinwire.run.events import Said
-from thinwire.run.messages import Failed
 from thinwire.wire import Authority, FrameKind, Identity, KeySeal
 from thinwire.wire.seal import SIGNATURE_BYTES
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from machines import Machines, machines  # noqa: F401
+from thinwire.remote.opening import who_is_left_out
 
 from thinwire.cli import main
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.invite import Invite
-from thinwire.remote.opening import who_is_left_out
 
 UNREACHED, REFUSED = 5, 8
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from thinwire.remote.holding import Terms
+from thinwire.remote.member import Member, Place
+from thinwire.remote.messages import TryDoor
 
 from thinwire.errors import AdmissionError, WireError
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.holding import Terms
 from thinwire.remote.identity import identity_of
 from thinwire.remote.invite import Invite
-from thinwire.remote.member import Member, Place
-from thinwire.remote.messages import TryDoor
 from thinwire.report import PlainDisplay
 from thinwire.run.machine import Machine
 from thinwire.wire import Door, Identity, Tunnel

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from thinwire.errors import WireError
-from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.lobby import Lobby
 from thinwire.remote.messages import LOBBY, Doing, FromHost, lobby_name
 from thinwire.run.control import Channel
 from thinwire.run.pace import AT_ONCE
+
+from thinwire.errors import WireError
+from thinwire.remote.authority import AuthorityBook
 from thinwire.wire import Identity, Listener, dial
 from thinwire.wire.tls import new_key, signing_request
 

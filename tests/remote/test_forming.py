@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import thinwire
-from thinwire.data import Corpus
-from thinwire.remote import host as host_module
 from thinwire.remote.forming import form
 from thinwire.remote.host import host
 from thinwire.remote.lobby import Guest
 from thinwire.remote.messages import Arrive
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.seats import Formation, write_formation
+
+import thinwire
+from thinwire.data import Corpus
+from thinwire.remote import host as host_module
 from thinwire.report import PlainDisplay
 from thinwire.run.machine import Machine
 from thinwire.settings import Settings

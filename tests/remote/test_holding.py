@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from thinwire.remote.holding import Holding, Terms
+from thinwire.remote.member import Member
+from thinwire.remote.messages import TakeSeat
 
 from thinwire.data import Tokenizer, prepare
 from thinwire.errors import DataError, StageError, WireError, outward
 from thinwire.remote import holding
-from thinwire.remote.holding import Holding, Terms
-from thinwire.remote.member import Member
-from thinwire.remote.messages import TakeSeat
 from thinwire.run.peer import Peer
 from thinwire.wire import Pipe
 

@@ -13,18 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-import thinwire
-from thinwire.data import Corpus
-from thinwire.errors import AdmissionError, ConfigError, DataError, StageError, WireError
-from thinwire.remote import host as host_module
-from thinwire.remote import lobby as lobby_module
-from thinwire.remote import peers as peers_module
-from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
-from thinwire.remote.identity import identity_of
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
     LOBBY,
@@ -51,18 +42,27 @@ from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Failures, Formation, fill_seats, read_formation, write_formation
-from thinwire.report import PlainDisplay
 from thinwire.run.compact import as_text, deflate
-from thinwire.run.console import HostConsole
 from thinwire.run.control import Channel
+from thinwire.run.order import control_name
+from thinwire.run.vocabulary import MAX_MESSAGE
+
+import thinwire
+from thinwire.data import Corpus
+from thinwire.errors import AdmissionError, ConfigError, DataError, StageError, WireError
+from thinwire.remote import host as host_module
+from thinwire.remote import lobby as lobby_module
+from thinwire.remote import peers as peers_module
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.identity import identity_of
+from thinwire.report import PlainDisplay
+from thinwire.run.console import HostConsole
 from thinwire.run.doctor import check_outside
 from thinwire.run.events import Lost, Suspect
 from thinwire.run.machine import Machine
-from thinwire.run.order import control_name
 from thinwire.run.peers import StageFailedError
 from thinwire.run.status import SharedDisplay, Standing
 from thinwire.run.transfer import ShardCollector
-from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Identity, Listener, dial

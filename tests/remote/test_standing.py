@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 import pytest
-
-from thinwire.engine.reports import StageCosts, Step
 from thinwire.remote.forming import form
 from thinwire.remote.lobby import Guest
 from thinwire.remote.messages import Arrive, StepNews
+from thinwire.run.messages import LinkDown, Linked, LinkUp, Pulse
+
+from thinwire.engine.reports import StageCosts, Step
 from thinwire.report import LinkRecord, StepRecord
 from thinwire.run.machine import Machine
-from thinwire.run.messages import LinkDown, Linked, LinkUp, Pulse
 from thinwire.run.status import Standing
 from thinwire.settings import Settings
 

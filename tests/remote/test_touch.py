@@ -5,9 +5,9 @@ import socket
 import threading
 
 import pytest
+from thinwire.remote.touch import Lost, Touch
 
 from thinwire.remote import touch
-from thinwire.remote.touch import Lost, Touch
 from thinwire.wire import Authority, Route, Tunnel
 from waiting import PATIENCE
 

@@ -1,11 +1,11 @@
 """Where neighbours meet, and who can wait there in another's place."""
 
 import pytest
-
 from thinwire.remote.messages import Arrive
 from thinwire.remote.ways import DoorOf, Ways, probe
-from thinwire.run.machine import Machine
 from thinwire.run.messages import Connect, Way
+
+from thinwire.run.machine import Machine
 from thinwire.wire import Door
 
 SEATS = ["ana", "ben", "cleo"]

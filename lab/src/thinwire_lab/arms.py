@@ -4,6 +4,7 @@ all arms share, a seed, a number of steps, and tags by which reports decide.
 
 import argparse
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
+from thinwire.recipes import RATES, SHEETS, is_muon, rates_of, sized
 from thinwire.settings import Settings, apply_override, machine_cores, merged, threads_per_stage
 from thinwire_lab.experiment import EXPERIMENTS, sheet
 
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
 Values = dict[str, dict[str, Any]]
 """Plain settings: section -> key -> value."""
 
+DENSE = "dense"
 _COMMA = re.compile(r",(?![^(]*\))")  # not within a codec's parentheses
 _NO_GROUND = {
     *("data.source", "data.tokenizer", "data.valid_fraction"),  # its fingerprint says these
     *("run.seed", "train.steps"),  # of the arm
     *("train.eval_every", "pipeline.schedule", "pipeline.window", "run.compile"),  # no result here
 }
+_OPEN: Values = {"boundary": {"rank": 0, "ratio": 0.0, "anchor": "auto"}}
 
 
 @dataclass(frozen=True)
@@ -97,31 +101,22 @@ def ground_of(
 ) -> Ground:
     """The ground of such arms on a base: its data, the weights they start from, if any, and the
     settings that decide a result and that arms do not choose, where not at their defaults.
+
+    Named in this way, settings that are added later leave logs valid.
     """
     chosen = {f"{section}.{key}" for section, keys in dense.changes.items() for key in keys}
-    told = differences(dense.settings(base))
-    names = {
-        "data": data.fingerprint,
-        "settings": {place: value for place, value in told.items() if place not in chosen},
-        "weights": weights.stem if weights else "",
+    settings, usual = (
+        each.of_scope("result") for each in (dense.settings(base), Settings.from_plain({}))
+    )
+    told = {
+        f"{section}.{key}": value
+        for section, keys in settings.items()
+        for key, value in keys.items()
+        if f"{section}.{key}" not in _NO_GROUND | chosen and value != usual[section][key]
     }
+    names = {"data": data.fingerprint, "settings": told, "weights": weights.stem if weights else ""}
     start = {"base": base, "data": str(data.folder), "from": str(weights or "")}
     return Ground(names, {**start, **shared})
-
-
-def differences(settings: Settings) -> dict[str, Any]:
-    """What decides a result and is not at its default, as section.key: value.
-
-    Named in this way, settings that are added later leave logs valid. Left out is what belongs to
-    the arm, what data has a fingerprint of its own for, and what changes nothing in one process.
-    """
-    plain, usual = (each.of_scope("result") for each in (settings, Settings.from_plain({})))
-    return {
-        f"{section}.{key}": value
-        for section, keys in plain.items()
-        for key, value in keys.items()
-        if f"{section}.{key}" not in _NO_GROUND and value != usual[section][key]
-    }
 
 
 def base_of(options: argparse.Namespace, small: Values, kind: type = Settings) -> Values:
@@ -167,41 +162,73 @@ def check_arms(
 ) -> None:
     """Refuse an arm that cannot work, or that overrides what was set, before any one trains."""
     for arm in arms:
-        refuse_overridden(arm.all_changes(), base, overrides, arm.line)
+        changes = arm.all_changes()
+        for override in overrides:
+            place = override.partition("=")[0].strip()
+            section, _, key = place.partition(".")
+            chosen = changes.get(section, {})
+            if key in chosen and chosen[key] != base[section][key]:
+                option = sheet("common")["instead"].get(place)
+                use = f": use {option}" if option else ""
+                raise ConfigError(
+                    f"--set {override}: the experiment chooses {place} itself{use} "
+                    f"({chosen[key]!r} for {arm.line})"
+                )
         settings(arm, base)
-
-
-def refuse_overridden(changes: Values, base: Values, overrides: Sequence[str], arm: str) -> None:
-    """Refuse a `section.key=value` that an arm would override without a word."""
-    for override in overrides:
-        place = override.partition("=")[0].strip()
-        section, _, key = place.partition(".")
-        chosen = changes.get(section, {})
-        if key in chosen and chosen[key] != base[section][key]:
-            option = sheet("common")["instead"].get(place)
-            use = f": use {option}" if option else ""
-            raise ConfigError(
-                f"--set {override}: the experiment chooses {place} itself{use} "
-                f"({chosen[key]!r} for {arm})"
-            )
-
-
-def chosen_lines(
-    patterns: str | None, grid: Sequence[str], line: re.Pattern[str], form: str
-) -> list[str]:
-    """Lines of a grid that `--arms` asks for, and lines of one's own, which have this form."""
-    found: list[str] = []
-    for pattern in split_patterns(patterns) if patterns else ["*"]:
-        fitting = [known for known in grid if fnmatchcase(known, pattern)]
-        if not fitting and not line.fullmatch(pattern):
-            raise ConfigError(
-                f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
-                f"{form}. The grid: {'; '.join(grid)}"
-            )
-        found += fitting or [pattern]
-    return found
 
 
 def split_patterns(patterns: str) -> list[str]:
     """What stands between the commas; those in parentheses belong to a codec."""
     return [part.strip() for part in _COMMA.split(patterns) if part.strip()]
+
+
+def with_rates(base: Values) -> Values:
+    """A base with the recipes' rates for its model, where it does not set them itself.
+
+    They are rates of Muon: a base with another optimizer stays as it is.
+    """
+    return merged({"optim": RATES[rates_of(_preset(base))]}, base) if is_muon(base) else base
+
+
+def _preset(base: Values) -> str:
+    return Settings.as_asked({"model": base["model"]}).model.preset
+
+
+def recipe_grid(
+    names: str,
+    base: Values,
+    lrs: Sequence[float],
+    stages: Sequence[int],
+    seeds: Sequence[int],
+    steps: int,
+    dense_seeds: Sequence[int] = (),
+) -> list[Arm]:
+    """Recipes as arms: what `thinwire init --recipe` writes, each at every number of stages,
+    learning rate and seed. A name may have settings behind it ("thin32 boundary.table=128").
+
+    Plain dense is in any grid, for the first number of stages only, where it shows the noise. What
+    a recipe sets by the size of the model is that of the base's, if it trains with Muon.
+    """
+    lines = [line for line in split_patterns(names) if line != DENSE]
+    dense = itertools.product([DENSE], stages[:1], lrs, dense_seeds or seeds)
+    others = itertools.product(lines, stages, lrs, seeds)
+    return [
+        Arm(line, seed, steps, merged(_recipe(line, base), {
+            "pipeline": {"stages": count, "schedule": "gpipe"}, "optim": {"lr": lr},
+        }))
+        for line, count, lr, seed in itertools.chain(dense, others)
+    ]  # fmt: skip
+
+
+def _recipe(line: str, base: Values) -> Values:
+    """What a recipe sets at the cut and for this model, and the settings behind its name."""
+    name, *own = line.split()
+    known = SHEETS | sheet("convergence")["controls"]
+    if name not in known:
+        raise ConfigError(f'--recipes "{line}": a recipe is one of {", ".join(known)}')
+    chosen = {section: known[name][section] for section in ("boundary", "codec")}
+    of_size = sized(name, _preset(base)) if is_muon(base) else {}
+    changes = merged(merged(_OPEN, chosen), of_size)
+    for override in own:
+        apply_override(changes, override)
+    return changes

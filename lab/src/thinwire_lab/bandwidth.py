@@ -12,32 +12,17 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from matplotlib.figure import Figure
-
-from thinwire.errors import ConfigError
 from thinwire.report import PlainDisplay
 from thinwire.schedule import Costs, Network, simulate
 from thinwire.settings import Settings, merged
 from thinwire.settings.crossing import bytes_per_token, size_notes
 from thinwire.train import train
-from thinwire_lab.arms import (
-    Arm,
-    Values,
-    base_of,
-    check_arms,
-    small_settings,
-    width_of,
-)
-from thinwire_lab.convergence import best_by_method
+from thinwire_lab.arms import DENSE, Arm, Values, base_of, check_arms, small_settings, width_of
 from thinwire_lab.experiment import Say, sheet, steps_of, words
-from thinwire_lab.logs import tokens_at
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.plots import canvas, shared_legend
-from thinwire_lab.pool import Trained, read_log
+from thinwire_lab.plots import Line, Panel
 
-DENSE = "dense"
 UNLIMITED = 0.0
 RATES = sheet("bandwidth")["rates"]  # in Mbit/s
 PAYS = 1.05  # a narrow cut pays while it trains at least so much faster
@@ -118,58 +103,30 @@ class Study:
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
-    """Measure each arm without limit and at each rate, and simulate the rest.
-
-    With --curves the hours are to a loss that every arm reaches, without them to 1B tokens.
-    """
+    """Measure each arm without limit and at each rate, and simulate the rest."""
     base = base_of(options, small_settings("small"))
     base.setdefault("optim", {}).setdefault("warmup", 2)
     compared = boundaries(options.modes.split(","), options.ranks or [width_of(base) // 16 or 1])
     rates = options.mbps or RATES["quick" if options.quick else "measured"]
-    goal, tokens, ways = "1B tokens", dict.fromkeys(compared, 1e9), []
-    if options.curves is not None:
-        loss, tokens = tokens_to_loss(read_log(options.curves), compared)
-        goal = f"loss {loss:.3f}"
-        ways = [f"{arm} takes {n / 1e6:,.2f}M tokens to {goal}" for arm, n in tokens.items()]
-    if short := options.dense_microbatches:
-        ways.append(f"dense is measured with {short} microbatches and two steps")
+    short = options.dense_microbatches
+    ways = [f"dense is measured with {short} microbatches and two steps"] if short else []
     with tempfile.TemporaryDirectory(prefix="thinwire-lab-") as scratch:
         study = Study(base, compared, rates, steps_of(options), scratch, options.seed, short)
         check_arms(study.arms(), base, options.set)
         speeds = {arm: study.measure(arm, say) for arm in compared}
         outcome = Outcome(
-            **words("bandwidth", goal=goal),
+            **words("bandwidth"),
             verdict=verdict(speeds),
             holds=None,
             too_small=incomparable(speeds),
-            rows=table(study, speeds, goal, tokens),
-            figure=figure(speeds, goal, tokens),
+            rows=table(study, speeds),
+            panels=panels_of(speeds),
         )
         outcome.notes += [*ways, *size_notes(study.settings(DENSE))]
     return outcome
 
 
-def tokens_to_loss(runs: list[Trained], compared: Values) -> tuple[float, dict[str, float]]:
-    """The lowest loss that every arm's curve reaches, and the tokens that each takes to it.
-
-    Of each method the longest run at its best learning rate counts.
-    """
-    best = best_by_method(runs)
-    longest = max((steps for _, steps, _ in best), default=0)
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for arm, boundary in compared.items():
-        method = f"{boundary['mode']} k={boundary['rank']}" if boundary["rank"] else DENSE
-        found = [runs for (_, *place), runs in best.items() if place == [longest, method]]
-        if not found:
-            raise ConfigError(f"the convergence log has no run of {longest} steps of {method}")
-        curves[arm] = found[0][0].figures["curve"]
-    loss = max(min(value for _, value in curve) for curve in curves.values())
-    return loss, {arm: tokens_at(curve, loss) for arm, curve in curves.items()}
-
-
-def table(
-    study: Study, speeds: dict[str, Speeds], goal: str, tokens: dict[str, float]
-) -> list[Row]:
+def table(study: Study, speeds: dict[str, Speeds]) -> list[Row]:
     """A row for each arm and rate, measured and simulated apart."""
     rows: list[Row] = []
     for arm, own in speeds.items():
@@ -182,7 +139,7 @@ def table(
                 row |= {
                     f"{kind} tokens/s": speed,
                     f"{kind}, x dense": ratio(speeds, kind, arm, rate),
-                    f"{kind}, hours to {goal}": tokens[arm] / speed / 3600 if speed else None,
+                    f"{kind}, hours to 1B tokens": 1e9 / speed / 3600 if speed else None,
                 }
             rows.append(row)
     return rows
@@ -223,24 +180,19 @@ def incomparable(speeds: dict[str, Speeds]) -> str:
     """Why the arms' speeds do not compare, if so: without a link no cut can pay, and no limit can
     make a run faster.
     """
-    if noise := [
-        f"{arm} at {_rate(rate)} is {speed / own['measured'][UNLIMITED]:.2f}x as fast"
+    found = [
+        f"{arm} at {_rate(rate)} is {speed / own['measured'][UNLIMITED]:.2f}x as fast as without a "
+        "limit"
         for arm, own in speeds.items()
         for rate, speed in own["measured"].items()
         if speed > NOISE * own["measured"][UNLIMITED]
-    ]:
-        return (
-            f"{', '.join(noise)} as without a limit, which is noise; try more --steps on an idle "
-            "machine"
-        )
-    times = {arm: ratio(speeds, "simulated", arm, UNLIMITED) for arm in speeds}
-    found = [f"{arm} {times[arm]:.2f}x" for arm in speeds if _pays(times[arm])]
-    if not found:
-        return ""
+    ] or [
+        f"in simulation without a rate limit {arm} is {times:.2f}x as fast as dense"
+        for arm in speeds
+        if _pays(times := ratio(speeds, "simulated", arm, UNLIMITED))
+    ]
     return (
-        f"in simulation without a rate limit, speeds against dense are {', '.join(found)}, so the "
-        "compute times that the runs measured cannot be compared; try more --steps on an idle "
-        "machine"
+        f"{', '.join(found)}, which is noise; try more --steps on an idle machine" if found else ""
     )
 
 
@@ -248,22 +200,14 @@ def _pays(times: float | None) -> bool:
     return times is not None and times >= PAYS
 
 
-def figure(speeds: dict[str, Speeds], goal: str, tokens: dict[str, float]) -> Figure:
-    """Speed and hours over the rate: simulated as lines, measured as dots."""
-    plot, (left, right) = canvas("Training speed over the rate of the links", (13, 5.5), columns=2)
-    for number, (arm, own) in enumerate(speeds.items()):
+def panels_of(speeds: dict[str, Speeds]) -> list[Panel]:
+    """Speed over the rate: simulated as lines, measured as dots."""
+    lines = []
+    for arm, own in speeds.items():
         for kind, style in zip(KINDS, ("o", "-"), strict=True):
-            found = {rate: s for rate, s in own[kind].items() if rate != UNLIMITED}
-            shown: dict[str, Any] = {"color": f"C{number}", "label": f"{arm}, {kind}"}
-            left.plot(list(found), list(found.values()), style, **shown)
-            hours = [tokens[arm] / speed / 3600 for speed in found.values()]
-            right.plot(list(found), hours, style, **shown)
-    left.set(ylabel="tokens/s", title="speed")
-    right.set(ylabel="hours", title=f"hours to {goal}")
-    for axes in (left, right):
-        axes.set(xscale="log", yscale="log", xlabel="Mbit/s per host")
-    shared_legend(left, columns=4)
-    return plot
+            found = {rate: speed for rate, speed in own[kind].items() if rate != UNLIMITED}
+            lines.append(Line(f"{arm}, {kind}", list(found), list(found.values()), style))
+    return [Panel("training speed", "Mbit/s per host", "tokens/s", lines, "xy")]
 
 
 def _rate(mbps: float) -> str:

@@ -22,7 +22,6 @@ from thinwire.engine.feed import Feed
 from thinwire.model import Stage, architecture, token_loss
 from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.report import PlainDisplay
-from thinwire.run.start import prepare_data
 from thinwire.settings import Settings, merged
 from thinwire.train import train
 from thinwire_lab.arms import Values
@@ -49,12 +48,11 @@ def run_bench(output: Path | None = None) -> None:
 
 def bench_steps(scratch: str) -> list[Row]:
     """Four stages as processes: each kind of limit, measured and simulated."""
-    print("step of 4 stages over emulated links: measured, and the simulator's bound for the same")
-    print("compute times (seconds, median of the steps; ratio of 1 = nothing lost)\n", flush=True)
+    print("step of 4 stages over emulated links: median seconds, and the simulator's bound\n")
     rows: list[Row] = []
     for name, values in CASES["slow_links"].items():
         settings = settings_of(scratch, name, values)
-        summary = train(settings, _quiet())
+        summary = train(settings, PlainDisplay(io.StringIO()))
         measured, bound = summary["step_seconds_median"], summary["simulated_step_seconds"]
         rows.append(
             {
@@ -72,14 +70,15 @@ def bench_steps(scratch: str) -> list[Row]:
 
 def bench_runtime(scratch: str) -> list[Row]:
     """Unlimited links: the same work in one plain process (0 stages), and in 1, 2 and 4 stages."""
-    print("the runtime's cost, links unlimited, compute dominating: seconds per step, and their")
-    print("ratio to a plain loop in one process (0 stages), the same model and batch\n", flush=True)
+    print("seconds per step, links unlimited, and their ratio to a plain loop (0 stages)\n")
     values: Values = CASES["runtime"]
     settings = settings_of(scratch, "plain", values)
-    seconds = {0: plain_step_seconds(settings, prepare_data(settings, _quiet()))}
+    seconds = {0: plain_step_seconds(settings, prepare_data(settings, PlainDisplay(io.StringIO())))}
     for stages in (1, 2, 4):
         changed = merged(values, {"pipeline": {"stages": stages}})
-        summary = train(settings_of(scratch, f"stages-{stages}", changed), _quiet())
+        summary = train(
+            settings_of(scratch, f"stages-{stages}", changed), PlainDisplay(io.StringIO())
+        )
         seconds[stages] = summary["step_seconds_median"]
     rows: list[Row] = [
         {
@@ -118,10 +117,6 @@ def settings_of(scratch: str, name: str, values: Values) -> Settings:
     """One run of the bench: what all share, with these values."""
     run = {"run": {"name": name, "out": scratch, "device": "cpu"}}
     return Settings.from_plain(merged(merged(CASES["base"], run), values))
-
-
-def _quiet() -> PlainDisplay:
-    return PlainDisplay(io.StringIO())
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ and, over a network that is really there, between two of its addresses:
     ip netns exec one python -m thinwire_lab.bench_link --mbps 80 --latency-ms 25 \\
         --real --listen 10.88.0.1 --other "ip netns exec two"
 
-`--by door` puts a door before this end and a tunnel before the other, and `--by HOST:PORT/PASS`
-(the line of `thinwire relay`) joins both at a relay, as links between machines are.
-
 Both ends send as fast as the link takes, in both directions at once, over gRPC with mutual TLS.
 Each size gets a fresh pair of processes, so that CPU time and the kernel's byte counts belong to it
 alone. Then single frames are timed, each after the link was idle for two seconds.
@@ -33,7 +30,6 @@ from thinwire.errors import WireError
 from thinwire.wire import (
     HEADER_BYTES,
     Authority,
-    Door,
     Frame,
     FrameKind,
     Identity,
@@ -41,9 +37,6 @@ from thinwire.wire import (
     LinkConfig,
     Listener,
     Meter,
-    Route,
-    Standby,
-    Tunnel,
     dial,
     socket_totals,
 )
@@ -52,7 +45,6 @@ SIZES = (64 << 10, 1 << 20, 8 << 20)
 _MAX_PAYLOAD = 64 << 20
 _WAITING_BYTES = 4 << 20
 _IDLE_S = 2.0
-_NAME = "0" * 16 + "/cut-0"  # at doors
 _ALONE = 5  # frames of each size that are timed alone
 
 Row = dict[str, Any]
@@ -64,7 +56,6 @@ class Path:
 
     `other` are words before the command of the other end, such as those that put it into another
     network namespace. A real path is not emulated: rate and latency are only compared with.
-    `by` is empty, "door" for a door of this end, or HOST:PORT/PASS of a relay.
     """
 
     mbps: float
@@ -72,7 +63,6 @@ class Path:
     listen: str = "127.0.0.1"
     other: str = ""
     real: bool = False
-    by: str = ""
 
     @property
     def config(self) -> LinkConfig:
@@ -126,7 +116,7 @@ class _End:
             "cpu_seconds": time.process_time() - cpu_before,
             "payload": self._link.meter.snapshot()["sent"]["total"]["payload_bytes"],
             "meter": self._link.meter.sent_bytes(),
-            "kernel": _bytes_sent(),
+            "kernel": sum(total.bytes_sent_once for total in socket_totals()),
         }
 
     def _on_frame(self, frame: Frame) -> None:
@@ -140,33 +130,27 @@ class _End:
 
 def goodput(path: Path, sizes: Sequence[int] = SIZES, seconds: float = 3.0) -> list[Row]:
     """Both directions at once, for each size; a rate of 0 measures the bare transport."""
-    return [row for size in sizes for row in _goodput_of(path, size, seconds)]
-
-
-def _goodput_of(path: Path, size: int, seconds: float) -> list[Row]:
-    with _two_ends(path, size, seconds) as (end, finish):
-        here = end.stream(size, seconds)
-        there = finish()
-    cpu_seconds = here["cpu_seconds"] + there["cpu_seconds"]
     rows: list[Row] = []
-    for direction, sent, arrivals in (
-        ("there", here, there["arrivals"]),
-        ("back", there, end.arrivals),
-    ):
-        first, *others = arrivals
-        mbps = len(others) * size * 8 / (others[-1] - first) / 1e6 if others else 0.0
-        rows.append(
-            {
-                "size": size,
-                "direction": direction,
-                "mbps": mbps,
-                "ratio": mbps / path.mbps if path.mbps else None,
-                "cpu_s_per_gb": cpu_seconds / (here["payload"] + there["payload"]) * 1e9,
-                "meter_bytes": sent["meter"],
-                "kernel_bytes": sent["kernel"],
-                "overhead": sent["kernel"] / sent["meter"] - 1,
-            }
-        )
+    for size in sizes:
+        with _two_ends(path, size, seconds) as (end, finish):
+            here = end.stream(size, seconds)
+            there = finish()
+        cpu_seconds = here["cpu_seconds"] + there["cpu_seconds"]
+        both = ("there", here, there["arrivals"]), ("back", there, end.arrivals)
+        for direction, sent, (first, *others) in both:
+            mbps = len(others) * size * 8 / (others[-1] - first) / 1e6 if others else 0.0
+            rows.append(
+                {
+                    "size": size,
+                    "direction": direction,
+                    "mbps": mbps,
+                    "ratio": mbps / path.mbps if path.mbps else None,
+                    "cpu_s_per_gb": cpu_seconds / (here["payload"] + there["payload"]) * 1e9,
+                    "meter_bytes": sent["meter"],
+                    "kernel_bytes": sent["kernel"],
+                    "overhead": sent["kernel"] / sent["meter"] - 1,
+                }
+            )
     return rows
 
 
@@ -195,85 +179,38 @@ def _two_ends(
 ) -> Iterator[tuple[_End, Callable[[], dict[str, Any]]]]:
     """This end, and a call that returns what the other one found; that one streams too."""
     authority = Authority.create("bench")
-    identity = authority.issue("here")
-    module = [sys.executable, "-P", "-m", "thinwire_lab.bench_link", "--other-end"]
+    words = [*shlex.split(path.other), sys.executable, "-P", "-m", "thinwire_lab.bench_link"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    listener = Listener(authority.issue("here"), path.listen, 0, _MAX_PAYLOAD + HEADER_BYTES)
     with (
-        contextlib.closing(_listener(path, identity)) as listener,
-        _way_in(path, listener.address) as route,
-        subprocess.Popen(
-            [*shlex.split(path.other), *module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process,
+        contextlib.closing(listener),
+        subprocess.Popen([*words, "--other-end"], **pipes) as process,
     ):
-        orders, answers = process.stdin, process.stdout
-        assert orders is not None and answers is not None
         order = {
             "identity": authority.issue("there").to_plain(),
             "address": listener.address,
-            "route": route and dataclasses.asdict(route),
             "config": dataclasses.asdict(path.config),
             "work": {"size": size, "seconds": seconds},
         }
-        print(json.dumps(order), file=orders, flush=True)
+        print(json.dumps(order), file=process.stdin, flush=True)
         pipe = listener.accept("there", timeout=30)
 
         def finish() -> dict[str, Any]:
-            print(file=orders, flush=True)
-            return json.loads(answers.readline())
+            print(file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())  # type: ignore[union-attr]
 
         link = Link(pipe, Meter(), path.config.nic(), "here to there", _MAX_PAYLOAD)
         with contextlib.closing(link):
             yield _End(link), finish
 
 
-def _listener(path: Path, identity: Identity) -> Listener:
-    """Where the other end dials; behind a door only this machine needs to reach it."""
-    host = "127.0.0.1" if path.by else path.listen
-    return Listener(identity, host, 0, _MAX_PAYLOAD + HEADER_BYTES)
-
-
-@contextlib.contextmanager
-def _way_in(path: Path, listener: str) -> Iterator[Route | None]:
-    """Make the listener known at a door, if the path has one; how the other end gets there."""
-    if not path.by:
-        yield None
-    elif path.by == "door":
-        with Door(path.listen, 0) as door:
-            door.admit(_NAME.partition("/")[0], "bench")
-            door.serve(_NAME, listener)
-            yield Route(door.address, "direct", "bench")
-    else:
-        address, _, password = path.by.partition("/")
-        route = Route(address, "relayed", password)
-        with Standby(_NAME, route, listener):
-            yield route
-
-
-def _bytes_sent() -> int:
-    """What left this process; where sockets go elsewhere, those to itself do not count."""
-    totals = socket_totals()
-    inner = "127.0.0.1:"
-    elsewhere = [
-        total
-        for total in totals
-        if not (total.local.startswith(inner) and total.remote.startswith(inner))
-    ]
-    return sum(total.bytes_sent_once for total in elsewhere or totals)
-
-
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     identity = Identity.from_plain(order["identity"])
-    with contextlib.ExitStack() as held:
-        address = order["address"]
-        if order["route"]:
-            address = held.enter_context(Tunnel(_NAME, [Route(**order["route"])])).address
-        pipe = dial(address, "there", identity, "here", 30, _MAX_PAYLOAD + HEADER_BYTES)
-        nic = LinkConfig(**order["config"]).nic()
-        link = Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)
-        held.enter_context(contextlib.closing(link))
+    limit = _MAX_PAYLOAD + HEADER_BYTES
+    pipe = dial(order["address"], "there", identity, "here", 30, limit)
+    nic = LinkConfig(**order["config"]).nic()
+    with contextlib.closing(Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)) as link:
         end = _End(link)
         found = end.stream(**order["work"])
         sys.stdin.readline()  # until the first end has sent all, and read its own counts
@@ -306,7 +243,6 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1", help="address of this end")
     parser.add_argument("--other", default="", help="words before the command of the other end")
     parser.add_argument("--real", action="store_true", help="the path is real: do not emulate it")
-    parser.add_argument("--by", default="", help='"door", or HOST:PORT/PASS of a relay')
     parser.add_argument("--other-end", action="store_true", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     if options.pop("other_end"):
@@ -315,11 +251,9 @@ def main() -> None:
     seconds = options.pop("seconds")
     path = Path(**options)
     show_goodput(path, seconds=seconds)
-    if not path.real and not path.by:
+    if not path.real:
         show_goodput(BARE, (1 << 20,), seconds)
-    print(
-        f"a single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}\n", flush=True
-    )
+    print(f"a single frame after {_IDLE_S:g} s of idling, one way, median of {_ALONE}\n")
     rows = []
     for size, taken in alone(path).items():
         model = path.seconds(size)

@@ -18,7 +18,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from thinwire.data import Corpus
@@ -39,29 +38,33 @@ from thinwire_lab.arms import (
     small_settings,
     split_patterns,
 )
-from thinwire_lab.codec_report import GroundReport, outcome
 from thinwire_lab.experiment import Say, sheet, steps_of
+from thinwire_lab.findings import GroundReport, outcome
 from thinwire_lab.image_chain import ImageSettings, ground_of_images
 from thinwire_lab.images import ImageSet
 from thinwire_lab.outcome import Outcome
 from thinwire_lab.pool import Session, Trained, train_arms
-from thinwire_lab.vision import CHARACTERS, MEAN, SPREAD, character_batch
+from thinwire_lab.vision import letters
 
 GROUNDS = {"cifar": ("cifar",), "lm": ("scratch", "tune")}
 EXAMPLE_MEMORY_MB = 16_384  # a row of each CIFAR image at the first cut of ResNet-18: 6,554 MB
 TUNING_RATE = 0.3  # learning rate of fine-tuning, as a share of that from scratch
-_CLASSES = range(CHARACTERS.index("A"), CHARACTERS.index("J") + 1)
 
 Entry = dict[str, Any]
 """An arm of codecs.toml: its name, kind and codecs."""
-Chosen = dict[str, list[Entry]]
+Chosen = dict[str, list[Entry]]  # by ground
 Found = tuple[dict[str, list[Trained]], list[str]]  # runs by ground, and what is to be said of them
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Train the chosen arms and judge the findings."""
     chosen = choose(options.task, options.arms, options.quick)
-    _refuse_unused(options, bool(chosen.get("tune")))
+    is_text, tunes = options.task == "lm", bool(chosen.get("tune"))
+    used = {"steps": is_text, "epochs": tunes or not is_text, "base_steps": tunes, "tune_on": tunes}
+    for name, is_used in used.items():
+        if getattr(options, name) and not is_used:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: no chosen arm of --task {options.task} uses it")
     session = Session.of(options, say)
     study = _on_images if options.task == "cifar" else _on_text
     found, notes = study(options, chosen, session)
@@ -69,22 +72,6 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     if not reports:
         raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
     return outcome(options.task, reports, notes)
-
-
-def _refuse_unused(options: argparse.Namespace, tunes: bool) -> None:
-    """Refuse options that none of the chosen arms uses."""
-    used = {
-        "steps": options.task == "lm",
-        "epochs": options.task == "cifar" or tunes,
-        "base_steps": tunes,
-        "tune_on": tunes,
-    }
-    for name, is_used in used.items():
-        if getattr(options, name) and not is_used:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag}: no chosen arm of --task {options.task} uses it; leave it out"
-            )
 
 
 def _on_images(options: argparse.Namespace, chosen: Chosen, session: Session) -> Found:
@@ -101,7 +88,7 @@ def _on_images(options: argparse.Namespace, chosen: Chosen, session: Session) ->
     images = ImageSet.read(base["data"]["path"])
     session.say(images.summary())
     epochs = options.epochs or (5 if options.quick else 30)
-    steps = steps_for(epochs, len(images.train), ImageSettings.from_plain(base).train.batch)
+    steps = math.ceil(epochs * len(images.train) / ImageSettings.from_plain(base).train.batch)
     arms = make_arms("cifar", chosen["cifar"], options.seeds, steps)
     check_arms(arms, base, options.set, ImageSettings.of_arm)
     runs = train_ground("cifar", arms, ground_of_images(arms[0], base, images), session)
@@ -129,7 +116,7 @@ def _on_text(options: argparse.Namespace, chosen: Chosen, session: Session) -> F
             session = dataclasses.replace(session, parallel=0)
         settings, epochs = dense.settings(tuning), options.epochs or 3
         examples = Feed(text, settings, torch.device("cpu")).example_count
-        steps = steps_for(epochs, examples, settings.train.batch)
+        steps = math.ceil(epochs * examples / settings.train.batch)
         arms = make_arms("tune", chosen["tune"], seeds, steps)
         ground = ground_of(arms[0], tuning, text, weights, to="")
         found["tune"] = train_ground("tune", arms, ground, session)
@@ -241,30 +228,3 @@ def tuning_base(base: Values, corpus: Corpus, text: str | None, quick: bool) -> 
     }
     rate = Settings.from_plain(base).optim.lr * TUNING_RATE
     return merged(base, {"data": data, "optim": {"lr": rate}})
-
-
-def steps_for(epochs: int, examples: int, batch: int) -> int:
-    """Updates that make so many epochs."""
-    return math.ceil(epochs * examples / batch)
-
-
-def letters(train_count: int = 1024, test_count: int = 512) -> Path:
-    """An .npz of printed letters, ten classes of 24 x 24 pixels, made once."""
-    path = cache_folder() / "lab" / f"letters-{train_count}-{test_count}.npz"
-    if path.exists():
-        return path
-    images: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    number = 0
-    while sum(map(len, labels)) < train_count + test_count:
-        images_B, classes_B = character_batch(1024, seed=0, number=number)
-        number += 1
-        wanted_B = (classes_B >= _CLASSES.start) & (classes_B < _CLASSES.stop)
-        shades = ((images_B[wanted_B] * SPREAD + MEAN).clamp(0, 1) * 255).round()
-        images.append(shades.byte().permute(0, 2, 3, 1).numpy())
-        labels.append((classes_B[wanted_B] - _CLASSES.start).numpy())
-    x, y = np.concatenate(images), np.concatenate(labels)
-    train, test = slice(train_count), slice(train_count, train_count + test_count)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])
-    return path

@@ -6,27 +6,19 @@ crosses the cut. Learning rates are swept per arm.
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import matplotlib
-from matplotlib.figure import Figure
 
 from thinwire.errors import ConfigError
-from thinwire.plan import estimate_costs
-from thinwire.report import PlainDisplay
-from thinwire.run.start import prepare_data
-from thinwire.schedule import Network, simulate
 from thinwire.settings import Settings
 from thinwire_lab.arms import (
+    DENSE,
     Arm,
     Values,
     base_of,
-    check_arms,
-    ground_of,
+    recipe_grid,
     small_settings,
     width_of,
+    with_rates,
 )
 from thinwire_lab.decide import (
     at_best_rate,
@@ -37,10 +29,10 @@ from thinwire_lab.decide import (
     one_seed,
     too_short,
 )
-from thinwire_lab.experiment import Say, sheet, steps_of
+from thinwire_lab.experiment import Say, sheet, steps_of, words
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.pool import Session, Trained, train_arms
-from thinwire_lab.recipe_arms import DENSE, recipe_grid, with_rates
+from thinwire_lab.plots import Line, Panel
+from thinwire_lab.pool import Session, Trained, train_grid
 
 PARITY = 0.01  # the loss above dense that counts as none lost
 LEAST_STEPS = 200  # shorter runs say nothing of what a cut costs
@@ -48,7 +40,6 @@ CONTROL = "dense+tables"
 MODES = "subspace,reparam,projected"
 POINTS = 10  # of a curve
 CONTROL_NOTE = f"gap to control: against {CONTROL}, which has the token tables but whole cuts"
-CHOSEN_LINK = Network(80.0, 80.0, 0.025)
 
 Place = tuple[int, int, str]
 """Stages, steps and label: what is one row of the table."""
@@ -56,44 +47,26 @@ Place = tuple[int, int, str]
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
     """Train the grid and compare."""
-    base = _base(options)
+    base = base_of(options, small_settings("small"))
+    if options.recipes:  # which bring their rates
+        if options.modes or options.ranks:
+            raise ConfigError("--recipes: leave --modes and --ranks out, recipes have their own")
+        base = with_rates(base)
     usual = sheet("convergence")["grid"]["quick" if options.quick else "usual"]
     parts = sorted({max(1, width_of(base) // part) for part in usual["parts"]})
-    seeds, sweep, session = options.seeds, options.sweep_steps, Session.of(options, say)
-
-    def grid_of(seeds: list[int], dense_seeds: list[int], steps: int) -> list[Arm]:
-        stages = options.stages
-        if options.recipes:
-            lrs = options.lrs or [Settings.as_asked(base).optim.lr]
-            return recipe_grid(options.recipes, base, lrs, stages, seeds, steps, dense_seeds)
-        modes = (options.modes or MODES).split(",")
-        ranks, lrs = options.ranks or parts, options.lrs or usual["lrs"]
-        return grid(modes, ranks, lrs, stages, seeds, steps, dense_seeds)
+    seeds, steps, session = options.seeds, steps_of(options), Session.of(options, say)
 
     two = seeds if len(seeds) > 1 else [seeds[0], seeds[0] + 1]  # dense shows the noise
-    arms = grid_of(seeds, two, steps_of(options))
-    check_arms(arms, base, options.set)
-    corpus = prepare_data(arms[0].settings(base), PlainDisplay(sys.stderr))
-    ground = ground_of(arms[0], base, corpus, points=POINTS)
-    if sweep:
-        swept = train_arms(grid_of(seeds[:1], seeds[:1], sweep), ground, session)
-        best = best_by_method(run for run in swept if run.arm.steps == sweep)
-        rates = {(place[0], place[2]): runs[0].arm.get("optim.lr") for place, runs in best.items()}
-        arms = [a for a in arms if rates.get((_stages(a), a.label)) == a.get("optim.lr")]
-    runs = train_arms(arms, ground, session)
+    if options.recipes:
+        lrs = options.lrs or [Settings.as_asked(base).optim.lr]
+        arms = recipe_grid(options.recipes, base, lrs, options.stages, seeds, steps, two)
+    else:
+        modes, lrs = (options.modes or MODES).split(","), options.lrs or usual["lrs"]
+        arms = grid(modes, options.ranks or parts, lrs, options.stages, seeds, steps, two)
+    runs = train_grid(arms, base, options.set, session, points=POINTS)
     if not runs:
         raise ConfigError(f"no arm could be trained; see the messages above, and {session.log}")
-    return outcome(runs, base, options.tflops * 1e12)
-
-
-def _base(options: argparse.Namespace) -> Values:
-    """The settings that all arms share; recipes bring their rates."""
-    base = base_of(options, small_settings("small"))
-    if not options.recipes:
-        return base
-    if options.modes or options.ranks:
-        raise ConfigError("--recipes has its own modes and ranks: leave --modes and --ranks out")
-    return with_rates(base)
+    return outcome(runs, base)
 
 
 def grid(
@@ -117,9 +90,7 @@ def grid(
 
 def _arm(stages: int, mode: str, rank: int, lr: float, seed: int, steps: int) -> Arm:
     name, _, variant = mode.partition("+")
-    boundary: dict[str, Any] = {
-        "mode": name, "rank": rank, "anchor": "auto", "learn": False, "basis_update_every": 0,
-    }  # fmt: skip
+    boundary = {"mode": name, "rank": rank, "anchor": "auto", "basis_update_every": 0}
     known, moves = sheet("convergence")["variants"], variant.removeprefix("moved")
     if variant in known:
         boundary |= known[variant]
@@ -151,70 +122,47 @@ def _stages(arm: Arm) -> int:
 
 
 def table(best: dict[Place, list[Trained]], base: Values) -> list[Row]:
-    """One row per method: loss gap against the dense arm of the same stages and tokens."""
+    """One row per method: loss gap against the dense arm of the same stages and tokens, or of
+    other stages, which only round elsewhere.
+    """
     rows = []
     for (stages, steps, label), runs in best.items():
+        dense = {s: found for (s, n, name), found in best.items() if (n, name) == (steps, DENSE)}
         tokens = steps * runs[0].arm.settings(base).tokens_per_step
-        figures = compared(runs, _dense(best, stages, steps))
+        figures = compared(runs, dense.get(stages) or next(iter(dense.values()), []))
         row = {"stages": stages, "tokens": tokens, "method": label, **figures}
-        control = best.get((stages, steps, CONTROL))
-        if control:
+        if control := best.get((stages, steps, CONTROL)):
             row["gap to control"] = gap_to_dense(runs, control)
         rows.append(row)
     return rows
 
 
-def _dense(best: dict[Place, list[Trained]], stages: int, steps: int) -> list[Trained]:
-    """The dense arm to hold against: of the same cuts, or of others, which only round to bf16."""
-    same = {s: runs for (s, n, label), runs in best.items() if (n, label) == (steps, DENSE)}
-    return same.get(stages) or next(iter(same.values()), [])
-
-
-def figure(best: dict[Place, list[Trained]], base: Values, flops_per_s: float) -> Figure:
-    """Loss over tokens, over bytes of one cut, and over time at the chosen link."""
+def panels_of(best: dict[Place, list[Trained]]) -> list[Panel]:
+    """Loss over tokens, and over bytes of one cut."""
     longest = max(steps for _, steps, _ in best)
     stages = min(s for s, steps, _ in best if steps == longest)
-    plot = Figure(figsize=(15, 5), layout="constrained")
-    axes = plot.subplots(1, 3, sharey=True)
-    colours = itertools.cycle(matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
+    lines: tuple[list[Line], list[Line]] = ([], [])
     for (s, steps, label), runs in best.items():
-        if (s, steps) != (stages, longest):
-            continue
-        tokens, losses = zip(*runs[0].figures["curve"][1:], strict=True)
-        settings = _with_microbatches(runs[0].arm.settings(base))
-        costs = estimate_costs(settings, flops_per_s)
-        step = simulate(settings.schedule(), costs, CHOSEN_LINK).step_seconds
-        per_token = compared(runs, [])["bytes per token"]
-        scales = (1e-6, per_token / 1e9, step / settings.tokens_per_step / 3600)
-        style = {"label": label, "marker": "o", "markersize": 3, "color": next(colours)}
-        for axis, scale in zip(axes, scales, strict=True):
-            axis.plot([count * scale for count in tokens], losses, **style)
-    axes[0].set(xlabel="million tokens", ylabel="validation loss", title="over tokens")
-    axes[1].set(xlabel="GB over one cut, both ways", xscale="log", title="over bytes")
-    axes[2].set(xlabel="hours", xscale="log", title="over time at 80 Mbps + 25 ms (simulated)")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    plot.suptitle(f"Validation loss of narrow cuts, {stages} stages")
-    handles, labels = axes[0].get_legend_handles_labels()
-    plot.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    return plot
+        if (s, steps) == (stages, longest):
+            tokens, losses = zip(*runs[0].figures["curve"][1:], strict=True)
+            for own, scale in zip(
+                lines, (1e-6, compared(runs, [])["bytes per token"] / 1e9), strict=True
+            ):
+                own.append(Line(label, [count * scale for count in tokens], losses))
+    loss = f"validation loss, {stages} stages"
+    return [
+        Panel("over tokens", "million tokens", loss, lines[0]),
+        Panel("over bytes", "GB over one cut, both ways", loss, lines[1], "x"),
+    ]
 
 
-def _with_microbatches(settings: Settings) -> Settings:
-    """For the time axis: the batch in as many microbatches as a pipeline would use, at most 16."""
-    values = settings.to_plain()
-    count = max(n for n in range(1, 17) if settings.train.batch % n == 0)
-    values["pipeline"].update({"microbatches": count, "schedule": "gpipe", "window": 0})
-    return Settings.from_plain(values)
-
-
-def outcome(runs: list[Trained], base: Values, flops_per_s: float) -> Outcome:
+def outcome(runs: list[Trained], base: Values) -> Outcome:
     """The grid as a report, with the verdict that its figures give."""
     best = best_by_method(runs)
     rows = table(best, base)
     steps = max(run.arm.steps for run in runs)
     longest = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
-    dense = next((row for row in longest if row["method"] == DENSE), None)
+    noise = noise_of(next((row for row in longest if row["method"] == DENSE), None))
     narrow = [row for row in longest if row["method"] != DENSE and row["gap"] is not None]
     narrow.sort(key=lambda row: row["gap"])
     parts = [
@@ -222,27 +170,18 @@ def outcome(runs: list[Trained], base: Values, flops_per_s: float) -> Outcome:
         for row in narrow
         if row["stages"] == narrow[0]["stages"]
     ]
-    noise = noise_of(dense)
     worst = max((row["gap"] for row in narrow), default=0.0)
-    return Outcome(
-        name="convergence",
-        question=(
-            "What do narrow cuts cost in validation loss at equal tokens, same optimizer, learning "
-            f"rate tuned per arm? The claim: no more than {PARITY:.0%}."
-        ),
+    found = Outcome(
+        **words("convergence", parity=PARITY, noise=noise_note(noise)),
         verdict="Loss against dense, best first: " + "; ".join(parts) + ".",
         holds=worst <= PARITY,
         too_small=too_short(steps, LEAST_STEPS) or _undecided(worst, noise, narrow),
         rows=rows,
-        figure=figure(best, base, flops_per_s),
-        notes=[
-            "gap: against dense with the same tokens and seed (at the first number of stages)",
-            *([CONTROL_NOTE] if any("gap to control" in row for row in rows) else []),
-            noise_note(noise),
-            "arms are trained in one process with every cut's boundary and rounding in place",
-            f"time: simulated at 80 Mbps + 25 ms with {flops_per_s / 1e12:g} TFLOP/s per stage",
-        ],
+        panels=panels_of(best),
     )
+    if any("gap to control" in row for row in rows):
+        found.notes.append(CONTROL_NOTE)
+    return found
 
 
 def _undecided(worst: float, noise: float | None, narrow: list[Row]) -> str:

@@ -27,8 +27,8 @@ NOT_IN_COMMAND = ("out", "json", "parallel", "minutes", "from_log")
 _KINDS = {"int": int, "float": float}
 _MODULES = (
     *("lossless", "optimizer", "rank_collapse", "stability"),
-    *("bandwidth", "convergence", "codecs", "frontier", "finetune"),
-    *("gap", "headline", "scaling"),
+    *("bandwidth", "convergence", "codecs", "frontier"),
+    *("gap", "headline"),
 )
 
 
@@ -40,10 +40,10 @@ def sheet(module: str) -> dict[str, Any]:
 
 
 def words(module: str, **facts: Any) -> dict[str, Any]:
-    """What a sheet has for an outcome: name, question, and notes with these facts."""
+    """What a sheet has for an outcome: name, question and notes, with these facts."""
     told = sheet(module)
     notes = [note.format(**facts) for note in told["notes"]]
-    return {"name": told["name"], "question": told["question"], "notes": notes}
+    return {"name": told["name"], "question": told["question"].format(**facts), "notes": notes}
 
 
 @dataclass(frozen=True)

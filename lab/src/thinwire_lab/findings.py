@@ -11,11 +11,13 @@ steps, one seed of dense, or seeds of dense that are far apart.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from thinwire_lab.decide import one_seed, too_short
 from thinwire_lab.experiment import sheet
-from thinwire_lab.outcome import Row
+from thinwire_lab.outcome import Outcome, Row
+from thinwire_lab.plots import Line, Panel
 from thinwire_lab.pool import Trained
 
 HOLDS, PARTLY, FAILS = "holds", "in part", "does not hold"
@@ -51,11 +53,6 @@ class Harmed:
         return self.entry["name"]
 
     @property
-    def kind(self) -> str:
-        """What it tries."""
-        return self.entry["kind"]
-
-    @property
     def at(self) -> Any:
         """Bits forward and backward of integers, else the percentage that TopK keeps."""
         return tuple(self.entry["bits"]) if "bits" in self.entry else self.entry.get("share", 100)
@@ -64,12 +61,6 @@ class Harmed:
     def best(self) -> float:
         """The harm, tested in the way that suits the model."""
         return min(self.on, self.off)
-
-
-def of_kind(arms: Iterable[Harmed], kind: str) -> dict[Any, Harmed]:
-    """The arms of a kind by what sets them apart, mildest first."""
-    mine = (arm for arm in arms if arm.kind == kind)
-    return {arm.at: arm for arm in sorted(mine, key=lambda arm: arm.at, reverse=True)}
 
 
 class Harms:
@@ -82,7 +73,8 @@ class Harms:
 
     def of(self, kind: str) -> dict[Any, Harmed]:
         """The arms of a kind by what sets them apart, mildest first."""
-        return of_kind(self._arms, kind)
+        mine = (arm for arm in self._arms if arm.entry["kind"] == kind)
+        return {arm.at: arm for arm in sorted(mine, key=lambda arm: arm.at, reverse=True)}
 
     def differs(self, difference: float) -> bool | None:
         """Whether one model is worse than another by so much; None where noise hides it."""
@@ -101,6 +93,110 @@ class Harms:
         return ", ".join(f"{share} % {self.show(harm)}" for share, harm in harms.items())
 
 
+class GroundReport:
+    """The runs of one ground, which are in the order of its grid."""
+
+    def __init__(self, ground: str, runs: list[Trained]):
+        self.ground = ground
+        self.is_accuracy = ground == "cifar"
+        self.metric = "accuracy" if self.is_accuracy else "loss"
+        self.steps = runs[0].arm.steps
+        self._dense = {run.arm.seed: run for run in runs if run.arm.tags["kind"] == "dense"}
+        self._seeds = {run.arm.seed for run in runs if run.arm.tags["kind"] != "dense"}
+        by_name: dict[str, list[Trained]] = {}
+        for run in runs:
+            by_name.setdefault(run.arm.tags["name"], []).append(run)
+        self.arms = [self._arm(members) for members in by_name.values()]
+        scores = [self._score(run) for run in self._dense.values()]
+        self.noise = None
+        """What seeds of dense differ by, in units of harm; None while there is only one."""
+        if len(scores) > 1:
+            unit = 1.0 if self.is_accuracy else fmean(scores)
+            self.noise = (max(scores) - min(scores)) / unit
+        self.too_small = too_small(self.noise, self.steps)
+        """Why these runs decide nothing, if so."""
+
+    @property
+    def harms(self) -> Harms | None:
+        """How much worse than dense of their seed arms are; None while noise is unknown."""
+        return None if self.noise is None else Harms(self.arms, self.noise, self.is_accuracy)
+
+    @property
+    def told(self) -> str:
+        """The noise, and what follows from it."""
+        harms = self.harms
+        if harms is None or self.noise is None:
+            return self.too_small
+        noise, tolerance = (harms.show(harm).lstrip("+") for harm in (self.noise, harms.tolerance))
+        return f"two seeds of dense differ by {noise}, so the tolerance is {tolerance}"
+
+    def rows(self) -> list[Row]:
+        """A row for each arm."""
+        unit = "image" if self.is_accuracy else "token"
+        found = []
+        for arm in self.arms:
+            figures = arm.runs[0].figures
+            found.append(
+                {
+                    "ground": self.ground,
+                    "arm": arm.name,
+                    "forward": arm.entry["forward"],
+                    "backward": arm.entry["backward"],
+                    "seeds": len(arm.runs),
+                    self.metric: arm.score if math.isfinite(arm.score) else None,
+                    f"{self.metric}, off": arm.score_off if math.isfinite(arm.score_off) else None,
+                    "harm": None if self.noise is None else arm.on,
+                    "harm, off": None if self.noise is None else arm.off,
+                    f"bytes per {unit} forward": figures["bytes_forward"],
+                    f"bytes per {unit} backward": figures["bytes_backward"],
+                    "ratio": figures["ratio"],
+                    "error forward": figures.get("error_forward"),
+                    "error backward": figures.get("error_backward"),
+                    "for finding": " ".join(map(str, arm.entry.get("findings", []))) or None,
+                }
+            )
+        return found
+
+    def panel(self) -> Panel:
+        """The better of both tests over the bytes saved, where arms differ visibly."""
+        better = max if self.is_accuracy else min
+        scored = [
+            (arm, better(arm.score, arm.score_off))
+            for arm in self.arms
+            if math.isfinite(arm.score) and math.isfinite(arm.score_off)
+        ]
+        best = better((score for _, score in scored), default=0.0)
+        limits = (best - 0.25, best + 0.01) if self.is_accuracy else (0.99 * best, 1.25 * best)
+        lines = []
+        for kind in dict.fromkeys(arm.entry["kind"] for arm in self.arms):
+            mine = [(arm, score) for arm, score in scored if arm.entry["kind"] == kind]
+            ratios = [arm.runs[0].figures["ratio"] for arm, _ in mine]
+            names = [arm.name for arm, _ in mine]
+            lines.append(Line(kind, ratios, [score for _, score in mine], "o", names=names))
+        across = "times fewer bytes than bf16"
+        return Panel(
+            f"{self.ground}: on or off at test", across, self.metric, lines, "x", {}, limits
+        )
+
+    def _arm(self, runs: list[Trained]) -> Harmed:
+        """Of dense the seeds count that other arms have too, so that it can stand beside them."""
+        shared = [run for run in runs if run.arm.seed in self._seeds] or runs
+        score, score_off = (fmean(self._score(run, how) for run in shared) for how in ("", "_off"))
+        on, off = (fmean(self._harm(run, how) for run in runs) for how in ("", "_off"))
+        return Harmed(runs[0].arm.tags, bounded(on), bounded(off), runs, score, score_off)
+
+    def _harm(self, run: Trained, how: str) -> float:
+        if not self._dense:
+            return math.nan
+        score = self._score(run, how)
+        dense = self._score(self._dense.get(run.arm.seed, next(iter(self._dense.values()))))
+        return dense - score if self.is_accuracy else score / dense - 1
+
+    def _score(self, run: Trained, how: str = "") -> float:
+        value = run.figures[self.metric + how]
+        return math.nan if value is None else float(value)
+
+
 def bounded(harm: float) -> float:
     """A harm with a limit, which is also that of an arm that diverged."""
     return min(harm, WORST) if math.isfinite(harm) else WORST
@@ -111,6 +207,38 @@ def too_small(noise: float | None, steps: int) -> str:
     if noise is not None and not noise <= MOST_NOISE:  # NaN: dense diverged
         return f"two seeds of dense differ by {noise:.1%}, more than {MOST_NOISE:.0%}"
     return too_short(steps, LEAST_STEPS) or one_seed(noise)
+
+
+def outcome(task: str, reports: list[GroundReport], notes: list[str]) -> Outcome:
+    """Findings with their verdicts, and the figures behind them."""
+    rows = [r for report in reports for r in judge(report.ground, report.harms, report.too_small)]
+    reasons = [f"{report.ground}: {report.too_small}" for report in reports if report.too_small]
+    told = sheet("codecs")
+    steps = [f"{report.ground}: {report.steps} steps; {report.told}" for report in reports]
+    return Outcome(
+        name=f"codecs-{task}",
+        question=told["question"],
+        verdict=_verdicts(rows),
+        holds=None,
+        too_small="; ".join(reasons) if len(reasons) == len(reports) else "",
+        rows=rows,
+        panels=[report.panel() for report in reports],
+        notes=[*told["notes"], *steps, *notes],
+        figures=[row for report in reports for row in report.rows()],
+    )
+
+
+def _verdicts(rows: list[Row]) -> str:
+    """Each finding's verdicts, as "finding 1: does not hold (scratch, tune)"."""
+    parts = []
+    for number in dict.fromkeys(row["finding"] for row in rows):
+        grounds: dict[str, list[str]] = {}
+        for row in rows:
+            if row["finding"] == number:
+                grounds.setdefault(row["verdict"], []).append(row["ground"])
+        told = ", ".join(f"{verdict} ({', '.join(g)})" for verdict, g in grounds.items())
+        parts.append(f"finding {number}: {told}")
+    return "; ".join(parts) + "."
 
 
 def judge(ground: str, harms: Harms | None, reason: str = "") -> list[Row]:
@@ -230,13 +358,9 @@ def _not(answer: bool | None) -> bool | None:
     return None if answer is None else not answer
 
 
-RULES: dict[int, Callable[[Harms], Found]] = {
-    1: _bits,
-    2: _least_share,
-    3: _tested_as_trained,
-    4: _feedback,
-    5: _by_example,
-    6: _tuning,
-    7: _shared_mask,
-}
+RULES: dict[int, Callable[[Harms], Found]] = dict(
+    enumerate(
+        [_bits, _least_share, _tested_as_trained, _feedback, _by_example, _tuning, _shared_mask], 1
+    )
+)
 """What decides each finding of codecs.toml."""

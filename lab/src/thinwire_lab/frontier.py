@@ -6,39 +6,21 @@ batches. The map shows what a byte saved costs in loss; on its edge lie the choi
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from fnmatch import fnmatchcase
 
 from thinwire.errors import ConfigError
-from thinwire.report import PlainDisplay
-from thinwire.run.start import prepare_data
-from thinwire_lab.arms import (
-    Arm,
-    Values,
-    base_of,
-    check_arms,
-    chosen_lines,
-    ground_of,
-    small_settings,
-    width_of,
-)
+from thinwire_lab.arms import Arm, Values, base_of, small_settings, split_patterns, width_of
 from thinwire_lab.decide import at_best_rate, compared, noise_note, noise_of, one_seed, too_short
-from thinwire_lab.experiment import Say, sheet, steps_of
-from thinwire_lab.labels import Point, log_ticks, name_points
+from thinwire_lab.experiment import Say, sheet, steps_of, words
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.pool import Session, Trained, train_arms
+from thinwire_lab.plots import Line, Panel
+from thinwire_lab.pool import Session, Trained, train_grid
 
-DENSE = "dense bf16/bf16"
+DENSE_BF16 = "dense bf16/bf16"
 LEAST_STEPS = 200  # shorter runs do not separate the arms
 RATIOS = (10, 30, 60, 100)
-EQUAL_BYTES = 0.1  # two arms cost the same if their bytes differ by no more than this share
 _SPEC = re.compile(r"(dense|subspace|reparam|projected)(?: (d/)?(\d+))? ([^/]+)/(.+)")
-_FORM = '"MODE [RANK] FORWARD/BACKWARD", such as "projected d/8 int8/int4"'
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
@@ -46,16 +28,24 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     base = base_of(options, small_settings("quick" if options.quick else "whole"))
     lines, steps = specs(options.arms, options.quick), steps_of(options)
     arms = make_arms(lines, width_of(base), options.lrs or [3e-3], options.seeds, steps)
-    check_arms(arms, base, options.set)
-    corpus = prepare_data(arms[0].settings(base), PlainDisplay(sys.stderr))
-    runs = train_arms(arms, ground_of(arms[0], base, corpus), Session.of(options, say))
+    runs = train_grid(arms, base, options.set, Session.of(options, say))
     return outcome([run for run in runs if run.arm.steps == steps])
 
 
 def specs(patterns: str | None, quick: bool) -> list[str]:
     """The chosen lines of the grid, and lines of one's own; dense, to compare with, is in any."""
     grid = sheet("frontier")["grid"]["quick" if quick else "usual"]
-    return list(dict.fromkeys([DENSE, *chosen_lines(patterns, grid, _SPEC, _FORM)]))
+    found = [DENSE_BF16]
+    for pattern in split_patterns(patterns) if patterns else ["*"]:
+        fitting = [known for known in grid if fnmatchcase(known, pattern)]
+        if not fitting and not _SPEC.fullmatch(pattern):
+            raise ConfigError(
+                f'--arms "{pattern}" matches no arm of the grid and is not an arm itself; write '
+                '"MODE [RANK] FORWARD/BACKWARD", such as "projected d/8 int8/int4". The grid: '
+                f"{'; '.join(grid)}"
+            )
+        found += fitting or [pattern]
+    return list(dict.fromkeys(found))
 
 
 def make_arms(
@@ -74,7 +64,7 @@ def make_arms(
                 "codec": {"forward": forward, "backward": backward},
                 "optim": {"lr": lr, "warmup": max(1, steps // 10)},
             }
-            for seed in seeds if line == DENSE else seeds[:1]:
+            for seed in seeds if line == DENSE_BF16 else seeds[:1]:
                 arms.append(Arm(line, seed, steps, changes))
     return arms
 
@@ -85,9 +75,9 @@ def table(runs: list[Trained]) -> list[Row]:
     for run in runs:
         groups.setdefault(run.arm.label, []).append(run)
     best = {spec: at_best_rate(group) for spec, group in groups.items()}
-    dense = [run for run in best.get(DENSE, []) if run.loss is not None]
+    dense = [run for run in best.get(DENSE_BF16, []) if run.loss is not None]
     if not dense:
-        raise ConfigError(f"{DENSE} could not be trained: there is nothing to compare with")
+        raise ConfigError(f"{DENSE_BF16} could not be trained: there is nothing to compare with")
     lines = []
     for label, group in best.items():
         arm = group[0].arm
@@ -107,95 +97,39 @@ def is_on_edge(line: Row, lines: list[Row]) -> bool:
     return not any(b <= here[0] and g <= here[1] and (b, g) != here for b, g in others)
 
 
-def equal_bytes(lines: list[Row]) -> list[str]:
-    """Arms of one mode that cost the same bytes, best first: how to spend them."""
-    found = []
-    waiting = [line for line in lines if line["gap"] is not None]  # most bytes first
-    while waiting:
-        line = waiting[0]
-        least = line["bytes per token"] * (1 - EQUAL_BYTES)
-        group = [
-            other
-            for other in waiting
-            if other["mode"] == line["mode"] and other["bytes per token"] >= least
-        ]
-        waiting = [other for other in waiting if other not in group]
-        if len(group) > 1:
-            order = sorted(group, key=lambda other: other["gap"])
-            shown = ", ".join(f"{other['arm']} {other['gap']:+.1%}" for other in order)
-            found.append(f"at about {line['bytes per token']:.0f} bytes per token: {shown}")
-    return found
-
-
-def figure(lines: list[Row], noise: float | None) -> Figure:
-    """Gap over bytes; the edge is drawn through, and named in black."""
-    plot = Figure(figsize=(12, 7), layout="constrained")
-    axis: Axes = plot.subplots()
+def panel_of(lines: list[Row], noise: float | None) -> Panel:
+    """Gap over bytes; the edge is drawn through."""
     lines = [line for line in lines if line["gap"] is not None]
-    names: list[Point] = []
-    for number, mode in enumerate(dict.fromkeys(line["mode"] for line in lines)):
+    drawn = []
+    for mode in dict.fromkeys(line["mode"] for line in lines):
         mine = [line for line in lines if line["mode"] == mode]
-        points = [(line["bytes per token"], 100 * line["gap"]) for line in mine]
-        across, up = zip(*points, strict=True)
-        marker = "so^D"[number]
-        axis.scatter(across, up, color=f"C{number}", marker=marker, s=36, label=mode, zorder=3)
-        for line, point in zip(mine, points, strict=True):
-            name = line["arm"].removeprefix(f"{mode} ")
-            names.append((*point, name, "black" if line["edge"] else f"C{number}"))
-    edge = [(line["bytes per token"], 100 * line["gap"]) for line in lines if line["edge"]]
-    across, up = zip(*edge, strict=True)
-    label = "edge: nothing is better in both"
-    axis.plot(across, up, color="0.4", linewidth=1, drawstyle="steps-post", label=label)
-    if noise is not None:
-        axis.axhspan(0, 100 * noise, color="0.92", label="what two seeds of dense differ by")
-    axis.set(
-        xscale="log",
-        xlabel="bytes per token at one cut, both ways, headers included",
-        ylabel="loss above dense bf16, %",
-    )
-    axis.margins(x=0.12)
-    axis.invert_xaxis()
-    full = lines[0]["ratio"] * lines[0]["bytes per token"]
+        names = [line["arm"].removeprefix(f"{mode} ") for line in mine]
+        drawn.append(Line(mode, *_points(mine), "o", names=names))
+    edge = [line for line in lines if line["edge"]]
+    drawn.append(Line("edge: nothing is better in both", *_points(edge), "-", "0.4"))
+    levels = {} if noise is None else {"what two seeds of dense differ by": 100 * noise}
+    across = "bytes per token at one cut, both ways, headers included"
+    up = "loss above dense bf16, %"
+    return Panel("loss against bytes", across, up, drawn, "x", levels, flipped=True)
 
-    def flipped(x: Any) -> Any:
-        return full / np.maximum(x, 1e-9)
 
-    above = axis.secondary_xaxis("top", functions=(flipped, flipped))
-    above.set_xlabel("times fewer than bf16")
-    log_ticks(axis.xaxis)
-    log_ticks(above.xaxis)
-    axis.grid(alpha=0.3)
-    plot.suptitle("Loss against bytes at a cut")
-    plot.legend(loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    plot.canvas.draw()  # the layout must be final before names are placed
-    name_points(axis, names)
-    return plot
+def _points(lines: list[Row]) -> tuple[list[float], list[float]]:
+    return [line["bytes per token"] for line in lines], [100 * line["gap"] for line in lines]
 
 
 def outcome(runs: list[Trained]) -> Outcome:
     """The map as a report, with the choices that its figures give."""
     lines = table(runs)
-    noise = noise_of(next(line for line in lines if line["arm"] == DENSE))
+    noise = noise_of(next(line for line in lines if line["arm"] == DENSE_BF16))
     steps = runs[0].arm.steps
     choices = [choice for ratio in RATIOS if (choice := _choice(lines, ratio, noise or 0.0))]
     return Outcome(
-        name="frontier",
-        question=(
-            "What does each byte saved at the cut cost in loss, by boundary mode, rank and codec?"
-        ),
+        **words("frontier", noise=noise_note(noise), steps=steps),
         verdict=f"Least loss {'; '.join(choices)}." if choices else "No arm saves enough bytes.",
         holds=None,
         too_small=too_short(steps, LEAST_STEPS) or one_seed(noise),
         rows=lines,
-        figure=figure(lines, noise),
-        notes=[
-            "gap: validation loss relative to dense bf16 of the same seed at equal tokens, "
-            "compression on; edge: no other arm is better in both bytes and loss",
-            noise_note(noise),
-            f"{steps} steps; arms other than dense have one seed, and the learning rate "
-            "that the table names",
-            *equal_bytes(lines),
-        ],
+        panels=[panel_of(lines, noise)],
     )
 
 
@@ -205,7 +139,6 @@ def _choice(lines: list[Row], ratio: float, noise: float) -> str:
     if not small:
         return ""
     best = min(small, key=lambda line: line["gap"])
-    equals = [line for line in small if line["gap"] - best["gap"] <= noise]
-    others = len(equals) - 1
+    others = len([line for line in small if line["gap"] - best["gap"] <= noise]) - 1
     tie = f", within the noise of {others} other{'s' if others > 1 else ''}" if others else ""
     return f"at {ratio}x or more: {best['arm']} ({best['ratio']:.0f}x, {best['gap']:+.1%}{tie})"

@@ -5,44 +5,36 @@ others have published, with their sources.
 """
 
 import argparse
+import math
 import re
-from statistics import fmean
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+import numpy as np
 
 from thinwire.engine.weights import parameter_count
 from thinwire.settings.crossing import is_entropy_coded
+from thinwire_lab.decide import CAST_NOISE, gap_to_dense
 from thinwire_lab.experiment import Say, sheet, words
-from thinwire_lab.labels import log_ticks, name_points, short_name
-from thinwire_lab.logs import Method, dense_among, gap_at, grounds_of, methods_of, read_logs
-from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.plots import (
-    BLACK,
-    BLUE,
-    BROWN,
-    GREEN,
-    ORANGE,
-    PINK,
-    PURPLE,
-    RED,
-    SKY,
-    canvas,
-    shared_legend,
+from thinwire_lab.logs import (
+    Method,
+    dense_among,
+    grounds_of,
+    methods_of,
+    read_logs,
+    tokens_of,
 )
+from thinwire_lab.outcome import Outcome, Row
+from thinwire_lab.plots import Line, Panel, short_name
 from thinwire_lab.pool import Trained
 
 BARS = (8, 32, 100, 300)  # ratios that the verdict speaks of
 ABOUT = 0.9  # the share of such a ratio that is enough: headers and scales take theirs
 LEAST = 1.5  # a ratio below which an arm saves nothing worth a place in the picture
+LEAST_LENGTHS = 3  # of training, before a trend is told
+SPREADS = NormalDist().inv_cdf(0.975)  # standard deviations on each side of 95 %
 CLOSE = 4.0  # the second panel shows what costs less than this, in percent
-COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK, BLACK, PURPLE, BROWN)
-TABLES = {
-    "trainable": " + receivers' tables",
-    "per-stage": " + stages' own tables",
-    "embedding": " around a shared embedding",
-}
+TABLES = {"per-stage": " + stages' own tables", "embedding": " around a shared embedding"}
 MODES = {"subspace": "the paper's subspace", "reparam": "reparam", "projected": "projected"}
 
 
@@ -52,22 +44,18 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     ours = [row for ground in grounds_of(runs) for row in rows_of(ground)]
     ours = [row for row in ours if not options.stages or row["stages"] == options.stages]
     others = published()
-    return Outcome(
-        **words("gap"),
-        verdict=verdict(ours),
-        holds=None,
-        rows=[*ours, *others],
-        figure=figure(ours, others),
-    )
+    rows = [*ours, *others]
+    panels = panels_of(ours, others)
+    return Outcome(**words("gap"), verdict=verdict(ours), holds=None, rows=rows, panels=panels)
 
 
 def rows_of(ground: list[Trained]) -> list[Row]:
     """What each narrow arm of a ground costs and saves, of those as long as its longest dense."""
     methods = methods_of(ground)
     dense = dense_among(methods)
-    steps = max(dense.by_steps)
+    steps, noise = max(dense.by_steps), noise_of(methods, dense)
     found = [
-        _row(method, dense, steps)
+        _row(method, dense, steps) | trend(gaps_by_length(method, dense), noise)
         for method in methods
         if steps in method.by_steps and method.by_steps[steps][0].figures["ratio"] >= LEAST
     ]
@@ -76,7 +64,7 @@ def rows_of(ground: list[Trained]) -> list[Row]:
 
 def _row(method: Method, dense: Method, steps: int) -> Row:
     runs, settings = method.by_steps[steps], method.settings
-    gaps = [gap_at(Method("", 0, {steps: [run]}), dense, steps) or 0.0 for run in runs]
+    gaps = [gap_to_dense([run], dense.by_steps[steps]) for run in runs]
     tables = TABLES.get(settings.boundary.anchor, "")
     mode = MODES.get(settings.boundary.mode, "dense cuts, fewer bits") + tables
     optimizer = settings.optim.name.replace("adamw", "AdamW").replace("muon", "Muon")
@@ -85,7 +73,7 @@ def _row(method: Method, dense: Method, steps: int) -> Row:
         "method": method.label,
         "kind": f"{mode}, {optimizer}{coded}",
         "ratio": fmean(run.figures["ratio"] for run in runs),
-        "gap": gap_at(method, dense, steps),
+        "gap": gap_to_dense(runs, dense.by_steps[steps]),
         "least": min(gaps),
         "most": max(gaps),
         "seeds": len(runs),
@@ -95,6 +83,42 @@ def _row(method: Method, dense: Method, steps: int) -> Row:
         "tokens": steps * settings.tokens_per_step,
         "source": "measured by this lab",
     }
+
+
+def gaps_by_length(method: Method, dense: Method) -> dict[float, list[float]]:
+    """Tokens of each length that both have, and the gap of each seed there."""
+    shared = sorted(method.by_steps.keys() & dense.by_steps.keys())
+    return {
+        tokens_of(method.by_steps[steps][0]): [
+            gap_to_dense([run], dense.by_steps[steps]) for run in method.by_steps[steps]
+        ]
+        for steps in shared
+    }
+
+
+def noise_of(methods: list[Method], dense: Method) -> float:
+    """The standard deviation of a gap between seeds; with single seeds an assumed one."""
+    every = [gaps for one in methods for gaps in gaps_by_length(one, dense).values()]
+    repeated = [gaps for gaps in every if len(gaps) > 1 and any(gaps)]
+    return math.sqrt(fmean(stdev(own) ** 2 for own in repeated)) if repeated else CAST_NOISE / 2
+
+
+def trend(gaps: dict[float, list[float]], noise: float) -> Row:
+    """How a gap changes with the length of training, where there are three lengths or more.
+
+    A straight line over the logarithm of the tokens, by least squares; the interval (95 %) carries
+    the noise through the fit.
+    """
+    if len(gaps) < LEAST_LENGTHS:
+        return {}
+    across = np.log10(list(gaps))
+    weights = (across - across.mean()) / ((across - across.mean()) ** 2).sum()
+    slope = float(weights @ [fmean(own) for own in gaps.values()])
+    spread = float(np.linalg.norm(weights * noise / np.sqrt([len(own) for own in gaps.values()])))
+    low, high = slope - SPREADS * spread, slope + SPREADS * spread
+    way = "chance" if low <= 0 <= high else "grows" if slope > 0 else "shrinks"
+    told = {"gap per tenfold length": slope, "from": low, "to": high, "with length": way}
+    return {"lengths": len(gaps), **told}
 
 
 def published() -> list[Row]:
@@ -136,63 +160,36 @@ def verdict(ours: list[Row]) -> str:
     return f"Least loss at about {bars} or more: {'; '.join(parts)}."
 
 
-def figure(ours: list[Row], others: list[Row]) -> Figure:
-    """Gap over ratio, whole and from close: ours filled, others hollow.
-
-    A bar reaches from the least to the most.
-    """
-    plot, axes = canvas("What fewer bytes cost in loss", (11, 11), rows=2)
+def panels_of(ours: list[Row], others: list[Row]) -> list[Panel]:
+    """Gap over ratio, whole and from close; a bar reaches from the least to the most."""
     places = [(row["model"], row["stages"]) for row in ours]
     usual = max(places, key=places.count, default=("", 0))
-    for axis in axes:
-        _draw(axis, ours, others)
-        axis.axhline(0, color="0.4", linewidth=0.8)
-        axis.set(xscale="log", ylabel="validation loss above dense, %")
-        axis.margins(x=0.1)
-        log_ticks(axis.xaxis)
-    whole, close = axes
-    whole.set_title(
-        f"{usual[0]}, {usual[1]} stages unless named; bars: seeds, or a published range"
-    )
-    close.set(
-        xlabel="times fewer bytes at a cut than bf16, both ways",
-        title=f"below {CLOSE:g} %",
-        ylim=(min([-1.0, *(100 * row["least"] - 0.3 for row in ours)]), CLOSE),
-    )
-    shared_legend(whole, 3)
-    plot.canvas.draw()  # the layout must be final before names are placed
-    colours = _colours(ours)
-    for axis in axes:
-        points = [
-            (row["ratio"], 100 * row["gap"], _name(row, usual), colours[row["kind"]])
-            for row in ours
-            if (100 * row["gap"] < CLOSE) == (axis is close)
-        ]
-        name_points(axis, points)
-    return plot
+    lowest = min([-1.0, *(100 * row["least"] - 0.3 for row in ours)])
+    unless = f"{usual[0]}, {usual[1]} stages unless named; bars: seeds, or a published range"
+    across, up = "times fewer bytes at a cut than bf16, both ways", "validation loss above dense, %"
+    panels = []
+    for title, limits in ((unless, None), (f"below {CLOSE:g} %", (lowest, CLOSE))):
+        lines = []
+        for kind in dict.fromkeys(row["kind"] for row in ours):
+            own = [row for row in ours if row["kind"] == kind]
+            is_here = [(row["gap"] * 100 < CLOSE) == (limits is not None) for row in own]
+            names = [_name(r, usual) if here else "" for r, here in zip(own, is_here, strict=True)]
+            lines.append(_line(kind, own, "o", names))
+        for number, method in enumerate(dict.fromkeys(row["method"] for row in others)):
+            own = [row for row in others if row["method"] == method]
+            lines.append(_line(method, own, "sD^v<>"[number % 6], colour="0.35"))
+        panels.append(Panel(title, across, up, lines, "x", {"as dense": 0.0}, limits))
+    return panels
 
 
-def _colours(ours: list[Row]) -> dict[str, str]:
-    kinds = dict.fromkeys(row["kind"] for row in ours)
-    return {kind: COLOURS[number % len(COLOURS)] for number, kind in enumerate(kinds)}
-
-
-def _draw(axis: Axes, ours: list[Row], others: list[Row]) -> None:
-    for kind, colour in _colours(ours).items():
-        rows = [row for row in ours if row["kind"] == kind]
-        _points(axis, rows, {"color": colour, "fmt": "o", "label": kind})
-    for number, method in enumerate(dict.fromkeys(row["method"] for row in others)):
-        rows = [row for row in others if row["method"] == method]
-        style = {"color": "0.35", "fmt": "sD^v<>"[number % 6], "mfc": "white", "label": method}
-        _points(axis, rows, style)
-
-
-def _points(axis: Axes, rows: list[Row], style: dict[str, Any]) -> None:
+def _line(
+    label: str, rows: list[Row], style: str, names: list[str] | None = None, colour: str = ""
+) -> Line:
     gaps = [100 * row["gap"] for row in rows]
     below = [max(0.0, 100 * (row["gap"] - row["least"])) for row in rows]  # rounding aside
     above = [max(0.0, 100 * (row["most"] - row["gap"])) for row in rows]
-    across = [row["ratio"] for row in rows]
-    axis.errorbar(across, gaps, [below, above], markersize=6, capsize=2, zorder=3, **style)
+    ratios = [row["ratio"] for row in rows]
+    return Line(label, ratios, gaps, style, colour, names or (), (below, above))
 
 
 def _name(row: Row, usual: tuple[str, int]) -> str:

@@ -6,14 +6,9 @@ logs of trained arms. The report says which is which.
 """
 
 import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from thinwire.engine.build import choose_device
 from thinwire.engine.weights import parameter_count
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, measure_flops
@@ -24,20 +19,10 @@ from thinwire.settings.crossing import bytes_per_token, size_notes
 from thinwire_lab.arms import Values, base_of, split_patterns
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, sheet, words
-from thinwire_lab.labels import short_name
-from thinwire_lab.logs import (
-    Method,
-    dense_among,
-    grounds_of,
-    methods_of,
-    read_logs,
-    tokens_at,
-)
+from thinwire_lab.logs import Method, dense_among, grounds_of, methods_of, read_logs, tokens_at
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.plots import BLUE, GREY, canvas
-from thinwire_lab.stage_times import Times, costs_of, measure_stages
+from thinwire_lab.plots import Line, Panel, short_name
 
-SMALL_FLOPS = 1e10  # of a microbatch's forward: a CPU times stages up to this size
 LEAST_STEPS = 200  # of training: shorter runs say nothing of what a method costs
 AIM = 10.0  # times faster than dense
 ENOUGH = 1.002  # of the fastest window's time: a smaller window holds less memory
@@ -59,48 +44,30 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     methods, left_out = compared_methods(options)
     goal = goal_of(methods, options.loss)
     arms = {m.label: crossing_settings(m, base) for m in methods}
-    costs, compute, figures = compute_costs(arms, options, say)
+    costs, compute = compute_costs(arms, options)
     rows = [
         row
         for link in sheet("headline")["links"]
         for row in link_rows(link, methods, arms, costs, goal)
     ]
     steps = max(max(method.by_steps) for method in methods)
+    trained, simulated = methods[-1].stages, arms[methods[-1].label].pipeline.stages
+    apart = f"the losses are of pipelines of {trained} stages, the seconds of {simulated}"
     outcome = Outcome(
         **words("headline", **_facts(methods, goal, arms, compute)),
         verdict=verdict(rows),
-        holds=all(
-            _best(rows, link)["times as fast"] >= AIM for link in {row["link"] for row in rows}
-        ),
-        too_small=too_short(steps, LEAST_STEPS) or goal.doubt or _other_stages(methods, arms),
+        holds=all(_best(rows, link)["times as fast"] >= AIM for link in {r["link"] for r in rows}),
+        too_small=too_short(steps, LEAST_STEPS)
+        or goal.doubt
+        or (apart if trained != simulated else ""),
         rows=rows,
-        figure=figure(rows),
-        figures=figures,
+        panels=panels_of(rows),
     )
-    outcome.notes += _size_notes(arms)
+    for arm, settings in arms.items():
+        outcome.notes += [f"{arm}: {note}" for note in size_notes(settings)]
     if left_out:
         outcome.notes.append(f"left out: {left_out} arms of other models, texts or settings")
     return outcome
-
-
-def _size_notes(arms: dict[str, Settings]) -> list[str]:
-    """What to know of the bytes of arms, those together of which the same is to be known."""
-    known: dict[str, list[str]] = {}
-    for arm, settings in arms.items():
-        for note in size_notes(settings):
-            known.setdefault(note, []).append(arm)
-    return [f"{', '.join(own)}: {note}" for note, own in known.items()]
-
-
-def _other_stages(methods: list[Method], arms: dict[str, Settings]) -> str:
-    """Why losses and seconds do not belong together, if so: of other numbers of stages."""
-    trained, simulated = methods[-1].stages, arms[methods[-1].label].pipeline.stages
-    if trained == simulated:
-        return ""
-    return (
-        f"the losses are of pipelines of {trained} stages, the seconds of {simulated}, and more "
-        "cuts cost more loss"
-    )
 
 
 def compared_methods(options: argparse.Namespace) -> tuple[list[Method], int]:
@@ -168,58 +135,14 @@ def crossing_settings(method: Method, base: Values) -> Settings:
 
 
 def compute_costs(
-    arms: dict[str, Settings], options: argparse.Namespace, say: Say
-) -> tuple[dict[str, Costs], str, list[Row]]:
-    """Costs of each arm, how its compute came about, and the measured times as rows."""
-    if options.times is not None:
-        times, where = read_times(options.times, arms)
-    elif options.tflops or not _can_time_stages(arms):
-        given = options.tflops is not None
-        rate = options.tflops * 1e12 if given else measure_flops(next(iter(arms.values())))
-        told = "given" if given else "measured with one block on this machine"
-        compute = f"compute: {rate / 1e12:.3g} TFLOP/s per stage, {told}; ends of cuts not counted"
-        return {arm: estimate_costs(s, rate) for arm, s in arms.items()}, compute, []
-    else:
-        times, where = {}, "on this machine"
-        for arm, settings in arms.items():
-            times[arm] = measure_stages(settings)
-            busiest = max(row["forward"] + row["backward"] for row in times[arm])
-            say(f"{arm:<20} busiest stage {1e3 * busiest:8.2f} ms per microbatch")
-    compute = f"measured: compute, stage by stage with the ends of the cuts ({where})"
-    rows = [
-        {"method": arm, "stage": number, **row}
-        for arm, own in times.items()
-        for number, row in enumerate(own)
-    ]
-    return {arm: costs_of(arms[arm], times[arm]) for arm in arms}, compute, rows
-
-
-def _can_time_stages(arms: dict[str, Settings]) -> bool:
-    """Whether stages can be timed in a reasonable time: on a GPU, or small ones."""
-    settings = next(iter(arms.values()))
-    flops = sum(estimate_costs(settings, 1.0).forward)
-    return choose_device(settings.run.device, 0).type != "cpu" or flops <= SMALL_FLOPS
-
-
-def read_times(path: Path, arms: dict[str, Settings]) -> tuple[dict[str, Times], str]:
-    """The times that an earlier call measured, and the machine it ran on."""
-    try:
-        result = json.loads(path.read_text())
-        found: dict[str, Times] = {}
-        for row in sorted(result["figures"], key=lambda row: row["stage"]):
-            times = {key: float(row[key]) for key in ("forward", "backward", "update")}
-            found.setdefault(row["method"], []).append(times)
-        machine = str(result["machine"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is not a result.json of lab headline with measured times"
-        ) from error
-    for arm, settings in arms.items():
-        if len(found.get(arm, [])) != settings.pipeline.stages:
-            raise ConfigError(
-                f"{path} has no times of {arm} in {settings.pipeline.stages} stages: measure again"
-            )
-    return found, machine
+    arms: dict[str, Settings], options: argparse.Namespace
+) -> tuple[dict[str, Costs], str]:
+    """Costs of each arm, and how its compute came about."""
+    given = options.tflops is not None
+    rate = options.tflops * 1e12 if given else measure_flops(next(iter(arms.values())))
+    told = "given" if given else "measured with one block on this machine"
+    compute = f"compute: {rate / 1e12:.3g} TFLOP/s per stage, {told}; ends of cuts not counted"
+    return {arm: estimate_costs(settings, rate) for arm, settings in arms.items()}, compute
 
 
 def link_rows(
@@ -257,7 +180,12 @@ def link_rows(
     for row in rows:
         row["times as fast"] = reference / row["seconds"]
     if link["name"] == public["link"]:
-        rows += [_public_row(link["name"], told, public["runs"][0]) for told in public["runs"]]
+        first = public["runs"][0]["steps"] * public["runs"][0]["step_seconds"]
+        for told in public["runs"]:
+            seconds = told["steps"] * told["step_seconds"]
+            times = {"seconds per step": told["step_seconds"], "seconds": seconds}
+            own = {key: told[key] for key in ("method", "ratio", "steps")}
+            rows.append({"link": link["name"], **own, **times, "times as fast": first / seconds})
     return rows
 
 
@@ -275,19 +203,6 @@ def fastest(settings: Settings, costs: Costs, network: Network) -> tuple[float, 
     least = min(found.step_seconds for found in played)
     found = next(found for found in played if found.step_seconds <= ENOUGH * least)
     return found.step_seconds, found.schedule.window, found.bound
-
-
-def _public_row(link: str, told: dict[str, Any], dense: dict[str, Any]) -> Row:
-    seconds = told["steps"] * told["step_seconds"]
-    return {
-        "link": link,
-        "method": told["method"],
-        "ratio": told["ratio"],
-        "seconds per step": told["step_seconds"],
-        "steps": told["steps"],
-        "seconds": seconds,
-        "times as fast": dense["steps"] * dense["step_seconds"] / seconds,
-    }
 
 
 def verdict(rows: list[Row]) -> str:
@@ -336,18 +251,16 @@ def _facts(
     }
 
 
-def figure(rows: list[Row]) -> Figure:
+def panels_of(rows: list[Row]) -> list[Panel]:
     """Seconds of each method over each link; public figures in grey."""
-    links = list(dict.fromkeys(row["link"] for row in rows))
-    size = (13, 1.8 + 0.45 * len(rows) / len(links))
-    plot, axes = canvas("Time to the same loss", size, columns=len(links))
-    for axis, link in zip(axes, links, strict=True):
-        own = [row for row in rows if row["link"] == link][::-1]
-        names = [short_name(row["method"]) for row in own]
-        colours = [BLUE if "M tokens to loss" in row else GREY for row in own]
-        bars = axis.barh(names, [row["seconds"] for row in own], color=colours)
-        told = [f" {row['seconds']:,.0f} s, {row['times as fast']:.1f}x" for row in own]
-        axis.bar_label(bars, told, fontsize=8)
-        axis.set(xscale="log", title=link, xlabel="seconds, at the steps of public dense")
-        axis.margins(x=0.25)
-    return plot
+    panels = []
+    for link in dict.fromkeys(row["link"] for row in rows):
+        lines = []
+        for label, is_ours in (("this lab", True), ("public", False)):
+            own = [row for row in rows if row["link"] == link]
+            own = [row for row in own if ("M tokens to loss" in row) == is_ours]
+            names = [f"{short_name(row['method'])}: {row['times as fast']:.1f}x" for row in own]
+            if own:
+                lines.append(Line(label, [row["seconds"] for row in own], names, "o"))
+        panels.append(Panel(link, "seconds, at the steps of public dense", "", lines, "x"))
+    return panels

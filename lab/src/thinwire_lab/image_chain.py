@@ -45,7 +45,7 @@ class RunSection:
 
 
 @dataclass(frozen=True)
-class ModelSection:
+class ResNetSection:
     """`[model]`: a ResNet-18."""
 
     dim: int = option(64, "width of the first group", least=1)
@@ -55,7 +55,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
-class DataSection:
+class ImagesSection:
     """`[data]`: where images are."""
 
     path: str = option("", "CIFAR-10's binary batches, or an .npz")
@@ -63,14 +63,14 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class PipelineSection:
+class StagesSection:
     """`[pipeline]`: into how many stages the blocks are cut."""
 
     stages: int = option(4, "stages", least=1, most=BLOCKS)
 
 
 @dataclass(frozen=True)
-class OptimSection:
+class SgdSection:
     """`[optim]`: SGD, its rate on a cosine down to zero."""
 
     lr: float = option(0.01, "peak learning rate", above=0)
@@ -79,7 +79,7 @@ class OptimSection:
 
 
 @dataclass(frozen=True)
-class TrainSection:
+class LengthSection:
     """`[train]`: the length of a run."""
 
     batch: int = option(128, "images per step", least=1)
@@ -90,13 +90,13 @@ class TrainSection:
 class ImageSettings:
     """The settings of a run on images; a batch crosses each cut as one tensor."""
 
-    run: RunSection = field(default_factory=RunSection)
-    model: ModelSection = field(default_factory=ModelSection)
-    data: DataSection = field(default_factory=DataSection)
-    pipeline: PipelineSection = field(default_factory=PipelineSection)
+    run: RunSection = RunSection()
+    model: ResNetSection = ResNetSection()
+    data: ImagesSection = ImagesSection()
+    pipeline: StagesSection = StagesSection()
     codec: CodecConfig = field(default_factory=CodecConfig)
-    optim: OptimSection = field(default_factory=OptimSection)
-    train: TrainSection = field(default_factory=TrainSection)
+    optim: SgdSection = SgdSection()
+    train: LengthSection = LengthSection()
 
     @classmethod
     def from_plain(cls, values: Values) -> "ImageSettings":
@@ -125,21 +125,16 @@ class ImageChain:
         self.settings = settings
         device = choose_device(settings.run.device, 0)
         prepare_torch(Settings.from_plain({"run": {"threads": settings.run.threads}}), device)
-        _check_fit(settings.model, images)
-        _check_memory(settings, images)
+        _check(settings, images)
         run, model, train = settings.run, settings.model, settings.train
         self.feed = ImageFeed(images, train.batch, run.seed, settings.data.augment, device)
         split = split_layers(BLOCKS, [], settings.pipeline.stages)
         sizes = (model.dim, model.channels, model.classes)
         self.stages = [stage.to(device) for stage in resnet_stages(*sizes, split, run.seed)]
         self.cuts = [self._cut(index, blocks.stop) for index, blocks in enumerate(split[:-1])]
-        self._parameters = [p for stage in self.stages for p in stage.parameters()]
-        self._buffers = [b for stage in self.stages for b in stage.buffers()]
-        self._optimizer = torch.optim.SGD(
-            self._parameters, momentum=settings.optim.momentum,
-            weight_decay=settings.optim.weight_decay,
-        )  # fmt: skip
-        self._device = device
+        parameters = [p for stage in self.stages for p in stage.parameters()]
+        sgd = {"momentum": settings.optim.momentum, "weight_decay": settings.optim.weight_decay}
+        self._optimizer = torch.optim.SGD(parameters, **sgd)
 
     def _cut(self, index: int, block: int) -> Cut:
         """The cut above so many blocks."""
@@ -172,23 +167,15 @@ class ImageChain:
         return x
 
     def train_step(self, step: int) -> float:
-        """One update; one whose gradients are not finite changes nothing."""
-        before = [buffer.clone() for buffer in self._buffers]
+        """One update."""
         inputs, labels_B = self.feed.training(step)
         for cut in self.cuts:
             cut.at, cut.training = (step, 0), True
         loss = token_loss(self.logits(inputs, compressed=True), labels_B)
         loss.backward()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
-        if math.isfinite(math.fsum(norm * norm for norm in norms.tolist())):
-            share = 0.5 * (1 + math.cos(math.pi * step / self.settings.train.steps))
-            self._optimizer.param_groups[0]["lr"] = self.settings.optim.lr * share
-            self._optimizer.step()
-        else:
-            with torch.no_grad():
-                for buffer, value in zip(self._buffers, before, strict=True):
-                    buffer.copy_(value)
+        share = 0.5 * (1 + math.cos(math.pi * step / self.settings.train.steps))
+        self._optimizer.param_groups[0]["lr"] = self.settings.optim.lr * share
+        self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss.detach())
 
@@ -209,14 +196,9 @@ class ImageChain:
             stage.train()
         return Scored(score.loss, right / score.count)
 
-    def evaluate(self, compressed: bool = True) -> float:
-        """Mean loss on the test images."""
-        return self.score(compressed).loss
-
     def payload_bytes_per_token(self, leg: Leg) -> float:
         """Mean over the cuts of what one image costs on this leg, without frame headers."""
-        total = sum(cut.payload_bytes_per_token(leg) for cut in self.cuts)
-        return total / max(1, len(self.cuts))
+        return sum(cut.payload_bytes_per_token(leg) for cut in self.cuts) / max(1, len(self.cuts))
 
     @property
     def width(self) -> float:
@@ -247,18 +229,18 @@ def train(arm: Arm, shared: dict[str, Any]) -> Row:
     return train_measured(chain, chain.width)
 
 
-def _check_fit(model: ModelSection, images: ImageSet) -> None:
+def _check(settings: ImageSettings, images: ImageSet) -> None:
+    """Refuse images that the model does not read, and codecs that remember examples in a run that
+    sees none of them again.
+    """
+    model, train = settings.model, settings.train
     wanted = (model.channels, model.side, model.side)
     if images.shape != wanted or images.classes > model.classes:
         raise ConfigError(
             f"the images are {images.shape} of {images.classes} classes, but the model reads "
             f"{wanted} of {model.classes}: set model.channels, model.side and model.classes"
         )
-
-
-def _check_memory(settings: ImageSettings, images: ImageSet) -> None:
-    """Refuse codecs that remember examples in a run that sees none of them again."""
     codecs = build_codecs(*settings.codec.names(0)).values()
-    seen, there = settings.train.steps * settings.train.batch, len(images.train)
+    seen, there = train.steps * train.batch, len(images.train)
     if seen <= there and any(codec.remembers_examples for codec in codecs):
         raise ConfigError(f"{seen:,} of {there:,} images are seen, each once: nothing to remember")

@@ -1,15 +1,12 @@
 """Labelled images for the study of codecs: read from disk, shuffled, varied and normalised.
 
 CIFAR-10's binary batches (the folder or its .tar.gz), or an .npz with x_train, y_train, x_test and
-y_test. A place in a run's endless sequence of images decides which image stands there and how it is
-cropped and flipped.
+y_test. Seed and step decide which images a batch has and how they are cropped and flipped.
 
 Shapes: N images, B of a batch, C channels, S pixels a side.
 """
 
 import hashlib
-import json
-import math
 import tarfile
 import zipfile
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from torch.nn import functional as F
 
 from thinwire.data.order import Shuffled, shuffled
 from thinwire.errors import DataError
+from thinwire.model.base import generator_of
 
 SIDES = ("train", "test")
 CIFAR_BATCHES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
@@ -30,9 +28,6 @@ CIFAR_CLASSES = 10
 IGNORED = -100  # the label of an image that only fills up a batch
 PADDING = 4  # pixels by which a crop may lie off the middle
 _RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue pixels
-_LOW = np.uint64((1 << 31) - 1)
-_STRIDE = np.uint64(0x9E3779B97F4A7C15)  # this and the multipliers below: SplitMix64
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +67,11 @@ class ImageSet:
                 "and y_test"
             ) from error
         classes = int(max(train.labels_N.max(), test.labels_N.max())) + 1
-        return cls(train, test, classes, *_mean_and_std(train.pixels_NCSS))
+        shades = train.pixels_NCSS
+        mean_C, std_C = (way(shades, axis=(0, 2, 3)) / 255 for way in (np.mean, np.std))
+        if not std_C.all():
+            raise DataError("a channel has the same value in every pixel: check the images")
+        return cls(train, test, classes, mean_C.tolist(), std_C.tolist())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,20 +81,11 @@ class ImageSet:
     @property
     def fingerprint(self) -> str:
         """A hash of the images and labels, whatever file they came from."""
-        content, counts = {}, {}
-        for side, images in zip(SIDES, (self.train, self.test), strict=True):
-            counts[side] = len(images)
-            content[f"{side}.pixels"] = _hash(images.pixels_NCSS)
-            content[f"{side}.labels"] = _hash(images.labels_N.astype("<u2"))
-        told = {
-            "shape": self.shape,
-            "counts": counts,
-            "mean": self.mean_C,
-            "std": self.std_C,
-            "content": content,
-        }
-        text = json.dumps([told, self.classes], sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        found = hashlib.blake2b(repr((self.shape, self.classes)).encode(), digest_size=16)
+        for images in (self.train, self.test):
+            found.update(np.ascontiguousarray(images.pixels_NCSS))
+            found.update(np.ascontiguousarray(images.labels_N.astype("<u2")))
+        return found.hexdigest()
 
     def summary(self) -> str:
         """One line for the log."""
@@ -128,7 +118,7 @@ class ImageFeed:
         examples_B = self._order.examples(step, 0)
         pixels_BCSS, labels_B = self._at(self._images.train, examples_B)
         if self._augment:
-            pixels_BCSS = augmented(pixels_BCSS, self._order.seed, self._order.place(step, 0))
+            pixels_BCSS = augmented(pixels_BCSS, self._order.seed, step)
         return self._normalised(pixels_BCSS), labels_B
 
     def validation(self, number: int) -> tuple[Tensor, Tensor]:
@@ -154,22 +144,15 @@ class ImageFeed:
         return (wide / 255 - mean_C11) / std_C11
 
 
-def augmented(pixels_BCSS: Tensor, seed: int, place: int, padding: int = PADDING) -> Tensor:
+def augmented(pixels_BCSS: Tensor, seed: int, step: int, padding: int = PADDING) -> Tensor:
     """Each image shifted by up to `padding` pixels each way, black moving in, and half of them
-    flipped: a function of the seed and the first image's place, on the images' own device.
+    flipped: a function of the seed and the step, on the images' own device.
     """
     batch, channels, side, _ = pixels_BCSS.shape
     device = pixels_BCSS.device
-    draws_B = _draws(seed, place, batch)
-    shifts = np.uint64(2 * padding + 1)
-    flip_B, down_B, right_B = (
-        torch.from_numpy(drawn_B.astype(np.int64)).to(device)
-        for drawn_B in (
-            draws_B >> np.uint64(63),
-            (draws_B & _LOW) % shifts,
-            (draws_B >> np.uint64(31) & _LOW) % shifts,
-        )
-    )
+    draw = generator_of(f"augmentation of step {step}", seed)
+    down_B, right_B = torch.randint(2 * padding + 1, (2, batch), generator=draw).to(device)
+    flip_B = torch.randint(2, (batch,), generator=draw).to(device)
     along_S = torch.arange(side, device=device)
     rows_BS = down_B[:, None] + along_S
     columns_BS = right_B[:, None] + torch.where(flip_B[:, None] == 1, side - 1 - along_S, along_S)
@@ -180,16 +163,6 @@ def augmented(pixels_BCSS: Tensor, seed: int, place: int, padding: int = PADDING
         rows_BS[:, None, :, None],
         columns_BS[:, None, None, :],
     ]
-
-
-def _draws(seed: int, place: int, count: int) -> np.ndarray:
-    """64 random bits for each place, by plain arithmetic modulo 2**64."""
-    key = hashlib.blake2b(f"thinwire augmentation {seed}".encode(), digest_size=8).digest()
-    places_N = np.arange(place, place + count, dtype=np.uint64)
-    values_N = (places_N + np.uint64(1)) * _STRIDE + np.uint64(int.from_bytes(key, "little"))
-    for shift, multiplier in _ROUNDS:
-        values_N = (values_N ^ (values_N >> np.uint64(shift))) * np.uint64(multiplier)
-    return values_N
 
 
 def _of_npz(path: Path, side: str) -> LabelledImages:
@@ -222,25 +195,3 @@ def _of_cifar(root: Path) -> list[LabelledImages]:
             raise ValueError("a label is not that of a class of CIFAR-10")
         sides.append(LabelledImages(records[:, 1:].reshape(-1, 3, 32, 32), labels_N))
     return sides
-
-
-def _mean_and_std(pixels_NCSS: np.ndarray) -> tuple[list[float], list[float]]:
-    """Of each channel on a scale to 1, from exact sums."""
-    mean_C, std_C = [], []
-    for channel in range(pixels_NCSS.shape[1]):
-        shades_V = np.bincount(pixels_NCSS[:, channel].ravel(), minlength=256).tolist()
-        count, total, squares = (
-            sum(times * value**power for value, times in enumerate(shades_V)) for power in range(3)
-        )
-        spread = count * squares - total * total
-        if spread == 0:
-            raise DataError(
-                f"channel {channel} has the same value in every pixel: check the images"
-            )
-        mean_C.append(total / (255 * count))
-        std_C.append(math.sqrt(spread) / (255 * count))
-    return mean_C, std_C
-
-
-def _hash(values: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).hexdigest()

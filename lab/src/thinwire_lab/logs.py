@@ -7,22 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.settings import Settings, merged
-from thinwire_lab.arms import Values
-from thinwire_lab.decide import at_best_rate, gap_to_dense
-from thinwire_lab.frontier import DENSE as DENSE_BF16
-from thinwire_lab.pool import Trained, read_log
-from thinwire_lab.recipe_arms import DENSE
+from thinwire_lab.arms import DENSE, Values
+from thinwire_lab.decide import at_best_rate
+from thinwire_lab.frontier import DENSE_BF16
+from thinwire_lab.pool import Trained, is_known, read_log
 
 DENSE_LABELS = (DENSE, DENSE_BF16)  # as lab convergence and lab frontier name it
+OURS = Path(__file__).with_name("logs")  # logs of the runs behind our results
 Curve = Sequence[tuple[float, float]]
 """Tokens and validation loss, fewest tokens first."""
-
-
-OURS = Path(__file__).with_name("logs")  # logs of the runs behind our results
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,10 @@ class Method:
 
 
 def read_logs(names: Sequence[Path]) -> list[Trained]:
-    """All arms of these logs that did not diverge: files, or names of logs that come with us."""
+    """All arms of these logs that did not diverge: files, or names of logs that come with us.
+
+    Arms with settings that thinwire no longer has are left out.
+    """
     logs = [name if name.exists() else OURS / name.with_suffix(".jsonl") for name in names]
     for name, log in zip(names, logs, strict=True):
         if not log.exists():
@@ -69,7 +68,8 @@ def read_logs(names: Sequence[Path]) -> list[Trained]:
                 f"{name}: no such log; name logs of thinwire lab convergence or frontier with "
                 f"--logs, or some that come with the lab ({ours})"
             )
-    found = [run for log in logs for run in read_log(log) if run.loss is not None]
+    runs = [run for log in logs for run in read_log(log) if run.loss is not None]
+    found = [run for run in runs if is_known(lambda run=run: settings_of(run))]
     if not found:
         raise ConfigError(f"no arm has been trained in {', '.join(map(str, logs))}")
     return found
@@ -107,18 +107,16 @@ def dense_among(methods: Sequence[Method]) -> Method:
     return max(found, key=lambda method: max(method.by_steps))
 
 
-def gap_at(method: Method, dense: Method, steps: int) -> float | None:
-    """The loss above dense after so many steps; None where dense has no run of that length."""
-    other = dense.by_steps.get(steps)
-    return gap_to_dense(method.by_steps[steps], other) if other else None
-
-
 def settings_of(run: Trained) -> Settings:
     """What a logged arm trained with: what its ground names, and its own changes.
 
     A log leaves the schedule out, which changes no loss.
     """
-    values = merged(_nested(run.ground["settings"]), run.arm.all_changes())
+    values: Values = {}
+    for place, value in run.ground["settings"].items():
+        section, _, key = place.partition(".")
+        values.setdefault(section, {})[key] = value
+    values = merged(values, run.arm.all_changes())
     return Settings.from_plain(merged(values, {"pipeline": {"schedule": "gpipe", "window": 0}}))
 
 
@@ -139,11 +137,3 @@ def tokens_at(curve: Curve, loss: float, log: bool = False) -> float:
                 return before * (after / before) ** share
             return before + share * (after - before)
     return curve[-1][0]
-
-
-def _nested(flat: dict[str, Any]) -> Values:
-    values: Values = {}
-    for place, value in flat.items():
-        section, _, key = place.partition(".")
-        values.setdefault(section, {})[key] = value
-    return values

@@ -1,12 +1,9 @@
 """Train a chain and measure what codecs are judged by: how good the trained model is with
 compression at test time and without it, and the bytes that crossed.
 
-Figures: loss and loss_off (compression on and off), accuracy and accuracy_off for images, curve
-(tokens and loss) where asked for, bytes_forward and bytes_backward (of one token or image at one
-cut, mean over the cuts, with frame headers; of steps spread over the run where the content decides
-sizes), ratio (bf16 in both directions over these),
-error_forward and error_backward (how far from what was sent lies what arrives, see `Errors`),
-seconds.
+Figures: loss and loss_off (compression on and off), accuracy likewise for images, curve (tokens
+and loss) where asked for, bytes_forward and bytes_backward (of one token or image at one cut, with
+headers), ratio (bf16 both ways over these), error_forward and error_backward (`Errors`), seconds.
 """
 
 import math
@@ -24,7 +21,6 @@ from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.folders import replace_file
-from thinwire.settings import Settings
 from thinwire.settings.crossing import stream_width
 from thinwire.wire import HEADER_BYTES
 from thinwire_lab.arms import Arm
@@ -80,16 +76,12 @@ def train(arm: Arm, shared: dict[str, Any]) -> Row:
     chain = Chain(settings, Feed(data, settings, choose_device(settings.run.device, 0)))
     if shared["from"]:
         load_weights(chain, Path(shared["from"]))
-    figures = train_measured(chain, mean_width(settings), shared.get("points", 0))
+    cuts = range(settings.pipeline.stages - 1)
+    width = sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
+    figures = train_measured(chain, width, shared.get("points", 0))
     if shared.get("to"):
         save_weights(chain, Path(shared["to"]))
     return figures
-
-
-def mean_width(settings: Settings) -> float:
-    """Numbers that a dense cut would carry for a token, mean over the cuts."""
-    cuts = range(settings.pipeline.stages - 1)
-    return sum(stream_width(settings, cut) for cut in cuts) / max(1, len(cuts))
 
 
 def train_measured(chain: "Chain | ImageChain", width: float, points: int = 0) -> Row:
@@ -117,18 +109,11 @@ def train_measured(chain: "Chain | ImageChain", width: float, points: int = 0) -
     if points:
         figures["curve"] = curve
     figures |= {f"error_{leg.value}": errors.mean(leg) for leg in Leg}
-    return {**figures, **crossed(chain, width), "seconds": seconds}
-
-
-def crossed(chain: "Chain | ImageChain", width: float) -> Row:
-    """Bytes of one token or image at one cut, mean over the cuts; how much less than in bf16."""
     header = HEADER_BYTES / chain.settings.tokens_per_microbatch
     forward, backward = (chain.payload_bytes_per_token(leg) + header for leg in Leg)
-    return {
-        "bytes_forward": forward,
-        "bytes_backward": backward,
-        "ratio": 2 * BF16_BYTES * width / (forward + backward),
-    }
+    ratio = 2 * BF16_BYTES * width / (forward + backward)
+    sizes = {"bytes_forward": forward, "bytes_backward": backward, "ratio": ratio}
+    return {**figures, **sizes, "seconds": seconds}
 
 
 def save_weights(chain: Chain, path: Path) -> None:

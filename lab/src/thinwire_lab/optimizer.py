@@ -1,9 +1,8 @@
 """`thinwire lab optimizer`: what keeps constrained weights in their subspace while they learn.
 
-A small constrained transformer is trained in float32 by five optimizers that differ in three
-things: whether the second moment is constant along the model dimension (SubspaceAdamW), whether
-gradients of constrained parameters are projected onto S first, and whether the weights are put
-back into S now and then. The share of the weights outside S is measured after every update.
+A small constrained transformer is trained in float32 in five ways: by SubspaceAdamW or AdamW, with
+gradients of constrained parameters projected onto S first or not, and with weights put back into S
+now and then or not. The share of the weights outside S is measured after every update.
 """
 
 import argparse
@@ -13,7 +12,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from thinwire.boundary import DenseBoundary
@@ -30,7 +28,7 @@ from thinwire_lab.arms import Values, own_settings
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, words
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.plots import BLUE, GREY, ORANGE, PINK, RED, SKY, canvas, shared_legend
+from thinwire_lab.plots import Line, Panel
 
 STAYS = 1e-6  # what the engine's optimizer must not drift past, in float32
 LEAVES = 1e-2  # what standard AdamW drifts past
@@ -43,18 +41,17 @@ class Way:
     """One way to train the constrained weights; everything else is the same for all."""
 
     name: str
-    colour: str
     subspace_adamw: bool
     project_gradients: bool
     reproject_every: int = 0
 
 
-BARE = Way("SubspaceAdamW, projected gradients", SKY, True, True)
+BARE = Way("SubspaceAdamW, projected gradients", True, True)
 _ENGINE = f"the same, weights re-projected every {REPROJECT_EVERY} steps (the engine)"
-ENGINE = Way(_ENGINE, BLUE, True, True, REPROJECT_EVERY)
-STANDARD = Way("AdamW, projected gradients", RED, False, True)
-UNPROJECTED = Way("SubspaceAdamW, gradients as they are", ORANGE, True, False)
-NEITHER = Way("AdamW, gradients as they are", PINK, False, False)
+ENGINE = Way(_ENGINE, True, True, REPROJECT_EVERY)
+STANDARD = Way("AdamW, projected gradients", False, True)
+UNPROJECTED = Way("SubspaceAdamW, gradients as they are", True, False)
+NEITHER = Way("AdamW, gradients as they are", False, False)
 WAYS = (BARE, ENGINE, STANDARD, UNPROJECTED, NEITHER)
 
 
@@ -79,14 +76,11 @@ def settings_of(quick: bool, seed: int, device: str) -> Settings:
 
 
 def synthetic_tokens(vocab: int, seed: int, count: int = 20_000) -> np.ndarray:
-    """Ids with something to learn: a few fixed walks through the vocabulary, often switched."""
+    """Ids with something to learn: each is one of three that follow the id before it."""
     generator = np.random.Generator(np.random.PCG64(seed))
     walks = np.stack([generator.permutation(vocab) for _ in range(3)])
-    switches = generator.random(count) < 0.2
-    choices = generator.integers(len(walks), size=count)
-    ids, walk = np.zeros(count, dtype=np.int64), 0
-    for i in range(1, count):
-        walk = int(choices[i]) if switches[i] else walk
+    ids = np.zeros(count, dtype=np.int64)
+    for i, walk in enumerate(generator.choice(3, count - 1, p=[0.8, 0.1, 0.1]), 1):
         ids[i] = walks[walk][ids[i - 1]]
     return ids
 
@@ -189,20 +183,20 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         holds=holds,
         too_small=too_short(steps, LEAST_STEPS) if holds else "",  # a drift seen is seen
         rows=rows,
-        figure=draw(curves),
+        panels=[drift_panel(curves)],
     )
 
 
-def draw(curves: dict[Way, Curve]) -> Figure:
+def drift_panel(curves: dict[Way, Curve]) -> Panel:
     """The drift over the steps, on a log scale."""
-    figure, (axes,) = canvas("Drift of constrained weights out of their subspace", (10, 6))
-    for way, curve in curves.items():
-        steps = range(1, len(curve.drifts) + 1)
-        style = "-" if way.subspace_adamw else "--"
-        axes.plot(steps, curve.drifts, style, color=way.colour, linewidth=2, label=way.name)
-    for level, meaning in ((STAYS, "must stay below"), (LEAVES, "leaves the subspace")):
-        axes.axhline(level, color=GREY, linestyle=":", linewidth=1)
-        axes.text(len(steps), level * 1.15, meaning, color=GREY, ha="right", va="bottom")
-    axes.set(yscale="log", xlabel="step", ylabel="drift: share of the weights outside the subspace")
-    shared_legend(axes, columns=2)
-    return figure
+    lines = [
+        Line(
+            way.name,
+            range(1, len(curve.drifts) + 1),
+            curve.drifts,
+            "-" if way.subspace_adamw else "--",
+        )
+        for way, curve in curves.items()
+    ]
+    levels = {"must stay below": STAYS, "leaves the subspace": LEAVES}
+    return Panel("drift", "step", "share of the weights outside the subspace", lines, "y", levels)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 import thinwire
+from thinwire_lab.plots import Panel, draw
 
 Row = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Outcome:
     verdict: str
     holds: bool | None  # whether the claim under test holds; None where there is no yes or no
     rows: list[Row]
-    figure: Figure
+    panels: list[Panel]  # its picture
     command: str = ""  # that makes the same figures again
     notes: list[str] = field(default_factory=list)
     figures: list[Row] = field(default_factory=list)  # behind the rows, where these conclude
@@ -53,7 +53,7 @@ class Outcome:
 
     def to_plain(self) -> dict[str, Any]:
         """The outcome for a program."""
-        plain = {key: value for key, value in vars(self).items() if key != "figure"}
+        plain = {key: value for key, value in vars(self).items() if key != "panels"}
         return {**plain, "machine": machine()}
 
 
@@ -70,44 +70,34 @@ def write_outcome(outcome: Outcome, folder: Path) -> Path:
     _write_table(outcome.rows, place / "table.csv")
     if outcome.figures:
         _write_table(outcome.figures, place / "figures.csv")
-    outcome.figure.savefig(place / "plot.png", dpi=120, bbox_inches="tight")
+    draw(outcome.name, outcome.panels).savefig(place / "plot.png", dpi=120, bbox_inches="tight")
     (place / "result.json").write_text(json.dumps(outcome.to_plain(), indent=1) + "\n")
-    lines = [
+    parts = [
         f"# {outcome.name}",
-        "",
         outcome.question,
-        "",
         f"**Verdict:** {outcome.conclusion}",
-        "",
         markdown_table(outcome.rows),
-        "",
         "![plot](plot.png)",
-        "",
-        *(f"- {note}" for note in outcome.notes),
-        "",
-        *([markdown_table(outcome.figures), ""] if outcome.figures else []),
-        f"Made by `{outcome.command}` on {machine()}.",
-        "",
+        "\n".join(f"- {note}" for note in outcome.notes),
+        *([markdown_table(outcome.figures)] if outcome.figures else []),
+        f"Made by `{outcome.command}` on {machine()}.\n",
     ]
-    (place / "report.md").write_text("\n".join(lines))
+    (place / "report.md").write_text("\n\n".join(parts))
     return place
 
 
 def _place(outcome: Outcome, folder: Path) -> Path:
     """The first of NAME, NAME-2, ... that no other command's report stands in."""
-    numbered = (folder / f"{outcome.name}-{number}" for number in itertools.count(2))
-    places = itertools.chain([folder / outcome.name], numbered)
-    return next(place for place in places if _made_by(place) in (None, outcome.command))
-
-
-def _made_by(place: Path) -> str | None:
-    """The command whose report stands in a folder; None if there is no report."""
-    try:
-        return str(json.loads((place / "result.json").read_text())["command"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # a report that cannot be read is somebody's all the same
+    for number in itertools.count(1):
+        place = folder / (outcome.name if number == 1 else f"{outcome.name}-{number}")
+        try:
+            if json.loads((place / "result.json").read_text())["command"] == outcome.command:
+                return place
+        except FileNotFoundError:
+            return place
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a report that cannot be read is somebody's all the same
+    raise AssertionError("numbers do not end")
 
 
 def _write_table(rows: list[Row], path: Path) -> None:

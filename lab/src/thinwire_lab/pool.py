@@ -16,16 +16,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from thinwire.errors import ConfigError
+from thinwire.report import PlainDisplay
 from thinwire.report.metrics import without_nan
 from thinwire.run.signals import heeding
-from thinwire_lab.arms import Arm, Ground
+from thinwire.run.start import prepare_data
+from thinwire.settings import Settings
+from thinwire_lab.arms import Arm, Ground, Values, check_arms, ground_of
 from thinwire_lab.experiment import Say
 
 _POLL_SECONDS = 0.2
@@ -68,10 +71,11 @@ def read_log(log: Path, ground: Ground | None = None) -> list[Trained]:
     """The arms that have been trained, on any ground or on this one."""
     found = []
     lines = log.read_text().splitlines() if log.exists() else []
+    known = Settings.from_plain({}).to_plain()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            trained = Trained(Arm(**row["arm"]), row["figures"], row["ground"])
+            trained = Trained(_arm_of(row["arm"], known), row["figures"], row["ground"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{log}, line {number}: not an arm that this version of thinwire has logged; move "
@@ -80,6 +84,34 @@ def read_log(log: Path, ground: Ground | None = None) -> list[Trained]:
         if ground is None or trained.ground == ground.names:
             found.append(trained)
     return found
+
+
+def _arm_of(logged: dict[str, Any], known: Values) -> Arm:
+    """An arm of a log, without settings that thinwire no longer has where they changed nothing."""
+    changes = {
+        section: {key: v for key, v in keys.items() if v or key in known.get(section, {})}
+        for section, keys in logged.get("changes", {}).items()
+    }
+    return Arm(**{**logged, "changes": changes})
+
+
+def train_grid(
+    arms: Sequence[Arm], base: Values, overrides: Sequence[str], session: "Session", **shared: Any
+) -> list[Trained]:
+    """Check the arms, prepare their text and train them as `train_arms` does."""
+    check_arms(arms, base, overrides)
+    corpus = prepare_data(arms[0].settings(base), PlainDisplay(sys.stderr))
+    runs = train_arms(arms, ground_of(arms[0], base, corpus, **shared), session)
+    return [run for run in runs if is_known(lambda arm=run.arm: arm.settings(base))]
+
+
+def is_known(settings: Callable[[], Settings]) -> bool:
+    """Whether thinwire still has the settings that an arm of a log trained with."""
+    try:
+        settings()
+    except ConfigError:
+        return False
+    return True
 
 
 def train_arms(arms: Sequence[Arm], ground: Ground, session: Session) -> list[Trained]:
@@ -110,8 +142,7 @@ def _train_all(
         for process in [process for process in running if process.poll() is not None]:
             running.remove(process)
             finished += 1
-            line, output, ending = process.arm.line, process.said(), process.ending()
-            figures = _figures_in(output)
+            line, (figures, output, ending) = process.arm.line, process.found()
             if figures is None:
                 say(f"FAILED {line} ({ending or 'printed no figures'}): {output[-500:]}")
                 continue
@@ -120,7 +151,9 @@ def _train_all(
             row = {"arm": asdict(process.arm), "ground": ground.names, "figures": figures}
             with session.log.open("a") as file:
                 file.write(json.dumps(without_nan(row)) + "\n")
-            say(f"{finished:3}/{total}  {line:<50}  {_result(figures)}")
+            loss, accuracy = figures["loss"], figures.get("accuracy")
+            shown = f"loss {loss:.4f}" if accuracy is None else f"accuracy {accuracy:.2%}"
+            say(f"{finished:3}/{total}  {line:<50}  {shown}  {figures['seconds']:.0f} s")
 
 
 @contextlib.contextmanager
@@ -155,44 +188,27 @@ class _Process(subprocess.Popen[str]):
         self.arm = arm
         shared = {**ground.shared, "processes": processes}
         order = json.dumps({"arm": asdict(arm), "shared": shared})
+        words = [sys.executable, "-P", "-m", "thinwire_lab.pool", ground.trainer, order]
         self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with us
-        super().__init__(
-            [sys.executable, "-P", "-m", "thinwire_lab.pool", ground.trainer, order],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        super().__init__(words, stdout=self._output, stderr=subprocess.STDOUT, env=unbuffered)
 
-    def said(self) -> str:
-        """All that it has printed."""
+    def found(self) -> tuple[dict[str, Any] | None, str, str]:
+        """The figures that it printed, if it did, all that it printed, and how it ended, unless as
+        it should.
+
+        Who has printed figures has trained: what a driver does to a process that is on its way
+        out, and what that process says of it, takes no training back.
+        """
         self._output.seek(0)
-        return self._output.read()
-
-    def ending(self) -> str:
-        """How it ended, unless as it should."""
-        status = self.returncode
-        if not status:
-            return ""
-        return f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
-
-
-def _figures_in(output: str) -> dict[str, Any] | None:
-    """The figures that an arm's process printed, if it did.
-
-    Who has printed them has trained: what a driver does to a process that is on its way out, and
-    what that process says of it, takes no training back.
-    """
-    lines = [line for line in output.splitlines() if line.startswith(_FIGURES)]
-    try:
-        return json.loads(lines[-1].removeprefix(_FIGURES))
-    except (IndexError, json.JSONDecodeError):  # none, or cut short
-        return None
-
-
-def _result(figures: dict[str, Any]) -> str:
-    loss, accuracy = figures["loss"], figures.get("accuracy")
-    shown = f"loss {loss:.4f}" if accuracy is None else f"accuracy {accuracy:.2%}"
-    return f"{shown}  {figures['seconds']:.0f} s"
+        output, status = self._output.read(), self.returncode
+        ending = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
+        lines = [line for line in output.splitlines() if line.startswith(_FIGURES)]
+        try:
+            figures = json.loads(lines[-1].removeprefix(_FIGURES))
+        except (IndexError, json.JSONDecodeError):  # none, or cut short
+            figures = None
+        return figures, output, ending if status else ""
 
 
 def main() -> None:

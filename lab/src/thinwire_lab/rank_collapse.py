@@ -7,14 +7,11 @@ width, depth, optimizer and starting rule, so that what is the transformer's own
 """
 
 import argparse
-import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,7 +26,7 @@ from thinwire_lab.arms import own_settings
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, steps_of, words
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.plots import BLUE, GREEN, ORANGE, SKY, canvas, shared_legend
+from thinwire_lab.plots import Line, Panel
 from thinwire_lab.vision import CHARACTERS, character_batch, classifier
 
 LEAST_STEPS = 200  # in fewer, models have hardly learned and ranks have not settled
@@ -38,9 +35,7 @@ PROBE = 4  # batches that gradients are measured on: never trained on, the same 
 FALLEN = 0.5  # below this share of where it started, a stable rank counts as collapsed
 LANGUAGE = "transformer LM"
 IMAGE_MODELS = {"ViT": "vit", "MLP-Mixer": "mixer", "CNN": "cnn"}
-COLOURS = {LANGUAGE: BLUE, "ViT": SKY, "MLP-Mixer": ORANGE, "CNN": GREEN}
 TRANSFORMERS = {LANGUAGE, "ViT"}
-PLACES = np.linspace(0, 1, 65)  # in a spectrum, as shares of the rank, for mean spectra
 SHARE = "share of full rank"
 
 
@@ -50,45 +45,20 @@ def stable_rank(singular: Tensor) -> float:
     return float(squares.sum() / squares[0]) if squares[0] > 0 else 0.0
 
 
-def energy_rank(singular: Tensor, share: float = 0.9) -> int:
-    """How many directions hold that share of the energy ||W||_F^2."""
-    energy = singular.double().square().cumsum(0)
-    return int((energy < share * energy[-1] * (1 - 1e-12)).sum()) + 1 if energy[-1] > 0 else 0
-
-
-def random_stable_rank(rows: int, columns: int) -> float:
-    """What a matrix of independent Gaussian entries has: its largest singular value is known."""
-    return rows * columns / (math.sqrt(rows) + math.sqrt(columns)) ** 2
-
-
 def checkpoints(steps: int) -> list[int]:
     """Numbers of updates after which to look: 0, the powers of two, and the last."""
     return sorted({0, steps, *(2**n for n in range(max(1, steps).bit_length()) if 2**n < steps)})
 
 
-def look_at(matrices: Iterable[Tensor]) -> tuple[dict[str, float], np.ndarray]:
-    """What the spectra of matrices say, as means, and their mean spectrum over its largest value.
+def ranks_of(matrices: Iterable[Tensor]) -> Row:
+    """The mean stable rank of matrices, and as a share of the full one.
 
     A convolution counts as (channels out, channels in x places).
     """
-    figures, spectra = [], []
-    for matrix in matrices:
-        flat = matrix.detach().flatten(1)
-        singular = torch.linalg.svdvals(flat.double().cpu())
-        rank, full = stable_rank(singular), min(flat.shape)
-        random = random_stable_rank(*flat.shape)
-        figures.append((rank, rank / full, rank / random, energy_rank(singular) / full))
-        normalised = (singular / singular[0].clamp(min=1e-300)).numpy()
-        spectra.append(np.interp(PLACES, np.linspace(0, 1, len(normalised)), normalised))
-    names = ("stable rank", SHARE, "share of random", "90 % energy in")
-    spectrum = np.mean(spectra, axis=0)
-    found = dict(zip(names, _means(figures), strict=True))
-    quarter, half = spectrum[[len(PLACES) // 4, len(PLACES) // 2]].tolist()
-    return {**found, "σ at 1/4": quarter, "σ at 1/2": half}, spectrum
-
-
-def _means(rows: Iterable[tuple[float, ...]]) -> list[float]:
-    return [float(np.mean(column)) for column in zip(*rows, strict=True)]
+    flat = [matrix.detach().flatten(1) for matrix in matrices]
+    ranks = [stable_rank(torch.linalg.svdvals(one.double().cpu())) for one in flat]
+    shares = [rank / min(one.shape) for rank, one in zip(ranks, flat, strict=True)]
+    return {"stable rank": fmean(ranks), SHARE: fmean(shares)}
 
 
 @dataclass
@@ -135,10 +105,9 @@ def tasks(corpus: Corpus, settings: Settings) -> list[Task]:
 
 @dataclass
 class Trail:
-    """What one model's training left: rows for the table, spectra for the picture."""
+    """What one model's training left: rows for the table."""
 
     rows: list[Row] = field(default_factory=list)
-    spectra: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of what, look by look
 
     def course(self, what: str, figure: str = SHARE) -> dict[int, float]:
         """A figure of the weights or the gradients, by the updates done."""
@@ -151,13 +120,12 @@ class Trail:
             loss, right = task.loss(number)
             (loss / PROBE).backward()
             probes.append((float(loss.detach()), right))
-        loss_and_right = dict(zip(("loss", "accuracy"), _means(probes), strict=True))
+        losses, rights = zip(*probes, strict=True)
+        measured = {"loss": fmean(losses), "accuracy": fmean(rights)}
         gradients = [p.grad for p in task.writers() if p.grad is not None]
         for what, matrices in (("weight", task.writers()), ("gradient", gradients)):
-            found, spectrum = look_at(matrices)
-            self.spectra.setdefault(what, []).append(spectrum)
             place = {"model": task.name, "what": what, "step": step}
-            self.rows.append({**place, **found, **loss_and_right})
+            self.rows.append({**place, **ranks_of(matrices), **measured})
         task.model.zero_grad()
 
 
@@ -166,15 +134,14 @@ def follow(task: Task, settings: Settings, say: Say) -> Trail:
     steps = settings.train.steps
     parameters = dict(task.model.named_parameters())
     optimizer = StageOptimizer(parameters, {}, settings.optim)
-    trail, start = Trail(), time.perf_counter()
+    trail = Trail()
     for step in range(steps + 1):
         if step in checkpoints(steps):
             trail.look(task, step, steps)
             weights, gradients = trail.rows[-2:]
             say(
                 f"{task.name:<15} step {step:>4}  loss {weights['loss']:.3f}  stable rank of "
-                f"weights {weights['stable rank']:.1f}, of gradients "
-                f"{gradients['stable rank']:.1f}  ({time.perf_counter() - start:.0f} s)"
+                f"weights {weights['stable rank']:.1f}, of gradients {gradients['stable rank']:.1f}"
             )
         if step < steps:
             loss, _ = task.loss(step)
@@ -201,26 +168,18 @@ def judge(trails: dict[str, Trail]) -> tuple[bool, str]:
     )
 
 
-def figure(trails: dict[str, Trail]) -> Figure:
-    """Above: stable rank over training. Below: mean spectra, before and after."""
-    title = "Stable rank and spectra of the matrices that write to the stream"
-    plot, axes = canvas(title, (12, 8.5), 2, 2)
-    for what, over, spectra in zip(("weight", "gradient"), axes[:2], axes[2:], strict=True):
-        for name, trail in trails.items():
-            style: Row = {"color": COLOURS[name], "label": name}
-            shares = trail.course(what)
-            over.plot(list(shares), list(shares.values()), marker="o", markersize=4, **style)
-            first, *_, last = trail.spectra[what]
-            spectra.plot(PLACES, first, color=COLOURS[name], linestyle=":", linewidth=1.3)
-            spectra.plot(PLACES, last, linewidth=1.8, **style)
-        over.set_xscale("symlog", linthresh=1)
-        over.xaxis.set_major_formatter("{x:g}")
-        over.set(title=f"writers' {what}s", xlabel="updates (0, then logarithmic)", ylim=(0, None))
-        spectra.set(xlabel=f"place in the spectrum ({SHARE})", yscale="log", ylim=(1e-3, 1.3))
-    axes[0].set_ylabel(f"stable rank, {SHARE}")
-    axes[2].set_ylabel("singular value over the largest\ndotted: before, solid: after")
-    shared_legend(axes[0], columns=4)
-    return plot
+def panels_of(trails: dict[str, Trail]) -> list[Panel]:
+    """Stable rank over training."""
+    panels = []
+    for what in ("weight", "gradient"):
+        courses = {name: trail.course(what) for name, trail in trails.items()}
+        lines = [
+            Line(name, [step + 1 for step in shares], list(shares.values()))
+            for name, shares in courses.items()
+        ]
+        up = f"stable rank, {SHARE}"
+        panels.append(Panel(f"writers' {what}s", "updates + 1", up, lines, "x"))
+    return panels
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
@@ -243,5 +202,5 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
         holds=holds,
         too_small=too_short(steps, LEAST_STEPS),
         rows=[row for trail in trails.values() for row in trail.rows],
-        figure=figure(trails),
+        panels=panels_of(trails),
     )

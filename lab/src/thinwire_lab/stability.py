@@ -9,14 +9,11 @@ that a move has not been fitted to.
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from thinwire.data import Corpus, DataConfig, prepare
@@ -25,20 +22,17 @@ from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.paths import cache_folder
-from thinwire.report.plots import running_mean
 from thinwire.settings import Settings, merged
 from thinwire.subspace import captured_energy, principal_angles
 from thinwire_lab.arms import Arm
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, sheet, steps_of, words
 from thinwire_lab.outcome import Outcome, Row
-from thinwire_lab.plots import BLUE, GREEN, GREY, ORANGE, RED, SKY, canvas, shared_legend
+from thinwire_lab.plots import Line, Panel
 
 LEAST_STEPS = 500  # shorter runs have too few moves, and models that have hardly learned
 NEVER, OTHER_BASIS = "never", "never, other basis"
-NEAR = 5  # steps after a move whose gradients it was not fitted to
 WINDOWS = 20  # points of the energy curve
-COLOURS = (RED, ORANGE, GREEN, BLUE, SKY)
 
 
 def distance(first_DK: Tensor, second_DK: Tensor) -> float:
@@ -98,7 +92,7 @@ class Track:
     losses: list[float] = field(default_factory=list)
     covariances: list[Tensor] = field(default_factory=list)  # of each step, (D, D)
     bases: list[Tensor] = field(default_factory=list)  # before the first move, after each move
-    moves: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    moves: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # step, measures
     jumps: list[float] = field(default_factory=list)  # of the validation loss, by each move
     valid: dict[int, float] = field(default_factory=dict)  # updates done -> validation loss
     at_end: float = math.nan  # the same after the last update, and a move if one follows it
@@ -112,46 +106,17 @@ class Track:
         total_DD = torch.stack(self.covariances[start:stop]).sum(0)
         return statistics.fmean(shares), best_share(total_DD, self.rank)
 
-    def oscillations(self) -> list[float | None]:
-        """At each move, what is left of it and the one before; None at the first."""
-        triples = (self.bases[end - 3 : end] for end in range(3, len(self.bases) + 1))
-        return ([None] if self.moves else []) + [straightness(triple) for triple in triples]
-
-    def move_rows(self) -> list[Row]:
-        """One row per move."""
-        rows = []
-        for number, (step, measures) in enumerate(self.moves):
-            row: Row = {
-                "updates every": self.name,
-                "move": number + 1,
-                "step": step + 1,
-                "energy before": measures.get("energy_before"),
-                "energy after": measures.get("energy_after"),
-                **dict.fromkeys(("fresh before", "fresh after", "best possible")),
-                "largest angle": measures.get("largest_angle"),
-                "oscillation": self.oscillations()[number],
-                "loss jump": self.jumps[number],
-            }
-            fresh = self.covariances[step + 1 : step + 1 + NEAR]
-            if len(fresh) == NEAR:
-                total_DD = torch.stack(fresh).sum(0)
-                row["fresh before"] = captured_energy(total_DD, self.bases[number])
-                row["fresh after"] = captured_energy(total_DD, self.bases[number + 1])
-                row["best possible"] = best_share(total_DD, self.rank)
-            rows.append(row)
-        return rows
-
     def summary(self) -> Row:
         """The arm in one row."""
         steps = len(self.losses)
         captured, best = self.energy(steps - max(1, steps // 10), steps)
         angles = (measures.get("largest_angle", 0.0) for _, measures in self.moves)
-        turns = [turn for turn in self.oscillations() if turn is not None]
+        triples = (self.bases[end - 3 : end] for end in range(3, len(self.bases) + 1))
+        turns = [turn for triple in triples if (turn := straightness(triple)) is not None]
         return {
             "updates every": self.name,
-            "move": f"all {len(self.moves)}",
-            "step": steps,
-            "fresh after": captured,
+            "moves": len(self.moves),
+            "captured": captured,
             "best possible": best,
             "largest angle": max(angles, default=None),
             "oscillation": statistics.median(turns) if turns else None,
@@ -169,7 +134,7 @@ def follow(name: str, settings: Settings, corpus: Corpus, say: Say) -> Track:
     space, probe, steps = chain.builder.space, StreamProbe(chain), settings.train.steps
     track = Track(name, settings.boundary.rank, bases=[_copy(space.basis_DK)])
     chain.move_jumps = track.jumps
-    start, every = time.perf_counter(), max(1, steps // (10 if steps >= 300 else 4))
+    every = max(1, steps // (10 if steps >= 300 else 4))
     for step in range(steps):
         looks = (step + 1) % every == 0 or step + 1 == steps
         if looks:  # before the update: a move that follows it is not judged while still fresh
@@ -185,8 +150,7 @@ def follow(name: str, settings: Settings, corpus: Corpus, say: Say) -> Track:
             captured, best = track.energy(max(0, step + 1 - every), step + 1)
             say(
                 f"{name:<19} step {step + 1:>5}  validation loss {track.valid[step]:.4f}  "
-                f"captured {captured:.1%} of {best:.1%} possible  "
-                f"({time.perf_counter() - start:.0f} s)"
+                f"captured {captured:.1%} of {best:.1%} possible"
             )
     track.at_end = chain.evaluate()
     return track
@@ -196,7 +160,7 @@ def judge(tracks: list[Track], chance: float) -> tuple[bool, str, str]:
     """Whether moving lowered the loss, why that cannot be told, if so, and what was seen."""
     rows = {track.name: track.summary() for track in tracks}
     still, other = rows.pop(NEVER), rows.pop(OTHER_BASIS)
-    most = max(rows.values(), key=lambda row: row["fresh after"])
+    most = max(rows.values(), key=lambda row: row["captured"])
     best = min(rows.values(), key=lambda row: row["validation loss"])
     gain = still["validation loss"] - best["validation loss"]
     spread = abs(still["validation loss"] - other["validation loss"])
@@ -207,7 +171,7 @@ def judge(tracks: list[Track], chance: float) -> tuple[bool, str, str]:
     )
     told = (
         f"Moving every {most['updates every']} steps captured most of the gradient's energy: "
-        f"{most['fresh after']:.1%} in the last tenth of the run, {still['fresh after']:.1%} "
+        f"{most['captured']:.1%} in the last tenth of the run, {still['captured']:.1%} "
         f"without moves, {most['best possible']:.1%} possible, {chance:.1%} by chance."
     )
     if most["loss jump"] is not None:
@@ -217,34 +181,23 @@ def judge(tracks: list[Track], chance: float) -> tuple[bool, str, str]:
     return gain > 0, "", f"{told} In loss, {seen}."
 
 
-def figure(tracks: list[Track]) -> Figure:
-    """Captured energy over the run, the loss, and the loss against the arm that never moves."""
-    plot, (energy, loss, against) = canvas("A subspace whose basis moves", (17, 5), columns=3)
-    still = next(track for track in tracks if track.name == NEVER)
-    for track, colour in zip(tracks, COLOURS, strict=False):
+def panels_of(tracks: list[Track]) -> list[Panel]:
+    """Captured energy over the run, and the loss."""
+    energy, loss = [], []
+    for track in tracks:
         steps, is_fixed = len(track.losses), track.name in (NEVER, OTHER_BASIS)
         label = track.name if is_fixed else f"moved every {track.name}"
-        style: Row = {"color": colour, "label": label}
         width = max(1, steps // WINDOWS)
         starts = range(0, steps - width + 1, width)
         captured, best = zip(*(track.energy(n, n + width) for n in starts), strict=True)
         middles = [start + width / 2 for start in starts]
-        energy.plot(middles, captured, linewidth=2, **style)
-        energy.plot(middles, best, color=colour, linestyle=":")
-        loss.plot(list(track.valid), list(track.valid.values()), marker="o", markersize=4, **style)
-        if track is not still:
-            apart = running_mean(np.array(track.losses) - np.array(still.losses))
-            against.plot(range(1, steps + 1), apart, linewidth=1.5, **style)
-            valid = [value - still.valid[done] for done, value in track.valid.items()]
-            against.plot(list(track.valid), valid, "o", color=colour, markersize=5)
-    energy.set(title="gradient energy: captured (solid), best possible (dotted)",
-               xlabel="step", ylabel="share", ylim=(0, 1))  # fmt: skip
-    loss.set(title="validation loss", xlabel="step", ylabel="nats per token")
-    against.set(title="loss against never: training (line), validation (dots)",
-                xlabel="step", ylabel="nats per token")  # fmt: skip
-    against.axhline(0, color=GREY, linewidth=1)
-    shared_legend(loss, columns=5)
-    return plot
+        energy += [Line(label, middles, captured, "-"), Line(label, middles, best, ":")]
+        loss.append(Line(label, list(track.valid), list(track.valid.values())))
+    share = "share captured (solid), best possible (dotted)"
+    return [
+        Panel("gradient energy", "step", share, energy, limits=(0, 1)),
+        Panel("validation loss", "step", "nats per token", loss),
+    ]
 
 
 def arms_of(cadences: Sequence[int], seed: int, steps: int) -> list[Arm]:
@@ -269,17 +222,14 @@ def run(options: argparse.Namespace, say: Say) -> Outcome:
     rank = tracks[0].rank
     helps, unclear, verdict = judge(tracks, rank / model.dim)
     fitted = ", ".join(f"{-(-every // GATHER_SHARE)} at {every}" for every in cadences)
-    facts = {"dim": model.dim, "rank": rank, "near": NEAR, "share": GATHER_SHARE}
+    facts = {"dim": model.dim, "rank": rank, "share": GATHER_SHARE}
     return Outcome(
         **words("stability", **facts, fitted=fitted),
         verdict=verdict,
         holds=helps,
         too_small=too_short(steps, LEAST_STEPS) or unclear,
-        rows=[
-            *(row for track in tracks for row in track.move_rows()),
-            *(track.summary() for track in tracks),
-        ],
-        figure=figure(tracks),
+        rows=[track.summary() for track in tracks],
+        panels=panels_of(tracks),
     )
 
 

@@ -4,9 +4,8 @@ The images are drawn from fonts that come with matplotlib, so every machine has 
 in 16 styles, each turned, scaled, shifted and noised afresh. There are more classes than channels,
 so that the number of classes does not bound the rank of a gradient.
 
-A ViT, an MLP-Mixer and a residual CNN share one frame: blocks that add to a stream of patches. What
-writes to the stream is called o_proj or down_proj, as in the Llama blocks, so the same code finds
-and initialises writers in all models.
+A ViT, an MLP-Mixer and a CNN share one frame: blocks that add to a stream of patches. What writes
+to it is called o_proj or down_proj, as in the Llama blocks: the same code finds writers in all.
 
 Shapes: B images, S pixels a side, T patches, D width, P patches a side.
 """
@@ -23,9 +22,9 @@ from PIL import Image, ImageDraw, ImageFont  # matplotlib itself needs it
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.errors import DataError
 from thinwire.model import ModelConfig
 from thinwire.model.llama import WRITERS, Llama, RMSNorm
+from thinwire.paths import cache_folder
 
 CHARACTERS = [chr(code) for code in range(33, 127)]
 FONTS = [
@@ -51,15 +50,8 @@ def character_images() -> Tensor:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images = np.zeros((len(FONTS), len(CHARACTERS), _CANVAS, _CANVAS), dtype=np.float32)
     for row, name in enumerate(FONTS):
-        try:
-            font = ImageFont.truetype(
-                str(folder / f"{name}.ttf"), _TYPE_SIZE, layout_engine=ImageFont.Layout.BASIC
-            )
-        except OSError as error:
-            raise DataError(
-                f"matplotlib's font {name} cannot be read from {folder} ({error}): "
-                "install matplotlib with its fonts, as pip does"
-            ) from error
+        place, plain = str(folder / f"{name}.ttf"), ImageFont.Layout.BASIC
+        font = ImageFont.truetype(place, _TYPE_SIZE, layout_engine=plain)
         for column, character in enumerate(CHARACTERS):
             image = Image.new("L", (_CANVAS, _CANVAS))
             middle = (_CANVAS / 2, _CANVAS / 2)
@@ -83,6 +75,25 @@ def character_batch(size: int, seed: int, number: int) -> tuple[Tensor, Tensor]:
     images = F.avg_pool2d(F.grid_sample(upright, places, align_corners=False), 2)
     images += NOISE * torch.randn(images.shape, generator=generator)
     return (images - MEAN) / SPREAD, classes_B
+
+
+def letters(train_count: int = 1024, test_count: int = 512) -> Path:
+    """An .npz of printed letters from A to J, 24 x 24 pixels, made once."""
+    path = cache_folder() / "lab" / f"letters-{train_count}-{test_count}.npz"
+    if path.exists():
+        return path
+    images, labels, first = [], [], CHARACTERS.index("A")
+    while sum(map(len, labels)) < train_count + test_count:
+        images_B, classes_B = character_batch(1024, seed=0, number=len(labels))
+        wanted_B = (classes_B >= first) & (classes_B < first + 10)
+        shades = ((images_B[wanted_B] * SPREAD + MEAN).clamp(0, 1) * 255).round()
+        images.append(shades.byte().permute(0, 2, 3, 1).numpy())
+        labels.append((classes_B[wanted_B] - first).numpy())
+    x, y = np.concatenate(images), np.concatenate(labels)
+    train, test = slice(train_count), slice(train_count, train_count + test_count)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])
+    return path
 
 
 class Residual(nn.Module):

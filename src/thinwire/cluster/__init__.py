@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from thinwire.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from thinwire.cluster.carry import Crossing
-    from thinwire.cluster.chunk import ThinStage
+    from thinwire.cluster.pipelining import Crossing, ThinStage
 
 __all__ = ["Crossing", "ThinStage"]
 
-__getattr__ = on_first_use(__name__, {"carry": ("Crossing",), "chunk": ("ThinStage",)})
+__getattr__ = on_first_use(__name__, {"pipelining": ("Crossing", "ThinStage")})

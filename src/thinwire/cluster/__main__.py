@@ -1,14 +1,14 @@
 """`torchrun --nproc-per-node N -m thinwire.cluster run.toml`: train on a cluster."""
 
 import argparse
+import io
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import add_config, add_resume, number
-from thinwire.cluster.grid import SCHEDULES, lay_out
-from thinwire.cluster.seat import Seat
+from thinwire.cluster.grid import SCHEDULES, Seat, lay_out
 from thinwire.errors import StageError, ThinwireError, printable
 
 if TYPE_CHECKING:
@@ -77,16 +77,17 @@ def _read(options: argparse.Namespace, seat: Seat) -> "tuple[Settings, Grid]":
 
 
 def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat: Seat) -> int:
-    from thinwire.cluster.engine import Silent, run
+    from thinwire.cluster.engine import run
     from thinwire.cluster.world import World
-    from thinwire.report import open_display
+    from thinwire.report import PlainDisplay, open_display
 
     resume = options.resume
     if resume == NEWEST:
         is_run = options.config.is_dir()
         resume = options.config if is_run else Path(settings.run.out) / settings.run.name
     world = World(seat, grid, settings.run.device)
-    with open_display(sys.stdout, settings.run.name) if world.leads else Silent() as display:
+    name, silent = settings.run.name, PlainDisplay(io.StringIO())  # one rank speaks for all
+    with open_display(sys.stdout, name) if world.leads else silent as display:
         summary = run(settings, world, display, resume, options.allow_plugins)
     world.close()
     if summary is None:

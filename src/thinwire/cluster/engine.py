@@ -8,12 +8,12 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.cluster.grid import Grid
+import msgspec
+
 from thinwire.cluster.trainer import Trainer
 from thinwire.cluster.world import World
 from thinwire.data import Corpus
@@ -45,27 +45,6 @@ Said = list[tuple[int, Any]]
 """Messages of stages, each with the number of its stage."""
 
 
-class Silent(Display):
-    """What ranks that do not lead show: nothing."""
-
-    def phase(self, tag: str, text: str) -> None: ...
-
-    def progress(self, tag: str, done: int, total: int, unit: str) -> None: ...
-
-    def step(self, record: Any) -> None: ...
-
-    def evaluation(self, record: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def without_links(settings: Settings) -> Settings:
-    """The same run without emulated links: PyTorch sends over the network as it is."""
-    return dataclasses.replace(settings, link=dataclasses.replace(settings.link, emulate=False))
-
-
 def run(
     settings: Settings,
     world: World,
@@ -80,13 +59,17 @@ def run(
     started = time.monotonic()
     # Of any machine: torchrun counts on each one only the failures that it saw itself.
     restarted = world.sum([world.seat.restarts])[0] > 0
-    settings = without_links(settings)
+    link = dataclasses.replace(settings.link, emulate=False)  # PyTorch sends as the network does
+    settings = dataclasses.replace(settings, link=link)
     folder = (Path(settings.run.out) / settings.run.name).resolve()
     with contextlib.ExitStack() as stack:
         checkpoint = weights = None
         if world.leads:
-            for line in [*describe(settings), *_notes(world.grid, settings)]:
+            for line in describe(settings):
                 display.phase("config", line)
+            if settings.pipeline.window and world.grid.schedule != "gpipe":
+                told = "note: pipeline.window is not used: PyTorch's schedule has its own"
+                display.phase("config", told)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
             checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
@@ -146,7 +129,7 @@ class Rank:
             self._keep(stage, message)
         if self._record is None:
             return None
-        return self._record.finish(0, self._trainer.ending.stop_requested, self._started)
+        return self._record.finish(0, self._trainer.stop_requested, self._started)
 
     def _train(self) -> None:
         trainer, settings = self._trainer, self._trainer.settings
@@ -165,7 +148,7 @@ class Rank:
                 self._save()
         if not stop:
             self._keep(-1, trainer.evaluate())
-        trainer.ending.stop_requested = stop
+        trainer.stop_requested = stop
 
     def _save(self) -> None:
         trainer = self._trainer
@@ -193,28 +176,20 @@ class Rank:
         for change in [] if isinstance(report, Finished) else self._losses.hear(report):
             self._record.carry_out(change)
             if isinstance(change, Exploded) and self._losses.stops:
-                self._trainer.ending.stop_requested = True
+                self._trainer.stop_requested = True
 
     def _gather(self, said: Said) -> Said:
         """What all stages say, in their order, where the record is kept."""
         is_twin = self._world.replica > 0  # its stages are told of by the first replica
-        lines = [] if is_twin else [pack(Envelope(m, stage)) for stage, m in said]
-        heard = self._world.gather(
-            b"".join(len(line).to_bytes(4, "little") + line for line in lines)
-        )
-        found = [unpack(line, FROM_PEER) for text in heard for line in _cut_up(text)]
-        return sorted(((e.stage, e.message) for e in found), key=lambda pair: pair[0])
+        own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
+        heard = self._world.gather(msgspec.msgpack.encode(own))
+        lines = [line for text in heard for line in msgspec.msgpack.decode(text, type=list[bytes])]
+        found = [unpack(line, FROM_PEER) for line in lines]
+        return sorted(((one.stage, one.message) for one in found), key=lambda pair: pair[0])
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The step under way is finished and saved; torchrun ends whoever takes too long."""
-        self._trainer.ending.stop_requested = True
-
-
-def _cut_up(text: bytes) -> Iterator[bytes]:
-    while text:
-        size = int.from_bytes(text[:4], "little")
-        yield text[4 : 4 + size]
-        text = text[4 + size :]
+        self._trainer.stop_requested = True
 
 
 def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
@@ -227,10 +202,9 @@ def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | 
 
 def _data(settings: Settings, world: World, display: Display, weights: Checkpoint | None) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
-    shown = display if world.leads else Silent()
-    data = prepare_data(settings, shown, weights) if world.seat.local_rank == 0 else None
+    data = prepare_data(settings, display, weights) if world.seat.local_rank == 0 else None
     world.wait_for_all()
-    data = data or prepare_data(settings, Silent(), weights)
+    data = data or prepare_data(settings, display, weights)
     wanted = world.share(data.fingerprint)
     if data.fingerprint != wanted:
         raise ConfigError(
@@ -247,16 +221,6 @@ def _check_shared(folder: Path, world: World) -> None:
             f"rank {world.seat.rank} does not see the run's folder {folder}, which rank 0 has "
             "made: put run.out on a file system that all machines share"
         )
-
-
-def _notes(grid: Grid, settings: Settings) -> list[str]:
-    """What of the settings this engine does not do, or does in its own way."""
-    notes = []
-    if settings.pipeline.window and grid.schedule != "gpipe":
-        notes.append(
-            "note: pipeline.window is not used: PyTorch's schedule has a window of its own"
-        )
-    return notes
 
 
 def _described(world: World, origin: Path | None) -> str:
