@@ -43,15 +43,15 @@ def test_only_arms_of_the_same_ground_count_as_trained(
 
 
 def test_variants_of_modes() -> None:
-    modes = ["subspace+moved500", "projected+learned", "subspace+fixed"]
-    dense, moved, learned, fixed = lab.grid(modes, [8], [1e-3], [4], [0], 50)
+    modes = ["subspace+moved500", "projected+per-stage", "subspace+fixed"]
+    dense, moved, tables, fixed = lab.grid(modes, [8], [1e-3], [4], [0], 50)
     assert dense.label == "dense" and moved.label == "subspace k=8 moved500"
     assert moved.get("boundary.basis_update_every") == 500
-    assert learned.get("boundary.learn") and learned.get("boundary.basis") == "per-cut"
+    assert tables.get("boundary.anchor") == "per-stage"
     assert fixed.get("boundary.anchor") == "fixed" and moved.get("boundary.anchor") == "auto"
     for wrong in ("subspace+moved", "subspace+movedx", "subspace+fast"):
         with pytest.raises(
-            ConfigError, match=r"--modes .*: a variant is one of fixed, trainable, per-stage"
+            ConfigError, match=r"--modes .*: a variant is one of fixed, per-stage, embedding"
         ):
             lab.grid([wrong], [8], [1e-3], [4], [0], 50)
 

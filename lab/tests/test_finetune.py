@@ -21,13 +21,10 @@ def test_every_line_of_the_grid_is_an_arm_that_can_work() -> None:
     grids = sheet("finetune")["grid"]
     assert len(arms) == len(grids["usual"]) + 1  # dense has a second seed
     boundaries = {arm.label: arm.settings(base).boundary for arm in arms}
-    assert boundaries["calibrated d/8 int8/int4"].rank == 96
-    assert boundaries["calibrated d/8 table int8/int4"].table == 768
-    assert boundaries["calibrated d/8 table learned int8/int4"].learn
-    assert boundaries["random d/8 int8/int4"].basis == "per-cut"
+    assert boundaries["random d/8 int8/int4"].rank == 96
     assert set(grids["quick"]) <= set(grids["usual"])
     with pytest.raises(ConfigError, match=r"CUT \[RANK\]"):
-        lab.specs("calibratd*", False)
+        lab.specs("randm*", False)
 
 
 def test_a_small_map(
@@ -38,11 +35,11 @@ def test_a_small_map(
     source = trained(plain, corpus, tmp_path / "source")
     base = merged(plain.to_plain(), {"run": {"precision": "fp32"}, "optim": {"lr": 1e-2}})
     base = merged(base, {"pipeline": {"microbatches": 1, "window": 0, "schedule": "gpipe"}})
-    base = merged(base, {"train": {"init_from": str(source)}, "boundary": {"calibrate": 512}})
-    arms = lab.make_arms([lab.DENSE, "calibrated d/4 table int8/int4"], 32, [1e-2], [0], 10)
+    base = merged(base, {"train": {"init_from": str(source)}})
+    arms = lab.make_arms([lab.DENSE, "random d/2 int8/int4"], 32, [1e-2], [0], 10)
     shared = {"base": base, "data": str(corpus.folder), "processes": 1}
     found = lab.outcome([Trained(arm, lab.train(arm, shared)) for arm in arms], "text")
     dense, narrow = found.rows
-    assert dense["loss before"] <= narrow["loss before"] < 1.5 * dense["loss before"]
-    assert narrow["ratio"] > 5 and narrow["gap"] is not None
+    assert dense["loss before"] <= narrow["loss before"]
+    assert narrow["ratio"] > 3 and narrow["gap"] is not None
     assert "10 steps" in found.too_small and narrow["arm"] in " ".join(found.notes) + found.verdict

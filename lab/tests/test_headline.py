@@ -97,7 +97,7 @@ def test_compute_is_measured_by_stage_and_read_again(
 ) -> None:
     settings = make_settings(
         run__precision="fp32", codec__forward="int8", codec__backward="int4",
-        boundary__mode="projected", boundary__rank=4, boundary__anchor="trainable",
+        boundary__mode="projected", boundary__rank=4, boundary__anchor="per-stage",
         pipeline__stages=4, optim__name="muon",
     )  # fmt: skip
     times = measure_stages(settings, repeats=2)

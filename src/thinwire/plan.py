@@ -22,7 +22,6 @@ from thinwire.run.ledger import BF16_BYTES
 from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulate, window_table
 from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
-    basis_bytes,
     bytes_per_token,
     frame_bytes,
     network_of,
@@ -151,9 +150,8 @@ def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> 
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    bases = [basis_bytes(settings, cut) for cut in range(len(sizes))]
     rows = [row_bytes(settings)] * len(sizes) if settings.boundary.shares_embedding else []
-    return Costs(forward, backward, update, out, back, bases, rows)
+    return Costs(forward, backward, update, out, back, rows)
 
 
 def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
@@ -362,11 +360,6 @@ def _cut_lines(settings: Settings) -> list[str]:
             f"({out / tokens:,.1f} bytes per token), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
-        if settings.boundary.learn:
-            lines.append(
-                f"{which}, per step: {human_bytes(basis_bytes(settings, cut))} each way for its "
-                "learned basis"
-            )
     if rows := row_bytes(settings):
         ratio = 2 * BF16_BYTES * stream_width(settings, 0) / bytes_per_token(settings)
         lines.append(
@@ -414,7 +407,6 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "forward_bytes": forward,
                 "backward_bytes": backward,
                 "bytes_are": size_kind(plan.settings, cut),
-                "basis_bytes": basis_bytes(plan.settings, cut),
                 "row_bytes": row_bytes(plan.settings),
             }
             for cut, (forward, backward) in enumerate(

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)  # eleven runs stand behind the first of t
 STEPS = 3
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
 TABLES = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
-RECEIVERS = {**TABLES, "boundary__anchor": "trainable"}
+NARROW = {**TABLES, "boundary__anchor": "none"}
 EIGHT = {"pipeline__stages": 8, "model__layers": 8}
 
 
@@ -46,18 +46,11 @@ CASES = {
         {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 2}
     ),
     "tables": Case({**TABLES, **LOSSY, "pipeline__schedule": "gpipe"}),
-    "learned": Case(
-        {
-            **RECEIVERS,
-            "boundary__basis": "per-cut",
-            "boundary__learn": True,
-        }
-    ),
     "remembering": Case({"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(shared)"}),
     "bf16": Case({"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"}),
     "interleaved": Case({**EIGHT, **TABLES, **LOSSY}, "interleaved"),
-    "zero-bubble": Case({**EIGHT, **RECEIVERS, **LOSSY}, "zero-bubble"),
-    "zbv": Case({**EIGHT, **RECEIVERS, **LOSSY}, "zbv"),
+    "zero-bubble": Case({**EIGHT, **NARROW, **LOSSY}, "zero-bubble"),
+    "zbv": Case({**EIGHT, **NARROW, **LOSSY}, "zbv"),
     "masked": Case(LOSSY, is_masked=True),
     "replicas": Case({"pipeline__stages": 2}, replicas=2),
 }

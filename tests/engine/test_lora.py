@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
     **{
         mode: {**EXACT, **MODES[mode]}
-        for mode in ("subspace", "reparam", "projected-moving", "projected-learned")
+        for mode in ("subspace", "reparam", "projected-moving", "projected-narrow-table")
     },
 }
 
@@ -199,7 +199,7 @@ def test_merged_weights_compute_what_weights_and_adapters_do(
     merging: bool, make_settings: Callable, corpus: Corpus
 ) -> None:
     """Of a projected model too, which does not fold; the failing side forgets the adapters."""
-    settings = make_settings(**MODES["projected-learned"], **LORA)
+    settings = make_settings(**MODES["projected-narrow-table"], **LORA)
     chain = Chain(settings, Feed(corpus, settings, CPU))
     for step in range(3):
         chain.train_step(step)

@@ -44,11 +44,11 @@ class Pair:
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
-        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, True, (3, ROW_BYTES))
+        from_above = Due.from_above(0, 2, first_step, BASIS_BYTES, (3, ROW_BYTES))
         self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
         batches = VALIDATION_BATCHES
-        from_below = Due.from_below(1, first_step, batches, {BASIS_BYTES}, schedule, (3, ROW_BYTES))
+        from_below = Due.from_below(1, first_step, batches, True, schedule, (3, ROW_BYTES))
         self.receiver = self.port(1, self.other, self.mailbox, receiver_codec, from_below)
 
     @staticmethod
@@ -71,6 +71,7 @@ def test_a_tensor_crosses() -> None:
     [
         (Frame(FrameKind.FORWARD, shape=(2, 4, 9), codec=1), "not packed by bf16"),
         (Frame(FrameKind.BACKWARD), "unexpected BACKWARD"),
+        (Frame(FrameKind.BASIS), "unexpected BASIS"),  # it comes from above alone
         (Frame(FrameKind.HELLO), "unexpected HELLO"),
     ],
 )
@@ -267,12 +268,9 @@ def verdict_frame(step: int, microbatch: int = 0, kind: FrameKind = FrameKind.VE
         verdict_frame(5, microbatch=1),
         verdict_frame(5, kind=FrameKind.VALIDATED),
         verdict_frame(6, microbatch=1, kind=FrameKind.VALIDATED),
-        Frame(FrameKind.BASIS, step=5, microbatch=2, payload=bytes(BASIS_BYTES)),
         Frame(FrameKind.ROWS, step=7, microbatch=FROM_BELOW, payload=bytes(8)),
         Frame(FrameKind.ROWS, step=5, microbatch=FROM_ABOVE, payload=bytes(8)),
         Frame(FrameKind.ROWS, step=5, microbatch=row_number(3, FROM_BELOW), payload=bytes(8)),
-        # it would have been taken for the move of the basis that comes from above
-        Frame(FrameKind.BASIS, step=5, microbatch=FROM_ABOVE, payload=bytes(BASIS_BYTES)),
         Frame(
             FrameKind.VERDICT, sender=2, step=5, payload=Verdict(1.0, True, False, False).to_bytes()
         ),
@@ -292,7 +290,6 @@ def test_a_frame_that_is_not_due_convicts_its_sender(frame: Frame) -> None:
 @pytest.mark.parametrize(
     "frame",
     [tensor_frame(FrameKind.FORWARD, 5, 1), tensor_frame(FrameKind.PROBE, 5), verdict_frame(5),
-     Frame(FrameKind.BASIS, step=5, microbatch=1, payload=bytes(BASIS_BYTES)),
      Frame(FrameKind.ROWS, step=5, microbatch=1, payload=bytes(ROW_BYTES))],
     ids=lambda frame: frame.kind.name,
 )  # fmt: skip

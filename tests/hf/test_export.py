@@ -27,7 +27,6 @@ from thinwire.report import PlainDisplay
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
 PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
-LEARNED = {"boundary__basis": "per-cut", "boundary__learn": True}
 FOLDING = {
     "dense": {},
     "subspace": SUBSPACE,
@@ -37,13 +36,9 @@ FOLDING = {
     "moving": {**SUBSPACE, "boundary__mode": "reparam", "boundary__basis_update_every": 2},
 }
 WITH_CUTS = {
-    "tables": {**PROJECTED, "boundary__anchor": "trainable"},
-    "narrow-tables": {**PROJECTED, "boundary__anchor": "trainable", "boundary__table": 3},
-    "own-tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
-    "learned": {**PROJECTED, **LEARNED, "boundary__anchor": "trainable"},
-    "fixed-anchor": {**PROJECTED, "boundary__anchor": "fixed", "boundary__basis_update_every": 2},
-    "per-cut": {**PROJECTED, "boundary__basis": "per-cut", "boundary__anchor": "fixed"},
-    "ranks": {**PROJECTED, "boundary__ranks": ["1: 9", "2: 3"]},
+    "moving": {**PROJECTED, "boundary__basis_update_every": 2},
+    "own-tables": {**PROJECTED, "boundary__anchor": "per-stage"},
+    "own-narrow-tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
 }
 
 

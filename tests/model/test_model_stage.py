@@ -216,23 +216,17 @@ def test_a_stage_knows_what_its_matrices_are_to_an_optimizer() -> None:
 
 def test_the_parameters_of_a_cut_have_their_roles_on_either_side() -> None:
     space = Space(random_basis(CONFIG.dim, 4, seed=0).float())
-    sender, receiver = (
-        ProjectedBoundary(space, False, True, table) for table in (None, (CONFIG.vocab, 3))
-    )
+    sender, receiver = ProjectedBoundary(space), ProjectedBoundary(space, True, (CONFIG.vocab, 3))
     plans = architecture(CONFIG).stage_layers
     below = Stage(plans(range(2)), outgoing=sender, next_name="model.layers.2")
     above = Stage(plans(range(2, 4)), incoming=receiver)
     cut = "boundary.model.layers.2"
-    roles = {"basis": Role.BASIS, "table": Role.TABLE, "widen": Role.MATRIX}
-    for name, parameter in above.global_parameters().items():
+    roles = {"table": Role.TABLE, "widen": Role.MATRIX}
+    for name in above.owned_parameters():
         if name.startswith("boundary."):
             assert above.roles()[name] is roles.pop(name.removeprefix(f"{cut}."))
-            assert (name in above.owned_parameters()) == (parameter is not receiver.basis)
     assert roles == {}
-    assert below.lent() == [sender.basis] and above.borrowed() == [receiver.basis]
-    assert (
-        below.roles()[f"{cut}.basis"] is Role.BASIS and f"{cut}.basis" in below.owned_parameters()
-    )
+    assert not any(name.startswith("boundary.") for name in below.global_parameters())
 
 
 @pytest.mark.parametrize(

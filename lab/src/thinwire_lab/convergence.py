@@ -118,7 +118,7 @@ def grid(
 def _arm(stages: int, mode: str, rank: int, lr: float, seed: int, steps: int) -> Arm:
     name, _, variant = mode.partition("+")
     boundary: dict[str, Any] = {
-        "mode": name, "rank": rank, "anchor": "auto", "learn": False, "basis_update_every": 0,
+        "mode": name, "rank": rank, "anchor": "auto", "basis_update_every": 0,
     }  # fmt: skip
     known, moves = sheet("convergence")["variants"], variant.removeprefix("moved")
     if variant in known:

@@ -52,9 +52,8 @@ from thinwire_lab.pool import Session, Trained, train_arms
 BASE_RATE = 3e-3  # of the first training; that of fine-tuning is a third
 LEAST_STEPS = 200  # shorter runs do not separate the arms
 NO_LOSS = 0.02  # above dense, relative: what counts as free at this scale
-_SPEC = re.compile(r"(dense|random|calibrated)(?: (d/)?(\d+))?( table)?( learned)? ([^/]+)/(.+)")
-_FORM = '"CUT [RANK] [table] [learned] FORWARD/BACKWARD", such as "calibrated d/8 table int8/int4"'
-_BASES = {"random": "per-cut", "calibrated": "calibrated"}
+_SPEC = re.compile(r"(dense|random)(?: (d/)?(\d+))? ([^/]+)/(.+)")
+_FORM = '"CUT [RANK] FORWARD/BACKWARD", such as "random d/8 int8/int4"'
 
 
 def run(options: argparse.Namespace, say: Say) -> Outcome:
@@ -95,12 +94,11 @@ def make_arms(
     for line in lines:
         matched = _SPEC.fullmatch(line)
         assert matched is not None, f"{line} is no line of a grid"
-        cut, divides, number, table, learned, forward, backward = matched.groups()
+        cut, divides, number, forward, backward = matched.groups()
         rank = max(1, dim // int(number)) if divides else int(number or 0)
         boundary: dict[str, Any] = {"mode": "dense", "rank": 0}
         if cut != "dense":
-            boundary = {"mode": "projected", "rank": rank, "basis": _BASES[cut]}
-            boundary |= {"anchor": "trainable" if table else "none", "learn": bool(learned)}
+            boundary = {"mode": "projected", "rank": rank}
         for lr in lrs:
             changes: Values = {
                 "boundary": boundary,
@@ -108,7 +106,7 @@ def make_arms(
                 "optim": {"lr": lr, "warmup": max(1, steps // 10)},
             }
             for seed in seeds if line == DENSE else seeds[:1]:
-                arms.append(Arm(line, seed, steps, changes, {"cut": cut + (table or "")}))
+                arms.append(Arm(line, seed, steps, changes, {"cut": cut}))
     return arms
 
 

@@ -39,7 +39,6 @@ LEAST = 1.5  # a ratio below which an arm saves nothing worth a place in the pic
 CLOSE = 4.0  # the second panel shows what costs less than this, in percent
 COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, PINK, BLACK, PURPLE, BROWN)
 TABLES = {
-    "trainable": " + receivers' tables",
     "per-stage": " + stages' own tables",
     "embedding": " around a shared embedding",
 }

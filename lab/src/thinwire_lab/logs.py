@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.settings import Settings, merged
+from thinwire.settings import GoneError, Settings, merged
 from thinwire_lab.arms import Values
 from thinwire_lab.decide import at_best_rate, gap_to_dense
 from thinwire_lab.frontier import DENSE as DENSE_BF16
@@ -60,7 +60,10 @@ class Method:
 
 
 def read_logs(names: Sequence[Path]) -> list[Trained]:
-    """All arms of these logs that did not diverge: files, or names of logs that come with us."""
+    """All arms of these logs that did not diverge: files, or names of logs that come with us.
+
+    Those of options that have gone are left out.
+    """
     logs = [name if name.exists() else OURS / name.with_suffix(".jsonl") for name in names]
     for name, log in zip(names, logs, strict=True):
         if not log.exists():
@@ -70,9 +73,19 @@ def read_logs(names: Sequence[Path]) -> list[Trained]:
                 f"--logs, or some that come with the lab ({ours})"
             )
     found = [run for log in logs for run in read_log(log) if run.loss is not None]
+    found = [run for run in found if not _has_gone(run)]
     if not found:
         raise ConfigError(f"no arm has been trained in {', '.join(map(str, logs))}")
     return found
+
+
+def _has_gone(run: Trained) -> bool:
+    """Whether an arm trained with options that only an earlier release has."""
+    try:
+        settings_of(run)
+    except GoneError:
+        return True
+    return False
 
 
 def grounds_of(runs: Iterable[Trained]) -> list[list[Trained]]:

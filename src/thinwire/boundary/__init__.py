@@ -6,9 +6,13 @@ from thinwire.boundary.config import BoundaryConfig
 from thinwire.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from thinwire.boundary.base import Boundary
-    from thinwire.boundary.dense import DenseBoundary
-    from thinwire.boundary.narrow import EmbeddedBoundary, ProjectedBoundary, SubspaceBoundary
+    from thinwire.boundary.boundary import (
+        Boundary,
+        DenseBoundary,
+        EmbeddedBoundary,
+        ProjectedBoundary,
+        SubspaceBoundary,
+    )
 
 __all__ = [
     "Boundary",
@@ -21,9 +25,5 @@ __all__ = [
 
 __getattr__ = on_first_use(
     __name__,
-    {
-        "base": ("Boundary",),
-        "dense": ("DenseBoundary",),
-        "narrow": ("EmbeddedBoundary", "ProjectedBoundary", "SubspaceBoundary"),
-    },
+    {"boundary": tuple(name for name in __all__ if name != "BoundaryConfig")},
 )

@@ -16,7 +16,6 @@ from thinwire.cluster.held import Held
 from thinwire.cluster.world import World
 from thinwire.engine.finite import BACKWARD
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict, global_norm
 from thinwire.engine.worker import PATIENCE
 from thinwire.settings import Settings
@@ -43,7 +42,6 @@ class Ending:
         for held in self._held:
             world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
             held.update.project()
-        self._lend_gradients(updates)
         keepers = [u.keeper for u in updates.values() if u.keeper is not None]
         moves = bool(keepers) and keepers[0].moves_after(step)
         basis_DK = self._proposed(keepers) if moves else None
@@ -62,7 +60,6 @@ class Ending:
         if verdict.commit:
             if basis_DK is not None:
                 self._move(basis_DK, keepers)
-            self._lend_values(updates)
             for update in updates.values():
                 update.check(step)
         return verdict, loss
@@ -93,26 +90,6 @@ class Ending:
         stop = stop or self._misses >= PATIENCE
         checkpoint = self._settings.is_checkpoint_step(step + 1) or stop
         return Verdict(norm, commit, checkpoint and commit, stop)
-
-    def _lend_gradients(self, updates: dict[int, StageUpdate]) -> None:
-        """What stages found for the parameters that they borrow, to the stages that own these."""
-        if not self._settings.boundary.learn:
-            return
-        stages = {held.index: held.stage for held in self._held}
-        out = {i: update.take_borrowed_gradients() for i, update in updates.items() if i > 0}
-        into = {i: stage.lent() for i, stage in stages.items() if stage.lent()}
-        for index, gradients in self._world.exchange(out, into, up=False).items():
-            updates[index].add_lent_gradients(gradients)
-
-    def _lend_values(self, updates: dict[int, StageUpdate]) -> None:
-        """What stages have learned for the cuts above, to the stages that borrow it."""
-        if not self._settings.boundary.learn:
-            return
-        stages = {held.index: held.stage for held in self._held}
-        out = {i: stage.lent() for i, stage in stages.items() if stage.lent()}
-        into = {i: stage.borrowed() for i, stage in stages.items() if stage.borrowed()}
-        for index, values in self._world.exchange(out, into, up=True).items():
-            updates[index].follow_lender(values)
 
     def _proposed(self, keepers: list[Keeper]) -> Tensor:
         """The next basis, from the last stage, which alone sees the gradient of the stream."""

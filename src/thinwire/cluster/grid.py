@@ -123,7 +123,7 @@ def _check_settings(settings: Settings, grid: Grid) -> None:
             raise ConfigError(
                 f'boundary.anchor = "per-stage" does not work with {grid.schedule}: PyTorch would '
                 "compute the gradient of a table that is used at both ends of a stage from what "
-                'it has freed. Set it to "trainable", or use interleaved'
+                'it has freed. Set it to "none", or use interleaved'
             )
     if grid.replicas > 1 and settings.boundary.basis_update_every:
         raise ConfigError(

@@ -7,7 +7,7 @@ gloo. Nothing is pickled.
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -111,41 +111,6 @@ class World:
         works = [dist.all_reduce(t, group=self.twins, async_op=True) for t in tensors]
         for work in works:
             work.wait()
-
-    def exchange(
-        self, out: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Tensor]], up: bool
-    ) -> dict[int, list[Tensor]]:
-        """Send tensors of stages to the stage above or below each; returns those that arrive.
-
-        `out` has what leaves, by the stage that sends it; `into` what tensors that arrive are like,
-        by the stage that receives them.
-        """
-        holders, step = self.grid.holders, 1 if up else -1
-        arrived = {
-            stage: [torch.empty_like(tensor, device="cpu") for tensor in like]
-            for stage, like in into.items()
-        }
-        works = []
-        for stage, tensors in out.items():
-            to = stage + step
-            for number, tensor in enumerate(tensors):
-                value = tensor.detach().cpu().contiguous()
-                if self.holds(to):
-                    arrived[to][number].copy_(value)
-                else:
-                    works.append(dist.isend(value, self._number_of(holders[to]), self._all, stage))
-        for stage, tensors in arrived.items():
-            source = stage - step
-            for tensor in () if self.holds(source) else tensors:
-                number = self._number_of(holders[source])
-                works.append(dist.irecv(tensor, number, self._all, source))
-        for work in works:
-            assert work is not None, "all ranks are in this group"
-            work.wait()
-        return {
-            stage: [t.to(like.device) for t, like in zip(arrived[stage], into[stage], strict=True)]
-            for stage in into
-        }
 
     def holds(self, stage: int) -> bool:
         """Whether this rank holds a stage."""

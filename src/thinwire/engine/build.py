@@ -116,8 +116,8 @@ class StageBuilder:
         with torch.device("meta" if self.device.type == "meta" else "cpu"):
             stage = Stage(
                 self.architecture.stage_layers(blocks, narrow),
-                incoming=self.boundary(index - 1, receives=True) if index > 0 else None,
-                outgoing=self.boundary(index, receives=False) if not is_last else None,
+                incoming=self.boundary(receives=True) if index > 0 else None,
+                outgoing=self.boundary(receives=False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
                 next_name="" if is_last else self.architecture.block_name(blocks.stop),
             )
@@ -171,7 +171,7 @@ class StageBuilder:
             table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
                 self.device
             )
-        return Space(self._basis(boundary.basis_seed, boundary.widest), table_VD)
+        return Space(self._basis(boundary.basis_seed, boundary.rank), table_VD)
 
     def _basis(self, seed: int, rank: int) -> torch.Tensor:
         """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
@@ -180,8 +180,8 @@ class StageBuilder:
             return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
         return random_basis(dim, rank, seed).to(self.device, self.dtype)
 
-    def boundary(self, cut: int, receives: bool) -> Boundary:
-        """One end of a cut. One of a lower rank takes the first columns of a shared basis."""
+    def boundary(self, receives: bool) -> Boundary:
+        """One end of a cut."""
         config, space = self.settings.boundary, self.space
         if space is None:
             return DenseBoundary()
@@ -190,18 +190,5 @@ class StageBuilder:
             return EmbeddedBoundary(space, (model.vocab, model.dim) if receives else None)
         if config.is_constrained:
             return SubspaceBoundary(space)
-        rank = config.rank_at(cut)
-        if config.basis != "shared":
-            seed = config.basis_seed * 1_000_003 + self.settings.split()[cut].stop
-            space = Space(self._basis(seed, rank), space.table_VD)
-        elif rank < config.widest:
-            space = Space(space.basis_DK[:, :rank], space.table_VD)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(
-            space,
-            config.anchor == "fixed",
-            config.learn,
-            table,
-            calibrated=config.is_calibrated,
-            own_tables=config.own_tables,
-        )
+        return ProjectedBoundary(space, config.own_tables, table)

@@ -5,7 +5,6 @@ device. A step ends as in the pipeline (engine/update.py), so both train the sam
 bit where both compute with one thread.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -155,8 +154,6 @@ class Chain(Joined):
         """End the step as the pipeline does; False where it was refused."""
         for update in self.updates:
             update.project()
-        for below, above in itertools.pairwise(self.updates):
-            below.add_lent_gradients(above.take_borrowed_gradients())
         self._add_rows(step)
         moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
         basis_DK = self.keepers[-1].propose() if moves else None
@@ -171,8 +168,6 @@ class Chain(Joined):
         self._change_rows(step)
         if basis_DK is not None:
             self._switch(basis_DK)
-        for stage, above in zip(self.stages, self.updates[1:], strict=False):
-            above.follow_lender(stage.lent())
         return True
 
     def _rows(self) -> list[SharedRows]:

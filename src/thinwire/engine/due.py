@@ -7,7 +7,7 @@ from thinwire.engine.verdict import TALLY_BYTES, VERDICT_BYTES
 from thinwire.schedule import Kind, Schedule
 from thinwire.wire import SEAL_BYTES, FrameKind
 
-FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of a BASIS message in a step, its number
+FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of rows in a step, in the number of a message
 
 
 def row_number(frame: int, way: int) -> int:
@@ -26,11 +26,11 @@ class Due:
     sender: int
     kinds: frozenset[FrameKind]
     steps_ahead: int
-    way: int  # of a basis or of rows
+    way: int  # of rows
     signers: Mapping[FrameKind, range] = field(default_factory=dict)  # one part of each stage
     first_step: int = 0
     validation_batches: int = 0
-    basis_bytes: frozenset[int] = frozenset()
+    basis_bytes: int = 0  # of one that moves
     rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
     answers_before: tuple[int, ...] | None = None  # for each forward, gradients sent back before
 
@@ -39,12 +39,12 @@ class Due:
         if kind is FrameKind.ROWS:
             frame, way = divmod(number, 2)
             return way == self.way and frame < self.rows[0]
-        return number == (self.way if kind is FrameKind.BASIS else 0)
+        return number == 0
 
     def most_bytes(self, kind: FrameKind) -> int:
         """The largest message of a kind, signatures included."""
         content = {
-            FrameKind.BASIS: max(self.basis_bytes, default=0),
+            FrameKind.BASIS: self.basis_bytes,
             FrameKind.ROWS: self.rows[1],
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
@@ -56,21 +56,20 @@ class Due:
         stage: int,
         first_step: int,
         validation_batches: int,
-        basis_bytes: set[int],
+        basis_moves: bool = False,
         schedule: Schedule | None = None,
         rows: tuple[int, int] = (0, 0),
     ) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts.
 
-        The first stage has signed verdicts and the changes of rows; a basis comes from the stage
-        below itself. By the schedule it keeps a window: it sends another activation only after so
-        many gradients.
+        The first stage has signed verdicts and the changes of rows. By the schedule it keeps a
+        window: it sends another activation only after so many gradients.
         """
-        kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
+        kinds = {FrameKind.FORWARD, FrameKind.VERDICT}
         kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
-        kinds |= {FrameKind.PROBE} if basis_bytes else set()
+        kinds |= {FrameKind.PROBE} if basis_moves else set()
         kinds |= {FrameKind.ROWS} if rows[0] else set()
-        first, below = range(1), range(stage - 1, stage)
+        first = range(1)
         return cls(
             sender=stage - 1,
             kinds=frozenset(kinds),
@@ -79,12 +78,10 @@ class Due:
             signers={
                 FrameKind.VERDICT: first,
                 FrameKind.VALIDATED: first,
-                FrameKind.BASIS: below,
                 FrameKind.ROWS: first,
             },
             first_step=first_step,
             validation_batches=validation_batches,
-            basis_bytes=frozenset(basis_bytes),
             rows=rows,
             answers_before=_answers_before(schedule, stage - 1) if schedule else None,
         )
@@ -95,17 +92,17 @@ class Due:
         stage: int,
         stages: int,
         first_step: int,
-        basis_bytes: set[int],
-        basis_is_shared: bool,
+        basis_bytes: int = 0,
         rows: tuple[int, int] = (0, 0),
     ) -> "Due":
         """What the stage above sends: gradients and tallies, to which each stage adds its own.
 
-        A shared basis moves as the last stage says; otherwise the stage above has signed a basis.
-        It has also signed gradients of rows, to which it has added its own.
+        The basis moves as the last stage says. The stage above has signed gradients of rows, to
+        which it has added its own.
         """
         above = range(stage + 1, stages)
-        kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
+        kinds = {FrameKind.BACKWARD, FrameKind.TALLY}
+        kinds |= {FrameKind.BASIS} if basis_bytes else set()
         kinds |= {FrameKind.ROWS} if rows[0] else set()
         return cls(
             sender=stage + 1,
@@ -114,11 +111,11 @@ class Due:
             way=FROM_ABOVE,
             signers={
                 FrameKind.TALLY: above,
-                FrameKind.BASIS: above[-1:] if basis_is_shared else above[:1],
+                FrameKind.BASIS: above[-1:],
                 FrameKind.ROWS: above[:1],
             },
             first_step=first_step,
-            basis_bytes=frozenset(basis_bytes),
+            basis_bytes=basis_bytes,
             rows=rows,
         )
 

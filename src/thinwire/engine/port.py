@@ -234,8 +234,7 @@ class Port:
         self._mailbox.put((kind, step, number), step, Message(content, travels))
 
     def _check_basis(self, payload: bytes) -> None:
-        if len(payload) not in self._due.basis_bytes:
-            agreed = " or ".join(map(str, sorted(self._due.basis_bytes))) or "none"
+        if len(payload) != (agreed := self._due.basis_bytes):
             raise WireError(f"a basis of {len(payload)} bytes arrived, but {agreed} were agreed")
 
     def _on_evaluation(self, frame: Frame) -> None:

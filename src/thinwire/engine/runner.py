@@ -11,7 +11,7 @@ step's first activation. Nobody waits an extra round trip for it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,14 +22,14 @@ from thinwire.engine.due import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, Sightings, is_finite
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.port import Message, Port
+from thinwire.engine.port import Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import StageCosts
 from thinwire.engine.rows import SharedRows
 from thinwire.engine.trace import StepTrace
 from thinwire.engine.update import StageUpdate
 from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tally
-from thinwire.errors import StageError, WireError
+from thinwire.errors import WireError
 from thinwire.model import Score, Stage
 from thinwire.schedule import Kind, Schedule, forward_only
 from thinwire.wire import FrameKind, Seal
@@ -215,12 +215,6 @@ class Runner:
             with self.trace.span("compute", "norm"):
                 update.project()
                 self._sync()
-            borrowed = update.take_borrowed_gradients()
-            self._send_basis(self._below, step, borrowed, FROM_ABOVE)
-            lent = self._take_basis(self._above, step, self.stage.lent(), FROM_ABOVE)
-            self._look(step, BACKWARD, borrowed)
-            self._look(step, GRADIENT, lent)
-            update.add_lent_gradients(lent)
             if keeper.moves_after(step):
                 new_basis_DK = self._pass_move_down(step, keeper)
         if update.rows is not None:
@@ -240,10 +234,6 @@ class Runner:
         if verdict.commit:
             if keeper is not None and new_basis_DK is not None:
                 self._move_basis(step, keeper, new_basis_DK)
-            self._send_basis(self._above, step, self.stage.lent(), FROM_BELOW)
-            lenders = self._take_basis(self._below, step, self.stage.borrowed(), FROM_BELOW)
-            self._check_basis(step, lenders, self._index - 1)
-            update.follow_lender(lenders)
             if update.rows is not None:
                 self._pass_rows_up(step, update.rows)
             with self.trace.span("compute", "U"):
@@ -284,14 +274,19 @@ class Runner:
         if self._above is None:
             with self.trace.span("compute", "norm"):
                 basis_DK = keeper.propose()
-            self._send_basis(self._below, step, [basis_DK], FROM_ABOVE)
-            return basis_DK
-        with self.trace.span("wait", "basis"):
-            message = self._above.take_message(FrameKind.BASIS, step, FROM_ABOVE)
-        (basis_DK,) = _read_basis(message, [keeper.space.basis_DK])
-        self._check_basis(step, [basis_DK], self._index + 1)
+            content = basis_DK.detach().cpu().contiguous().numpy().tobytes()
+            travels = self._seal.sign(FrameKind.BASIS, step, content)
+        else:
+            with self.trace.span("wait", "basis"):
+                content, travels = self._above.take_message(FrameKind.BASIS, step)
+            flat = torch.frombuffer(bytearray(content), dtype=keeper.space.basis_DK.dtype)
+            basis_DK = flat.to(self._device).view(keeper.space.basis_DK.shape)
+            if not is_finite(basis_DK):  # it would spoil the weights of this stage
+                raise WireError(
+                    f"stage {self._index + 1} sent a basis that is not finite after step {step + 1}"
+                )
         if self._below is not None:
-            self._below.send_message(FrameKind.BASIS, step, message.travels, FROM_ABOVE)
+            self._below.send_message(FrameKind.BASIS, step, travels)
         return basis_DK
 
     def _pass_rows_down(self, step: int, rows: SharedRows) -> None:
@@ -303,7 +298,8 @@ class Runner:
             if self._above is not None:
                 with self.trace.span("wait", "rows"):
                     message = self._above.take_message(FrameKind.ROWS, step, number)
-                self._look(step, GRADIENT, [rows.add(step, frame, message.content)])
+                added = rows.add(step, frame, message.content)
+                self._sightings.look(step, GRADIENT, added)
             if self._below is not None:
                 content = rows.gradients(step, frame)
                 signed = self._seal.sign(FrameKind.ROWS, step, content, number)
@@ -353,45 +349,7 @@ class Runner:
             self._above.send_message(kind, step, travels)
         return decided
 
-    def _send_basis(
-        self, port: Port | None, step: int, tensors: Sequence[Tensor], way: int
-    ) -> None:
-        """A basis or gradients of one to a neighbour, if there is any."""
-        if port is not None and tensors:
-            parts = [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
-            signed = self._seal.sign(FrameKind.BASIS, step, b"".join(parts), way)
-            port.send_message(FrameKind.BASIS, step, signed, way)
-
-    def _take_basis(
-        self, port: Port | None, step: int, like: Sequence[Tensor], way: int
-    ) -> list[Tensor]:
-        """Tensors of the shapes of `like` from a neighbour; the wait for them has its own name."""
-        if port is None or not like:
-            return []
-        with self.trace.span("wait", "basis"):
-            return _read_basis(port.take_message(FrameKind.BASIS, step, way), like)
-
-    def _look(self, step: int, place: str, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self._sightings.look(step, place, tensor)
-
-    def _check_basis(self, step: int, tensors: Iterable[Tensor], sender: int) -> None:
-        """Refuse a basis that would spoil the weights of this stage, in the sender's name."""
-        if not all(map(is_finite, tensors)):
-            raise WireError(f"stage {sender} sent a basis that is not finite after step {step + 1}")
-
     def _sync(self) -> None:
         """On a GPU wait until the queued work is done: what follows hands its result over."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-
-def _read_basis(message: Message, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the shapes of `like`, as a neighbour has sent them."""
-    content, due = message.content, sum(tensor.nbytes for tensor in like)
-    if len(content) != due:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
-        raise StageError(f"a basis of shape {shapes} has {due} bytes, but {len(content)} arrived")
-    flat = torch.frombuffer(bytearray(content), dtype=like[0].dtype).to(like[0].device)
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

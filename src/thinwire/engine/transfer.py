@@ -75,15 +75,12 @@ class Transfer:
         self.fresh.append(name)
 
     def _keeps_cut(self, name: str) -> bool:
-        """A learned basis goes along; a table only with the basis that it was trained beside."""
+        """A table goes along only with the basis that it was trained beside."""
         saved, now = self._source.settings, self._settings
         cut = name.rpartition(".")[0]
         if _ranks(saved).get(cut) != _ranks(now).get(cut):
             return False
-        if f"{cut}.basis" in self._names:
-            return now.boundary.learn or now.boundary.is_calibrated
-        random = [(s.boundary.basis, s.boundary.basis_seed) for s in (saved, now)]
-        return random[0] == random[1]
+        return saved.boundary.basis_seed == now.boundary.basis_seed
 
     def _is_alike(self, name: str, forms: Mapping[str, str]) -> bool:
         """Whether the source's tensor means here what it meant there."""
@@ -135,8 +132,8 @@ def _ranks(settings: Settings) -> dict[str, int]:
     if settings.boundary.mode != "projected":
         return {}
     name_of = architecture(settings.model).block_name
-    cuts = enumerate(settings.split()[1:])
-    return {f"boundary.{name_of(b.start)}": settings.boundary.rank_at(cut) for cut, b in cuts}
+    above = settings.split()[1:]
+    return {f"boundary.{name_of(blocks.start)}": settings.boundary.rank for blocks in above}
 
 
 def _same_space(saved: Settings, now: Settings) -> bool:
@@ -145,8 +142,7 @@ def _same_space(saved: Settings, now: Settings) -> bool:
         (
             saved.boundary.mode != "dense",
             saved.boundary.is_constrained == now.boundary.is_constrained,
-            saved.boundary.basis == now.boundary.basis == "shared",
-            saved.boundary.widest == now.boundary.widest,
+            saved.boundary.rank == now.boundary.rank,
             saved.boundary.basis_seed == now.boundary.basis_seed,
             saved.model.embed_std == now.model.embed_std,
         )

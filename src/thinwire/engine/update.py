@@ -2,14 +2,13 @@
 
     begin, forwards and backwards, project, squared_norms, then commit or withdraw
 
-The norm and the decision belong to all stages together, and so does what one stage borrows of
-another (a learned basis). Whoever drives a stage brings them: the runner of a pipeline over its
-ports, the chain in one process by itself. What a stage then does is written here alone, so both
-train the same weights.
+The norm and the decision belong to all stages together. Whoever drives a stage brings them: the
+runner of a pipeline over its ports, the chain in one process by itself. What a stage then does is
+written here alone, so both train the same weights.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -84,27 +83,6 @@ class StageUpdate:
         """Drop what leads out of the shared space: before the norm, clipping and the moments."""
         if self.keeper is not None:
             self.keeper.project_gradients()
-
-    def take_borrowed_gradients(self) -> list[Tensor]:
-        """What this stage found for the parameters that it borrows: for the stage below to add."""
-        found = []
-        for parameter in self._stage.borrowed():
-            assert parameter.grad is not None, "a boundary reads all its parameters"
-            found.append(parameter.grad)
-            parameter.grad = None
-        return found
-
-    def add_lent_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """What the stage above found for the parameters that it borrows: before the norm."""
-        for parameter, gradient in zip(self._stage.lent(), gradients, strict=True):
-            assert parameter.grad is not None, "a boundary reads all its parameters"
-            parameter.grad += gradient
-
-    @torch.no_grad()
-    def follow_lender(self, values: Iterable[Tensor]) -> None:
-        """Borrowed parameters as the stage below has updated them."""
-        for parameter, value in zip(self._stage.borrowed(), values, strict=True):
-            parameter.copy_(value)
 
     def squared_norms(self) -> list[float]:
         """The squared gradient norm of each parameter, in float64; rows of a shared embedding only

@@ -130,7 +130,7 @@ class Worker:
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
         largest = max((end.payload_limit() for end in self._ends()), default=0)
-        basis = 8 * self.settings.model.dim * self.settings.boundary.widest
+        basis = 8 * self.settings.model.dim * self.settings.boundary.rank
         rows = self.update.rows.limits()[1] if self.update.rows else 0
         return max(largest, basis, rows) + 65536
 
@@ -232,12 +232,11 @@ class Worker:
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count
-        sizes = keeper.basis_bytes() if keeper else set()
+        basis = keeper.most_basis_bytes if keeper else 0
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
-        step, is_shared = self.state.step, not self.settings.boundary.learn
-        schedule = self.settings.schedule()
-        from_below = Due.from_below(self.index, step, batches, sizes, schedule, rows)
-        from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared, rows)
+        step, schedule = self.state.step, self.settings.schedule()
+        from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
+        from_above = Due.from_above(self.index, self.last + 1, step, basis, rows)
         return Runner(
             self.stage,
             self.feed,

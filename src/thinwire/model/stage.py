@@ -91,17 +91,10 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """From the model's inputs, or from what was received, to what is sent on.
 
-        `ids` are the token ids of what was received, where `needs_ids`.
+        `ids` are the token ids of what was received, where `needs_ids`. The first and the last
+        layer run together with the ends of the cuts beside them.
         """
-        return self._run(x, ids, self.outgoing)
-
-    def stream(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The stream behind the last layer, before anything is encoded."""
-        return self._run(x, ids, None)
-
-    def _run(self, x: Tensor, ids: Tensor | None, outgoing: Boundary | None) -> Tensor:
-        """All layers, the first and the last together with the ends of the cuts beside them."""
-        incoming, ids = self.incoming, x if self.incoming is None else ids
+        incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if outgoing is not None:
             outgoing.prepare()
         last, known = len(self.layers) - 1, None
@@ -205,20 +198,12 @@ class Stage(nn.Module):
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""
-        copies = {id(p) for p in (self.incoming.copied() if self.incoming is not None else [])}
-        return {n: p for n, p in self.global_parameters().items() if id(p) not in copies}
+        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
+        return {name: p for name, p in self.global_parameters().items() if p is not copy}
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage updates: of those it owns, all that are not frozen."""
         return {name: p for name, p in self.owned_parameters().items() if p.requires_grad}
-
-    def borrowed(self) -> list[nn.Parameter]:
-        """Copies of what the stage below has learned for the cut between them."""
-        return [] if self.incoming is None else self.incoming.shared()
-
-    def lent(self) -> list[nn.Parameter]:
-        """What this stage has learned for the cut above, of which that stage holds copies."""
-        return [] if self.outgoing is None else self.outgoing.shared()
 
     @torch.no_grad()
     def initialise(self, config: ModelConfig, seed: int) -> None:

@@ -197,7 +197,7 @@ def _grouped(
         kind: type[torch.optim.Optimizer] = torch.optim.AdamW
         options: dict[str, Any] = {
             "lr_share": _share(role, config),
-            "weight_decay": config.weight_decay if _decays(role, parameter) else 0.0,
+            "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
         }
         if by_rows and role is Role.TABLE:
             kind = RowAdamW
@@ -219,12 +219,5 @@ def _share(role: Role | None, config: OptimConfig) -> float:
         Role.MATRIX: config.matrix_lr if config.name == "muon" else 1.0,
         Role.TABLE: config.table_lr,
         Role.HEAD: config.head_lr,
-        # Entries of an orthonormal basis are small: at the rate of weights it would turn too fast
-        # for the layers on either side to follow.
-        Role.BASIS: config.basis_lr,
     }
     return 1.0 if role is None else shares[role]
-
-
-def _decays(role: Role | None, parameter: Tensor) -> bool:
-    return role is not Role.BASIS and parameter.ndim > 1

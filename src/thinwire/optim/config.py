@@ -58,9 +58,6 @@ class OptimConfig:
         least=0,
         auto=-1,
     )
-    basis_lr: float = option(
-        0.1, "boundary.learn: learning rate of the basis as a fraction of lr", least=0
-    )
     clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
 
     def resolved(self, steps: int, own_tables: bool = False) -> "OptimConfig":

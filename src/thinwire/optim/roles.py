@@ -7,6 +7,5 @@ class Role(Enum):
     """Parameters with a learning rate of their own. Most have no role."""
 
     MATRIX = "matrix"  # between hidden states, in blocks and at cuts: what Muon is for
-    TABLE = "table"  # a row per token: the embedding, and what a cut's receiver knows of a token
+    TABLE = "table"  # a row per token: the embedding, and the tables of stages' own
     HEAD = "head"
-    BASIS = "basis"  # of a cut, learned
