@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
 
-from thinwire.boundary import ProjectedBoundary
 from thinwire.cluster import Crossing, ThinStage
 from thinwire.codec import TensorSpec, build_codecs
 from thinwire.engine.cut import CutEnd
-from thinwire.optim import OptimConfig, StageOptimizer
-from thinwire.optim.roles import Role
-from thinwire.subspace import Space, random_basis
+from thinwire.model import OptimConfig, ProjectedBoundary, Role, Space, StageOptimizer, random_basis
 
 VOCAB, DIM, RANK, BATCH, CONTEXT, MICROBATCHES, STEPS = 50, 32, 4, 4, 8, 4, 60
 

@@ -13,8 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.weights import Weights, stage_weights
+from thinwire.engine.build import StageBuilder, Weights, stage_weights
 from thinwire.model import architecture
 from thinwire.model.config import PRESETS
 from thinwire.outlook import compare_cuts

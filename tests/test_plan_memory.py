@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from thinwire.engine.weights import Weights, stage_weights
+from thinwire.engine.build import Weights, stage_weights
 from thinwire.plan import stage_memory
 from thinwire.settings import Settings
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.subspace import drift
+from thinwire.model.subspace import drift
 from thinwire_lab import lossless
 from thinwire_lab.experiment import EXPERIMENTS
 from thinwire_lab.lossless import BROKEN, EXACT, QUANTITIES, Case

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from thinwire.boundary import ProjectedBoundary
 from thinwire.errors import ConfigError
+from thinwire.model import ProjectedBoundary, Space, random_basis
 from thinwire.settings import Settings, make_recipe
-from thinwire.subspace import Space, random_basis
 from thinwire_lab.experiment import EXPERIMENTS
 from thinwire_lab.pool import read_log
 from thinwire_lab.recipe_arms import recipe_grid, with_rates

@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.boundary import Boundary, DenseBoundary
 from thinwire.engine.build import StageBuilder
-from thinwire.model import Stage
+from thinwire.model import Boundary, DenseBoundary, Stage
 from thinwire.settings import Settings
 
 CALLS = 100

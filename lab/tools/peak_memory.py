@@ -13,9 +13,9 @@ import resource
 import sys
 from pathlib import Path
 
+from thinwire.engine.build import stage_weights
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
-from thinwire.engine.weights import stage_weights
 from thinwire.plan import stage_memory
 from thinwire.report import PlainDisplay
 from thinwire.run.prepare import prepare_data

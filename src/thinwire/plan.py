@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.build import autocast_for, choose_device, is_emulated
-from thinwire.engine.weights import Weights, stage_weights
+from thinwire.engine.build import Weights, autocast_for, choose_device, is_emulated, stage_weights
 from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from thinwire.engine.finite import PLACES, Sightings, is_finite
+from thinwire.engine.trace import PLACES, Sightings, is_finite
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import first_not_finite

@@ -9,8 +9,8 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.chain import Chain, Joined
+from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.feed import Feed
-from thinwire.engine.fold import Folded, why_not_folded
 from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights

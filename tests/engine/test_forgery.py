@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.engine.due import FROM_ABOVE
 from thinwire.engine.port import Port
-from thinwire.engine.verdict import Verdict
+from thinwire.engine.rows import FROM_ABOVE
+from thinwire.engine.step_end import Verdict
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import blame

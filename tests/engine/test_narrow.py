@@ -11,7 +11,6 @@ from test_verdict import poison
 
 from thinwire.data import Corpus, Order
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.weights import parameter_count
 from thinwire.errors import WireError
 from thinwire.model import token_loss
 from thinwire.settings import Settings
@@ -274,38 +273,6 @@ def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus
     assert first.fingerprints().keys() == {"basis", "basis_version", "token_table"}
     assert first.fingerprints()["basis"] != other.fingerprints()["basis"]
     assert first.fingerprints()["token_table"] != other.fingerprints()["token_table"]
-
-
-@pytest.mark.parametrize("mode", ["subspace", "subspace-moving"])
-def test_muon_keeps_weights_in_the_subspace_too(
-    mode: str, make_settings: Callable, run_in_threads: Callable
-) -> None:
-    outcome = run_in_threads(make_settings(train__steps=6, optim__name="muon", **MODES[mode]))
-    for worker in outcome.workers:
-        constraint = worker.builder.constraint(worker.stage)
-        assert constraint.drift() < 1e-12
-    losses = outcome.losses()
-    assert losses[-1] < losses[0]
-
-
-def test_a_narrow_table_has_fewer_parameters_and_learns(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    settings = make_settings(train__steps=4, optim__name="muon", **MODES["projected-narrow-table"])
-    wide = make_settings(**{**MODES["projected-narrow-table"], "boundary__table": 0})
-    vocab, dim, width = settings.model.vocab, settings.model.dim, 3
-    spared = vocab * dim - (vocab * width + width * dim)
-    assert parameter_count(wide) - parameter_count(settings) == spared
-    receiver = run_in_threads(settings).workers[-1].stage.incoming
-    assert bool(receiver.table.any()), "it starts at zero and the gradient reaches it"
-    assert receiver.widen.shape == (dim, width)
-
-
-def test_the_basis_does_not_move_after_the_last_update(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    outcome = run_in_threads(make_settings(train__steps=4, **MODES["subspace-moving"]))
-    assert [w.builder.space.version for w in outcome.workers] == [1, 1]
 
 
 def test_a_move_of_a_refused_step_is_neither_made_nor_reported(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
-from thinwire.engine.fold import Folded
+from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.modeling import ThinwireForCausalLM
@@ -110,7 +110,7 @@ def test_what_fails_its_verification_leaves_nothing(trained: Callable[..., Path]
 
 
 def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Path]) -> None:
-    place = trained(**WITH_CUTS["tables"])
+    place = trained(**WITH_CUTS["own-tables"])
     folder, said = exported(place, dtype="bf16")
     assert "rounding changes them by at most" in said
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -176,7 +176,7 @@ def test_ways_of_a_tokenizer_go_along(trained: Callable[..., Path], tmp_path: Pa
     assert difference(folder, place) < 1e-5
 
 
-@pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["tables"]])
+@pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["own-tables"]])
 def test_adapters_are_merged(boundary: dict[str, Any], trained: Callable[..., Path]) -> None:
     place = trained(**boundary, lora__rank=3)
     folder, _ = exported(place)
@@ -226,7 +226,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
 def test_folders_are_written_without_transformers(
     trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = trained(**WITH_CUTS["tables"])
+    place = trained(**WITH_CUTS["own-tables"])
     folder = place.parents[2] / "exported"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)

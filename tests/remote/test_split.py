@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
-from thinwire.engine.weights import stage_weights
+from thinwire.engine.build import stage_weights
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, make_plan, stage_memory
 from thinwire.remote.figures import StageFigures, links_of, with_split

@@ -192,7 +192,7 @@ def test_what_a_change_costs_is_said(
     said = StringIO()
     narrow = make_settings(**TABLES, train__init_from=str(source))
     started(narrow, corpus, tmp_path / "narrow", said)
-    assert "start anew: boundary.model.layers.2.basis" in said.getvalue()
+    assert "start anew: boundary.model.layers.2.table" in said.getvalue()
 
 
 def test_a_projected_model_that_loses_its_cuts_is_told_and_never_folded(

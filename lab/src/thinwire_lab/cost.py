@@ -15,7 +15,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from thinwire.boundary import DenseBoundary
 from thinwire.engine.build import (
     StageBuilder,
     autocast_for,
@@ -25,9 +24,9 @@ from thinwire.engine.build import (
 )
 from thinwire.engine.keeper import GATHER_SHARE
 from thinwire.errors import ConfigError
-from thinwire.optim import StageOptimizer
+from thinwire.model import Constraint, DenseBoundary, StageOptimizer
+from thinwire.model.subspace import grassmann_step
 from thinwire.settings import Settings
-from thinwire.subspace import Constraint, grassmann_step
 from thinwire_lab.outcome import Row, machine, markdown_table
 
 ROUNDS = 5

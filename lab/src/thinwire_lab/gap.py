@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from thinwire.engine.weights import parameter_count
+from thinwire.engine.build import parameter_count
 from thinwire.settings.crossing import is_entropy_coded
 from thinwire_lab.experiment import Say, sheet, words
 from thinwire_lab.labels import log_ticks, name_points, short_name

@@ -13,8 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from thinwire.engine.build import choose_device
-from thinwire.engine.weights import parameter_count
+from thinwire.engine.build import choose_device, parameter_count
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count

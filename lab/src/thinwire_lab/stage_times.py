@@ -15,8 +15,7 @@ from thinwire.engine.build import (
     prepare_torch,
     weights_rounded_once,
 )
-from thinwire.model import Stage
-from thinwire.optim import StageOptimizer
+from thinwire.model import Stage, StageOptimizer
 from thinwire.plan import estimate_costs
 from thinwire.schedule import Costs
 from thinwire.settings import Settings

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Part
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings
 from thinwire.errors import ConfigError
 
 CARRIER = torch.float32

@@ -1,6 +1,6 @@
 """The end of a step on a cluster.
 
-What a stage does then is that of every engine (engine/update.py); here ranks only tell each other
+What a stage does then is that of every engine (engine/step_end.py); here ranks only tell each other
 what it needs. All ranks add up one list of numbers: the squared gradient norm of each parameter,
 the loss of each microbatch, and who was asked to stop. So all of them make the same decision, and
 the rank that keeps the record knows the loss.
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from thinwire.cluster.held import Held
 from thinwire.cluster.world import World
-from thinwire.engine.finite import BACKWARD
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.verdict import Verdict, global_norm
+from thinwire.engine.step_end import Verdict, global_norm
+from thinwire.engine.trace import BACKWARD
 from thinwire.engine.worker import PATIENCE
 from thinwire.settings import Settings
 

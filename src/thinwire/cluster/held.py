@@ -9,10 +9,10 @@ from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder, autocast_for
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
-from thinwire.engine.finite import Sightings
 from thinwire.engine.reports import Meters
 from thinwire.engine.state import StageState
-from thinwire.engine.update import StageUpdate
+from thinwire.engine.step_end import StageUpdate
+from thinwire.engine.trace import Sightings
 from thinwire.engine.worker import scratch_folder
 from thinwire.errors import ConfigError
 

@@ -23,11 +23,11 @@ from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, prepare_torch, weights_rounded_once
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.feed import Feed
-from thinwire.engine.finite import FORWARD
 from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, StageCosts, Step
-from thinwire.engine.verdict import Verdict
+from thinwire.engine.step_end import Verdict
+from thinwire.engine.trace import FORWARD
 from thinwire.errors import CheckpointError
-from thinwire.optim import learning_rate
+from thinwire.model import learning_rate
 from thinwire.settings import Settings
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

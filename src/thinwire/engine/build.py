@@ -1,26 +1,35 @@
-"""From settings to a stage: device, space, layers with their boundaries, starting weights."""
+"""From settings to a stage: device, space, layers with their boundaries, starting weights; and how
+many weights it has.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from thinwire.boundary import (
-    Boundary,
-    DenseBoundary,
-    EmbeddedBoundary,
-    ProjectedBoundary,
-    SubspaceBoundary,
-)
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
-from thinwire.model import Narrow, Stage, architecture
+from thinwire.model import (
+    Boundary,
+    Constraint,
+    DenseBoundary,
+    EmbeddedBoundary,
+    Narrow,
+    ProjectedBoundary,
+    Space,
+    Stage,
+    SubspaceBoundary,
+    architecture,
+    fixed_table,
+    random_basis,
+)
 from thinwire.model.adapter import attach_adapters, round_frozen
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
-from thinwire.subspace import Constraint, Space, fixed_table, random_basis
 
 
 def choose_device(wanted: str, stage: int) -> torch.device:
@@ -173,7 +182,7 @@ class StageBuilder:
             )
         return Space(self._basis(boundary.basis_seed, boundary.rank), table_VD)
 
-    def _basis(self, seed: int, rank: int) -> torch.Tensor:
+    def _basis(self, seed: int, rank: int) -> Tensor:
         """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
         dim = self.settings.model.dim
         if self.device.type == "meta":
@@ -192,3 +201,43 @@ class StageBuilder:
             return SubspaceBoundary(space)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
         return ProjectedBoundary(space, config.own_tables, table)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a stage, or of a part of it."""
+
+    count: int = 0
+    trained: int = 0
+    """Those with a gradient and moments: the others are frozen."""
+    bytes: int = 0
+    """Of all of them, without gradients and moments."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> "Weights":
+        """Counted one by one."""
+        found = list(parameters)
+        trained = sum(p.numel() for p in found if p.requires_grad)
+        return cls(sum(p.numel() for p in found), trained, sum(p.nbytes for p in found))
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(
+            self.count + other.count, self.trained + other.trained, self.bytes + other.bytes
+        )
+
+
+def stage_weights(settings: Settings, stage: int) -> Weights:
+    """Of what a stage holds, counted on layers without memory."""
+    return Weights.of(StageBuilder(settings, torch.device("meta")).build(stage).parameters())
+
+
+def model_weights(settings: Settings) -> Weights:
+    """Of the whole model as it is trained, with its cuts; what two stages hold counts once."""
+    builder = StageBuilder(settings, torch.device("meta"))
+    stages = [builder.build(index) for index in range(settings.pipeline.stages)]
+    return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
+
+
+def parameter_count(settings: Settings) -> int:
+    """Parameters of the whole model as it is trained, those of its cuts included."""
+    return model_weights(settings).count

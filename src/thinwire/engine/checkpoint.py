@@ -32,9 +32,9 @@ from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data.template import CONFIG
-from thinwire.engine.finite import is_finite
 from thinwire.engine.keeper import COVARIANCE, NEXT_MEASURES
 from thinwire.engine.source import Source, Versions
+from thinwire.engine.trace import is_finite
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush
 from thinwire.settings import GoneError, Settings

@@ -15,18 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.boundary import BoundaryConfig
 from thinwire.engine.source import Source
-from thinwire.model import Stage
-from thinwire.optim import StageOptimizer
-from thinwire.subspace import (
-    BasisMove,
-    Constraint,
-    Space,
-    grassmann_step,
-    orthonormality_error,
-    project,
-)
+from thinwire.model import BoundaryConfig, Constraint, Space, Stage, StageOptimizer, project
+from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
 
 BASIS = "space/basis"
 COVARIANCE = "space/covariance"

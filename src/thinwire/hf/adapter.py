@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.engine import Checkpoint
-from thinwire.engine.fold import Folded, why_not_folded
+from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.errors import ConfigError
 from thinwire.hf.export import Wanted, check_target, new_folder
 from thinwire.hf.tensors import TYPES

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import thinwire
 from thinwire.engine import Checkpoint
+from thinwire.engine.build import parameter_count
 from thinwire.engine.checkpoint import checkpoints_folder
-from thinwire.engine.weights import parameter_count
 from thinwire.errors import ThinwireError
 from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import kind_of

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.boundary import ProjectedBoundary
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.conversion import merged
 from thinwire.engine.keeper import BASIS
-from thinwire.engine.merge import merged
 from thinwire.engine.source import Source
-from thinwire.model import Stage
+from thinwire.model import ProjectedBoundary, Stage
 from thinwire.settings import Settings
 
 MODEL_TYPE, MODEL_CLASS = "thinwire", "ThinwireForCausalLM"

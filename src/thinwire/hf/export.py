@@ -13,7 +13,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire.engine import Checkpoint
-from thinwire.engine.fold import Folded, why_not_folded
+from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.source import Source
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import flush, partial_folder, replace_folder

@@ -31,7 +31,7 @@ from thinwire.hf.origin import Origin
 from thinwire.hf.shape import is_tied, shape_of
 from thinwire.hf.tensors import write_file as write_tensors
 from thinwire.hf.weights import TYPES, Kept
-from thinwire.model.base import EMBEDDING
+from thinwire.model.llama import EMBEDDING
 from thinwire.report.human import human_bytes
 from thinwire.settings import Settings
 from thinwire.typed import to_plain

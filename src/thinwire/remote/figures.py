@@ -11,8 +11,7 @@ from functools import cache
 
 import torch
 
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.weights import Weights
+from thinwire.engine.build import StageBuilder, Weights
 from thinwire.model import architecture
 from thinwire.plan import block_memory, block_seconds, estimate_costs, with_split
 from thinwire.remote.peerfile import PeerFigures

@@ -30,11 +30,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import thinwire
-from thinwire.engine.contract import remedy
 from thinwire.engine.fetched import FetchedCorpus
-from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.engine.trace import Progress
+from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import ThinwireError, WireError, outward
 from thinwire.report.stream import SafeStream
 from thinwire.run.control import CONTROL_KEEPALIVE, Channel, lasting_control

@@ -8,9 +8,9 @@ import torch
 
 from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
+from thinwire.engine.build import model_weights
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.feed import Feed
-from thinwire.engine.weights import model_weights
 from thinwire.paths import cache_folder
 from thinwire.report import Display
 from thinwire.settings import Settings

@@ -6,7 +6,7 @@ from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.engine.cut import check_memory
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.optim import rate_change, share_changes
+from thinwire.model import rate_change, share_changes
 from thinwire.report import Display
 from thinwire.run.proof import open_newest
 from thinwire.run.start import adopted

@@ -14,11 +14,10 @@ import torch
 from thinwire.data import Corpus, Tokenizer
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
+from thinwire.engine.conversion import MOST_LOST, Transfer, why_not_folded
 from thinwire.engine.cut import are_cuts_learned
-from thinwire.engine.fold import why_not_folded
 from thinwire.engine.state import StageState
-from thinwire.engine.transfer import MOST_LOST, Transfer
-from thinwire.engine.update import StageUpdate
+from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.model import ModelConfig
 from thinwire.model.adapter import is_adapter

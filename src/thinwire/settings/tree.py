@@ -13,12 +13,10 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.boundary import BoundaryConfig
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
-from thinwire.model import LoraConfig, ModelConfig
-from thinwire.optim import OptimConfig
+from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, scopes, to_plain

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.optim.roles import Role
-from thinwire.subspace import Space, fixed_table
+from thinwire.model.optim import Role
+from thinwire.model.subspace import Space, fixed_table
 
 
 class Boundary(nn.Module, ABC):
