@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/pipelining.py
 
 Two ranks learn to count. Of each token 4 coordinates cross instead of 32 channels, in 8 bits
-forward and 4 back; the receiver adds what it has learned of the token.
+forward and 4 back. What each rank knows of a token by itself, in a table, need not cross.
 """
 
 import torch
@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
 
-from thinwire.boundary import ProjectedBoundary
 from thinwire.cluster import Crossing, ThinStage
 from thinwire.codec import TensorSpec, build_codecs
 from thinwire.engine.cut import CutEnd
-from thinwire.optim import OptimConfig, StageOptimizer
-from thinwire.optim.roles import Role
-from thinwire.subspace import Space, random_basis
+from thinwire.model import OptimConfig, ProjectedBoundary, Role, Space, StageOptimizer, random_basis
 
 VOCAB, DIM, RANK, BATCH, CONTEXT, MICROBATCHES, STEPS = 50, 32, 4, 4, 8, 4, 60
 
@@ -30,7 +27,7 @@ class Half(nn.Module):
         super().__init__()
         space = Space(random_basis(DIM, RANK, seed=0).float())  # the same on both sides
         table = None if is_first else (VOCAB, DIM)
-        self.boundary = ProjectedBoundary(space, anchored=False, learn=False, table=table)
+        self.boundary = ProjectedBoundary(space, own_tables=True, table=table)
         self.block = nn.TransformerEncoderLayer(DIM, 4, 64, dropout=0.0, batch_first=True)
         self.outer = nn.Embedding(VOCAB, DIM) if is_first else nn.Linear(DIM, VOCAB)
         self.is_first, self.crossing = is_first, crossing
@@ -38,10 +35,11 @@ class Half(nn.Module):
     def forward(self, carrier: Tensor, ids: Tensor, number: Tensor) -> Tensor:
         """PyTorch gives the number of the microbatch, and brings a carrier from the other rank."""
         if self.is_first:
-            z = self.boundary.encode(self.block(self.outer(ids)), ids)
+            known = self.outer(ids)
+            z = self.boundary.encode(self.block(known) - known, ids)
             return self.crossing.send(z, int(number))
         z = self.crossing.receive(carrier, int(number))
-        return self.outer(self.block(self.boundary.decode(z, ids)))
+        return self.outer(self.block(self.boundary.decode(z, ids) + self.boundary.known(ids)))
 
 
 dist.init_process_group("gloo")

@@ -17,8 +17,7 @@ SOURCE = Path(thinwire.__file__).parent
 
 FLOORS = [
     {"errors", "typed", "paths", "folders", "lazy", "arguments", "occupancy", "recipes"},
-    {"codec", "wire", "schedule", "data", "subspace", "report"},
-    {"boundary", "optim"},
+    {"codec", "wire", "schedule", "data", "report"},
     {"model"},
     {"settings"},
     {"engine"},
@@ -35,7 +34,6 @@ NEIGHBOURS = {
     "typed": {"errors"},
     "paths": {"errors"},
     "lazy": {"errors"},
-    "boundary": {"optim"},
     "run": {"remote"},
     "remote": {"run", "train"},
     "train": {"run"},
@@ -162,7 +160,12 @@ def dangers(source: str) -> list[str]:
 def test_the_package_is_where_we_look() -> None:
     names = modules()
     assert len(names) > 30
-    assert {"thinwire", "thinwire.codec.cast", "thinwire.engine", "thinwire.train"} <= names.keys()
+    assert {
+        "thinwire",
+        "thinwire.codec.quantize",
+        "thinwire.engine",
+        "thinwire.train",
+    } <= names.keys()
 
 
 def test_every_room_is_on_a_floor() -> None:
@@ -180,14 +183,14 @@ def test_rooms_import_only_downward() -> None:
     ("module", "source", "reason"),
     [
         (
-            "thinwire.codec.cast",
+            "thinwire.codec.quantize",
             "from thinwire.settings import Settings",
             "settings is above codec",
         ),
-        ("thinwire.codec.cast", "import thinwire.engine.runner", "engine is above codec"),
-        ("thinwire.codec.cast", "from thinwire import engine", "engine is above codec"),
+        ("thinwire.codec.quantize", "import thinwire.engine.runner", "engine is above codec"),
+        ("thinwire.codec.quantize", "from thinwire import engine", "engine is above codec"),
         ("thinwire.wire.link", "from thinwire.codec import Codec", "wire and codec share a floor"),
-        ("thinwire.optim.build", "import thinwire.boundary", "optim and boundary share a floor"),
+        ("thinwire.data.order", "import thinwire.codec", "data and codec share a floor"),
         (
             "thinwire.run.coordinator",
             "def f():\n    import thinwire.cluster",
@@ -211,8 +214,8 @@ def test_an_import_upward_or_sideways_is_refused(module: str, source: str, reaso
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("thinwire.codec.cast", "from thinwire.errors import WireError\nimport torch"),
-        ("thinwire.codec.cast", "from thinwire.codec.base import Codec"),
+        ("thinwire.codec.quantize", "from thinwire.errors import WireError\nimport torch"),
+        ("thinwire.codec.quantize", "from thinwire.codec.base import Codec"),
         ("thinwire.run.peer", "import thinwire\nfrom thinwire import __version__"),
         ("thinwire.remote.host", "import thinwire.train, thinwire.plan, thinwire.wire"),
         ("thinwire.inference", "from thinwire.run.start import prepare_data"),

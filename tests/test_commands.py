@@ -26,7 +26,7 @@ SHORT = {
     "train.eval_every": 0,
     "train.eval_batches": 1,
 }
-OF_FOUR_STAGES = ("codec.cuts=", "boundary.ranks=")
+OF_FOUR_STAGES = ("codec.cuts=",)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = re.compile(r"(?:thinwire|\.)\[([\w,]+)\]")
 BLOCKS = [block for page in pages(ROOT) for block in find_blocks(page.name, page.read_text())]

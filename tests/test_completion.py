@@ -51,7 +51,7 @@ def test_bash_completes(words: list[str], some: list[str]) -> None:
         ("codec.forward=", ["bf16", "int8"]),
         ("codec.forward=int", ["int2", "int8"]),
         ("boundary.mode=p", ["projected"]),
-        ("boundary.learn=", ["true", "false"]),
+        ("run.compile=", ["true", "false"]),
         ("model.preset=16", ["160m"]),
         ("data.path=", []),  # files, by bash itself
     ],

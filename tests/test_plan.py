@@ -13,8 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codec import Leg, Place, parse_codec
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.weights import Weights, stage_weights
+from thinwire.engine.build import StageBuilder, Weights, stage_weights
 from thinwire.model import architecture
 from thinwire.model.config import PRESETS
 from thinwire.outlook import compare_cuts
@@ -30,7 +29,6 @@ from thinwire.plan import (
 from thinwire.schedule import build
 from thinwire.settings import Settings, machine_cores
 from thinwire.settings.crossing import (
-    basis_bytes,
     bytes_per_token,
     frame_bytes,
     row_bytes,
@@ -51,11 +49,10 @@ def slow_link(make_settings: MakeSettings, **changes: object) -> Settings:
 
 
 NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
-LEARNED = {**NARROW, "boundary__basis": "per-cut", "boundary__learn": True}
 
 
 @pytest.mark.parametrize(
-    "boundary", [{}, NARROW, LEARNED, {"boundary__mode": "subspace", "boundary__rank": 3}]
+    "boundary", [{}, NARROW, {"boundary__mode": "subspace", "boundary__rank": 3}]
 )
 def test_what_crosses_is_known_from_the_settings_alone(
     boundary: dict[str, object], make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
@@ -93,23 +90,6 @@ def test_a_plan_does_not_import_torchs_compiler(
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^estimate: ", done.stdout, re.MULTILINE)) == 4
     assert re.findall(r"^compiler$|^none$", done.stdout, re.MULTILINE) == ["none"] * 4
-
-
-def test_the_frames_of_a_learned_basis_are_counted(make_settings: MakeSettings) -> None:
-    fixed = slow_link(make_settings, **{**LEARNED, "boundary__learn": False})
-    learned = slow_link(make_settings, **LEARNED)
-    size = 64 + 8 * 32 * 5  # a header, and a basis of 32 x 5 in float64
-    assert basis_bytes(learned) == size and basis_bytes(fixed) == 0
-    without, with_basis = make_plan(fixed, RATE), make_plan(learned, RATE)
-    sent = [s for s in with_basis.simulation.spans if s.lane == "send" and "basis" in s.label]
-    assert sorted((s.stage, s.label) for s in sent) == [(0, "basis>"), (1, "<basis gradient")]
-    assert all(s.end - s.start == pytest.approx(size * 8 / 20e6) for s in sent)
-    # Each takes its time on an uplink; the way up may overlap with the next step's first forward.
-    more = with_basis.simulation.step_seconds - without.simulation.step_seconds
-    assert 0.5 * size * 8 / 20e6 < more <= 2 * size * 8 / 20e6
-    assert plan_to_plain(with_basis)["cuts"][0]["basis_bytes"] == size
-    assert "each way for its learned basis" in plan_text(with_basis)
-    assert "basis" not in plan_text(without)
 
 
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
@@ -166,23 +146,6 @@ def test_each_cut_is_planned_with_its_own_codecs(make_settings: MakeSettings) ->
     assert [rows[0]["bytes_are"] for rows in kinds.values()] == ["exact", "limits", "expected"]
     alike = plan_text(make_plan(slow_link(make_settings, pipeline__stages=3), RATE))
     assert "each cut, per microbatch" in alike and "cut 0" not in alike
-
-
-def test_each_cut_is_planned_with_its_own_rank(make_settings: MakeSettings) -> None:
-    settings = slow_link(make_settings, pipeline__stages=3, **LEARNED, boundary__ranks=["1: 11"])
-    plan = make_plan(settings, RATE)
-    tokens = settings.tokens_per_microbatch
-    assert plan.costs.forward_bytes == [8 * 5 * tokens + 64, 8 * 11 * tokens + 64]
-    rows = plan_to_plain(plan)["cuts"]
-    assert [row["basis_bytes"] for row in rows] == [8 * 32 * rank + 64 for rank in (5, 11)]
-    text = plan_text(plan)
-    assert "cut 1, per microbatch" in text and "cut 1, per step" in text
-    assert "each cut" not in text
-    alike = make_plan(slow_link(make_settings, pipeline__stages=3, **LEARNED), RATE)
-    more = [b - a for a, b in zip(alike.parameters, plan.parameters, strict=True)]
-    assert more == [0, 32 * 6, 32 * 6], "both ends of a cut hold its learned basis"
-    memory = [b - a for a, b in zip(alike.memory_bytes, plan.memory_bytes, strict=True)]
-    assert memory[0] == 0 and memory[1] == memory[2] > 0
 
 
 @pytest.mark.parametrize(
@@ -455,8 +418,6 @@ def test_sizes_that_are_limits_or_of_one_cut_are_named_as_such(make_settings: Ca
     assert packed[0] >= limits[0] and packed[1] == limits[1], "then both are limits"
     (differ,) = size_notes(make_settings(pipeline__stages=3, codec__cuts=["1: forward=int8"]))
     assert "of the first cut; codec.cuts" in differ
-    (differ,) = size_notes(make_settings(**NARROW, boundary__ranks=["0: 7"]))
-    assert "of the first cut; boundary.ranks" in differ
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

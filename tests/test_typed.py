@@ -77,7 +77,7 @@ def test_a_whole_number_may_stand_for_a_number_only() -> None:
         ({"name": 7}, "name must be a string, got 7"),
         ({"speed": float("nan")}, "speed = nan must be a finite number"),
         ({"speed": float("-inf")}, "speed = -inf must be a finite number"),
-        ({"speed": 10**400}, "speed = inf must be a finite number"),
+        ({"speed": 10**400}, r"speed must be a number, got 10+\.\.\. \(401 characters\)"),
         ({"engine": {"gears": 4}}, "engine.gears must be a list of integers, got 4"),
         ({"engine": {"gears": "45"}}, "engine.gears must be a list"),
         ({"engine": {"gears": [4, "5"]}}, r"engine.gears\[1\] must be an integer, got '5'"),

@@ -59,10 +59,7 @@ RUNS = {
     "subspace": Run(THIN.format("subspace")),
     "subspace, moving": Run(THIN.format("subspace") + " boundary.basis_update_every=2"),
     "reparam": Run(THIN.format("reparam")),
-    "projected": Run(THIN.format("projected") + " boundary.anchor=trainable"),
-    "projected, learned": Run(
-        THIN.format("projected") + " boundary.basis=per-cut boundary.learn=true"
-    ),
+    "projected": Run(THIN.format("projected")),
     "topk": Run("codec.forward=topk(0.1) codec.backward=topk(shared)"),
     "ef21": Run("codec.forward=topk(0.2)+ef21 codec.backward=int8"),
     "aqsgd": Run(

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from settings_values import with_changes
-from thinwire.optim import SubspaceAdamW
-from thinwire.subspace import Constraint, Held, random_basis
+from thinwire.model import Constraint, Held, SubspaceAdamW, random_basis
 from thinwire_lab import optimizer as lab
 from thinwire_lab.experiment import EXPERIMENTS
 from thinwire_lab.optimizer import ENGINE, LEAVES, STANDARD, STAYS, UNPROJECTED

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.build import autocast_for, choose_device, is_emulated
-from thinwire.engine.weights import Weights, stage_weights
+from thinwire.engine.build import Weights, autocast_for, choose_device, is_emulated, stage_weights
 from thinwire.model import LoraConfig, architecture
 from thinwire.report.human import duration, human_bytes, human_flops
 from thinwire.report.table import against_bf16
@@ -22,7 +21,6 @@ from thinwire.schedule import Costs, Counts, Schedule, Simulation, deal, simulat
 from thinwire.settings import Settings, machine_cores, threads_per_stage
 from thinwire.settings.crossing import (
     BF16_BYTES,
-    basis_bytes,
     bytes_per_token,
     frame_bytes,
     network_of,
@@ -151,9 +149,8 @@ def estimate_costs(settings: Settings, flops_per_s: float | Sequence[float]) -> 
     # An update touches every parameter a few times: small beside the step, and not modelled.
     update = [0.0] * settings.pipeline.stages
     out, back = [size for size, _ in sizes], [size for _, size in sizes]
-    bases = [basis_bytes(settings, cut) for cut in range(len(sizes))]
     rows = [row_bytes(settings)] * len(sizes) if settings.boundary.shares_embedding else []
-    return Costs(forward, backward, update, out, back, bases, rows)
+    return Costs(forward, backward, update, out, back, rows)
 
 
 def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tuple[float, float]:
@@ -362,11 +359,6 @@ def _cut_lines(settings: Settings) -> list[str]:
             f"({out / tokens:,.1f} bytes per token), {human_bytes(back)} backward "
             f"({back / tokens:,.1f}); {against_bf16(ratio)}"
         )
-        if settings.boundary.learn:
-            lines.append(
-                f"{which}, per step: {human_bytes(basis_bytes(settings, cut))} each way for its "
-                "learned basis"
-            )
     if rows := row_bytes(settings):
         ratio = 2 * BF16_BYTES * stream_width(settings, 0) / bytes_per_token(settings)
         lines.append(
@@ -414,7 +406,6 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
                 "forward_bytes": forward,
                 "backward_bytes": backward,
                 "bytes_are": size_kind(plan.settings, cut),
-                "basis_bytes": basis_bytes(plan.settings, cut),
                 "row_bytes": row_bytes(plan.settings),
             }
             for cut, (forward, backward) in enumerate(

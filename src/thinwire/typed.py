@@ -1,7 +1,8 @@
 """Strict conversion between plain data (TOML, JSON) and config dataclasses. Floor 0.
 
-Each room keeps its own config dataclass beside the code it configures; this file is the
-one place that fills them, so an unknown key or a wrong type is refused everywhere alike.
+Each room keeps its own config dataclass beside the code it configures; this file is the one place
+that fills them, so an unknown key or a wrong type is refused everywhere alike. msgspec decides
+whether a value has its type; what is said about it, and what a setting allows, is here.
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import math
 import operator
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ _HOLDS = {
     "at most": operator.le,
     "below": operator.lt,
 }
-_CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 
 Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -98,7 +97,7 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
         if dataclasses.is_dataclass(hints[key]):
             arguments[key] = from_plain(typing.cast(type, hints[key]), value, place)
             continue
-        checked = _checked(value, hints[key], place)
+        checked = _converted(value, hints[key], place)
         choices = fields[key].metadata.get("choices", ())
         if choices and checked not in choices:
             raise ConfigError(f"{place} = {value!r} is not allowed{nearest(str(value), choices)}")
@@ -161,27 +160,6 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
     return text
 
 
-def by_cut(texts: list[str], place: str, example: str, cuts: int | None = None) -> dict[int, str]:
-    """What a list of exceptions such as "2: int8" says of single cuts, in its order.
-
-    With `cuts`, the number of cuts that there are, others are refused.
-    """
-    found: dict[int, str] = {}
-    for index, text in enumerate(texts):
-        where = f'{place}[{index}] = "{text}"'
-        matched = _CUT.fullmatch(text)
-        if matched is None or not matched[2].strip():
-            raise ConfigError(f'{where} must look like "{example}"')
-        cut = int(matched[1])
-        if cut in found:
-            raise ConfigError(f"{where}: cut {cut} is listed twice")
-        if cuts is not None and cut >= cuts:
-            there = f"the cuts here are 0..{cuts - 1}" if cuts else "a single stage has no cut"
-            raise ConfigError(f"{where}: {there}")
-        found[cut] = matched[2].strip()
-    return found
-
-
 def _texts(text: str) -> list[str]:
     """Texts as TOML has them, or bare between commas; one within parentheses separates nothing."""
     if text.startswith("["):
@@ -189,29 +167,21 @@ def _texts(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
-def _checked(value: Any, wanted: Any, place: str) -> Any:
-    origin = typing.get_origin(wanted)
-    if origin is list:
-        inner = typing.get_args(wanted)[0]
-        if isinstance(value, list):
-            return [_checked(v, inner, f"{place}[{i}]") for i, v in enumerate(value)]
-    elif origin in (typing.Union, types.UnionType):
-        for candidate in typing.get_args(wanted):
-            try:
-                return _checked(value, candidate, place)
-            except ConfigError:
-                continue
-    elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return _finite(value, place)
-    elif wanted is type(None) and value is None:
-        return None
-    elif isinstance(value, bool) and wanted is not bool:
-        pass  # in Python True is a number too, but not in a config
-    elif isinstance(wanted, type) and isinstance(value, wanted):
-        if isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
-            raise ConfigError(f"{place} = {_brief(value)} must fit into 64 bits")
-        return value
-    raise ConfigError(f"{place} must be {_type_name(wanted)}, got {_brief(value)}")
+def _converted(value: Any, wanted: Any, place: str) -> Any:
+    """The value in its type, which numbers fit that a machine can count with."""
+    try:
+        found = msgspec.convert(value, wanted)
+    except msgspec.ValidationError as error:
+        if entry := re.search(r"\$\[(\d+)\]", str(error)):
+            value, place = value[int(entry[1])], f"{place}[{entry[1]}]"
+            wanted = typing.get_args(wanted)[0]
+        raise ConfigError(f"{place} must be {_type_name(wanted)}, got {_brief(value)}") from None
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ConfigError(f"{place} = {found} must be a finite number")
+    for number in found if isinstance(found, list) else [found]:
+        if isinstance(number, int) and not -_LIMIT <= number < _LIMIT:
+            raise ConfigError(f"{place} = {_brief(number)} must fit into 64 bits")
+    return found
 
 
 def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
@@ -236,17 +206,6 @@ def _brief(value: Any) -> str:
     except ValueError:  # Python writes no number of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
-
-
-def _finite(value: float, place: str) -> float:
-    """No setting means anything as NaN or infinity; and a whole number may be too large."""
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ConfigError(f"{place} = {number} must be a finite number")
-    return number
 
 
 def _literal(value: Any) -> str:

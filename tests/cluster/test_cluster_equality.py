@@ -24,8 +24,8 @@ from thinwire.settings import Settings
 pytestmark = pytest.mark.timeout(600)  # eleven runs stand behind the first of these tests
 STEPS = 3
 LOSSY = {"codec__forward": "int8", "codec__backward": "int4"}
-NARROW = {"boundary__mode": "projected", "boundary__rank": 6}
-TABLES = {**NARROW, "boundary__anchor": "per-stage"}
+TABLES = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
+NARROW = {**TABLES, "boundary__anchor": "none"}
 EIGHT = {"pipeline__stages": 8, "model__layers": 8}
 
 

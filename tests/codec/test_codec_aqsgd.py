@@ -1,7 +1,6 @@
 """AQ-SGD: a memory of every training example, equal on both ends, bounded and kept in a file."""
 
 import math
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.codec import Cast, Codec, Leg, Place, Surroundings, TensorSpec, spec_of
-from thinwire.codec.aqsgd import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.entropy import Zstd
+from thinwire.codec.feedback import AQSGD, ExampleMemory, bytes_needed
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
@@ -109,24 +108,6 @@ def test_both_ends_remember_the_same_over_any_traffic(
     assert {i for i, flag in enumerate(mine["seen"].tolist()) if flag} == seen
 
 
-@few
-@given(st.sampled_from(sorted(INNERS)), microbatches, microbatches, seeds)
-def test_a_saved_state_continues_alike(
-    inner: str, traffic: list[tuple[str, list[int]]], later: list[tuple[str, list[int]]], seed: int
-) -> None:
-    ends, resumed = Ends(inner), Ends(inner)
-    resumed.send(normal(1), at(0, [0, 1, 2]))  # a memory that must be replaced
-    for number, (_, examples) in enumerate(traffic):
-        ends.send(normal(seed + number), at(number, examples))
-    for old, new in ((ends.sender, resumed.sender), (ends.receiver, resumed.receiver)):
-        new.load_state_tensors({name: t.clone() for name, t in old.state_tensors().items()})
-    for number, (_, examples) in enumerate(later, start=len(traffic)):
-        tensor, place = normal(seed + number), at(number, examples)
-        assert torch.equal(ends.send(tensor, place), resumed.send(tensor, place))
-        assert resumed.sender.agreement() == resumed.receiver.agreement()
-        assert resumed.sender.agreement() == ends.sender.agreement()
-
-
 def test_a_first_visit_travels_whole_and_later_ones_by_the_inner_codec() -> None:
     ends, shape = Ends("topk"), (3, *ROW)
     whole, small = 2 * math.prod(shape), TopK(0.2).payload_limit(shape)
@@ -137,15 +118,6 @@ def test_a_first_visit_travels_whole_and_later_ones_by_the_inner_codec() -> None
     assert ends.sender.payload_limit(shape) == whole
     assert AQSGD(Cast("fp32")).payload_limit(shape) == 2 * whole
     assert ends.sender.remembers_examples and ends.sender.size_varies
-
-
-def test_what_travels_whole_is_not_compressed_by_the_inner_codec_and_the_rest_is() -> None:
-    ends, tensor = Ends("zstd"), torch.zeros(3, *ROW)
-    assert len(ends.sender.pack(tensor, at(0, [0, 1, 2]))) == 2 * tensor.numel()
-    evaluated = Zstd(Integer(4)).pack(tensor, at(0, [0, 1, 2], training=False))
-    assert ends.sender.pack(tensor, at(0, None, training=False)) == evaluated
-    again = ends.sender.pack(tensor, at(1, [0, 1, 2]))
-    assert len(again) <= Zstd(Integer(4)).payload_limit((3, *ROW)) < 2 * tensor.numel()
 
 
 def test_an_example_comes_nearer_with_every_visit() -> None:
@@ -232,28 +204,6 @@ def test_training_without_examples_is_refused_with_the_reason() -> None:
         AQSGD(TopK(0.2)).prepare(TensorSpec((), torch.float32, CPU), ENOUGH)
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 1), (2, 0), (0, 5), (2, 3, 5)])
-def test_empty_small_and_odd_tensors_travel(shape: tuple[int, ...]) -> None:
-    sender, receiver = AQSGD(TopK(0.3)), AQSGD(TopK(0.3))
-    sent = torch.ones(shape)
-    for end in (sender, receiver):
-        end.prepare(spec_of(sent), ENOUGH)
-    for number in range(3):
-        place = at(number, list(range(shape[0])))
-        got = receiver.unpack(bytes(sender.pack(sent, place)), spec_of(sent), place)
-        assert torch.equal(got, sent) and sender.agreement() == receiver.agreement()
-
-
-def test_views_are_read_in_row_order() -> None:
-    view = torch.randn(6, 4, 3).movedim(2, 0).transpose(1, 2)
-    one, other = Ends("topk"), Ends("topk")
-    assert not view.is_contiguous() and view.shape == (3, *ROW)
-    for number in range(2):
-        place = at(number, [0, 1, 2])
-        plain = view.clone(memory_format=torch.contiguous_format) + number
-        assert torch.equal(one.send(view + number, place), other.send(plain, place))
-
-
 # The memory itself
 
 
@@ -288,14 +238,6 @@ def test_a_folder_that_cannot_hold_it_is_an_error_at_once(tmp_path: Path) -> Non
     # More than any disk: the file's blocks are taken before the first tensor, not at a crash.
     with pytest.raises(ConfigError, match="cannot be kept"):
         ExampleMemory((2**44,), Surroundings(2**14, 2**62, tmp_path), CPU)
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads the maps of Linux")
-def test_the_rows_are_mapped_and_not_in_memory_of_our_own(tmp_path: Path) -> None:
-    memory = ExampleMemory(ROW, Surroundings(EXAMPLES, 10**6, tmp_path), CPU)
-    maps = Path("/proc/self/maps").read_text()
-    assert str(tmp_path) in maps
-    assert memory.read([0], CPU).sum() == 0
 
 
 def test_the_later_of_two_rows_of_one_example_counts() -> None:

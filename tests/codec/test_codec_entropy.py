@@ -83,12 +83,6 @@ def test_a_plan_expects_about_what_is_sent(bits: int, shape: tuple[int, ...]) ->
         assert plain.expected_bytes(shape) == plain.payload_limit(shape)
 
 
-def test_a_higher_level_finds_more() -> None:
-    sent = normal((64, 256))[torch.arange(400) % 64]
-    sizes = [len(Zstd(parse_codec("int4"), level).pack(sent, FORWARD)) for level in (1, 19)]
-    assert sizes[1] < sizes[0] < sent.numel() // 4
-
-
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 2**17 - 1, 2**17, 2**17 + 1, 3 * 2**17 + 5])
 @pytest.mark.parametrize("level", [1, 3, 9, 19])
 def test_what_cannot_be_compressed_stays_within_the_limit(size: int, level: int) -> None:
@@ -145,23 +139,6 @@ def test_a_bomb_is_refused_by_what_it_says_and_by_what_it_is() -> None:
     liar = small[:5] + small[5:6] + large[6:]
     with pytest.raises(WireError, match="cannot be read"):
         codec.unpack(liar, spec, FORWARD)
-
-
-def test_memory_is_the_inner_codecs() -> None:
-    sender, receiver = parse_codec("int4+ef21+zstd"), parse_codec("int4+ef21+zstd")
-    surroundings = Surroundings(examples=4, limit_bytes=2**20)
-    for step in range(3):
-        sent, place = normal((4, 8), step), Place(Leg.FORWARD, step, 0)
-        sender.prepare(spec_of(sent), surroundings)
-        receiver.unpack(bytes(sender.pack(sent, place)), spec_of(sent), place)
-    assert sender.remembers and not sender.remembers_examples and sender.size_varies
-    assert sender.agreement() == receiver.agreement() != parse_codec("int4+ef21").agreement()
-    again = parse_codec("int4+ef21+zstd")
-    again.load_state_tensors(sender.state_tensors())
-    sent, place = normal((4, 8), 9), Place(Leg.FORWARD, 3, 0)
-    assert bytes(again.pack(sent, place)) == bytes(sender.pack(sent, place))
-    assert not parse_codec("int4+zstd").remembers
-    assert parse_codec("int4+aqsgd+zstd").remembers_examples
 
 
 def remembered(name: str) -> list[Tensor]:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Leg, Place, TensorSpec, spec_of
+from thinwire.codec import Leg, Place, spec_of
 from thinwire.codec.quantize import LARGEST, Float8
-from thinwire.errors import WireError
 
 CPU = torch.device("cpu")
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
@@ -44,21 +43,6 @@ def test_every_value_arrives_within_the_bound(values: list[list[float]]) -> None
     assert (error <= bound).all()
 
 
-def test_values_between_two_floats_do_move() -> None:
-    """The other side of the bound: at a row's top the places are a sixteenth apart."""
-    sent = torch.tensor([448.0, 432.0 - 8.1, 17.0, 0.0])
-    assert round_trip(sent).tolist() == [448.0, 416.0, 16.0, 0.0]
-
-
-@quick
-@given(st.lists(st.integers(0, 5), max_size=4).map(tuple))
-def test_any_shape_keeps_its_shape(shape: tuple[int, ...]) -> None:
-    sent = normal(shape)
-    got = round_trip(sent)
-    assert got.shape == sent.shape and got.isfinite().all()
-    assert len(bytes(CODEC.pack(sent, FORWARD))) == CODEC.payload_limit(shape)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_a_row_with_something_not_finite_is_nan_and_no_other(bad: float) -> None:
     sent = normal((3, 5))
@@ -89,11 +73,3 @@ def test_both_ways_round_to_nearest_and_bytes_depend_on_values_alone() -> None:
 def test_the_payload_is_fixed_byte_by_byte() -> None:
     # scale 1.0 in bf16, then 448, 1, -2, 0 in e4m3
     assert bytes(CODEC.pack(torch.tensor([448.0, 1, -2, 0]), FORWARD)).hex() == "803f" + "7e38c000"
-
-
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_payload_of_another_size_is_refused(change: int) -> None:
-    payload = bytes(CODEC.pack(torch.ones(3, 5), FORWARD))
-    wrong = payload[:change] if change < 0 else payload + bytes(change)
-    with pytest.raises(WireError, match=rf"fp8 payload.* 21 bytes.* {len(wrong)} "):
-        CODEC.unpack(wrong, TensorSpec((3, 5), torch.float32, CPU), FORWARD)

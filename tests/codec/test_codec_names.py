@@ -22,9 +22,8 @@ from thinwire.codec import (
     parse_codec,
     register_codec,
 )
-from thinwire.codec.cast import FORMATS
-from thinwire.codec.config import PLAIN
 from thinwire.codec.parse import _CODECS
+from thinwire.codec.quantize import FORMATS
 from thinwire.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "codecs.md"
@@ -60,25 +59,6 @@ def test_what_crosses_by_token_is_the_same_alone_and_among_others(name: str) -> 
     assert torch.equal(torch.cat(parts, 1), whole) == by_token
 
 
-@pytest.mark.parametrize("name", [n for n in CANONICAL if n != "topk(shared)"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_one_element_is_read_whatever_its_stride(name: str, dtype: torch.dtype) -> None:
-    """It counts as contiguous, though its neighbours in memory are not its own."""
-    place = Place(Leg.FORWARD, 0, 0, examples=(0,))
-    for view in (torch.ones(2, dtype=dtype)[::2], torch.ones(4, 6, dtype=dtype)[::4, ::6]):
-        payloads = []
-        for tensor in (view, torch.ones(view.shape, dtype=dtype)):
-            codec = parse_codec(name)
-            spec = TensorSpec(tuple(view.shape), dtype, view.device)
-            codec.prepare(spec, Surroundings(1, 2**20))
-            payloads.append((bytes(codec.pack(tensor, place)), codec.agreement()))
-        assert payloads[0] == payloads[1]
-
-
-def test_no_two_names_share_a_tag() -> None:
-    assert len({parse_codec(name).tag for name in CANONICAL}) == len(CANONICAL)
-
-
 @pytest.mark.parametrize(
     ("written", "name"),
     [
@@ -93,12 +73,6 @@ def test_no_two_names_share_a_tag() -> None:
 )
 def test_what_means_the_same_prints_the_same(written: str, name: str) -> None:
     assert parse_codec(written).name == name
-
-
-def test_the_default_codecs_exist() -> None:
-    config = CodecConfig()
-    assert parse_codec(config.forward).name == config.forward
-    assert parse_codec(config.backward).name == config.backward
 
 
 @pytest.mark.parametrize(
@@ -188,17 +162,6 @@ def test_spaces_do_not_matter_where_a_cut_differs(text: str) -> None:
         "int4(group=64,hadamard)+zstd", "int8",
     ]  # fmt: skip
     assert config.names(0) == (config.forward, config.backward)
-
-
-@pytest.mark.parametrize("text", [f"{'9' * 5000}: forward=fp32", "1 forward=fp32", "1: "])
-def test_a_cut_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match='must look like "0: forward=fp32 backward=bf16"'):
-        CodecConfig(cuts=[text]).check(2)
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_names_exist(name: str) -> None:
-    assert parse_codec(name).name == name
 
 
 def test_both_directions_are_built_and_the_key_is_named() -> None:

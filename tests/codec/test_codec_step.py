@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codec import Codec, Leg, Place, TensorSpec, cross, noise, parse_codec, spec_of
-from thinwire.codec.quantize import LARGEST, Integer, Step
-from thinwire.errors import ConfigError, WireError
+from thinwire.codec import Codec, Leg, Place, cross, noise, parse_codec, spec_of
+from thinwire.codec.quantize import LARGEST, Integer, StepCodec
+from thinwire.errors import ConfigError
 
 CPU = torch.device("cpu")
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
@@ -51,7 +51,7 @@ def symbols_of(codec: Codec, tensor: Tensor) -> Tensor:
 def test_every_value_arrives_within_the_bound(
     bits: float, numbers: list[float], place: Place
 ) -> None:
-    sent, codec = torch.tensor(numbers, dtype=torch.float32), Step(bits)
+    sent, codec = torch.tensor(numbers, dtype=torch.float32), StepCodec(bits)
     if not numbers:
         return
     allowed = (0.5 if place.leg is Leg.FORWARD else 1.0) * step_of(codec, sent)
@@ -64,8 +64,8 @@ def test_a_gaussian_tensor_costs_as_many_bits_as_the_name_says(bits: float) -> N
     sent = normal((256, 256)) * 1e-6
     rms = sent.square().mean().sqrt()
     wanted = float(rms) * math.sqrt(2 * math.pi * math.e) * 2**-bits
-    assert step_of(Step(bits), sent) == pytest.approx(wanted, rel=1e-5)
-    assert entropy(symbols_of(Step(bits), sent)) == pytest.approx(bits, abs=0.08)
+    assert step_of(StepCodec(bits), sent) == pytest.approx(wanted, rel=1e-5)
+    assert entropy(symbols_of(StepCodec(bits), sent)) == pytest.approx(bits, abs=0.08)
 
 
 def test_unequal_tokens_cost_fewer_bits_than_with_a_scale_each() -> None:
@@ -73,17 +73,17 @@ def test_unequal_tokens_cost_fewer_bits_than_with_a_scale_each() -> None:
     sent = normal((200, 128)) * torch.logspace(-1, 1, 200)[:, None]
     error = (round_trip(Integer(4), sent) - sent).square().mean()
     bits = next(b / 8 for b in range(10, 60) if _error(b / 8, sent) <= error)
-    assert entropy(symbols_of(Step(bits), sent)) < 3.2
+    assert entropy(symbols_of(StepCodec(bits), sent)) < 3.2
 
 
 def _error(bits: float, sent: Tensor) -> Tensor:
-    return (round_trip(Step(bits), sent) - sent).square().mean()
+    return (round_trip(StepCodec(bits), sent) - sent).square().mean()
 
 
 def test_nothing_is_clipped_however_far_it_lies_out() -> None:
     sent = normal((300, 400))
     sent[7, 7] = -1e6
-    codec = Step(12)
+    codec = StepCodec(12)
     assert step_of(codec, sent) == pytest.approx(1e6 / 32_000)
     assert abs(float(round_trip(codec, sent)[7, 7]) + 1e6) <= 1e6 / 64_000
     assert symbols_of(codec, sent).max() < 2**16
@@ -91,22 +91,14 @@ def test_nothing_is_clipped_however_far_it_lies_out() -> None:
 
 def test_zeros_extremes_and_the_tiniest_numbers() -> None:
     for bits in ALL_BITS:
-        assert torch.equal(round_trip(Step(bits), torch.zeros(2, 3)), torch.zeros(2, 3))
-        assert round_trip(Step(bits), torch.full((5,), LARGEST)).isfinite().all()
+        assert torch.equal(round_trip(StepCodec(bits), torch.zeros(2, 3)), torch.zeros(2, 3))
+        assert round_trip(StepCodec(bits), torch.full((5,), LARGEST)).isfinite().all()
         tiny = torch.tensor([1e-45, -1e-40, 1e-33])
-        assert (round_trip(Step(bits), tiny) - tiny).abs().max() <= 2.0**-100
-
-
-@pytest.mark.parametrize("place", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_tensor_with_something_not_finite_is_nan(place: Place, bad: float) -> None:
-    sent = normal((3, 5))
-    sent[1, 2] = bad
-    assert round_trip(Step(4), sent, place).isnan().all()
+        assert (round_trip(StepCodec(bits), tiny) - tiny).abs().max() <= 2.0**-100
 
 
 def test_gradients_are_rounded_without_bias() -> None:
-    copies, codec = 20_000, Step(2)
+    copies, codec = 20_000, StepCodec(2)
     sent = normal((1, 10)).expand(copies, 10)
     limit = 5 * 0.5 * step_of(codec, sent) / math.sqrt(copies)
     got = cross(codec, codec, sent, BACKWARD).double().mean(0)
@@ -115,52 +107,28 @@ def test_gradients_are_rounded_without_bias() -> None:
     assert ((nearest - sent[0]).abs() > limit).any(), "rounding to nearest is biased"
 
 
-@quick
-@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), places)
-def test_any_shape_keeps_its_shape(shape: tuple[int, ...], place: Place) -> None:
-    codec, sent = Step(3), normal(shape)
-    got = round_trip(codec, sent, place)
-    assert got.shape == sent.shape and got.isfinite().all()
-    assert len(bytes(codec.pack(sent, place))) == codec.payload_limit(shape)
-
-
 @pytest.mark.parametrize("place", [FORWARD, BACKWARD])
 def test_bytes_depend_on_place_and_values_alone(place: Place) -> None:
-    codec, sent = Step(3), normal((6, 8), dtype=torch.bfloat16)
+    codec, sent = StepCodec(3), normal((6, 8), dtype=torch.bfloat16)
     payload = bytes(codec.pack(sent, place))
     for same in (sent.float(), sent.double(), sent.float().t().contiguous().t()):
-        assert bytes(Step(3).pack(same, place)) == payload
+        assert bytes(StepCodec(3).pack(same, place)) == payload
     other = bytes(codec.pack(sent, Place(place.leg, 9, 9)))
     assert (other == payload) is (place.leg is Leg.FORWARD)
 
 
-def test_small_symbols_have_an_upper_byte_of_zero() -> None:
-    """So that the upper plane costs an entropy coder nothing."""
-    step, lower, upper = Step(4).encode(normal((50, 50)), FORWARD)
-    assert step.dtype == torch.float32 and step.shape == (1,)
-    assert (upper == 0).all() and lower.float().mean().sub(128).abs() < 1
-
-
 def test_the_payload_is_fixed_byte_by_byte() -> None:
     sent = torch.tensor([1000.0, -1000.0, 3.0, -200.0])
-    payload = bytes(Step(10).pack(sent, FORWARD))
+    payload = bytes(StepCodec(10).pack(sent, FORWARD))
     step = torch.frombuffer(bytearray(payload[:4]), dtype=torch.float32).item()
     symbols = [round(x / step) + 128 for x in sent.tolist()]
     assert payload[4:] == bytes(s % 256 for s in symbols) + bytes(s // 256 % 256 for s in symbols)
 
 
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_payload_of_another_size_is_refused(change: int) -> None:
-    payload = bytes(Step(3).pack(torch.ones(3, 5), FORWARD))
-    wrong = payload[:change] if change < 0 else payload + bytes(change)
-    with pytest.raises(WireError, match=rf"34 bytes.* {len(wrong)} "):
-        Step(3).unpack(wrong, TensorSpec((3, 5), torch.float32, CPU), FORWARD)
-
-
 @pytest.mark.parametrize("bits", [0, 0.5, 1.2, 12.5, 12.0000001, -1, math.nan])
 def test_bits_out_of_range_are_refused(bits: float) -> None:
     with pytest.raises(ConfigError, match=rf"^step\({bits}\): .* between 1\.25 and 12"):
-        Step(bits)
+        StepCodec(bits)
 
 
 @quick
@@ -168,7 +136,7 @@ def test_bits_out_of_range_are_refused(bits: float) -> None:
 def test_with_the_fewest_bits_something_always_arrives(numbers: list[float]) -> None:
     """Also the error's length is below the tensor's, as feedback asks for."""
     sent = torch.tensor(numbers, dtype=torch.float32)
-    got = round_trip(Step(1.25), sent)
+    got = round_trip(StepCodec(1.25), sent)
     assert got.any()
     assert (got.double() - sent.double()).norm() <= 0.87 * sent.double().norm()
 
@@ -191,6 +159,6 @@ def test_the_mean_of_a_gradient_is_kept_as_well_as_the_docs_say(
     monkeypatch.setattr(noise, "random_words", lambda count, key, device: words.clone())
     sent = (normal((1, 8)) * torch.logspace(-3, 1, 8)).expand(2**15, 8)
     for bits in (3, 12):
-        mean = cross(Step(bits), Step(bits), sent, BACKWARD).double().mean(0)
-        bound = 2.0**-16 * step_of(Step(bits), sent) + 2.0**-20 * sent[0].abs()
+        mean = cross(StepCodec(bits), StepCodec(bits), sent, BACKWARD).double().mean(0)
+        bound = 2.0**-16 * step_of(StepCodec(bits), sent) + 2.0**-20 * sent[0].abs()
         assert ((mean - sent[0]).abs() <= bound).all()

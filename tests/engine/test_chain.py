@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "remembering": {**EXACT, "codec__forward": "topk(0.2)+ef21"},
     "bf16": {"run__precision": "bf16", "codec__forward": "bf16", "codec__backward": "bf16"},
     "muon": {**EXACT, "optim__name": "muon"},
-    **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "learned" in mode},
+    **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "own" in mode},
 }
 
 
@@ -67,7 +67,7 @@ def test_a_chain_is_its_pipeline(
     assert_same(outcome, trained(settings, Feed(corpus, settings, CPU)))
 
 
-@pytest.mark.parametrize("case", ["dense", "subspace-moving", "projected-learned", "muon"])
+@pytest.mark.parametrize("case", ["dense", "subspace-moving", "projected-own-tables", "muon"])
 def test_both_refuse_the_same_step(
     case: str, make_settings: Callable, run_in_threads: Callable, corpus: Corpus
 ) -> None:

@@ -176,6 +176,13 @@ def test_tensors_listed_but_absent_are_refused(tmp_path: Path) -> None:
         checkpoint.tensors(["w"])
 
 
+def test_settings_that_have_gone_name_the_release_that_opens_them(tmp_path: Path) -> None:
+    gone = {"boundary": {"mode": "projected", "rank": 6, "anchor": "trainable"}}
+    folder = save(tmp_path, 1, facts={**FACTS, "settings": gone})
+    with pytest.raises(CheckpointError, match=r"step-00000001 cannot .*trainable.*release 0\.1\.0"):
+        _ = Checkpoint.open(folder).settings
+
+
 def test_settings_of_another_version_name_the_manifest(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())

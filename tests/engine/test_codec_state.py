@@ -148,15 +148,6 @@ def test_names_in_a_checkpoint_say_which_end_of_which_cut(
     ]  # fmt: skip
 
 
-def test_validations_change_nothing_that_is_remembered(
-    settings_with: Callable, run_in_threads: Callable, tmp_path: Path
-) -> None:
-    often = run_in_threads(settings_with(train__eval_every=1), folder=tmp_path / "often")
-    seldom = run_in_threads(settings_with(train__eval_every=0), folder=tmp_path / "seldom")
-    assert often.losses() == seldom.losses()
-    assert agreements(often) == agreements(seldom)
-
-
 def test_a_refused_step_is_remembered_alike_on_both_ends(
     settings_with: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -296,38 +287,6 @@ def test_a_finer_split_loses_nothing_and_begins_anew_at_the_new_cut(
         codec__cuts=["0: forward=fp32 backward=fp32"],
     )
     assert check_memory(partly, Checkpoint.open(saved)) == []
-
-
-@pytest.mark.parametrize("backward", ["bf16", "delta"])
-def test_where_nothing_was_remembered_another_split_begins_anew(
-    backward: str,
-    settings_with: Callable,
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
-    """What is asked is asked of each leg for itself."""
-    before = settings_with(
-        pipeline__stages=3,
-        pipeline__split=[1, 2, 1],
-        codec__forward="bf16",
-        codec__backward=backward,
-        train__steps=1,
-        optim__warmup=1,
-    )
-    outcome = run_in_threads(before, folder=tmp_path / "before")
-    folder = commit_all(outcome, before, tmp_path / "before", corpus)[1]
-    after = settings_with(codec__forward="delta", codec__backward="bf16", train__steps=2)
-    *dropped, note = check_memory(after, Checkpoint.open(folder))
-    assert note.startswith("delta is new on the forward leg of cut 0")
-    assert len(dropped) == (backward == "delta")
-    run_in_threads(after, resume=folder, folder=tmp_path / "after")
-    both = settings_with(codec__forward="delta", codec__backward="int8+ef")
-    if backward == "bf16":
-        assert len(check_memory(both, Checkpoint.open(folder))) == 2
-    else:
-        with pytest.raises(CheckpointError, match=r"on the backward leg of .* before block 1, 3"):
-            check_memory(both, Checkpoint.open(folder))
 
 
 @pytest.mark.parametrize("stages", [1, 2])

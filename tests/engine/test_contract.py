@@ -10,8 +10,7 @@ import pytest
 
 import thinwire
 from thinwire.data import Corpus
-from thinwire.engine.contract import release_remedy, remedy
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.engine.worker import Assignment, Worker, release_remedy, remedy
 from thinwire.errors import WireError
 from thinwire.settings import Settings
 from thinwire.wire import handshake, memory_pair

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from thinwire.engine.finite import PLACES, Sightings, is_finite
+from thinwire.engine.trace import PLACES, Sightings, is_finite
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import first_not_finite
@@ -88,26 +88,6 @@ def test_a_basis_that_is_not_finite_is_refused_in_its_senders_name(
     )
     with pytest.raises(WireError, match="stage 1 sent a basis that is not finite after step 2"):
         run_in_threads(settings, prepare_worker=prepare)
-
-
-def test_the_gradient_of_a_borrowed_basis_counts_as_that_of_its_borrower(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    def prepare(worker: Worker) -> None:
-        if worker.index == 1:
-            take = worker.update.take_borrowed_gradients
-            worker.update.take_borrowed_gradients = lambda: [
-                gradient * math.nan for gradient in take()
-            ]
-
-    settings = make_settings(
-        train__steps=2, boundary__mode="projected", boundary__rank=6, boundary__basis="per-cut",
-        boundary__learn=True,
-    )  # fmt: skip
-    outcome = run_in_threads(settings, prepare_worker=prepare)
-    reports = [outcome.steps(0)[0], outcome.steps(1)[0]]
-    assert [report.not_finite for report in reports] == ["gradient", "backward"]
-    assert first_not_finite(reports).endswith("stage 1, in its own backward pass")
 
 
 def test_sightings_name_the_first_place_once() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.chain import Chain, Joined
+from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.feed import Feed
-from thinwire.engine.fold import Folded, why_not_folded
 from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
@@ -31,7 +31,7 @@ FOLDING: dict[str, dict[str, Any]] = {
     "projected-without-cuts": {
         "boundary__mode": "projected",
         "boundary__rank": 6,
-        "boundary__anchor": "trainable",
+        "boundary__anchor": "per-stage",
         "pipeline__stages": 1,
     },
     **NARROW,
@@ -110,7 +110,7 @@ def test_a_basis_that_has_moved_is_the_one_that_folds(
     ("changes", "part"),
     [
         ({}, "its cut drops what lies outside 6 of 32 dimensions, which"),
-        ({"boundary__anchor": "trainable"}, "adds a row of a learned token table"),
+        ({"boundary__anchor": "per-stage"}, "adds a row of a learned token table"),
         ({"pipeline__stages": 4}, "each of its 3 cuts drops"),
     ],
 )

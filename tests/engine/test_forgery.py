@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from thinwire.run.messages import Failed
 
-from thinwire.engine.due import FROM_ABOVE
 from thinwire.engine.port import Port
-from thinwire.engine.verdict import Verdict
+from thinwire.engine.rows import FROM_ABOVE
+from thinwire.engine.step_end import Verdict
 from thinwire.engine.worker import Worker
 from thinwire.errors import WireError
 from thinwire.run.blame import blame
 from thinwire.run.events import Said
+from thinwire.run.protocol import Failed
 from thinwire.wire import Authority, FrameKind, Identity, KeySeal
 from thinwire.wire.seal import SIGNATURE_BYTES
 

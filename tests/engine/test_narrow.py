@@ -1,6 +1,5 @@
 """Narrow boundaries in the pipeline: every mode equals one process, exactly resumed, or refused."""
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,10 @@ from test_verdict import poison
 
 from thinwire.data import Corpus, Order
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.weights import parameter_count
 from thinwire.errors import WireError
 from thinwire.model import token_loss
 from thinwire.settings import Settings
-from thinwire.settings.crossing import basis_bytes, frame_bytes, wire_shape
+from thinwire.settings.crossing import frame_bytes, wire_shape
 from thinwire.wire import HEADER_BYTES
 
 MODES = {
@@ -33,55 +31,21 @@ MODES = {
         "boundary__basis_update_every": 2,
     },
     "projected": {"boundary__mode": "projected", "boundary__rank": 6},
-    "projected-fixed-anchor": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__anchor": "fixed",
-    },
     "projected-moving": {
         "boundary__mode": "projected",
         "boundary__rank": 6,
         "boundary__basis_update_every": 2,
     },
-    "projected-learned": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__basis": "per-cut",
-        "boundary__learn": True,
-        "boundary__anchor": "trainable",
-    },
     "projected-narrow-table": {
         "boundary__mode": "projected",
         "boundary__rank": 6,
-        "boundary__anchor": "trainable",
+        "boundary__anchor": "per-stage",
         "boundary__table": 3,
     },
     "projected-own-tables": {
         "boundary__mode": "projected",
         "boundary__rank": 6,
         "boundary__anchor": "per-stage",
-    },
-    "projected-own-narrow-tables-learned": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__basis": "per-cut",
-        "boundary__learn": True,
-        "boundary__anchor": "per-stage",
-        "boundary__table": 3,
-    },
-    "projected-ranks": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__ranks": ["0: 9"],
-        "boundary__anchor": "fixed",
-    },
-    "projected-ranks-learned": {
-        "boundary__mode": "projected",
-        "boundary__rank": 6,
-        "boundary__ranks": ["0: 3"],
-        "boundary__basis": "per-cut",
-        "boundary__learn": True,
-        "boundary__anchor": "trainable",
     },
 }
 
@@ -106,9 +70,6 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
     stages = [builder.build(i) for i in range(settings.pipeline.stages)]
     for stage in stages:
         builder.initialise(stage)
-    for left, right in itertools.pairwise(stages):
-        if boundary.learn:  # one basis, read on both sides of the cut
-            right.incoming.basis = left.outgoing.basis
     parameters = {n: p for stage in stages for n, p in stage.global_parameters().items()}
     axes = {}
     if boundary.mode == "subspace":
@@ -157,16 +118,11 @@ def plain_training(settings: Settings, corpus: Corpus) -> tuple[list[float], dic
                     second = second.mean(axes[name], keepdim=True).expand_as(second)
                 mean[name] = 0.9 * mean[name] + 0.1 * g
                 square[name] = 0.95 * square[name] + 0.05 * second
-                is_basis = name.startswith("boundary.") and name.endswith(".basis")
-                decay = optim.weight_decay if p.ndim > 1 and not is_basis else 0.0
-                rate = lr * optim.basis_lr if is_basis else lr
+                decay = optim.weight_decay if p.ndim > 1 else 0.0
                 unbiased = mean[name] / (1 - 0.9 ** (step + 1))
                 scale = (square[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-                p.mul_(1 - rate * decay).sub_(rate * unbiased / scale)
+                p.mul_(1 - lr * decay).sub_(lr * unbiased / scale)
                 p.grad = None
-                if is_basis:
-                    q, r = torch.linalg.qr(p)
-                    p.copy_(q * torch.sign(r.diagonal()))
             every, is_last_step = boundary.basis_update_every, step + 1 == settings.train.steps
             if every and (step + 1) % every == 0 and not is_last_step:
                 move(stages, basis, gradients, boundary.basis_rate, parameters, mean, axes)
@@ -259,34 +215,20 @@ def test_resume_is_bitwise_across_a_move(
         assert all(torch.equal(weights[n], w) for n, w in whole.weights().items())
 
 
-@pytest.mark.parametrize("own", [{}, {"boundary__basis": "per-cut", "boundary__learn": True}])
-def test_each_cut_sends_its_own_rank_as_planned(
-    own: dict, make_settings: Callable, run_in_threads: Callable
+def test_each_cut_sends_its_rank_as_planned(
+    make_settings: Callable, run_in_threads: Callable
 ) -> None:
-    """Bytes at the meters of all four stages are those of the settings, bases included."""
-    settings = make_settings(
-        pipeline__stages=4,
-        boundary__mode="projected",
-        boundary__rank=6,
-        boundary__ranks=["2: 11", "0: 3"],
-        train__eval_batches=1,
-        **own,
-    )
+    """Bytes at the meters of all four stages are those of the settings."""
+    settings = make_settings(pipeline__stages=4, train__eval_batches=1, **MODES["projected"])
     outcome = run_in_threads(settings)
     microbatches = settings.train.steps * settings.pipeline.microbatches
-    for cut, rank in enumerate((3, 6, 11)):
-        assert wire_shape(settings, cut)[-1] == rank
+    for cut in range(3):
+        assert wire_shape(settings, cut)[-1] == 6
         out, back = frame_bytes(settings, cut)
         up = outcome.steps(cut)[-1].meters[f"cut-{cut}"]["sent"]
         down = outcome.steps(cut + 1)[-1].meters[f"cut-{cut}"]["sent"]
         assert total(up["FORWARD"]) == microbatches * out
         assert total(down["BACKWARD"]) == microbatches * back
-        bases = settings.train.steps * basis_bytes(settings, cut)
-        assert (total(down["BASIS"]) if own else 0) == bases
-        basis_DK = outcome.workers[cut].stage.outgoing.basis_DK
-        shared_DK = outcome.workers[cut].builder.space.basis_DK
-        assert basis_DK.shape == (settings.model.dim, rank)
-        assert own or torch.equal(basis_DK, shared_DK[:, :rank])
 
 
 def total(counted: dict[str, int]) -> int:
@@ -331,38 +273,6 @@ def test_the_contract_names_what_differs(make_settings: Callable, corpus: Corpus
     assert first.fingerprints().keys() == {"basis", "basis_version", "token_table"}
     assert first.fingerprints()["basis"] != other.fingerprints()["basis"]
     assert first.fingerprints()["token_table"] != other.fingerprints()["token_table"]
-
-
-@pytest.mark.parametrize("mode", ["subspace", "subspace-moving"])
-def test_muon_keeps_weights_in_the_subspace_too(
-    mode: str, make_settings: Callable, run_in_threads: Callable
-) -> None:
-    outcome = run_in_threads(make_settings(train__steps=6, optim__name="muon", **MODES[mode]))
-    for worker in outcome.workers:
-        constraint = worker.builder.constraint(worker.stage)
-        assert constraint.drift() < 1e-12
-    losses = outcome.losses()
-    assert losses[-1] < losses[0]
-
-
-def test_a_narrow_table_has_fewer_parameters_and_learns(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    settings = make_settings(train__steps=4, optim__name="muon", **MODES["projected-narrow-table"])
-    wide = make_settings(**{**MODES["projected-narrow-table"], "boundary__table": 0})
-    vocab, dim, width = settings.model.vocab, settings.model.dim, 3
-    spared = vocab * dim - (vocab * width + width * dim)
-    assert parameter_count(wide) - parameter_count(settings) == spared
-    receiver = run_in_threads(settings).workers[-1].stage.incoming
-    assert bool(receiver.table.any()), "it starts at zero and the gradient reaches it"
-    assert receiver.widen.shape == (dim, width)
-
-
-def test_the_basis_does_not_move_after_the_last_update(
-    make_settings: Callable, run_in_threads: Callable
-) -> None:
-    outcome = run_in_threads(make_settings(train__steps=4, **MODES["subspace-moving"]))
-    assert [w.builder.space.version for w in outcome.workers] == [1, 1]
 
 
 def test_a_move_of_a_refused_step_is_neither_made_nor_reported(
@@ -446,15 +356,14 @@ def test_a_refused_step_counts_in_no_move(
     assert keeper._proposed is None
 
 
-@pytest.mark.parametrize("mode", ["projected-learned", "subspace-moving"])
 def test_waits_for_a_basis_have_their_own_name(
-    mode: str, make_settings: Callable, run_in_threads: Callable
+    make_settings: Callable, run_in_threads: Callable
 ) -> None:
-    outcome = run_in_threads(make_settings(train__steps=3, **MODES[mode]))
+    outcome = run_in_threads(make_settings(train__steps=3, **MODES["subspace-moving"]))
     steps = outcome.steps(0)
     labels = [{label for lane, label, *_ in r.spans if lane == "wait"} for r in steps]
     assert "basis" in labels[1]
-    assert ("basis" in labels[0]) == (mode == "projected-learned")
+    assert "basis" not in labels[0]
     spent = sum(end - start for lane, _, start, end in steps[1].spans if lane == "wait")
     assert steps[1].wait == pytest.approx(spent), "counted as waiting"
 

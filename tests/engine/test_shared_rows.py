@@ -1,6 +1,6 @@
 """The embedding that all stages have a copy of: every row is updated when it is due, on all alike.
 
-`boundary.anchor = "embedding"`; what becomes of a row is in optim/rows.py, which has its own tests.
+`boundary.anchor = "embedding"`; what becomes of a row is RowAdamW's, which has its own tests.
 """
 
 import hashlib
@@ -17,16 +17,15 @@ from thinwire.data import Corpus, Order
 from thinwire.engine import rows
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.chain import Chain
+from thinwire.engine.conversion import Folded
 from thinwire.engine.feed import Feed
-from thinwire.engine.fold import Folded
 from thinwire.engine.rows import ROWS, SEEN, SharedRows
 from thinwire.engine.source import Snapshot
 from thinwire.engine.state import StageState, names_for_stage
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.model import Stage, token_loss
+from thinwire.model import Stage, fixed_table, token_loss
 from thinwire.settings import Settings
 from thinwire.settings.crossing import row_bytes
-from thinwire.subspace import fixed_table
 from thinwire.wire import HEADER_BYTES
 
 SHARED = {
@@ -303,17 +302,6 @@ def test_all_bytes_of_rows_are_counted_and_no_more_than_planned(
 def sent_rows(meter: dict) -> int:
     counted = meter["sent"]["ROWS"]
     return counted["payload_bytes"] + counted["frames"] * HEADER_BYTES
-
-
-def test_every_step_and_every_token_is_the_finest_choice(
-    settings_for: Callable, corpus: Corpus
-) -> None:
-    """With row_tokens = 1 nothing ever waits; with a high number and late turns much does."""
-    for tokens, steps, waits in ((1, 10**9, False), (10**9, 1, False), (10**6, 10**6, True)):
-        settings = settings_for(boundary__row_tokens=tokens, boundary__row_steps=steps)
-        chain = trained_chain(settings, corpus, 2)
-        state = chain.updates[1].rows.state_tensors()
-        assert any(bool(tensor.any()) for tensor in state.values()) == waits
 
 
 def test_a_run_without_a_due_row_resumes(

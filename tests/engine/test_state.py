@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": EXACT,
     "remembering": {**EXACT, **MEMORY},
     "muon": {**EXACT, "optim__name": "muon"},
-    **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "learned" in mode},
+    **{mode: {**EXACT, **MODES[mode]} for mode in MODES if "moving" in mode or "own" in mode},
     **{mode: {**EXACT, **changes} for mode, changes in EMBEDDING.items()},
     "moving and remembering": {**EXACT, **MODES["subspace-moving"], **MEMORY},
 }
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_named(chain: Chain) -> None:
 def test_a_file_holds_no_copies_of_what_the_stage_below_saves(
     make_settings: Callable, run_in_threads: Callable
 ) -> None:
-    for case in ("subspace-moving", "projected-learned"):
+    for case in ("subspace-moving", "subspace-embedding"):
         settings = make_settings(pipeline__stages=3, **CASES[case])
         states = [worker.state for worker in run_in_threads(settings).workers]
         saved = [name for state in states for name in state.shard()]

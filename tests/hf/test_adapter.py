@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
-from thinwire.engine.fold import Folded
+from thinwire.engine.conversion import Folded
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.hf.shape import config_of
 from thinwire.inference import Model

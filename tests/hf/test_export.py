@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
-from thinwire.engine.fold import Folded
+from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, ThinwireError
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.folder import write_json, write_model
@@ -28,7 +28,6 @@ from thinwire.report import PlainDisplay
 IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 SUBSPACE = {"boundary__mode": "subspace", "boundary__rank": 6}
 PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
-LEARNED = {"boundary__basis": "per-cut", "boundary__learn": True}
 FOLDING = {
     "dense": {},
     "subspace": SUBSPACE,
@@ -38,13 +37,9 @@ FOLDING = {
     "moving": {**SUBSPACE, "boundary__mode": "reparam", "boundary__basis_update_every": 2},
 }
 WITH_CUTS = {
-    "tables": {**PROJECTED, "boundary__anchor": "trainable"},
-    "narrow-tables": {**PROJECTED, "boundary__anchor": "trainable", "boundary__table": 3},
-    "own-tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
-    "learned": {**PROJECTED, **LEARNED, "boundary__anchor": "trainable"},
-    "fixed-anchor": {**PROJECTED, "boundary__anchor": "fixed", "boundary__basis_update_every": 2},
-    "per-cut": {**PROJECTED, "boundary__basis": "per-cut", "boundary__anchor": "fixed"},
-    "ranks": {**PROJECTED, "boundary__ranks": ["1: 9", "2: 3"]},
+    "moving": {**PROJECTED, "boundary__basis_update_every": 2},
+    "own-tables": {**PROJECTED, "boundary__anchor": "per-stage"},
+    "own-narrow-tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
 }
 
 
@@ -110,7 +105,7 @@ def test_what_fails_its_verification_leaves_nothing(trained: Callable[..., Path]
 
 
 def test_rounded_weights_are_verified_before_and_after(trained: Callable[..., Path]) -> None:
-    place = trained(**WITH_CUTS["tables"])
+    place = trained(**WITH_CUTS["own-tables"])
     folder, said = exported(place, dtype="bf16")
     assert "rounding changes them by at most" in said
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -166,7 +161,7 @@ def test_ways_of_a_tokenizer_go_along(trained: Callable[..., Path], tmp_path: Pa
     assert difference(folder, place) < 1e-5
 
 
-@pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["tables"]])
+@pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["own-tables"]])
 def test_adapters_are_merged(boundary: dict[str, Any], trained: Callable[..., Path]) -> None:
     place = trained(**boundary, lora__rank=3)
     folder, _ = exported(place)
@@ -216,7 +211,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
 def test_folders_are_written_without_transformers(
     trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = trained(**WITH_CUTS["tables"])
+    place = trained(**WITH_CUTS["own-tables"])
     folder = place.parents[2] / "exported"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)

@@ -18,7 +18,7 @@ from thinwire.settings import Settings
 
 @pytest.fixture
 def folder(trained: Callable[..., Path], tmp_path: Path) -> Path:
-    place = trained(boundary__mode="projected", boundary__rank=6, boundary__anchor="trainable")
+    place = trained(boundary__mode="projected", boundary__rank=6, boundary__anchor="per-stage")
     wanted = Wanted(tmp_path / "exported", verify=False)
     export(Checkpoint.open(place), wanted, PlainDisplay(StringIO()))
     return wanted.folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thinwire.engine import Checkpoint
-from thinwire.engine.fold import Folded
+from thinwire.engine.conversion import Folded
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.importer import opened, plan_import, write_import
 from thinwire.inference import Model

@@ -27,8 +27,6 @@ VARIANTS = [
     {"codec__forward": "int8(group=8)+ef21", "boundary__mode": "subspace", "boundary__rank": 12},
     {"codec__forward": "fp8+zstd", "boundary__mode": "reparam", "boundary__rank": 12},
     {"codec__forward": "bf16", "boundary__mode": "projected", "boundary__rank": 12,
-     "boundary__basis": "per-cut", "boundary__learn": True, "boundary__anchor": "trainable"},
-    {"codec__forward": "bf16", "boundary__mode": "projected", "boundary__rank": 12,
      "boundary__anchor": "per-stage"},
     {"codec__forward": "randk(0.5)", "codec__cuts": ["1: forward=int4(tensor)"]},
 ]  # fmt: skip

@@ -7,7 +7,6 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS, ModelConfig, Stage, architecture
-from thinwire.typed import from_plain
 
 presets = pytest.mark.parametrize("preset", PRESETS)
 
@@ -47,14 +46,6 @@ def test_a_key_overrides_its_preset_and_nothing_else(change: str) -> None:
     expected = dataclasses.replace(base, **{change: doubled}, head_dim=0)
     assert config == expected.resolved(), "the width of a head follows"
     assert config.head_dim == config.dim // config.heads
-
-
-@pytest.mark.parametrize(
-    "change", ["layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context"]
-)
-def test_negative_sizes_are_refused(change: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model.{change} = -1 must be at least 0"):
-        from_plain(ModelConfig, {change: -1}, "model")
 
 
 @pytest.mark.parametrize(

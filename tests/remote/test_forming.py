@@ -21,7 +21,7 @@ from thinwire.run.machine import Machine
 from thinwire.settings import Settings
 from trained import trained
 
-NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"}
+NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
 REMEMBERS = {"codec__forward": "int8+ef"}
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from proxy import Proxy
 from thinwire import train as train_module
-from thinwire.engine.progress import Progress
+from thinwire.engine.trace import Progress
 from thinwire.errors import StageError, WireError
 from thinwire.report import PlainDisplay
 from thinwire.run.coordinator import Coordinator

@@ -115,8 +115,7 @@ def test_a_split_anew_says_whether_it_is_exact(
 
 
 NARROW = {
-    "projected": {"boundary__mode": "projected", "boundary__anchor": "trainable"},
-    "ranks of single cuts": {"boundary__mode": "projected", "boundary__ranks": ["0: 6"]},
+    "projected": {"boundary__mode": "projected", "boundary__anchor": "per-stage"},
     "subspace": {"boundary__mode": "subspace"},
     "around the embedding": {"boundary__mode": "reparam", "boundary__anchor": "embedding"},
 }

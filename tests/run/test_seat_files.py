@@ -47,13 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "boundary__rank": 6,
         "boundary__basis_update_every": 2,
     },
-    "token tables": {**PROJECTED, "boundary__anchor": "trainable", "boundary__table": 3},
-    "learned basis": {
-        **PROJECTED,
-        "boundary__basis": "per-cut",
-        "boundary__learn": True,
-        "boundary__anchor": "trainable",
-    },
+    "token tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
 }
 
 

@@ -321,7 +321,7 @@ def test_over_grpc_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.Monk
         {},
         {"run__precision": "fp32", "optim__name": "muon"},
         {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__basis_update_every": 3},
-        {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"},
+        {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"},
         {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef"},
     ],
 )

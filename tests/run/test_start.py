@@ -30,12 +30,7 @@ SUBSPACE: Changes = {"boundary__mode": "subspace", "boundary__rank": 6}
 REPARAM: Changes = {"boundary__mode": "reparam", "boundary__rank": 6}
 MOVED: Changes = {"boundary__basis_update_every": 2}
 PROJECTED: Changes = {"boundary__mode": "projected", "boundary__rank": 20}
-LEARNED: Changes = {
-    **PROJECTED,
-    "boundary__basis": "per-cut",
-    "boundary__learn": True,
-    "boundary__anchor": "trainable",
-}
+TABLES: Changes = {**PROJECTED, "boundary__anchor": "per-stage"}
 MUON: Changes = {"optim__name": "muon"}
 
 
@@ -59,7 +54,7 @@ EXACT: dict[str, tuple[Changes, Changes]] = {
     "dense, other split": ({}, {"pipeline__stages": 4}),
     "subspace, other optimizer": ({**SUBSPACE, **MUON}, SUBSPACE),
     "reparam that moved": ({**REPARAM, **MOVED}, REPARAM),
-    "projected, learned basis and table": (LEARNED, LEARNED),
+    "projected, with tables": (TABLES, TABLES),
 }
 CLOSE: dict[str, tuple[Changes, Changes]] = {
     "subspace to dense": ({**SUBSPACE, **MUON}, {}),
@@ -91,7 +86,7 @@ GROWN: dict[str, tuple[Changes, Changes]] = {
     "reparam": (REPARAM, REPARAM),
     "around the embedding": (EMBEDDED, EMBEDDED),
     "reparam, folded and projected again": (SUBSPACE, REPARAM),
-    "learned basis and table": (LEARNED, LEARNED),
+    "tables": (TABLES, TABLES),
 }
 
 
@@ -193,15 +188,15 @@ def test_what_a_change_costs_is_said(
     assert "% of the weights" in said.getvalue() and "ruins" in said.getvalue()
     assert loss_of(made.folder, corpus) > loss_of(source, corpus)
     said = StringIO()
-    narrow = make_settings(**LEARNED, train__init_from=str(source))
+    narrow = make_settings(**TABLES, train__init_from=str(source))
     started(narrow, corpus, tmp_path / "narrow", said)
-    assert "start anew: boundary.model.layers.2.basis" in said.getvalue()
+    assert "start anew: boundary.model.layers.2.table" in said.getvalue()
 
 
 def test_a_projected_model_that_loses_its_cuts_is_told_and_never_folded(
     make_settings: Callable[..., Settings], corpus: Corpus, tmp_path: Path
 ) -> None:
-    source = trained(make_settings(**LEARNED, train__steps=2), corpus, tmp_path / "source")
+    source = trained(make_settings(**TABLES, train__steps=2), corpus, tmp_path / "source")
     said = StringIO()
     started(make_settings(train__init_from=str(source)), corpus, tmp_path / "dense", said)
     assert "was trained with projected cuts" in said.getvalue()

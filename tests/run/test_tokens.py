@@ -20,7 +20,7 @@ from waiting import wait_until
 
 CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
-TABLES = {**NARROW, "boundary__anchor": "trainable", "boundary__table": 8}
+TABLES = {**NARROW, "boundary__anchor": "per-stage", "boundary__table": 8}
 FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
 SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from thinwire.errors import ConfigError
 from thinwire.model import PRESETS
 from thinwire.settings import (
+    GoneError,
     Settings,
     apply_override,
     load_asked,
@@ -176,8 +177,7 @@ THIN = ["boundary.mode=subspace", "boundary.rank=8"]
 CHANGES = [
     [], ["train.steps=12"], THIN, ["model.preset=160m", "model.vocab=50304"],
     [*THIN, "pipeline.stages=2"], ["boundary.mode=projected", "boundary.rank=4"],
-    ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable"],
-    ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=trainable", "boundary.table=8"],
+    ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=per-stage", "boundary.table=8"],
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=per-stage"],
     ["boundary.mode=projected", "boundary.rank=4", "boundary.anchor=per-stage", "optim.name=muon"],
     ["optim.name=muon"], ["optim.name=muon", "optim.table_lr=1", "model.embed_std=0.02"],
@@ -268,7 +268,7 @@ def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path: Path) -> None:
     ("changes", "remark"),
     [
         (["model.dim=64"], 'model.preset = "tiny" is changed: dim 64 (not 128)'),
-        (["boundary.basis=per-cut"], "boundary.basis = 'per-cut' has no effect without"),
+        (["boundary.basis_seed=3"], "boundary.basis_seed = 3 has no effect without"),
         (["boundary.ratio=8"], "boundary.ratio = 8.0 has no effect without a narrow boundary.mode"),
         (["data.path=x"], "data.path = 'x' has no effect without another data.source"),
     ],
@@ -399,8 +399,29 @@ def test_files_of_earlier_versions_are_read_where_what_has_gone_changed_nothing(
     old = {
         "model": {"classes": 0, "side": 0},
         "data": {"augment": True},
-        "optim": {"momentum": 0.9},
+        "boundary": {"basis": "shared", "learn": False, "calibrate": 99, "ranks": []},
+        "optim": {"momentum": 0.9, "basis_lr": 1.0},
     }
     assert Settings.from_plain(old) == Settings.from_plain({})
-    with pytest.raises(ConfigError, match=r'unknown key "model.side"'):
-        Settings.from_plain({"model": {"side": 32}})
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("model", {"side": 32}),
+        ("boundary", {"mode": "projected", "rank": 6, "anchor": "trainable"}),
+        ("boundary", {"mode": "projected", "rank": 6, "anchor": "fixed"}),
+        ("boundary", {"mode": "projected", "rank": 6, "basis": "per-cut"}),
+        ("boundary", {"learn": True}),
+        ("boundary", {"ranks": ["0: 3"]}),
+    ],
+)
+def test_what_has_gone_is_refused_with_the_release_that_has_it(
+    section: str, keys: dict[str, Any]
+) -> None:
+    key = list(keys)[-1]
+    words = rf"{section}\.{key} .*release 0\.1\.0: pip install thinwire==0\.1\.0"
+    with pytest.raises(GoneError, match=words):
+        Settings.from_plain({section: keys})
+    with pytest.raises(GoneError, match=words):
+        load_settings(None, [f"{section}.{key}={value}" for key, value in keys.items()])

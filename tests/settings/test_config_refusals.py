@@ -116,7 +116,7 @@ def test_ordinary_run_names_are_taken(make_settings: Callable[..., Settings], na
         ("boundary", "basis_rate"),
     ],
 )
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_none_are_refused(
     make_settings: Callable[..., Settings], section: str, key: str, value: float
 ) -> None:

@@ -19,9 +19,9 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.engine.feed import Feed
-from thinwire.model import Stage, architecture, token_loss
-from thinwire.optim import StageOptimizer, learning_rate
+from thinwire.model import Stage, StageOptimizer, architecture, learning_rate, token_loss
 from thinwire.report import PlainDisplay
+from thinwire.run.start import prepare_data
 from thinwire.settings import Settings, merged
 from thinwire.train import train
 from thinwire_lab.arms import Values

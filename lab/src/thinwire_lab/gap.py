@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.engine.weights import parameter_count
+from thinwire.engine.build import parameter_count
 from thinwire.settings.crossing import is_entropy_coded
 from thinwire_lab.decide import CAST_NOISE, gap_to_dense
 from thinwire_lab.experiment import Say, sheet, words

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.engine.weights import parameter_count
+from thinwire.engine.build import parameter_count
 from thinwire.errors import ConfigError
 from thinwire.plan import estimate_costs, measure_flops
 from thinwire.report.human import human_count

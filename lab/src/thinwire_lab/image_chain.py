@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codec import CodecConfig, Leg, Surroundings, TensorSpec, build_codecs
 from thinwire.engine.build import choose_device, prepare_torch
-from thinwire.engine.chain import Crossing
+from thinwire.engine.chain import ThroughCut
 from thinwire.engine.cut import Cut, CutEnd
 from thinwire.errors import ConfigError
 from thinwire.model import Score, token_loss
@@ -161,7 +161,7 @@ class ImageChain:
         for index, stage in enumerate(self.stages):
             if index > 0:
                 z = to_pixels(x)
-                z = Crossing.apply(z, self.cuts[index - 1]) if compressed else z
+                z = ThroughCut.apply(z, self.cuts[index - 1]) if compressed else z
                 x = to_planes(z)
             x = stage(x)
         return x

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from thinwire.data.order import Shuffled, shuffled
 from thinwire.errors import DataError
-from thinwire.model.base import generator_of
+from thinwire.model.llama import generator_of
 
 SIDES = ("train", "test")
 CIFAR_BATCHES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]

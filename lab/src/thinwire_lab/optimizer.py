@@ -14,16 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.boundary import DenseBoundary
 from thinwire.data import DataConfig, Order, prepare
 from thinwire.engine.chain import Chain
 from thinwire.engine.keeper import REPROJECT_EVERY
-from thinwire.model import token_loss
-from thinwire.optim import SubspaceAdamW, learning_rate
-from thinwire.optim.build import BETAS
+from thinwire.model import Constraint, DenseBoundary, SubspaceAdamW, learning_rate, token_loss
+from thinwire.model.optim import BETAS
 from thinwire.paths import cache_folder
 from thinwire.settings import Settings
-from thinwire.subspace import Constraint
 from thinwire_lab.arms import Values, own_settings
 from thinwire_lab.decide import too_short
 from thinwire_lab.experiment import Say, words

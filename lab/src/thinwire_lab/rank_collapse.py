@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from thinwire.data import Corpus, DataConfig, prepare
 from thinwire.engine.chain import Chain
 from thinwire.engine.feed import Feed
+from thinwire.model import StageOptimizer, learning_rate
 from thinwire.model.llama import WRITERS
-from thinwire.optim import StageOptimizer, learning_rate
 from thinwire.paths import cache_folder
 from thinwire.settings import Settings
 from thinwire_lab.arms import own_settings

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.base import generator_of
+from thinwire.model.adapter import generator_of
 
 GROUPS, BLOCKS_PER_GROUP = 4, 2
 BLOCKS = GROUPS * BLOCKS_PER_GROUP

@@ -25,8 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from thinwire.codec import Leg, Part
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import DeviceBatch, Feed
-from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings
-from thinwire.engine.trace import StepTrace
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, Sightings, StepTrace
 from thinwire.errors import ConfigError
 from thinwire.model import Score, Stage
 

@@ -26,15 +26,14 @@ from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, wei
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
-from thinwire.engine.finite import BACKWARD, FORWARD, Sightings
 from thinwire.engine.keeper import Keeper
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
-from thinwire.engine.update import StageUpdate
-from thinwire.engine.verdict import Verdict, global_norm
+from thinwire.engine.step_end import StageUpdate, Verdict, global_norm
+from thinwire.engine.trace import BACKWARD, FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.optim import learning_rate
+from thinwire.model import learning_rate
 from thinwire.settings import Settings
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
         Stateful,
         Surroundings,
         TensorSpec,
+        Wrapper,
         cross,
         elements,
         spec_of,
     )
-    from thinwire.codec.cast import Cast
     from thinwire.codec.parse import build_codecs, parse_codec, register_codec
-    from thinwire.codec.wrapper import Wrapper
+    from thinwire.codec.quantize import Cast
 
 __all__ = [
     "Cast", "Codec", "CodecConfig", "Layout", "Leg", "Part", "Parts", "Payload", "Place",
@@ -34,8 +34,7 @@ __all__ = [
 
 __getattr__ = on_first_use(__name__, {
     "base": ("Codec", "Layout", "Leg", "Part", "Parts", "Payload", "Place", "Shape", "Stateful",
-             "Surroundings", "TensorSpec", "cross", "elements", "spec_of"),
-    "cast": ("Cast",),
+             "Surroundings", "TensorSpec", "Wrapper", "cross", "elements", "spec_of"),
     "parse": ("build_codecs", "parse_codec", "register_codec"),
-    "wrapper": ("Wrapper",),
+    "quantize": ("Cast",),
 })  # fmt: skip

@@ -131,14 +131,6 @@ class Codec(ABC):
             f"{self.name} has no budget to halve; topk, randk and lowrank have"
         )
 
-    def hand_over(self, tensor: Tensor, receiver: "Codec", place: Place) -> Tensor:
-        """What the receiver decodes, in one process that holds both ends.
-
-        A codec may leave out what only bytes need. What arrives, and what both ends remember, must
-        be as if the tensor had travelled.
-        """
-        return receiver.decode(self.encode(tensor, place), spec_of(tensor), place)
-
     def to_bytes(self, parts: Parts) -> Payload:
         """The parts one after the other, little-endian; shares memory where there is only one."""
         views = [bytes_of(part.cpu().contiguous()) for part in parts]
@@ -246,9 +238,54 @@ class Stateful(Codec):
         return ""
 
 
+class Wrapper(Codec):
+    """As the codec inside, but for what a subclass overrides.
+
+    Only `by_token` is False until a subclass declares it: a wrapper might mix tokens.
+    """
+
+    def __init__(self, inner: Codec):
+        self.inner = inner
+
+    def inside(self) -> dict[str, Codec]:
+        return {"inner": self.inner}
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return self.inner.layout(shape, place)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        return self.inner.encode(tensor, place)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        return self.inner.decode(parts, spec, place)
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        return self.inner.to_bytes(parts)
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        return self.inner.from_bytes(payload, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        return self.inner.payload_limit(shape)
+
+    def expected_bytes(self, shape: Shape) -> int:
+        return self.inner.expected_bytes(shape)
+
+    def coded_bytes(self, shape: Shape) -> int:
+        return self.inner.coded_bytes(shape)
+
+    @property
+    def content_decides_size(self) -> bool:
+        return self.inner.content_decides_size
+
+    @property
+    def size_varies(self) -> bool:
+        return self.content_decides_size or self.inner.size_varies
+
+
 def cross(sender: Codec, receiver: Codec, tensor: Tensor, place: Place) -> Tensor:
     """What the receiver would unpack, without bytes: for one process that holds both ends."""
-    return sender.hand_over(tensor.detach(), receiver, place)
+    return receiver.decode(sender.encode(tensor.detach(), place), spec_of(tensor), place)
 
 
 def elements(shape: Shape) -> int:

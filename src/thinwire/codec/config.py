@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from thinwire.codec.place import Leg
 from thinwire.errors import ConfigError
-from thinwire.typed import by_cut, nearest, option
+from thinwire.typed import nearest, option
 
 LEGS = tuple(leg.value for leg in Leg)
 PLAIN = ("fp32", "bf16", "fp16", "fp8", *(f"int{bits}" for bits in range(2, 9)))
 """Names known to exist without a look at the codecs themselves, which need torch."""
+_CUT = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
 _LEG = re.compile(r"(\w+)\s*=(?![^(]*\))")  # not within a codec's parentheses
 
 
@@ -73,13 +74,24 @@ class CodecConfig:
             build_codecs(*self.names(cut), where=f"codec.cuts[{place}]")
 
     def _overrides(self, cuts: int | None = None) -> dict[int, dict[str, str]]:
-        """What `cuts` says, in its order: the names by leg of each cut."""
+        """What `cuts` says, in its order: the names by leg of each cut.
+
+        With the number of cuts that there are, others are refused.
+        """
         found: dict[int, dict[str, str]] = {}
-        texts = by_cut(self.cuts, "codec.cuts", "0: forward=fp32 backward=bf16", cuts)
-        for place, (cut, text) in enumerate(texts.items()):
-            where = f'codec.cuts[{place}] = "{self.cuts[place]}"'
+        for place, text in enumerate(self.cuts):
+            where = f'codec.cuts[{place}] = "{text}"'
+            matched = _CUT.fullmatch(text)
+            if matched is None or not (legs := matched[2].strip()):
+                raise ConfigError(f'{where} must look like "0: forward=fp32 backward=bf16"')
+            cut = int(matched[1])
+            if cut in found:
+                raise ConfigError(f"{where}: cut {cut} is listed twice")
+            if cuts is not None and cut >= cuts:
+                there = f"the cuts here are 0..{cuts - 1}" if cuts else "a single stage has no cut"
+                raise ConfigError(f"{where}: {there}")
             found[cut] = {}
-            before, *parts = _LEG.split(text)
+            before, *parts = _LEG.split(legs)
             if before.strip():
                 parts = [before.strip(), "", *parts]
             for leg, name in zip(parts[::2], parts[1::2], strict=True):

@@ -2,8 +2,7 @@
 
 import zstandard
 
-from thinwire.codec.base import Codec, Parts, Payload, Place, Shape, TensorSpec
-from thinwire.codec.wrapper import Wrapper
+from thinwire.codec.base import Codec, Parts, Payload, Place, Shape, TensorSpec, Wrapper
 from thinwire.errors import ConfigError, WireError
 
 DEFAULT_LEVEL = 1

@@ -9,10 +9,17 @@ what arrives is not either, and buffers stay as they were, on both ends alike.
 """
 
 import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import zlib
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,17 +27,24 @@ from thinwire.codec.base import (
     Codec,
     Layout,
     Parts,
+    Payload,
     Place,
     Shape,
     Stateful,
     Surroundings,
     TensorSpec,
+    Wrapper,
     bytes_of,
+    elements,
     spec_of,
     working,
 )
-from thinwire.codec.wrapper import Wrapper
+from thinwire.codec.quantize import Cast
+from thinwire.codec.sparse import remember_whole
 from thinwire.errors import ConfigError
+
+ROWS = torch.bfloat16
+_BOOKKEEPING = 5  # bytes per example: whether it was seen, and the checksum of its row
 
 
 class Feedback(Wrapper, Stateful):
@@ -61,16 +75,6 @@ class Feedback(Wrapper, Stateful):
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         """Decode and remember; where only the sender remembers, decode."""
         return self.inner.decode(parts, spec, place)
-
-    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
-        """Hand over and remember, on both ends."""
-        return super().hand_over(tensor, receiver, place)
-
-    def hand_over(self, tensor: Tensor, receiver: Codec, place: Place) -> Tensor:
-        assert isinstance(receiver, type(self)), "both ends have the same codec"
-        if not place.training:
-            return self.inner.hand_over(tensor, receiver.inner, place)
-        return self.hand_over_training(tensor, receiver, place)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         encode = self.encode_training if place.training else self.inner.encode
@@ -149,15 +153,6 @@ class ErrorFeedback(Buffered):
         self.replace_buffer(error, wanted - sent.to(error.dtype))
         return parts
 
-    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
-        error = self.buffer(spec_of(tensor))
-        if tensor.dtype != error.dtype:
-            return super().hand_over_training(tensor, receiver, place)
-        wanted = tensor + error
-        sent = self.inner.hand_over(wanted, receiver.inner, place)
-        self.replace_buffer(error, wanted - sent)
-        return sent
-
 
 class MixedErrorFeedback(Buffered):
     """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec at half its budget.
@@ -195,15 +190,6 @@ class MixedErrorFeedback(Buffered):
         first = len(self._on_tensor.layout(spec.shape, place))
         sent = self._on_tensor.decode(parts[:first], spec, place)
         return sent + self._on_error.decode(parts[first:], spec, _elsewhere(place))
-
-    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
-        error = self.buffer(spec_of(tensor))
-        if tensor.dtype != error.dtype:
-            return super().hand_over_training(tensor, receiver, place)
-        sent = self._on_tensor.hand_over(tensor, receiver._on_tensor, place)
-        sent = sent + self._on_error.hand_over(error, receiver._on_error, _elsewhere(place))
-        self.replace_buffer(error, error + (tensor - sent))
-        return sent
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         if not place.training:
@@ -244,13 +230,6 @@ class Mirrored(Feedback):
         change = self.inner.decode(parts, replace(spec, dtype=known.dtype), place)
         return self.learn(known, known + change, place).to(spec.dtype)
 
-    def hand_over_training(self, tensor: Tensor, receiver: Self, place: Place) -> Tensor:
-        known = self.known(spec_of(tensor), place)
-        change = self.inner.hand_over(tensor.to(known.dtype) - known, receiver.inner, place)
-        better = known + change
-        receiver.learn(known, better, place)
-        return self.learn(known, better, place).to(tensor.dtype)
-
 
 class EF21(Mirrored, Buffered):
     """EF21: what both ends know is one buffer.
@@ -271,6 +250,224 @@ class EF21(Mirrored, Buffered):
         if self._buffer is None:
             return ""
         return hashlib.sha256(bytes_of(self._buffer.cpu().contiguous())).hexdigest()
+
+
+class AQSGD(Mirrored):
+    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer.
+
+    A microbatch with an example that was not seen before travels whole, in bf16. `place.examples`
+    says which examples the entries of the first dimension are, and `prepare` makes room for all of
+    them. If one is in a microbatch twice, the later row is remembered.
+
+    Payload: 2 N bytes for N elements at a first visit, then the inner codec's.
+    """
+
+    suffix = "aqsgd"
+    remembers_examples = True
+    size_varies = True  # between a first visit and later ones
+
+    def __init__(self, inner: Codec):
+        super().__init__(inner)
+        self._whole = Cast("bf16")
+        self._last: Codec = inner  # the one that encoded the parts to be written next
+        self._memory: ExampleMemory | None = None
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        super().prepare(spec, surroundings)
+        if not spec.shape:
+            raise ConfigError(f"{self.name} needs tensors with one row for each example")
+        self._memory = ExampleMemory(spec.shape[1:], surroundings, spec.device)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        self._last = self._used_at(place)
+        return super().encode(tensor, place)
+
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        if self._used_at(place) is self.inner:
+            return super().encode_training(tensor, place)
+        parts = self._whole.encode(tensor, place)
+        self.decode_training(parts, spec_of(tensor), place)
+        return parts
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        count = len(self._examples(place))
+        if count != spec.shape[0]:
+            raise ValueError(f"{count} examples were named for {spec.shape[0]} rows")
+        if self._used_at(place) is self.inner:
+            return super().decode_training(parts, spec, place)
+        remember_whole(self.inner, place)
+        rows = self._whole.decode(parts, replace(spec, dtype=ROWS), place)
+        return self.learn(rows, rows, place).to(spec.dtype)
+
+    def known(self, spec: TensorSpec, place: Place) -> Tensor:
+        rows = self._room().read(self._examples(place), spec.device)
+        return rows.to(working(spec.dtype)).view(spec.shape)
+
+    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
+        rows = better.to(ROWS)
+        if rows.isfinite().all():
+            self._room().write(self._examples(place), rows)
+        return rows
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return self._used_at(place).layout(shape, place)
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        return self._last.to_bytes(parts)
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        return self._used_at(place).from_bytes(payload, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
+
+    def expected_bytes(self, shape: Shape) -> int:
+        return self.payload_limit(shape)
+
+    def coded_bytes(self, shape: Shape) -> int:
+        return self.payload_limit(shape)
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {} if self._memory is None else self._memory.state_tensors()
+
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        if tensors or self._memory is not None:
+            self._room().load_state_tensors(tensors)
+
+    def fingerprint(self) -> str:
+        return "" if self._memory is None else self._memory.fingerprint()
+
+    def _used_at(self, place: Place) -> Codec:
+        """The codec whose parts travel: bf16 at a first visit, otherwise the inner one."""
+        is_first = place.training and not self._room().seen(self._examples(place))
+        return self._whole if is_first else self.inner
+
+    def _room(self) -> "ExampleMemory":
+        if self._memory is None:
+            raise ConfigError(
+                f"{self.name} needs the number of training examples: call prepare first"
+            )
+        return self._memory
+
+    def _examples(self, place: Place) -> tuple[int, ...]:
+        if place.examples is None:
+            raise ConfigError(
+                f"{self.name} remembers every training example, but microbatches do not name the "
+                "examples that they hold: use training data whose examples repeat"
+            )
+        return place.examples
+
+
+class ExampleMemory:
+    """One row of bf16 numbers for each training example, and which of them were ever written.
+
+    In a folder the rows are a memory-mapped file without a name: it goes when the process goes,
+    however that ends, and two memories in one folder do not meet. A checksum of every row is kept
+    beside it, so that comparing two ends costs a few bytes per example and not the rows. It is made
+    when it is asked for, of rows written since: to make it at every write would cost more than all
+    else.
+    """
+
+    def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):
+        count, row = surroundings.examples, elements(row_shape)
+        need = bytes_needed(row_shape, count)
+        if need > surroundings.limit_bytes:
+            raise ConfigError(
+                f"storing {row:,} numbers for each of {count:,} training examples takes "
+                f"{need:,} bytes at each end, and the limit is {surroundings.limit_bytes:,}: raise "
+                f"codec.memory_mb, train on fewer examples, or choose ef21, which keeps one buffer"
+            )
+        self._seen = np.zeros(count, dtype=np.bool_)
+        self._checksums = np.zeros(count, dtype=np.uint32)
+        self._unsummed = np.zeros(count, dtype=np.bool_)
+        if surroundings.folder is None:
+            self._rows = torch.zeros((count, row), dtype=ROWS, device=device)
+        else:
+            self._rows = _mapped(count * row, surroundings.folder).view(count, row)
+
+    def seen(self, examples: Sequence[int]) -> bool:
+        """Whether all of these were written before."""
+        return bool(self._seen[self._checked(examples)].all())
+
+    def read(self, examples: Sequence[int], spot: torch.device) -> Tensor:
+        """The rows of these examples, a copy on the device `spot`."""
+        return self._rows[torch.from_numpy(self._checked(examples))].to(spot)
+
+    def write(self, examples: Sequence[int], rows: Tensor) -> None:
+        """Replace the rows of these examples; of an example that is there twice the last counts."""
+        last = {example: number for number, example in enumerate(examples)}
+        index = self._checked(list(last))
+        kept = rows[list(last.values())].reshape(len(last), self._rows.shape[1])
+        self._rows[torch.from_numpy(index)] = kept.to(self._rows)
+        self._seen[index] = self._unsummed[index] = True
+
+    def fingerprint(self) -> str:
+        """Equal for two memories that hold the same rows."""
+        self._sum_up()
+        return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All of it, not copied: to be written before the next tensor comes."""
+        self._sum_up()
+        return {
+            "rows": self._rows,
+            "seen": torch.from_numpy(self._seen),
+            "checksums": torch.from_numpy(self._checksums.view(np.int32)),
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; nothing at all empties the memory."""
+        if not tensors:
+            for flags in (self._seen, self._checksums, self._unsummed):
+                flags[:] = 0
+            return
+        mine = self.state_tensors()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        if shapes != wanted:
+            raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+
+    def _sum_up(self) -> None:
+        for example in self._unsummed.nonzero()[0].tolist():
+            row = self._rows[example].cpu().contiguous().view(torch.int16).numpy()
+            self._checksums[example] = zlib.crc32(row.tobytes())
+        self._unsummed[:] = False
+
+    def _checked(self, examples: Sequence[int]) -> np.ndarray:
+        index = np.asarray(examples, dtype=np.int64)
+        if index.size and not (index.min() >= 0 and index.max() < len(self._seen)):
+            raise ValueError(
+                f"examples {index.min()}..{index.max()} were named, but there are only "
+                f"{len(self._seen)} training examples, from 0"
+            )
+        return index
+
+
+def bytes_needed(row_shape: Shape, examples: int) -> int:
+    """What remembering rows of this shape takes at one end: examples * (2 * elements + 5)."""
+    return examples * (elements(row_shape) * ROWS.itemsize + _BOOKKEEPING)
+
+
+def _mapped(count: int, folder: Path) -> Tensor:
+    """Zeros in a file; its blocks are taken now, since a write to a map cannot report a lack."""
+    if count == 0:
+        return torch.zeros(0, dtype=ROWS)
+    size = count * ROWS.itemsize
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if size > (free := shutil.disk_usage(folder).free):
+            raise OSError(f"only {free:,} bytes are free")
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if sys.platform == "linux":
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            numbers = np.memmap(file, dtype=np.int16, mode="r+", shape=(count,))
+    except OSError as error:
+        raise ConfigError(f"{size:,} bytes cannot be kept in {folder}: {error}") from error
+    return torch.from_numpy(numbers).view(ROWS)
 
 
 def _elsewhere(place: Place) -> Place:

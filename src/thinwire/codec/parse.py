@@ -12,14 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from thinwire.codec.aqsgd import AQSGD
 from thinwire.codec.base import Codec
-from thinwire.codec.cast import FORMATS, Cast
 from thinwire.codec.entropy import Zstd
-from thinwire.codec.feedback import EF21, ErrorFeedback, MixedErrorFeedback
+from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.place import Leg
-from thinwire.codec.quantize import Float8, Integer, Step, TensorInteger
+from thinwire.codec.quantize import FORMATS, Cast, Float8, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
 from thinwire.errors import ConfigError
 from thinwire.typed import nearest
@@ -57,7 +55,7 @@ _CODECS: dict[str, Factory] = {
     **{name: partial(Cast, name) for name in FORMATS},
     "fp8": Float8,
     **{f"int{bits}": partial(_integer, bits) for bits in range(2, 9)},
-    "step": Step,
+    "step": StepCodec,
     "topk": _topk,
     "randk": RandK,
     "lowrank": LowRank,

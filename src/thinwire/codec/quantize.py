@@ -1,4 +1,5 @@
-"""Quantizers: whole numbers of 2 to 8 bits, eight-bit floats, and multiples of one step.
+"""Float formats, and quantizers: whole numbers of 2 to 8 bits, eight-bit floats, multiples of a
+step.
 
 Shapes: a tensor is R rows (its last dimension is the row), D wide, split into G groups of W
 elements; the last group of a row may be short. All arithmetic is in float32.
@@ -10,17 +11,33 @@ count. Rows of zeros arrive as zeros.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.base import (
+    Codec,
+    Layout,
+    Part,
+    Parts,
+    Place,
+    Shape,
+    Surroundings,
+    TensorSpec,
+    elements,
+)
 from thinwire.codec.bits import pack_bits, packed_bytes, unpack_bits
-from thinwire.codec.noise import round_at
-from thinwire.codec.rotate import rotate
+from thinwire.codec.noise import random_words, round_at
 from thinwire.errors import ConfigError
 
+FORMATS = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 LARGEST = 2.0**120  # what is above counts as infinite: below, no sum or product overflows
 _SMALLEST = 2.0**-126  # the smallest scale: its reciprocal is finite
 _NAN_BITS = 0x7FC0  # NaN in bf16
@@ -33,6 +50,41 @@ _CODED_FRAME = 64  # bytes of a frame and of its table of codes, about
 _MOST_STEPS = 32_000  # the largest symbol: with the shift it stays within 16 bits
 _SHIFT = 128  # symbols from -128 to 127 have an upper byte of zero, which then costs nothing
 _SMALLEST_LARGEST = 2.0**-100  # a tensor below is rounded as if it reached up to there
+
+# Of the rotation:
+_SIZES = (256, 64, 16, 4)
+_SIGNS_KEY = 0x5157
+
+
+class Cast(Codec):
+    """Round to a float format and send the elements as they are.
+
+    NaN and infinity travel unchanged. fp16 turns magnitudes above 65504 into infinity, which
+    the step's verdict then sees: prefer bf16 for gradients.
+    """
+
+    name = ""
+    by_token = True
+
+    def __init__(self, name: str):
+        self.name = name
+        self._format = FORMATS[name]
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        if self._format == torch.float64 and spec.device.type == "mps":
+            raise ConfigError(
+                "fp64 needs a device with float64, and Apple's MPS has none: choose fp32, or "
+                'run.device = "cpu"'
+            )
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return (Part(self._format, elements(shape)),)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        return (tensor.to(self._format).contiguous().reshape(-1),)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        return parts[0].reshape(spec.shape).to(spec.dtype)
 
 
 class Integer(Codec):
@@ -153,7 +205,7 @@ class TensorInteger(Codec):
         return x.reshape(spec.shape).to(spec.dtype)
 
 
-class Step(Codec):
+class StepCodec(Codec):
     """`step(bits)`: every element a multiple of one step, 16 bits wide before entropy coding.
 
     With a scale per token every token costs the same bits, whether it says much or little. With one
@@ -286,3 +338,54 @@ def _codes(levels: Tensor, center: int, bits: int) -> Tensor:
     if bits < 8:
         codes.bitwise_and_(2**bits - 1)
     return codes.view(torch.uint8)
+
+
+def rotate(x_RD: Tensor, largest: int, back: bool = False) -> Tensor:
+    """Each row turned by a Walsh-Hadamard transform with random signs, in blocks of `largest` at
+    most; `back` undoes it. Lengths are kept.
+
+    It spreads an outlier over its whole block, so that the largest magnitude, which sets the scale,
+    comes down towards the typical one. Blocks are powers of four: 1/sqrt(S) is then a power of two,
+    and turning back whole numbers below 2**8 is exact, in whatever order a device adds them up. So
+    both ends of a link decode alike.
+    """
+    turned = []
+    with torch.autocast(x_RD.device.type, enabled=False):
+        for start, stop, size in blocks(x_RD.shape[1], largest):
+            piece = x_RD[:, start:stop]
+            if size > 1:
+                piece = _turn(piece.reshape(-1, size), back)
+            turned.append(piece.reshape(len(x_RD), stop - start))
+    return turned[0] if len(turned) == 1 else torch.cat(turned, dim=1)
+
+
+def blocks(width: int, largest: int) -> list[tuple[int, int, int]]:
+    """How a row is split: (start, stop, size) of runs of equal blocks, the largest first."""
+    found, start = [], 0
+    for size in (*(size for size in _SIZES if size <= largest), 1):
+        stop = width - (width - start) % size
+        if stop > start:
+            found.append((start, stop, size))
+            start = stop
+    return found
+
+
+def _turn(x_NS: Tensor, back: bool) -> Tensor:
+    """N blocks turned: 256 as a square of 16 by 16, along both sides, for an eighth of the work."""
+    if x_NS.shape[1] < 256:
+        return F.linear(x_NS, _matrix(x_NS.shape[1], back, x_NS.device))
+    matrix = _matrix(16, back, x_NS.device)
+    squares = F.linear(x_NS.reshape(-1, 16), matrix).view(-1, 16, 16)
+    return F.linear(squares.transpose(1, 2).reshape(-1, 16), matrix)
+
+
+@lru_cache(maxsize=64)
+def _matrix(size: int, back: bool, device: torch.device) -> Tensor:
+    """An orthogonal matrix of elements ±1/sqrt(size): signs, then the transform; or its inverse."""
+    matrix_SS = torch.ones(1, 1)
+    while len(matrix_SS) < size:
+        matrix_SS = torch.kron(torch.tensor([[0.5, 0.5], [0.5, -0.5]]), matrix_SS)
+        matrix_SS = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix_SS)
+    is_negative_S = random_words(size, _SIGNS_KEY, torch.device("cpu")) < 0
+    signs_S = 1.0 - 2.0 * is_negative_S.float()
+    return (matrix_SS * (signs_S[:, None] if back else signs_S)).to(device)

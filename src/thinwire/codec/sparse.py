@@ -130,13 +130,6 @@ class TopK(Sparse):
         self.remember(place, positions)
         return _scattered(values, positions, spec)
 
-    def hand_over(self, tensor: Tensor, receiver: Codec, place: Place) -> Tensor:
-        if self.masks is not None:  # the way back asks for positions
-            return super().hand_over(tensor, receiver, place)
-        B, code = self._code(tuple(tensor.shape))
-        kept_Bn = _largest(tensor.reshape(B, code.n), code.k)
-        return torch.where(kept_Bn.view(tensor.shape), tensor.to(VALUES).to(tensor.dtype), 0)
-
     def _code(self, shape: Shape) -> tuple[int, PositionCode]:
         """B, and how the positions of a sample are written."""
         B, n = (1, elements(shape)) if len(shape) < 2 else (shape[0], elements(shape[1:]))

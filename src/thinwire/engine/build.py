@@ -1,26 +1,35 @@
-"""From settings to a stage: device, space, layers with their boundaries, starting weights."""
+"""From settings to a stage: device, space, layers with their boundaries, starting weights; and how
+many weights it has.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from thinwire.boundary import (
-    Boundary,
-    DenseBoundary,
-    EmbeddedBoundary,
-    ProjectedBoundary,
-    SubspaceBoundary,
-)
 from thinwire.codec import TensorSpec
 from thinwire.errors import ConfigError
-from thinwire.model import Narrow, Stage, architecture
+from thinwire.model import (
+    Boundary,
+    Constraint,
+    DenseBoundary,
+    EmbeddedBoundary,
+    Narrow,
+    ProjectedBoundary,
+    Space,
+    Stage,
+    SubspaceBoundary,
+    architecture,
+    fixed_table,
+    random_basis,
+)
 from thinwire.model.adapter import attach_adapters, round_frozen
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES
-from thinwire.subspace import Constraint, Space, fixed_table, random_basis
 
 
 def choose_device(wanted: str, stage: int) -> torch.device:
@@ -116,8 +125,8 @@ class StageBuilder:
         with torch.device("meta" if self.device.type == "meta" else "cpu"):
             stage = Stage(
                 self.architecture.stage_layers(blocks, narrow),
-                incoming=self.boundary(index - 1, receives=True) if index > 0 else None,
-                outgoing=self.boundary(index, receives=False) if not is_last else None,
+                incoming=self.boundary(receives=True) if index > 0 else None,
+                outgoing=self.boundary(receives=False) if not is_last else None,
                 recompute=settings.pipeline.recompute,
                 next_name="" if is_last else self.architecture.block_name(blocks.stop),
             )
@@ -171,17 +180,17 @@ class StageBuilder:
             table_VD = fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std).to(
                 self.device
             )
-        return Space(self._basis(boundary.basis_seed, boundary.widest), table_VD)
+        return Space(self._basis(boundary.basis_seed, boundary.rank), table_VD)
 
-    def _basis(self, seed: int, rank: int) -> torch.Tensor:
+    def _basis(self, seed: int, rank: int) -> Tensor:
         """The basis of a seed; without memory only its shape, for deriving one takes seconds."""
         dim = self.settings.model.dim
         if self.device.type == "meta":
             return torch.empty(dim, rank, dtype=self.dtype, device=self.device)
         return random_basis(dim, rank, seed).to(self.device, self.dtype)
 
-    def boundary(self, cut: int, receives: bool) -> Boundary:
-        """One end of a cut. One of a lower rank takes the first columns of a shared basis."""
+    def boundary(self, receives: bool) -> Boundary:
+        """One end of a cut."""
         config, space = self.settings.boundary, self.space
         if space is None:
             return DenseBoundary()
@@ -190,18 +199,45 @@ class StageBuilder:
             return EmbeddedBoundary(space, (model.vocab, model.dim) if receives else None)
         if config.is_constrained:
             return SubspaceBoundary(space)
-        rank = config.rank_at(cut)
-        if config.basis != "shared":
-            seed = config.basis_seed * 1_000_003 + self.settings.split()[cut].stop
-            space = Space(self._basis(seed, rank), space.table_VD)
-        elif rank < config.widest:
-            space = Space(space.basis_DK[:, :rank], space.table_VD)
         table = (self.settings.model.vocab, config.table) if receives and config.table else None
-        return ProjectedBoundary(
-            space,
-            config.anchor == "fixed",
-            config.learn,
-            table,
-            calibrated=config.is_calibrated,
-            own_tables=config.own_tables,
+        return ProjectedBoundary(space, config.own_tables, table)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a stage, or of a part of it."""
+
+    count: int = 0
+    trained: int = 0
+    """Those with a gradient and moments: the others are frozen."""
+    bytes: int = 0
+    """Of all of them, without gradients and moments."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> "Weights":
+        """Counted one by one."""
+        found = list(parameters)
+        trained = sum(p.numel() for p in found if p.requires_grad)
+        return cls(sum(p.numel() for p in found), trained, sum(p.nbytes for p in found))
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(
+            self.count + other.count, self.trained + other.trained, self.bytes + other.bytes
         )
+
+
+def stage_weights(settings: Settings, stage: int) -> Weights:
+    """Of what a stage holds, counted on layers without memory."""
+    return Weights.of(StageBuilder(settings, torch.device("meta")).build(stage).parameters())
+
+
+def model_weights(settings: Settings) -> Weights:
+    """Of the whole model as it is trained, with its cuts; what two stages hold counts once."""
+    builder = StageBuilder(settings, torch.device("meta"))
+    stages = [builder.build(index) for index in range(settings.pipeline.stages)]
+    return Weights.of(p for stage in stages for p in stage.owned_parameters().values())
+
+
+def parameter_count(settings: Settings) -> int:
+    """Parameters of the whole model as it is trained, those of its cuts included."""
+    return model_weights(settings).count

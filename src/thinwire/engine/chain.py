@@ -1,12 +1,10 @@
 """A whole pipeline in one process: stages joined by autograd, boundaries and codecs included.
 
 Experiments that ask about learning and not about time use this: no processes, no links, one
-device. A step ends as in the pipeline (engine/update.py), so both train the same weights, bit for
+device. A step ends as in the pipeline (engine/step_end.py), so both train the same weights, bit for
 bit where both compute with one thread.
 """
 
-import itertools
-import math
 from collections.abc import Callable
 
 import torch
@@ -23,19 +21,16 @@ from thinwire.engine.build import (
 from thinwire.engine.cut import Cut
 from thinwire.engine.feed import Feed
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.rows import SharedRows
-from thinwire.engine.update import StageUpdate
-from thinwire.engine.verdict import global_norm
-from thinwire.model import Past, Score
-from thinwire.optim import learning_rate
+from thinwire.engine.step_end import StageUpdate, StepEnd
+from thinwire.engine.trace import StepTrace
+from thinwire.model import Past, Score, learning_rate
 from thinwire.settings import Settings
-from thinwire.wire import HEADER_BYTES
 
 Told = Callable[[int, int], None]
 """Called after every batch of a validation: how many are done, of how many."""
 
 
-class Crossing(torch.autograd.Function):
+class ThroughCut(torch.autograd.Function):
     """What a cut does to a tensor on its way up, and to the gradient on its way down."""
 
     @staticmethod
@@ -74,7 +69,7 @@ class Joined:
         x = inputs
         for index, stage in enumerate(self.stages):
             if compressed and index > 0:
-                x = Crossing.apply(x, self.cuts[index - 1])
+                x = ThroughCut.apply(x, self.cuts[index - 1])
             with self._autocast():
                 x = stage(x, inputs) if pasts is None else stage.extend(x, pasts[index], inputs)
         return x
@@ -120,10 +115,12 @@ class Chain(Joined):
         self.updates = [
             StageUpdate.build(self.builder, stage, index) for index, stage in enumerate(self.stages)
         ]
-        self.row_bytes = dict.fromkeys(Leg, 0)  # that crossed all cuts for a shared embedding
+        self._end = StepEnd(self.updates, device=device)
+        self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding
         self.done = 0
         self.move_jumps: list[float] | None = None
         """Set to a list to have the change of validation loss by each move of the basis."""
+        self._before_move = 0.0
 
     @property
     def keepers(self) -> list[Keeper]:
@@ -140,8 +137,9 @@ class Chain(Joined):
             for microbatch in range(count):
                 batch = self.feed.training(step, microbatch)
                 self.go_to(step, microbatch, training=True)
-                for rows in self._rows():
-                    rows.see(batch.inputs)
+                for update in self.updates:
+                    if update.rows is not None:
+                        update.rows.see(batch.inputs)
                 logits = self.logits(batch.inputs)
                 with self._autocast():
                     loss = batch.loss(self.stages[-1], logits, count)
@@ -153,63 +151,18 @@ class Chain(Joined):
 
     def update(self, step: int) -> bool:
         """End the step as the pipeline does; False where it was refused."""
-        for update in self.updates:
-            update.project()
-        for below, above in itertools.pairwise(self.updates):
-            below.add_lent_gradients(above.take_borrowed_gradients())
-        self._add_rows(step)
-        moves = bool(self.keepers) and self.keepers[-1].moves_after(step)
-        basis_DK = self.keepers[-1].propose() if moves else None
-        norm = global_norm([square for update in self.updates for square in update.squared_norms()])
-        if not math.isfinite(norm):
-            for update in self.updates:
-                update.withdraw(step)
-            return False
+        self._end.trace = StepTrace()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
-        for update in self.updates:
-            update.commit(step, lr, norm)
-        self._change_rows(step)
-        if basis_DK is not None:
-            self._switch(basis_DK)
-        for stage, above in zip(self.stages, self.updates[1:], strict=False):
-            above.follow_lender(stage.lent())
-        return True
+        verdict = self._end.end(step, lr, lambda step, commit: (False, False), self._probe)
+        return verdict.commit
 
-    def _rows(self) -> list[SharedRows]:
-        """Of each stage, where they share the embedding."""
-        return [update.rows for update in self.updates if update.rows is not None]
-
-    def _add_rows(self, step: int) -> None:
-        """Gradients of due rows down the stages, each adding its own."""
-        payloads: list[bytes] = []
-        for own in reversed(self._rows()):
-            own.choose(step)
-            for frame, payload in enumerate(payloads):
-                own.add(step, frame, payload)
-                self.row_bytes[Leg.BACKWARD] += len(payload) + HEADER_BYTES
-            payloads = [own.gradients(step, frame) for frame in range(own.frames)]
-
-    def _change_rows(self, step: int) -> None:
-        """Changes of due rows from the first stage up to all."""
-        rows = self._rows()
-        payloads = rows[0].changes(step, self.updates[0].version) if rows and rows[0].frames else []
-        for frame, payload in enumerate(payloads):
-            for own in rows:
-                own.follow(step, frame, payload)
-            self.row_bytes[Leg.FORWARD] += (len(rows) - 1) * (len(payload) + HEADER_BYTES)
-        for own in rows:
-            own.commit()
-
-    def _switch(self, basis_DK: Tensor) -> None:
-        """All stages share one space here: it moves once, and every stage's weights follow."""
-        assert self.builder.space is not None
-        before = None if self.move_jumps is None else self.evaluate()
-        old_DK = self.builder.space.basis_DK.clone()
-        self.builder.space.move(basis_DK)
-        for keeper in self.keepers:
-            keeper.follow(old_DK)
-        if self.move_jumps is not None and before is not None:
-            self.move_jumps.append(self.evaluate() - before)
+    def _probe(self, step: int, number: int) -> float | None:
+        if self.move_jumps is not None:
+            loss = self.evaluate()
+            if number == 1:
+                self.move_jumps.append(loss - self._before_move)
+            self._before_move = loss
+        return None
 
     def evaluate(self, compressed: bool = True) -> float:
         """Mean validation loss, with what codecs do to activations or without it."""

@@ -4,7 +4,6 @@ Shapes: B sequences of a microbatch, T tokens of context.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -17,11 +16,14 @@ from thinwire.errors import ConfigError, DataError
 from thinwire.model import Stage
 from thinwire.settings import Settings
 
+At = tuple[int, int] | int
+"""Step and microbatch of a training, or the number of a validation's microbatch."""
 
-class FarCorpus(ABC):
-    """A corpus on another machine, of which a stage gets the token ids that it reads.
 
-    It has been found fit for the settings there. Which examples a microbatch has is computed here.
+class TokenSource(ABC):
+    """Where a stage gets the token ids that it reads: a corpus here, or one on another machine.
+
+    Which examples a microbatch has is computed in the feed.
     """
 
     fingerprint: str
@@ -29,20 +31,19 @@ class FarCorpus(ABC):
     validation_count: int
     validation_text: tuple[int, int]  # as that of a feed
 
-    @abstractmethod
-    def is_due(self, at: tuple[int, int] | int) -> bool:
+    def is_due(self, at: At) -> bool:
         """Whether something that this stage reads of a microbatch is still to come."""
+        return False
 
-    @abstractmethod
-    def wait(self, at: tuple[int, int] | int) -> None:
+    def wait(self, at: At) -> None:  # noqa: B027 -- nothing to wait for here
         """Wait until all that this stage reads of a microbatch is here."""
 
     @abstractmethod
-    def inputs(self, at: tuple[int, int] | int) -> Tensor:
-        """Token ids (B, T) of a training microbatch, or of a validation's by its number alone."""
+    def inputs(self, at: At) -> Tensor:
+        """Token ids (B, T) of a microbatch."""
 
     @abstractmethod
-    def targets(self, at: tuple[int, int] | int) -> Tensor:
+    def targets(self, at: At) -> Tensor:
         """The token after each of these (B, T), or -100 where it is not learned."""
 
     @abstractmethod
@@ -50,29 +51,25 @@ class FarCorpus(ABC):
         """Tokens that are learned in the step of a microbatch; None where all are."""
 
 
+class FarCorpus(TokenSource):
+    """A corpus on another machine; it has been found fit for the settings there."""
+
+
 class DeviceBatch:
     """A microbatch on the stage's device: what a model reads, and what it should say.
 
     Each is computed when it is asked for: inputs by the first stage, targets by the last.
-    `wait` is there if something has to come from another machine first. `learned` gives the number
-    of tokens that are learned in the whole step, where that is not all of them.
+    `wait` is there if something has to come from another machine first.
     """
 
-    def __init__(
-        self,
-        inputs: Callable[[], Tensor],
-        targets: Callable[[], Tensor],
-        wait: Callable[[], None] | None = None,
-        learned: Callable[[], int | None] = lambda: None,
-    ):
-        self._read_inputs, self._read_targets = inputs, targets
-        self.wait = wait
-        self._count_learned = learned
+    def __init__(self, source: TokenSource, at: At, device: torch.device):
+        self._source, self._at, self._device = source, at, device
+        self.wait = (lambda: source.wait(at)) if source.is_due(at) else None
 
     @cached_property
     def inputs(self) -> Tensor:
         """Token ids (B, T)."""
-        return self._read_inputs()
+        return self._source.inputs(self._at).to(self._device)
 
     @cached_property
     def targets(self) -> Tensor:
@@ -80,7 +77,7 @@ class DeviceBatch:
 
         A target of -100 is not learned.
         """
-        return self._read_targets()
+        return self._source.targets(self._at).to(self._device)
 
     def loss(self, stage: Stage, output: Tensor, microbatches: int) -> Tensor:
         """What this microbatch adds to the loss of its step, which is the mean over all tokens
@@ -89,7 +86,8 @@ class DeviceBatch:
         Each microbatch has as many, unless some are masked: then the mean over the step is not
         the mean of the means of its microbatches.
         """
-        count = self._count_learned()
+        assert not isinstance(self._at, int), "a validation has scores"
+        count = self._source.learned_count(self._at)
         if count is None:
             return stage.loss(output, self.targets) / microbatches
         return stage.summed_loss(output, self.targets) / count
@@ -110,43 +108,44 @@ class Feed:
         eval_batches: int = 0,
     ):
         limit = eval_batches or settings.train.eval_batches
-        self._source: _Source
-        if isinstance(data, FarCorpus):
-            self._source = _FarTokens(data, settings, device)
-        else:
-            self._source = _Tokens(data, settings, device, limit)
+        self._source: TokenSource = (
+            data if isinstance(data, TokenSource) else _CorpusTokens(data, settings, limit)
+        )
+        self._device = device
+        count, train, pipeline = self._source.example_count, settings.train, settings.pipeline
+        self._order = Shuffled(count, train.batch, pipeline.microbatches, settings.run.seed)
         self._check_memory(settings)
 
     @property
     def example_count(self) -> int:
         """Training examples there are, the same ones in every epoch."""
-        return self._source.order.count
+        return self._source.example_count
 
     def examples(self, step: int, microbatch: int) -> tuple[int, ...]:
         """Which training examples the rows of a microbatch are; one may stand there twice."""
-        return tuple(self._source.order.examples(step, microbatch).tolist())
+        return tuple(self._order.examples(step, microbatch).tolist())
 
     @property
     def validation_count(self) -> int:
         """Validation microbatches there are: fewer than asked for when there is little data."""
         return self._source.validation_count
 
-    def training(self, step: int, microbatch: int) -> DeviceBatch:
-        """One training microbatch."""
-        return self._source.training(step, microbatch)
-
-    def validation(self, microbatch: int) -> DeviceBatch:
-        """One validation microbatch."""
-        return self._source.validation(microbatch)
-
-    @cached_property
+    @property
     def validation_text(self) -> tuple[int, int]:
         """How many tokens the validation microbatches predict, and their UTF-8 bytes.
 
         Just those that a validation scores, so that a loss and its bits per byte belong
         together. Both are 0 for token shards, whose text is not known.
         """
-        return self._source.validation_text()
+        return self._source.validation_text
+
+    def training(self, step: int, microbatch: int) -> DeviceBatch:
+        """One training microbatch."""
+        return DeviceBatch(self._source, (step, microbatch), self._device)
+
+    def validation(self, microbatch: int) -> DeviceBatch:
+        """One validation microbatch."""
+        return DeviceBatch(self._source, microbatch, self._device)
 
     def _check_memory(self, settings: Settings) -> None:
         """Refuse codecs that remember examples in a run that sees none of them again."""
@@ -163,36 +162,20 @@ class Feed:
             )
 
 
-class _Source(ABC):
-    """One kind of data behind a feed."""
+class _CorpusTokens(TokenSource):
+    """Windows of a corpus on this machine; nothing is read before it is asked for."""
 
-    order: Shuffled
-    validation_count: int
-
-    @abstractmethod
-    def training(self, step: int, microbatch: int) -> DeviceBatch: ...
-
-    @abstractmethod
-    def validation(self, microbatch: int) -> DeviceBatch: ...
-
-    def validation_text(self) -> tuple[int, int]:
-        return 0, 0
-
-
-class _Tokens(_Source):
-    """Windows of a corpus."""
-
-    order: Order
-
-    def __init__(self, corpus: Corpus, settings: Settings, device: torch.device, limit: int):
+    def __init__(self, corpus: Corpus, settings: Settings, limit: int):
         context, size, train = settings.model.context, settings.microbatch_size, settings.train
         microbatches, seed = settings.pipeline.microbatches, settings.run.seed
-        self.order = Order(
+        self._order = Order(
             corpus.train, context, train.batch, microbatches, seed, corpus.train_learned
         )
         self._validation = Validation(corpus.valid, context, size, limit, corpus.valid_learned)
         self._valid_sizes = corpus.valid_sizes
-        self._device = device
+        self._last: tuple[At, Batch] | None = None
+        self.fingerprint = corpus.fingerprint
+        self.example_count = self._order.count
         self.validation_count = len(self._validation)
         if self._validation.size < size:
             raise DataError(
@@ -201,54 +184,25 @@ class _Tokens(_Source):
                 "train.batch"
             )
 
-    def training(self, step: int, microbatch: int) -> DeviceBatch:
-        batch = self.order.microbatch(step, microbatch)
-        if not self.order.is_masked:
-            return self._on_device(batch)
-        return self._on_device(batch, lambda: self.order.learned_count(step))
+    def inputs(self, at: At) -> Tensor:
+        return torch.from_numpy(self._read(at).inputs_BT)
 
-    def validation(self, microbatch: int) -> DeviceBatch:
-        return self._on_device(self._validation.microbatch(microbatch))
+    def targets(self, at: At) -> Tensor:
+        return torch.from_numpy(self._read(at).targets_BT)
 
-    def validation_text(self) -> tuple[int, int]:
+    def learned_count(self, at: tuple[int, int]) -> int | None:
+        return self._order.learned_count(at[0]) if self._order.is_masked else None
+
+    @cached_property
+    def validation_text(self) -> tuple[int, int]:  # type: ignore[override]
         if self._valid_sizes is None:
             return 0, 0
         validation = self._validation
         return validation.target_count, validation.total_of_targets(self._valid_sizes)
 
-    def _on_device(
-        self, batch: Batch, learned: Callable[[], int | None] = lambda: None
-    ) -> DeviceBatch:
-        return DeviceBatch(
-            lambda: torch.from_numpy(batch.inputs_BT).to(self._device),
-            lambda: torch.from_numpy(batch.targets_BT).to(self._device),
-            learned=learned,
-        )
-
-
-class _FarTokens(_Source):
-    """Windows of a corpus on another machine; nothing is asked for before it is read."""
-
-    def __init__(self, far: FarCorpus, settings: Settings, device: torch.device):
-        batch, microbatches = settings.train.batch, settings.pipeline.microbatches
-        self.order = Shuffled(far.example_count, batch, microbatches, settings.run.seed)
-        self.validation_count = far.validation_count
-        self._far = far
-        self._device = device
-
-    def training(self, step: int, microbatch: int) -> DeviceBatch:
-        return self._on_device((step, microbatch))
-
-    def validation(self, microbatch: int) -> DeviceBatch:
-        return self._on_device(microbatch)
-
-    def validation_text(self) -> tuple[int, int]:
-        return self._far.validation_text
-
-    def _on_device(self, at: tuple[int, int] | int) -> DeviceBatch:
-        return DeviceBatch(
-            lambda: self._far.inputs(at).to(self._device),
-            lambda: self._far.targets(at).to(self._device),
-            (lambda: self._far.wait(at)) if self._far.is_due(at) else None,
-            lambda: None if isinstance(at, int) else self._far.learned_count(at),
-        )
+    def _read(self, at: At) -> Batch:
+        """Both sides of it, kept for whoever asks for the other one next."""
+        if self._last is None or self._last[0] != at:
+            side = self._validation if isinstance(at, int) else self._order
+            self._last = at, side.microbatch(*((at,) if isinstance(at, int) else at))
+        return self._last[1]

@@ -15,18 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.boundary import BoundaryConfig
 from thinwire.engine.source import Source
-from thinwire.model import Stage
-from thinwire.optim import StageOptimizer
-from thinwire.subspace import (
-    BasisMove,
-    Constraint,
-    Space,
-    grassmann_step,
-    orthonormality_error,
-    project,
-)
+from thinwire.model import BoundaryConfig, Constraint, Space, Stage, StageOptimizer, project
+from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
 
 BASIS = "space/basis"
 COVARIANCE = "space/covariance"
@@ -127,8 +118,6 @@ class Keeper:
 
         What the step gathered counts from now on, or a window ends with it.
         """
-        if self._stage.outgoing is not None:
-            self._stage.outgoing.after_update()
         if self._constraint is not None and (step + 1) % REPROJECT_EVERY == 0:
             self._constraint.project_weights()
         if self._is_last and self._ends_window(step) and not self.moves_after(step):
@@ -143,10 +132,10 @@ class Keeper:
         if self._ends_window(step):
             self._covariance_DD = None
 
-    def basis_bytes(self) -> set[int]:
-        """Sizes of the bases, or gradients of them, that may cross a cut."""
-        crossing = ([self.space.basis_DK], self._stage.lent(), self._stage.borrowed())
-        return {sum(tensor.nbytes for tensor in tensors) for tensors in crossing if tensors}
+    @property
+    def most_basis_bytes(self) -> int:
+        """The size of a basis that crosses a cut; 0 where none moves."""
+        return self.space.basis_DK.nbytes if self._config.basis_update_every else 0
 
     def measures(self, step: int) -> dict[str, float]:
         """Drift now and then; when the basis has moved: energy, angle, orthonormality, and how
@@ -167,9 +156,7 @@ class Keeper:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a state holds beyond weights: the basis, gradients so far, a move."""
-        tensors = {}
-        if self._config.basis == "shared":
-            tensors[BASIS] = self.space.basis_DK
+        tensors = {BASIS: self.space.basis_DK}
         if self._covariance_DD is not None:
             tensors[COVARIANCE] = self._covariance_DD
         if self._postponed_DK is not None:

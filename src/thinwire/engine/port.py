@@ -1,22 +1,28 @@
-"""A stage's end of one cut: codec, contract and link, on the way out and on the way in."""
+"""A stage's end of one link: what the neighbour may send, how it is checked, and where it waits.
+
+Everything that is not due is the neighbour's error, before memory is allocated for it.
+"""
 
 import math
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codec import Codec, Leg, Place
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.due import Due
-from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
-from thinwire.engine.mailbox import Mailbox
+from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW
 from thinwire.engine.source import Versions
-from thinwire.engine.verdict import Verdict, unpack_tally
-from thinwire.errors import WireError
-from thinwire.wire import Frame, FrameKind, Link, Seal
+from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Message, Verdict, unpack_tally
+from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
+from thinwire.errors import ThinwireError, WireError
+from thinwire.schedule import Kind, Schedule
+from thinwire.wire import SEAL_BYTES, Frame, FrameKind, Link, Seal
+
+Key = tuple[Any, ...]
 
 _LEGS = {
     FrameKind.FORWARD: Leg.FORWARD,
@@ -38,11 +44,193 @@ _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
 EVALUATION_WINDOW = 4
 
 
-class Message(NamedTuple):
-    """A message that no codec packs: what it says, and how it travels on to the next stage."""
+@dataclass(frozen=True)
+class Due:
+    """Who sends, which kinds, how many steps ahead, how much of each, and who has to sign it.
 
-    content: bytes
-    travels: bytes
+    A stage below may be a step ahead, while this one still saves the step before; the stage above
+    cannot be, for it needs this stage's activations.
+    """
+
+    sender: int
+    kinds: frozenset[FrameKind]
+    steps_ahead: int
+    way: int  # of rows
+    signers: Mapping[FrameKind, range] = field(default_factory=dict)  # one part of each stage
+    first_step: int = 0
+    validation_batches: int = 0
+    basis_bytes: int = 0  # of one that moves
+    rows: tuple[int, int] = (0, 0)  # frames in a step and bytes of one, at most; 0 = none cross
+    answers_before: tuple[int, ...] | None = None  # for each forward, gradients sent back before
+
+    def has_number(self, kind: FrameKind, number: int) -> bool:
+        """Whether there is a message of this kind and number, of those that no codec packs."""
+        if kind is FrameKind.ROWS:
+            frame, way = divmod(number, 2)
+            return way == self.way and frame < self.rows[0]
+        return number == 0
+
+    def most_bytes(self, kind: FrameKind) -> int:
+        """The largest message of a kind, signatures included."""
+        content = {
+            FrameKind.BASIS: self.basis_bytes,
+            FrameKind.ROWS: self.rows[1],
+            FrameKind.TALLY: TALLY_BYTES,
+        }.get(kind, VERDICT_BYTES)
+        return content + len(self.signers[kind]) * SEAL_BYTES
+
+    @classmethod
+    def from_below(
+        cls,
+        stage: int,
+        first_step: int,
+        validation_batches: int,
+        basis_moves: bool = False,
+        schedule: Schedule | None = None,
+        rows: tuple[int, int] = (0, 0),
+    ) -> "Due":
+        """What the stage below sends: activations, of validations too, and verdicts.
+
+        The first stage has signed verdicts and the changes of rows. By the schedule it keeps a
+        window: it sends another activation only after so many gradients.
+        """
+        kinds = {FrameKind.FORWARD, FrameKind.VERDICT}
+        kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
+        kinds |= {FrameKind.PROBE} if basis_moves else set()
+        kinds |= {FrameKind.ROWS} if rows[0] else set()
+        first = range(1)
+        return cls(
+            sender=stage - 1,
+            kinds=frozenset(kinds),
+            steps_ahead=1,
+            way=FROM_BELOW,
+            signers={
+                FrameKind.VERDICT: first,
+                FrameKind.VALIDATED: first,
+                FrameKind.ROWS: first,
+            },
+            first_step=first_step,
+            validation_batches=validation_batches,
+            rows=rows,
+            answers_before=_answers_before(schedule, stage - 1) if schedule else None,
+        )
+
+    @classmethod
+    def from_above(
+        cls,
+        stage: int,
+        stages: int,
+        first_step: int,
+        basis_bytes: int = 0,
+        rows: tuple[int, int] = (0, 0),
+    ) -> "Due":
+        """What the stage above sends: gradients and tallies, to which each stage adds its own.
+
+        The basis moves as the last stage says. The stage above has signed gradients of rows, to
+        which it has added its own.
+        """
+        above = range(stage + 1, stages)
+        kinds = {FrameKind.BACKWARD, FrameKind.TALLY}
+        kinds |= {FrameKind.BASIS} if basis_bytes else set()
+        kinds |= {FrameKind.ROWS} if rows[0] else set()
+        return cls(
+            sender=stage + 1,
+            kinds=frozenset(kinds),
+            steps_ahead=0,
+            way=FROM_ABOVE,
+            signers={
+                FrameKind.TALLY: above,
+                FrameKind.BASIS: above[-1:],
+                FrameKind.ROWS: above[:1],
+            },
+            first_step=first_step,
+            basis_bytes=basis_bytes,
+            rows=rows,
+        )
+
+
+def _answers_before(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """How many backwards a stage has done before its forward of each microbatch."""
+    done, before = 0, [0] * schedule.microbatches
+    for action in schedule.rows[stage]:
+        if action.kind is Kind.F:
+            before[action.microbatch] = done
+        done += action.kind is Kind.B
+    return tuple(before)
+
+
+class Mailbox:
+    """Items by key, put by link threads as they arrive and taken once by the runner.
+
+    What may be put is bounded by ports, which know what is due; a flow that has no such bound is
+    held back by `wait_for_room`.
+
+    A failure of any link is put here too, so that a stage which waits for a frame that can no
+    longer come stops at once instead of waiting forever. A link may be as slow as it likes:
+    unless a `timeout` is given, waiting ends with the item or with a failure only.
+    """
+
+    def __init__(self, timeout: float | None = None):
+        self._items: dict[Key, tuple[int, Any]] = {}  # with their steps
+        self._changed = threading.Condition()
+        self._failure: ThinwireError | None = None
+        self._timeout = timeout
+        self._done_step = -1
+        self.dropped = 0
+
+    def put(self, key: Key, step: int, item: Any) -> None:
+        """Keep an item until it is taken; late and repeated ones are dropped and counted."""
+        with self._changed:
+            if step <= self._done_step or key in self._items:
+                self.dropped += 1
+                return
+            self._items[key] = step, item
+            self._changed.notify_all()
+
+    def wait_for_room(self, kind: Any, most: int) -> None:
+        """On a link thread: wait until fewer than `most` items wait whose key begins with `kind`.
+
+        Meanwhile the link reads nothing, so that its sender is held back too. A failure ends it.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or sum(key[0] == kind for key in self._items) < most
+            )
+
+    def take(self, key: Key) -> Any:
+        """The item of this key, waiting for it if need be."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._items or self._failure, self._timeout)
+            if key in self._items:
+                _, item = self._items.pop(key)
+                self._changed.notify_all()
+                return item
+            raise self._failure or WireError(f"no {key} arrived within {self._timeout} s")
+
+    def wait_for_either(self, key: Key, other: Key) -> Key:
+        """Wait until one of the two is there, without taking it; `key` if both are."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in self._items or other in self._items or self._failure, self._timeout
+            )
+            return other if other in self._items and key not in self._items else key
+
+    def close_step(self, step: int) -> None:
+        """Frames of this step and of earlier ones are late from now on.
+
+        What nobody took is dropped: nobody will, and it would pile up step by step.
+        """
+        with self._changed:
+            self._done_step = step
+            kept = {key: item for key, item in self._items.items() if item[0] > step}
+            self.dropped += len(self._items) - len(kept)
+            self._items = kept
+
+    def fail(self, error: ThinwireError) -> None:
+        """Wake everyone who waits with this error; the first one stays the reason."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
 
 class Port:
@@ -234,8 +422,7 @@ class Port:
         self._mailbox.put((kind, step, number), step, Message(content, travels))
 
     def _check_basis(self, payload: bytes) -> None:
-        if len(payload) not in self._due.basis_bytes:
-            agreed = " or ".join(map(str, sorted(self._due.basis_bytes))) or "none"
+        if len(payload) != (agreed := self._due.basis_bytes):
             raise WireError(f"a basis of {len(payload)} bytes arrived, but {agreed} were agreed")
 
     def _on_evaluation(self, frame: Frame) -> None:

@@ -55,7 +55,7 @@ class StageCosts:
 class Step:
     """One step of one stage; the loss is known on the last stage alone.
 
-    `not_finite` is the first place, of those in engine/finite.py, where it saw such values.
+    `not_finite` is the first place, of those in engine/trace.py, where it saw such values.
     """
 
     step: int

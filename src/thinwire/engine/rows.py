@@ -6,7 +6,7 @@ gradients for it. A row is due once its token was seen `boundary.row_tokens` tim
 update, and after `boundary.row_steps` steps if it was seen at all; which rows these are follows
 from the token ids, which all stages have. At the end of a step the gradients of due rows ride down
 the pipeline ahead of the tallies, and each stage adds its own. The first stage turns the sum into
-changes (optim/rows.py), which ride up behind the verdict. Everybody adds what arrives there, the
+changes (`RowAdamW`), which ride up behind the verdict. Everybody adds what arrives there, the
 first stage too, so copies stay equal to the bit, and the model is a plain one at every moment.
 
 Shapes: V vocabulary, D model width, R rows that are due.
@@ -19,18 +19,23 @@ import torch
 from torch import Tensor
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
-from thinwire.engine.finite import is_finite
 from thinwire.engine.source import Source
+from thinwire.engine.trace import is_finite
 from thinwire.errors import StageError, WireError
-from thinwire.model import Stage, architecture
-from thinwire.optim import StageOptimizer
+from thinwire.model import Stage, StageOptimizer, architecture
 from thinwire.schedule import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
 ROWS = "rows/"
 """Gradients of rows that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE."""
 SEEN = ROWS + "seen"
+FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of rows in a step
 _DOWN, _UP = 1, 2  # salts of the rounding, which is stochastic both ways
+
+
+def row_number(frame: int, way: int) -> int:
+    """The number of a message with rows: one for each frame of them and way."""
+    return 2 * frame + way
 
 
 class SharedRows:

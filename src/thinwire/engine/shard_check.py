@@ -23,9 +23,9 @@ from thinwire.engine.keeper import COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.source import Source, Versions
 from thinwire.engine.state import OPTIMIZER, StageState
-from thinwire.engine.update import StageUpdate
+from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, printable
-from thinwire.optim import state_like
+from thinwire.model import state_like
 from thinwire.settings import Settings
 from thinwire.settings.crossing import wire_shape
 from thinwire.settings.precision import WEIGHT_TYPES

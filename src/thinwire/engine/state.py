@@ -16,11 +16,10 @@ from thinwire.engine.cut import CutEnd, memory_prefix
 from thinwire.engine.keeper import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES
 from thinwire.engine.rows import SEEN, names_of_rows
 from thinwire.engine.source import Snapshot, Source
-from thinwire.engine.update import StageUpdate
+from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError
-from thinwire.model import Stage
+from thinwire.model import Space, Stage
 from thinwire.settings import Settings
-from thinwire.subspace import Space
 
 OPTIMIZER = "optimizer/"
 """The optimizer's state is in a checkpoint as optimizer/PARAMETER/NAME."""

@@ -1,9 +1,12 @@
-"""One stage at work: built from an assignment, joined to its neighbours, run to the end.
+"""One stage at work: built from an assignment, agreed with its neighbours, run to the end.
 
 The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
 """
 
 import contextlib
+import hashlib
+import json
+import re
 import shutil
 import threading
 import time
@@ -12,27 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import thinwire
 from thinwire.data import Corpus
 from thinwire.engine.build import StageBuilder, autocast_for, choose_device, prepare_torch
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
-from thinwire.engine.contract import terms_between_machines
 from thinwire.engine.cut import CutEnd
-from thinwire.engine.due import Due
 from thinwire.engine.feed import FarCorpus, Feed
-from thinwire.engine.finite import Sightings
-from thinwire.engine.mailbox import Mailbox
-from thinwire.engine.port import Port
-from thinwire.engine.progress import Progress
+from thinwire.engine.port import Due, Mailbox, Port
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
 from thinwire.engine.runner import Runner
 from thinwire.engine.state import StageState
-from thinwire.engine.update import StageUpdate
-from thinwire.engine.verdict import Verdict
+from thinwire.engine.step_end import StageUpdate, Verdict
+from thinwire.engine.trace import Progress, Sightings
 from thinwire.errors import CheckpointError
-from thinwire.optim import learning_rate
+from thinwire.model import learning_rate
 from thinwire.settings import Settings
 from thinwire.wire import Link, Seal, Span
 
+RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
 Tell = Callable[[Report], None]
@@ -130,7 +130,7 @@ class Worker:
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
         largest = max((end.payload_limit() for end in self._ends()), default=0)
-        basis = 8 * self.settings.model.dim * self.settings.boundary.widest
+        basis = 8 * self.settings.model.dim * self.settings.boundary.rank
         rows = self.update.rows.limits()[1] if self.update.rows else 0
         return max(largest, basis, rows) + 65536
 
@@ -232,12 +232,11 @@ class Worker:
 
     def _runner(self, below: Link | None, above: Link | None) -> Runner:
         keeper, batches = self.update.keeper, self.feed.validation_count
-        sizes = keeper.basis_bytes() if keeper else set()
+        basis = keeper.most_basis_bytes if keeper else 0
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
-        step, is_shared = self.state.step, not self.settings.boundary.learn
-        schedule = self.settings.schedule()
-        from_below = Due.from_below(self.index, step, batches, sizes, schedule, rows)
-        from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared, rows)
+        step, schedule = self.state.step, self.settings.schedule()
+        from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
+        from_above = Due.from_above(self.index, self.last + 1, step, basis, rows)
         return Runner(
             self.stage,
             self.feed,
@@ -281,3 +280,63 @@ def sent_spans(sent: list[Span], of_step: int) -> list[tuple[str, str, float, fl
         for kind, step, microbatch, start, end in sent
         if step == of_step and kind in labels
     ]
+
+
+def terms_between_machines(settings: Settings, epoch: int) -> dict[str, Any]:
+    """What processes of one machine share anyway: the release of thinwire, the epoch of the run.
+
+    Beside the hash of all settings that decide the result there is one of each section, so that a
+    difference is named.
+    """
+    sections = settings.of_scope("result").items()
+    return {
+        RELEASE: thinwire.__version__,
+        EPOCH: epoch,
+        SECTIONS: {name: _digest(values) for name, values in sections if values},
+    }
+
+
+def remedy(key: str, mine: Any, theirs: Any) -> str:
+    """What to do about a difference, mostly a command; nothing where it only follows from others.
+
+    `theirs` may be anything: it comes from the other end.
+    """
+    if key == RELEASE:
+        return release_remedy(str(mine), str(theirs))
+    if key == SECTIONS and isinstance(mine, dict) and isinstance(theirs, dict):
+        names = [name for name, digest in mine.items() if theirs.get(name) != digest]
+        return f"they differ in {', '.join(names)}"
+    if key == EPOCH:
+        return (
+            "the run was formed again meanwhile. Run the `thinwire join` command again on the "
+            "machine with the lower number"
+        )
+    if key == "config_hash":
+        return "both ends need the same settings: start both from the same run.toml"
+    if key == "corpus":
+        return (
+            "the prepared data differ: give both machines the same data.path and the same "
+            "tokenizer, and start again with --resume"
+        )
+    if key in ("first_step", "basis", "basis_version", "token_table") or key.endswith("_memory"):
+        return "start all stages from the same checkpoint: --resume on the host"
+    if key.endswith("_codec"):
+        return "give both the same codec settings, and the same plugins where they name one"
+    return ""
+
+
+def release_remedy(mine: str, theirs: str) -> str:
+    """Which end is to install which release of thinwire; each is as `thinwire --version` says."""
+    if not re.fullmatch(r"[0-9A-Za-z.+!-]{1,40}", theirs):
+        return "install the same release on both machines: pip install --upgrade thinwire"
+    is_older_here = _numbers(mine) < _numbers(theirs)
+    newer, where = (theirs, "on this machine") if is_older_here else (mine, "at the other end")
+    return f"run `pip install thinwire=={newer}` {where}, and join again"
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number[:9]) for number in re.findall(r"\d+", release)]
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

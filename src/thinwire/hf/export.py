@@ -17,9 +17,9 @@ from torch import Tensor
 
 import thinwire
 from thinwire.engine import Checkpoint
+from thinwire.engine.build import parameter_count
 from thinwire.engine.checkpoint import checkpoints_folder
-from thinwire.engine.fold import Folded, why_not_folded
-from thinwire.engine.weights import parameter_count
+from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (

@@ -47,7 +47,7 @@ from thinwire.hf.folder import (
 from thinwire.hf.shape import is_tied, shape_of
 from thinwire.hf.tokenizer import BESIDE
 from thinwire.lazy import needs
-from thinwire.model.base import EMBEDDING
+from thinwire.model.llama import EMBEDDING
 from thinwire.paths import expanded
 from thinwire.report.human import human_bytes
 from thinwire.settings import Settings

@@ -10,8 +10,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.model import ModelConfig
-from thinwire.model.config import CUSTOM
-from thinwire.model.rope import KIND, RopeScaling
+from thinwire.model.config import CUSTOM, KIND, RopeScaling
 from thinwire.typed import from_plain
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.data import Tokenizer
 from thinwire.engine import Checkpoint
 from thinwire.engine.chain import Joined
-from thinwire.engine.fold import Folded
+from thinwire.engine.conversion import Folded
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
 from thinwire.hf.cuts import WithCuts

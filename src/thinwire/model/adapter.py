@@ -8,13 +8,13 @@ What a constrained layer writes must stay in its subspace, so the B of its adapt
 the same kind: held there by the constraint, or made of coordinates.
 """
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.model.base import generator_of
-from thinwire.model.lora import LoraConfig
+from thinwire.model.config import LoraConfig
 from thinwire.model.narrow import HeldLinear, ReparamLinear
 
 DOWN, UP = "lora_A", "lora_B"
@@ -80,3 +80,9 @@ def _writer_like(base: nn.Linear | ReparamLinear, rank: int) -> nn.Module:
         return ReparamLinear(rank, base.full_shape[0], base.space)
     kind = HeldLinear if isinstance(base, HeldLinear) else nn.Linear
     return kind(rank, base.out_features, bias=False)
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Random numbers for one parameter, whatever is made before it or beside it."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

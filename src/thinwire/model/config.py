@@ -1,17 +1,40 @@
-"""The shape of a model: presets, and single keys that override them."""
+"""`[model]`, `[boundary]`, `[lora]` and `[optim]`: the settings of what is inside autograd, which
+combinations can work, and the learning rate as a pure function of the step. Needs no torch.
+"""
 
+import contextlib
 import dataclasses
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.model.rope import RopeScaling
-from thinwire.typed import option
+from thinwire.typed import nearest, option
 
 SIZES = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 MATRIX_STD = 0.02  # of starting weights
 CUSTOM = "custom"
 """The preset without sizes of its own: all of them stand in the file, as for imported models."""
+KIND = "llama3"
+_NUMBER = r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
+_FORM = re.compile(
+    rf"{KIND}\(\s*factor\s*={_NUMBER},\s*low\s*={_NUMBER},\s*high\s*={_NUMBER},"
+    rf"\s*context\s*=\s*([0-9][0-9_]*)\s*\)"
+)
+
+NARROW = ("subspace", "reparam", "projected")
+CONSTRAINED = ("subspace", "reparam")
+PER_STAGE, EMBEDDING = "per-stage", "embedding"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a block that an adapter can stand beside."""
+AUTO_WARMUP = 20  # steps, in a run of at least twice as many
+NOTICEABLE_CHANGE = 0.05  # of a learning rate, as a share
+EQUAL_SHARES = {"matrix_lr": 1.0, "table_lr": 1.0, "head_lr": 1.0}
+MUON_SHARES = {"matrix_lr": 3.0, "table_lr": 100.0, "head_lr": 10.0}
+SLOW_TABLES_LR = 30.0  # with muon, where every stage has a token table of its own, in a long run
+SHORT_RUN = 1000  # steps; longer runs want slower tables
+WSD_DECAY_SHARE = 0.2  # the last share of the steps in which WSD comes down to zero
 
 
 def _sizes(*sizes: int) -> dict[str, int]:
@@ -148,3 +171,388 @@ class ModelConfig:
 def _even_share(dim: int, heads: int) -> int:
     """The width of a head where the stream's width is split evenly, else 0."""
     return 0 if dim % heads else dim // heads
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Slow rotations, made slower still; fast ones, which tell near positions apart, stay.
+
+    A pair of channels whose wave has fewer than `low` periods in the original context turns slower
+    by `factor`; one with more than `high` is unchanged; between them the two are mixed.
+    """
+
+    factor: float
+    low: float
+    high: float
+    context: int
+
+    @classmethod
+    def parse(cls, text: str, place: str = "model.rope_scaling") -> "RopeScaling | None":
+        """Read the setting; None for an empty one."""
+        if not text:
+            return None
+        found = _FORM.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(
+                f'{place} = "{text}" must be empty or look like '
+                f'"{cls(8.0, 1.0, 4.0, 8192)}", where context is the original one'
+            )
+        factor, low, high = (float(found[number]) for number in (1, 2, 3))
+        scaling = cls(factor, low, high, int(found[4]))
+        if not (1 <= factor < math.inf and 0 < low < high < math.inf and scaling.context > 0):
+            raise ConfigError(
+                f'{place} = "{text}" must have factor of at least 1, low below high, both above 0, '
+                "and a context"
+            )
+        return scaling
+
+    def __str__(self) -> str:
+        """The setting that `parse` reads back."""
+        return (
+            f"{KIND}(factor={self.factor:.17g}, low={self.low:.17g}, high={self.high:.17g}, "
+            f"context={self.context})"
+        )
+
+
+@dataclass(frozen=True)
+class BoundaryConfig:
+    """`[boundary]`: what crosses the cut."""
+
+    mode: str = option(
+        "dense",
+        "dense: send whole activations; subspace: constrain the weights to a subspace; reparam: "
+        "the same by parametrization; projected: free weights, compress at the cut only",
+        ("dense", *NARROW),
+    )
+    rank: int = option(
+        0,
+        "dimension of the subspace, less than model.dim; 0 = from ratio, or for dense",
+        least=0,
+    )
+    ratio: float = option(
+        0.0,
+        "with rank = 0: the rank is model.dim / ratio, rounded down",
+        least=1,
+        auto=0,
+    )
+    basis_seed: int = option(0, "seed of the basis and of the fixed token table")
+    basis_update_every: int = option(
+        0, "steps between updates of the shared basis; 0 = never", least=0, most=10**9
+    )
+    basis_rate: float = option(
+        0.5, "step size of such an update; 1 is about one power iteration", above=0
+    )
+    anchor: str = option(
+        "auto",
+        "what stages know of a token and need not send: none; fixed (subspace, reparam), a random "
+        "table; per-stage (projected), a trainable table of each stage's own; embedding (subspace, "
+        "reparam), the model's own, of which all stages have a copy; auto = fixed for subspace and "
+        "reparam, none for projected",
+        ("auto", "none", "fixed", PER_STAGE, EMBEDDING),
+    )
+    row_tokens: int = option(
+        16,
+        "anchor = embedding: a row is updated on all stages once its token was seen so often",
+        least=1,
+        most=10**9,
+    )
+    row_steps: int = option(
+        100,
+        "anchor = embedding: steps after which a row is updated if it was seen at all",
+        least=1,
+        most=10**9,
+    )
+    table: int = option(
+        0,
+        "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim",
+        least=0,
+    )
+    free_layers: int = option(
+        -1,
+        "subspace, reparam: last blocks left unconstrained; -1 = those of the last stage",
+        least=0,
+        auto=-1,
+    )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether weights are held in the subspace (by projection or by construction)."""
+        return self.mode in CONSTRAINED
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether every stage has a copy of the embedding, which all of them train together."""
+        return self.anchor == EMBEDDING
+
+    @property
+    def own_tables(self) -> bool:
+        """Whether every stage has a trainable token table of its own, which it adds where the
+        stream enters and takes off where it leaves.
+        """
+        return self.anchor == PER_STAGE
+
+    def resolved(self, dim: int, split: list[range]) -> "BoundaryConfig":
+        """The same config with `auto` and -1 filled in, refused if it cannot work."""
+        if self.table and not self.own_tables:
+            raise ConfigError(
+                f"boundary.table = {self.table} has no meaning without boundary.anchor = "
+                '"per-stage", whose tables it narrows: leave it at 0'
+            )
+        if self.mode == "dense":
+            return self._resolved_dense(dim)
+        rank = self.rank or (max(1, int(dim / self.ratio)) if self.ratio else 0)
+        filled = dataclasses.replace(self, rank=rank)
+        filled._check_rank(dim)
+        if self.is_constrained:
+            return filled._resolved_constrained(len(split[-1]))
+        return filled._resolved_projected(dim)
+
+    def _resolved_projected(self, dim: int) -> "BoundaryConfig":
+        if self.free_layers > 0:
+            raise ConfigError(
+                "boundary.free_layers has no meaning with projected: all its weights are free"
+            )
+        if self.anchor in ("fixed", EMBEDDING):
+            raise ConfigError(
+                f'boundary.anchor = "{self.anchor}" cannot work with boundary.mode = "projected", '
+                'whose weights write outside the basis too: use subspace, or anchor = "per-stage"'
+            )
+        anchor = "none" if self.anchor == "auto" else self.anchor
+        table = (self.table or dim) if self.own_tables else 0
+        if table > dim:
+            raise ConfigError(
+                f"boundary.table = {self.table} must lie between 1 and model.dim = {dim}: a wider "
+                "table holds nothing more"
+            )
+        return dataclasses.replace(self, anchor=anchor, table=table, free_layers=0)
+
+    def _check_rank(self, dim: int) -> None:
+        if not 0 < self.rank < dim + self.own_tables:  # the full width with tables: a control
+            most = f"model.dim = {dim}" if self.own_tables else f"model.dim - 1 = {dim - 1}"
+            raise ConfigError(
+                f"boundary.rank = {self.rank} must lie between 1 and {most} with boundary.mode = "
+                f'"{self.mode}": at the full width nothing is saved, use dense'
+            )
+
+    def relaxed(self, dim: int, split: list[range]) -> "BoundaryConfig":
+        """The inverse of `resolved`: auto, 0 and -1 where they give the same."""
+        auto = self
+        for key, value in (("rank", 0), ("table", 0), ("anchor", "auto"), ("free_layers", -1)):
+            freer = dataclasses.replace(auto, **{key: value})  # type: ignore[arg-type]
+            with contextlib.suppress(ConfigError):  # a table of its own width needs its anchor
+                if freer.resolved(dim, split) == self:
+                    auto = freer
+        return auto
+
+    def _resolved_dense(self, dim: int) -> "BoundaryConfig":
+        if self.rank not in (0, dim):
+            raise ConfigError(
+                f'boundary.rank = {self.rank} has no meaning with boundary.mode = "dense", where '
+                f"all {dim} channels cross: leave it at 0"
+            )
+        if self.basis_update_every or self.anchor not in ("auto", "none"):
+            raise ConfigError(
+                "boundary.basis_update_every and anchor have no meaning with "
+                'boundary.mode = "dense", which has no basis: leave them at 0 and "auto"'
+            )
+        if self.free_layers > 0:
+            raise ConfigError(
+                'boundary.free_layers has no meaning with boundary.mode = "dense": all its weights '
+                "are free"
+            )
+        return dataclasses.replace(self, anchor="none", free_layers=0)
+
+    def _resolved_constrained(self, last_stage: int) -> "BoundaryConfig":
+        if self.anchor not in ("auto", "fixed", EMBEDDING):
+            raise ConfigError(
+                f'boundary.anchor = "{self.anchor}" cannot work with mode = "{self.mode}": all '
+                "stages must know of each token what lies outside the subspace, a fixed table or "
+                'the embedding; set it to "auto" or "embedding"'
+            )
+        if self.shares_embedding and self.basis_update_every:
+            raise ConfigError(
+                'boundary.basis_update_every cannot work with boundary.anchor = "embedding": leave '
+                "it at 0"
+            )
+        free = last_stage if self.free_layers == -1 else self.free_layers
+        if not 0 <= free <= last_stage:
+            raise ConfigError(
+                f"boundary.free_layers = {free}, but only the {last_stage} blocks of the last "
+                "stage may be free: what a block below the last cut writes must lie in the subspace"
+            )
+        anchor = EMBEDDING if self.shares_embedding else "fixed"
+        return dataclasses.replace(self, anchor=anchor, free_layers=free)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """`[lora]`: what is trained while the model itself stays frozen."""
+
+    rank: int = option(
+        0,
+        "rank of the adapters (LoRA): they are trained, and the model's own weights stay as they "
+        "are; 0 = no adapters, all weights are trained",
+        least=0,
+        most=2**16,
+    )
+    alpha: float = option(16.0, "what an adapter adds is scaled by alpha / rank", above=0)
+    targets: list[str] = option(  # noqa: RUF009 -- option makes a fresh list each time
+        list(TARGETS), "matrices of each block that get an adapter"
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of what an adapter adds."""
+        return self.alpha / self.rank
+
+    def check(self, boundary: BoundaryConfig) -> None:
+        """Refuse what cannot work."""
+        if not self.rank:
+            return
+        for place, target in enumerate(self.targets):
+            if target not in TARGETS:
+                near = nearest(target, TARGETS)
+                raise ConfigError(f'lora.targets[{place}] = "{target}" is not allowed{near}')
+            if target in self.targets[:place]:
+                raise ConfigError(f'lora.targets lists "{target}" twice')
+        if not self.targets:
+            raise ConfigError(
+                f"lora.targets is empty, but lora.rank = {self.rank}: name the matrices that get "
+                f"an adapter ({', '.join(TARGETS)}), or set lora.rank = 0"
+            )
+        if boundary.shares_embedding:
+            raise ConfigError(
+                f"lora.rank = {self.rank} leaves the embedding frozen, so "
+                'boundary.anchor = "embedding", which trains it on all stages, has no meaning; set '
+                'it to "auto"'
+            )
+        if boundary.is_constrained and boundary.basis_update_every:
+            raise ConfigError(
+                f"boundary.basis_update_every = {boundary.basis_update_every} cannot work with "
+                f'lora.rank = {self.rank} and boundary.mode = "{boundary.mode}": a move of the '
+                "basis cuts off what lies outside it, and frozen weights could not learn that "
+                "again; set it to 0"
+            )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """`[optim]`: the optimizer and its learning rate over the run."""
+
+    name: str = option(
+        "adamw",
+        "adamw; muon (matrices of the blocks; adamw for the rest)",
+        ("adamw", "muon"),
+    )
+    lr: float = option(3e-3, "peak learning rate", above=0)
+    weight_decay: float = option(
+        0.1,
+        "decoupled weight decay of matrices",
+        least=0,
+    )
+    warmup: int = option(
+        -1, "steps of linear warmup; -1 = 20, or half of a shorter run", least=0, auto=-1
+    )
+    schedule: str = option(
+        "cosine", "learning-rate schedule after the warmup", ("cosine", "linear", "wsd", "constant")
+    )
+    floor: float = option(0.1, "cosine: final learning rate as a fraction of lr", least=0, most=1)
+    matrix_lr: float = option(
+        -1.0,
+        "muon: learning rate of the blocks' matrices as a fraction of lr; -1 = 3",
+        least=0,
+        auto=-1,
+    )
+    table_lr: float = option(
+        -1.0,
+        "learning rate of token tables (the embedding, those of cuts) as a fraction of lr; -1 = "
+        "100 with muon (30 with boundary.anchor = per-stage in more than 1,000 steps), else 1",
+        least=0,
+        auto=-1,
+    )
+    head_lr: float = option(
+        -1.0,
+        "learning rate of the output head as a fraction of lr; -1 = 10 with muon, else 1",
+        least=0,
+        auto=-1,
+    )
+    clip: float = option(1.0, "clip the global gradient norm to this; 0 = no clipping", least=0)
+
+    def resolved(self, steps: int, own_tables: bool = False) -> "OptimConfig":
+        """The same config with the warmup and the shares filled in for a run of `steps` steps.
+
+        `own_tables`: every stage has a token table of its own.
+        """
+        warmup = min(AUTO_WARMUP, steps // 2) if self.warmup == -1 else self.warmup
+        if warmup > steps:
+            raise ConfigError(
+                f"optim.warmup = {warmup} is longer than train.steps = {steps}: the learning rate "
+                "would never reach its peak"
+            )
+        has_slow_tables = own_tables and steps > SHORT_RUN
+        return dataclasses.replace(self.with_shares(has_slow_tables), warmup=warmup)
+
+    @property
+    def embed_std(self) -> float:
+        """The spread of an embedding at the start that was best with this optimizer."""
+        return 1.0 if self.name == "muon" else 0.02
+
+    def with_shares(self, has_slow_tables: bool = False) -> "OptimConfig":
+        """The same config with every rate that is a share of lr filled in."""
+        auto = MUON_SHARES if self.name == "muon" else EQUAL_SHARES
+        if self.name == "muon" and has_slow_tables:
+            auto = auto | {"table_lr": SLOW_TABLES_LR}
+        filled: dict[str, Any] = {k: share for k, share in auto.items() if getattr(self, k) == -1}
+        return dataclasses.replace(self, **filled)
+
+    def relaxed(self, steps: int, own_tables: bool = False) -> "OptimConfig":
+        """The inverse of `resolved`: -1 for what -1 would give anyway."""
+        auto = self
+        for key in ("warmup", *EQUAL_SHARES):
+            freer: OptimConfig = dataclasses.replace(auto, **{key: -1})  # type: ignore[arg-type]
+            if freer.resolved(steps, own_tables) == self:
+                auto = freer
+        return auto
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of update number `step` (from 0) in a run of `steps` updates."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    span = max(1, steps - config.warmup)
+    progress = min(1.0, (step - config.warmup) / span)
+    if config.schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+        return config.lr * (config.floor + (1 - config.floor) * share)
+    if config.schedule == "linear":
+        return config.lr * (1 - progress)
+    if config.schedule == "wsd":
+        return config.lr * min(1.0, (1 - progress) / WSD_DECAY_SHARE)
+    return config.lr
+
+
+def share_changes(before: OptimConfig, now: OptimConfig) -> str:
+    """What becomes of the rates that are shares of lr; empty where they stay. One that was left
+    open may follow the number of steps.
+    """
+    changed = [key for key in EQUAL_SHARES if getattr(before, key) != getattr(now, key)]
+    told = [f"optim.{k} was {getattr(before, k):g} and is {getattr(now, k):g} now" for k in changed]
+    return ", ".join(told)
+
+
+def rate_change(
+    before: OptimConfig, steps_before: int, now: OptimConfig, steps_now: int, done: int
+) -> str:
+    """What becomes of the learning rate after `done` updates, if another schedule takes over.
+
+    Empty where the next rate is about what it would have been.
+    """
+    due = learning_rate(before, done, steps_before)
+    next_rate = learning_rate(now, done, steps_now)
+    if math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):
+        return ""
+    last = learning_rate(before, max(0, done - 1), steps_before)
+    return (
+        f"the learning rate was {last:.3g} at the checkpoint and continues at {next_rate:.3g}: its "
+        "schedule is different (optim.lr, optim.warmup, optim.schedule or train.steps changed)"
+    )

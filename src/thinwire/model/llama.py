@@ -1,4 +1,4 @@
-"""A Llama-style decoder as a plain list of named layers.
+"""What a model is to everyone else, a list of named layers; and a Llama-style decoder as such.
 
 Pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, no biases; where
 the config says so also Qwen2's biases, Qwen3's norms of heads, heads wider than the stream, and
@@ -9,27 +9,69 @@ Shapes: B sequences, T positions, D model width, H heads, K key/value heads, E h
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.adapter import initialise_adapter
-from thinwire.model.base import (
-    EMBEDDING,
-    EMBEDDING_WEIGHT,
-    Architecture,
-    LayerPlan,
-    Probe,
-    generator_of,
-)
-from thinwire.model.config import MATRIX_STD, ModelConfig
+from thinwire.model.adapter import generator_of, initialise_adapter
+from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
 from thinwire.model.narrow import Narrow
-from thinwire.model.past import KeyValues
-from thinwire.model.rope import RopeScaling
-from thinwire.optim.roles import Role
+from thinwire.model.optim import Role
 
+EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 WRITERS = ("o_proj.weight", "down_proj.weight")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of the model before it exists: its global name and how to make it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    label: str = ""
+    """What the description of a stage calls it: a block by its number, a minor layer not at all."""
+    role: Role | None = None
+    """What its matrices are to an optimizer."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A block to measure a machine with."""
+
+    plan: LayerPlan
+    shape: tuple[int, ...]
+    """Of what it reads."""
+    flops: float
+    """Floating-point operations of its forward."""
+
+
+class KeyValues:
+    """What attention keeps of the positions before, so that the next one costs one position: keys
+    and values of one block, of at most a context of positions, in memory made once.
+    """
+
+    def __init__(self, context: int):
+        self.length = 0
+        self._context = context
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in the next positions; returns those of all S so far, (B, K, S, E)."""
+        if self._keys is None or self._values is None:
+            batch, heads, _, width = k_BKTE.shape
+            self._keys = k_BKTE.new_empty(batch, heads, self._context, width)
+            self._values = torch.empty_like(self._keys)
+        start, end = self.length, self.length + k_BKTE.shape[2]
+        assert end <= self._context, "a model has no positions beyond its context"
+        self._keys[:, :, start:end] = k_BKTE
+        self._values[:, :, start:end] = v_BKTE
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
 
 
 class RMSNorm(nn.Module):
@@ -163,16 +205,25 @@ class Block(nn.Module):
         return KeyValues(len(self.cos_TE))
 
 
-def architecture(config: ModelConfig) -> Architecture:
+def architecture(config: ModelConfig) -> "Llama":
     """What is to be known of the model of a resolved config."""
     return Llama(config)
 
 
-class Llama(Architecture):
-    """Llama-style decoders."""
+class Llama:
+    """A model as those who cut, place and plan it need to know it.
+
+    A row of a batch is a sequence of tokens. What is split over stages is blocks; the first stage
+    also has what comes before them, and the last one what comes after.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
 
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
-        """Embedding, blocks, final norm, head."""
+        """The whole model as a list: embedding, blocks, final norm, head; `narrow` where it writes
+        into a subspace.
+        """
         config = self._config
 
         def embedding() -> nn.Module:
@@ -197,8 +248,28 @@ class Llama(Architecture):
             LayerPlan("lm_head", head, "head", Role.HEAD),
         ]
 
+    def stage_layers(self, blocks: range, narrow: Narrow | None = None) -> list[LayerPlan]:
+        """The layers of the stage that holds these blocks: the ends carry what is beyond."""
+        plans = self.layers(narrow)
+        places = [place for place, plan in enumerate(plans) if plan.label.isdigit()]
+        first = 0 if blocks.start == 0 else places[blocks.start]
+        last = len(plans) if blocks.stop == len(places) else places[blocks.stop]
+        return plans[first:last]
+
+    def block_name(self, block: int) -> str:
+        """The global name of a block."""
+        return next(plan.name for plan in self.layers() if plan.label == str(block))
+
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, counted on layers without memory."""
+        with torch.device("meta"):
+            layers = [plan.make() for plan in self.layers()]
+        return sum(p.numel() for layer in layers for p in layer.parameters())
+
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Gains are one, biases zero, matrices normal. Writers to the stream start smaller, by the
+        """Fill a parameter from its global name and the seed alone, whatever the split.
+
+        Gains are one, biases zero, matrices normal. Writers to the stream start smaller, by the
         number of writes that add up.
         """
         if initialise_adapter(name, parameter, seed):
@@ -219,26 +290,36 @@ class Llama(Architecture):
             parameter.copy_(drawn * spread)
 
     def stream_shape(self, blocks: int, batch: int) -> tuple[int, ...]:
+        """What a dense cut after so many blocks carries: (batch, tokens, channels)."""
         return batch, self._config.context, self._config.dim
 
     def logits(self, batch: int) -> int:
+        """How many numbers the model says of a batch."""
         return batch * self._config.context * self._config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
-        """Of the blocks, and of the head on the last stage."""
+        """Floating-point operations of one forward of the stage with these blocks, and of the head
+        on the last stage.
+        """
         config = self._config
         is_last = blocks.stop == config.layers
         head = 2.0 * self.logits(batch) * config.dim if is_last else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
-        """With frozen matrices attention alone has two products; adapters are small beside them."""
+        """Of one backward, which multiplies each matrix twice: for its own gradient, and for that
+        of what it read. With frozen matrices attention alone has two products; adapters are small
+        beside them.
+        """
         forward = self.forward_flops(blocks, batch)
         attention = len(blocks) * self._attention_flops(batch * self._config.context)
         return forward + (attention if frozen else forward)
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
-        """Of the stream two norms in and out, and of heads where they have norms; of matrices what
+        """Bytes that a forward of these blocks leaves behind for its backward; numbers have `width`
+        bytes, and what matrices give `computed` (less under autocast).
+
+        Of the stream two norms in and out, and of heads where they have norms; of matrices what
         both norms gave, q k v as attention reads them and its result, four of the feed-forward.
         """
         config = self._config
@@ -250,7 +331,7 @@ class Llama(Architecture):
         return batch * config.context * len(blocks) * kept
 
     def probe(self, batch: int, most_flops: float) -> Probe:
-        """A block on fewer tokens where a microbatch would take long."""
+        """The first block, on as much of a batch as costs no more than so many operations."""
         config = self._config
         tokens = batch * config.context
         share = min(1.0, most_flops / self._block_flops(tokens))
@@ -260,6 +341,7 @@ class Llama(Architecture):
         return Probe(self.layers()[1], (sequences, context, config.dim), flops)
 
     def describe(self) -> str:
+        """The shape of the model in a few words."""
         config = self._config
         return f"{config.layers} blocks of width {config.dim}, context {config.context}"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.subspace import Space
+from thinwire.model.subspace import Space
 
 
 @dataclass(frozen=True)

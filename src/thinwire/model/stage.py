@@ -1,4 +1,6 @@
-"""A stage: a run of layers with its own ends of the boundaries on either side."""
+"""A stage: a run of layers with its own ends of the boundaries on either side; and how well a model
+does, by the loss that trains it and the score of a validation.
+"""
 
 import functools
 import itertools
@@ -6,17 +8,22 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.boundary import Boundary
-from thinwire.model.base import EMBEDDING, EMBEDDING_WEIGHT, LayerPlan
+from thinwire.model.boundary import Boundary
 from thinwire.model.config import ModelConfig
-from thinwire.model.llama import Block, architecture
-from thinwire.model.loss import summed_loss, token_loss
+from thinwire.model.llama import (
+    EMBEDDING,
+    EMBEDDING_WEIGHT,
+    Block,
+    KeyValues,
+    LayerPlan,
+    architecture,
+)
 from thinwire.model.narrow import InSpace, Reparametrised
-from thinwire.model.past import KeyValues
-from thinwire.optim.roles import Role
-from thinwire.subspace import Held
+from thinwire.model.optim import Role
+from thinwire.model.subspace import Held
 
 GRAPHS = 64
 """Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
@@ -91,17 +98,10 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """From the model's inputs, or from what was received, to what is sent on.
 
-        `ids` are the token ids of what was received, where `needs_ids`.
+        `ids` are the token ids of what was received, where `needs_ids`. The first and the last
+        layer run together with the ends of the cuts beside them.
         """
-        return self._run(x, ids, self.outgoing)
-
-    def stream(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The stream behind the last layer, before anything is encoded."""
-        return self._run(x, ids, None)
-
-    def _run(self, x: Tensor, ids: Tensor | None, outgoing: Boundary | None) -> Tensor:
-        """All layers, the first and the last together with the ends of the cuts beside them."""
-        incoming, ids = self.incoming, x if self.incoming is None else ids
+        incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if outgoing is not None:
             outgoing.prepare()
         last, known = len(self.layers) - 1, None
@@ -205,20 +205,12 @@ class Stage(nn.Module):
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""
-        copies = {id(p) for p in (self.incoming.copied() if self.incoming is not None else [])}
-        return {n: p for n, p in self.global_parameters().items() if id(p) not in copies}
+        copy = self.incoming.copy_of_embedding() if self.incoming is not None else None
+        return {name: p for name, p in self.global_parameters().items() if p is not copy}
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage updates: of those it owns, all that are not frozen."""
         return {name: p for name, p in self.owned_parameters().items() if p.requires_grad}
-
-    def borrowed(self) -> list[nn.Parameter]:
-        """Copies of what the stage below has learned for the cut between them."""
-        return [] if self.incoming is None else self.incoming.shared()
-
-    def lent(self) -> list[nn.Parameter]:
-        """What this stage has learned for the cut above, of which that stage holds copies."""
-        return [] if self.outgoing is None else self.outgoing.shared()
 
     @torch.no_grad()
     def initialise(self, config: ModelConfig, seed: int) -> None:
@@ -278,3 +270,51 @@ class Stage(nn.Module):
             first, *others = labels
             parts += [f"{first}..{others[-1]}"] if are_blocks and others else [first, *others]
         return "+".join(parts)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy per token (B, T, V), in float32 at least.
+
+    A target of -100 counts for nothing: it fills up a batch.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """As `token_loss`, the sum in place of the mean; 0 where every target is -100."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+class Score:
+    """The loss over batches: every token that counts weighs the same.
+
+    Sums stay on the device until they are asked for, so that scoring a batch waits for nothing.
+    They are one tensor, whatever the number of batches: a small tensor kept from each would sit
+    between the logits of one batch and the next, and the memory of logits could not be used again.
+    """
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None  # loss times count, count; in float64
+
+    def add(self, loss: Tensor, targets: Tensor) -> None:
+        """Take in a batch with its mean loss."""
+        count = (targets >= 0).sum().double()
+        part = torch.stack((loss.detach().double() * count, count))
+        self._total = part if self._total is None else self._total.add_(part)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        total, count = self._sums()
+        return total / count
+
+    @property
+    def count(self) -> int:
+        """Tokens that count."""
+        return int(self._sums()[1])
+
+    def _sums(self) -> list[float]:
+        assert self._total is not None, "a score of no batch"
+        return self._total.tolist()

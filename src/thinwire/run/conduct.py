@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from thinwire.engine.finite import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, Step
+from thinwire.engine.trace import GRADIENT, INPUT, NORMS, PLACES
 from thinwire.engine.worker import PATIENCE
 from thinwire.errors import WireError, printable
 from thinwire.run.protocol import Failed, Finished, LinkDown, LinkUp, OfStage

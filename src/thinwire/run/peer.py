@@ -32,10 +32,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 import thinwire
-from thinwire.engine.contract import remedy
-from thinwire.engine.progress import Progress
 from thinwire.engine.reports import meters_of
-from thinwire.engine.worker import Assignment, Worker
+from thinwire.engine.trace import Progress
+from thinwire.engine.worker import Assignment, Worker, remedy
 from thinwire.errors import ThinwireError, WireError, outward
 from thinwire.report.stream import SafeStream
 from thinwire.run.channel import Channel, SocketPipe

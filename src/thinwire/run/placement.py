@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.weights import Weights
+from thinwire.engine.build import StageBuilder, Weights
 from thinwire.errors import ConfigError
 from thinwire.model import architecture
 from thinwire.occupancy import Occupancy

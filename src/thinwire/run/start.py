@@ -16,20 +16,16 @@ import torch
 
 from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
-from thinwire.engine.build import StageBuilder, choose_device
-from thinwire.engine.calibrate import Calibration
+from thinwire.engine.build import StageBuilder, choose_device, model_weights
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
+from thinwire.engine.conversion import MOST_LOST, Transfer, why_not_folded
 from thinwire.engine.cut import are_cuts_learned, check_memory
 from thinwire.engine.feed import Feed
-from thinwire.engine.fold import why_not_folded
 from thinwire.engine.state import StageState
-from thinwire.engine.transfer import MOST_LOST, Transfer
-from thinwire.engine.update import StageUpdate
-from thinwire.engine.weights import model_weights
+from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import ModelConfig
+from thinwire.model import ModelConfig, rate_change, share_changes
 from thinwire.model.adapter import is_adapter
-from thinwire.optim import rate_change, share_changes
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.run.checkpoints import ORIGIN, commit, discard_partial, facts_of, open_newest
@@ -295,11 +291,10 @@ def make_start(
 ) -> Checkpoint:
     """The checkpoint of step 0 of a new run, with the weights of its origin.
 
-    One stage is in memory at a time. Calibrated cuts are found on the way.
+    One stage is in memory at a time.
     """
     eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
-    calibration = _calibration(eager, data, display)
-    builder = StageBuilder(eager, calibration.device if calibration else torch.device("cpu"))
+    builder = StageBuilder(eager, torch.device("cpu"))
     transfer = Transfer(origin, settings)
     transfer.take_space(builder.space)
     shards, stages = [], settings.pipeline.stages
@@ -308,8 +303,6 @@ def make_start(
             stage = builder.build(index)
             builder.initialise(stage)
             transfer.fill(builder, stage)
-            if calibration is not None:
-                calibration.pass_through(index, stage, transfer.fresh)
             state = StageState(eager, stage, StageUpdate.build(builder, stage, index), [])
             shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
             display.progress("start", index + 1, stages, "stages from earlier weights")
@@ -319,16 +312,6 @@ def make_start(
     except BaseException:
         discard_partial(folder, 0)
         raise
-    fits = calibration.fits if calibration else []
-    if builder.device.type == "cuda":  # its memory is for the stages, which are other processes
-        del calibration, builder, stage, state
-        torch.cuda.empty_cache()
-    for fit in fits:
-        display.phase(
-            "start",
-            f"the cut before block {fit.block} carries {fit.rank} coordinates, calibrated: "
-            f"{100 * fit.kept:.2f} % of the squares of what crosses",
-        )
     for note in _found(transfer, origin, settings):
         display.note(note)
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
@@ -415,11 +398,10 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
             f"block {blocks}: its loss starts higher than it ended"
         )
     new = set(_cuts(settings)) - set(_cuts(saved))
-    if new and not settings.boundary.is_calibrated:
+    if new:
         notes.append(
             f"the cuts of this run are new to {origin.folder}, and their random basis drops most "
-            'of what crosses, which ruins a trained model: boundary.basis = "calibrated" finds a '
-            "basis for it"
+            'of what crosses, which ruins a trained model: boundary.mode = "dense" keeps all of it'
         )
     return notes
 
@@ -429,24 +411,14 @@ def _cuts(settings: Settings) -> list[tuple[int, int]]:
     if settings.boundary.mode != "projected":
         return []
     blocks = [blocks.stop for blocks in settings.split()][:-1]
-    return [(block, settings.boundary.rank_at(cut)) for cut, block in enumerate(blocks)]
-
-
-def _calibration(settings: Settings, data: Corpus, display: Display) -> Calibration | None:
-    if not settings.boundary.is_calibrated or settings.pipeline.stages == 1:
-        return None
-    device = choose_device(settings.run.device, 0)
-    if device.type == "mps":  # which has no float64
-        device = torch.device("cpu")
-    told = functools.partial(display.progress, "start", unit="batches of a stage's calibration")
-    return Calibration(settings, data, device, told)
+    return [(block, settings.boundary.rank) for block in blocks]
 
 
 def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
     """What became of the weights."""
     notes = []
     cuts = [name for name in transfer.fresh if not is_adapter(name)]
-    if cuts and not settings.boundary.is_calibrated:
+    if cuts:
         notes.append(f"not in {origin.folder}, so they start anew: {', '.join(cuts)}")
     if len(cuts) < len(transfer.fresh):
         count = len(transfer.fresh) - len(cuts)

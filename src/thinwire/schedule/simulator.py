@@ -18,7 +18,6 @@ from thinwire.schedule.build import FORWARD_ONLY, Action, Kind, Schedule, build,
 
 CONTROL_BYTES = 64  # one tally or verdict: a frame header and a few numbers
 TALLY, VERDICT = "tally", "verdict"
-BASIS_GRADIENT, NEW_BASIS = "basis gradient", "basis"  # messages of a learned basis
 ROW_GRADIENTS, ROW_CHANGES = "row gradients", "rows"  # and of a shared embedding
 ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what it has so far
 
@@ -27,10 +26,9 @@ ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what
 class Costs:
     """Seconds per action of each stage, and bytes per microbatch over each cut.
 
-    Cut b lies between stage b and stage b + 1, so there is one fewer than stages. A learned
-    basis also crosses once a step: its gradient down, and after the update the basis up. So do rows
-    of a shared embedding, but from stage to stage: each adds its own to gradients before they go
-    on, and changes of the first stage go up to all.
+    Cut b lies between stage b and stage b + 1, so there is one fewer than stages. Rows of a
+    shared embedding cross once a step, from stage to stage: each adds its own to gradients before
+    they go on, and changes of the first stage go up to all.
     """
 
     forward: list[float]
@@ -38,14 +36,13 @@ class Costs:
     update: list[float]
     forward_bytes: list[int]
     backward_bytes: list[int]
-    basis_bytes: list[int] = field(default_factory=list)  # none = no cut learns its basis
     row_bytes: list[int] = field(default_factory=list)  # none = no embedding is shared
 
     def check(self, stages: int) -> None:
         """Refuse lists of the wrong length and numbers that are no amount."""
         for name, values in vars(self).items():
             wanted = stages - 1 if name.endswith("bytes") else stages
-            if len(values) != wanted and (values or name not in ("basis_bytes", "row_bytes")):
+            if len(values) != wanted and (values or name != "row_bytes"):
                 raise ConfigError(
                     f"costs.{name} has {len(values)} numbers, {stages} stages need {wanted}"
                 )
@@ -58,12 +55,8 @@ class Costs:
         return times[action.kind][action.stage]
 
     def each_step(self, cut: int) -> int:
-        """Bytes that cross a cut once a step, each way: a basis, rows."""
-        return sum(sizes[cut] for sizes in (self.basis_bytes, self.row_bytes) if sizes)
-
-    def basis_below(self, stage: int) -> int:
-        """Bytes of the learned basis of the cut below a stage; 0 where there is none."""
-        return self.basis_bytes[stage - 1] if self.basis_bytes and stage > 0 else 0
+        """Bytes of rows that cross a cut once a step, each way."""
+        return self.row_bytes[cut] if self.row_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -166,11 +159,7 @@ def _turns(schedule: Schedule, stage: int, costs: Costs) -> list[_Turn]:
         if 0 <= stage + way <= top:
             size = sizes[min(stage, stage + way)]
             turns[-1].sends.append(_Message(stage + way, action.label, size))
-    if below := costs.basis_below(stage):
-        turns[0].needs.append(NEW_BASIS)
-        turns[-1].sends.append(_Message(stage - 1, BASIS_GRADIENT, below))
-    above = costs.basis_below(stage + 1) if stage < top else 0
-    from_above = [TALLY, BASIS_GRADIENT] if above else [TALLY] if stage < top else []
+    from_above = [TALLY] if stage < top else []
     turns += _row_turns(costs, stage, stage + 1, stage - 1, ROW_GRADIENTS)
     verdict = [_Message(stage + 1, VERDICT, CONTROL_BYTES)] if stage < top else []
     if stage > 0:
@@ -178,7 +167,7 @@ def _turns(schedule: Schedule, stage: int, costs: Costs) -> list[_Turn]:
         turns.append(_Turn([VERDICT], None, verdict))
     else:
         turns.append(_Turn(from_above, None, verdict))
-    turns.append(_Turn([], update, [_Message(stage + 1, NEW_BASIS, above)] if above else []))
+    turns.append(_Turn([], update, []))
     return turns + _row_turns(costs, stage, stage - 1, stage + 1, ROW_CHANGES)
 
 
@@ -208,8 +197,8 @@ class _Host:
     since: float = 0.0  # when it began to compute, or else to wait
     # What ended its last turn, or led to the one that it computes.
     chain: Chain = field(default_factory=Chain)
-    # By step and label, what led to messages that have come; the first step has its basis at hand.
-    inbox: dict[tuple[int, str], Chain] = field(default_factory=lambda: {(0, NEW_BASIS): Chain()})
+    # By step and label, what led to messages that have come.
+    inbox: dict[tuple[int, str], Chain] = field(default_factory=dict)
 
     @property
     def turn(self) -> _Turn:
@@ -345,10 +334,9 @@ class Play:
         start, end = host.uplink.carry(message.size, self._now, self._now)
         shown = f"{message.label}>" if message.target > source else f"<{message.label}"
         self._record(source, "send", shown, start, end)
-        step = host.step + 1 if message.label == NEW_BASIS else host.step  # that it is for
         latency = self._latency[min(source, message.target)]
         chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
-        reach = partial(self._reach_downlink, message, step, end + latency, chain)
+        reach = partial(self._reach_downlink, message, host.step, end + latency, chain)
         self._at(start + latency, reach)
 
     def _reach_downlink(self, message: _Message, step: int, last_byte: float, chain: Chain) -> None:

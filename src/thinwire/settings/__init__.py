@@ -4,6 +4,7 @@ from thinwire.settings.file import CONFIG, load_asked, load_settings, read_toml
 from thinwire.settings.recipe import make_recipe
 from thinwire.settings.tree import (
     PRECISIONS,
+    GoneError,
     RunConfig,
     Settings,
     TrainConfig,
@@ -16,6 +17,7 @@ from thinwire.settings.tree import (
 __all__ = [
     "CONFIG",
     "PRECISIONS",
+    "GoneError",
     "RunConfig",
     "Settings",
     "TrainConfig",

@@ -5,7 +5,6 @@ import math
 from thinwire.codec import Codec, build_codecs, parse_codec
 from thinwire.model import architecture
 from thinwire.schedule import Network
-from thinwire.settings.precision import WEIGHT_TYPES
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
@@ -20,7 +19,7 @@ _SIZE_NOTES = {
 def wire_shape(settings: Settings, cut: int) -> tuple[int, ...]:
     """The shape of one microbatch's tensor at a cut."""
     batch, tokens, channels = _stream_shape(settings, cut)
-    return batch, tokens, settings.boundary.rank_at(cut) or channels
+    return batch, tokens, settings.boundary.rank or channels
 
 
 def stream_width(settings: Settings, cut: int) -> int:
@@ -62,14 +61,6 @@ def is_entropy_coded(settings: Settings) -> bool:
     return any(codec.content_decides_size for cut in cuts for codec in _codecs(settings, cut))
 
 
-def basis_bytes(settings: Settings, cut: int = 0) -> int:
-    """Bytes of the frame that carries a cut's learned basis up, or its gradient down, each step."""
-    if not settings.boundary.learn:
-        return 0
-    numbers = settings.model.dim * settings.boundary.rank_at(cut)
-    return numbers * WEIGHT_TYPES[settings.run.precision].itemsize + HEADER_BYTES
-
-
 def row_bytes(settings: Settings) -> int:
     """About: bytes of the frame that carries rows of a shared embedding up, or their gradients
     down, in the mean step.
@@ -106,12 +97,8 @@ def size_notes(settings: Settings) -> list[str]:
     notes = []
     if note := _SIZE_NOTES.get(size_kind(settings, 0)):
         notes.append(f"bytes: {note}; the actual size varies")
-    for key, exceptions in (
-        ("codec.cuts", settings.codec.cuts),
-        ("boundary.ranks", settings.boundary.ranks),
-    ):
-        if exceptions:
-            notes.append(f"bytes: of the first cut; {key} makes others differ")
+    if settings.codec.cuts:
+        notes.append("bytes: of the first cut; codec.cuts makes others differ")
     return notes
 
 

@@ -19,19 +19,12 @@ _CHAT = 'data.source = "chat" or "hf"'
 _USES = [
     _Use("optim.matrix_lr", 'optim.name = "muon"', lambda s: s.optim.name == "muon"),
     _Use("optim.floor", 'optim.schedule = "cosine"', lambda s: s.optim.schedule == "cosine"),
-    _Use("optim.basis_lr", "boundary.learn = true", lambda s: s.boundary.learn),
     _Use(
         "boundary.ratio",
         "a narrow boundary.mode and boundary.rank = 0",
         lambda s: s.boundary.mode != "dense" and s.relaxed().boundary.rank == 0,
     ),
     _Use("boundary.basis_seed", "a narrow boundary.mode", lambda s: s.boundary.mode != "dense"),
-    _Use("boundary.basis", 'boundary.mode = "projected"', lambda s: s.boundary.mode == "projected"),
-    _Use(
-        "boundary.calibrate",
-        'boundary.basis = "calibrated"',
-        lambda s: s.boundary.is_calibrated,
-    ),
     _Use(
         "boundary.basis_rate",
         "boundary.basis_update_every",

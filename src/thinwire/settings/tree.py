@@ -13,12 +13,10 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.boundary import BoundaryConfig
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError
-from thinwire.model import LoraConfig, ModelConfig
-from thinwire.optim import OptimConfig
+from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import Scope, from_plain, nearest, option, parse_literal, scopes, to_plain
@@ -144,7 +142,8 @@ class Settings:
     def as_asked(cls, values: dict[str, Any]) -> "Settings":
         """Build from nested dictionaries as they are: a preset, "auto" and the like stay so.
 
-        Keys that have gone are left out where they changed nothing, as earlier versions wrote them.
+        Keys of an earlier release that have gone are left out where they changed nothing, and
+        refused where they did.
         """
         return from_plain(cls, _without_gone(values))
 
@@ -249,25 +248,52 @@ class Settings:
         return done == self.train.steps or (every > 0 and done % every == 0)
 
 
+class GoneError(ConfigError):
+    """Settings of an earlier release, with an option that has gone."""
+
+
+LAST_RELEASE = "0.1.0"
+"""The last release that has the options that have gone."""
+_ANY = object()
 GONE: dict[str, dict[str, Any]] = {
     "model": {"classes": 0, "channels": 0, "side": 0},
     "data": {"augment": True},
-    "optim": {"momentum": 0.9},
+    "boundary": {"basis": "shared", "learn": False, "calibrate": _ANY, "ranks": []},
+    "optim": {"momentum": _ANY, "basis_lr": _ANY},
     "link": {"port": 0},
 }
-"""Keys of earlier versions that have gone, and the values with which they changed nothing."""
+"""Keys that have gone, and the values with which they changed nothing."""
+GONE_VALUES = {
+    "model": {"preset": "resnet18"},
+    "data": {"source": "images"},
+    "boundary": {"anchor": "trainable"},
+    "optim": {"name": "sgd"},
+}
 
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
     kept = dict(values)
     for section, gone in GONE.items():
         keys = values.get(section)
-        if isinstance(keys, dict):
-            kept[section] = {k: v for k, v in keys.items() if gone.get(k, _KEPT) != v}
+        if not isinstance(keys, dict):
+            continue
+        kept[section] = {key: value for key, value in keys.items() if key not in gone}
+        for key, value in keys.items():
+            has_effect = gone.get(key, value) not in (value, _ANY)
+            if has_effect or GONE_VALUES[section].get(key, _ANY) == value:
+                raise _gone(f"{section}.{key} = {value!r}")
+        if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
+            raise _gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
     return kept
 
 
-_KEPT = object()
+def _gone(what: str) -> GoneError:
+    return GoneError(
+        f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
+        f"{LAST_RELEASE}: pip install thinwire=={LAST_RELEASE}"
+    )
+
+
 _SCOPES = {name: scopes(cls) for name, cls in typing.get_type_hints(Settings).items()}
 
 
@@ -295,6 +321,8 @@ def apply_override(values: dict[str, Any], override: str, kind: type = Settings)
     sections = typing.get_type_hints(kind)
     if section not in sections:
         raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
+    if key in GONE.get(section, {}) and kind is Settings:
+        raise _gone(f"{section}.{key}")
     parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
     table = values.setdefault(section, {})
     if not isinstance(table, dict):
@@ -332,11 +360,6 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"train.batch = {train.batch} sequences do not divide into "
             f"pipeline.microbatches = {pipeline.microbatches} equal parts"
-        )
-    if settings.boundary.is_calibrated and not train.init_from:
-        raise ConfigError(
-            'boundary.basis = "calibrated" needs train.init_from: it is found from the activations '
-            'of a trained model. From the seed use "shared" or "per-cut"'
         )
     settings.schedule()
     settings.codec.check(pipeline.stages - 1)

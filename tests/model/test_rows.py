@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.optim import RowAdamW
+from thinwire.model import RowAdamW
 
 LR, DECAY = 0.01, 0.1
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.optim import Muon
-from thinwire.optim.muon import COEFFICIENTS, ITERATIONS, orthogonalised
-from thinwire.subspace import drift, project, random_basis
+from thinwire.model import Muon, project, random_basis
+from thinwire.model.optim import COEFFICIENTS, ITERATIONS, orthogonalised
+from thinwire.model.subspace import drift
 
 DIM, RANK, INPUTS = 24, 6, 16
 

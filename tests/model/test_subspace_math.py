@@ -7,18 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.subspace import (
-    Constraint,
-    Held,
-    Space,
+from thinwire.model import Constraint, Held, Space, fixed_table, project, random_basis
+from thinwire.model.subspace import (
     captured_energy,
     drift,
-    fixed_table,
     grassmann_step,
     orthonormality_error,
     principal_angles,
-    project,
-    random_basis,
     retract,
     riemannian_gradient,
 )

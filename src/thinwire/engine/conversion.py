@@ -1,0 +1,345 @@
+"""A trained model's weights in other forms: merged, folded, or as the start of another run.
+
+*Merged*: adapters (LoRA) have become part of the matrices that they stood beside, W + (alpha /
+rank) B A, in whatever form the matrix has: for a reparametrised one W and B are coordinates in the
+same basis, and so is their sum.
+
+*Folded*: the plain weights that export and other programs read. A model whose blocks write into a
+subspace is an ordinary Llama in another form: its embedding is T_fixed + T_S, and a reparametrised
+matrix is U A. Cuts then lose nothing, so the folded weights compute what the trained model
+computes, up to rounding (codecs are not part of a model). Between free weights a narrow cut drops
+what lies outside its basis, and a token table adds something in the middle of the model. No plain
+weights do that: such models do not fold.
+
+*Transferred*: into a run of any split, precision or boundary. What both models hold in the same
+form is copied, bit for bit. What they hold in different forms goes through the folded weights: of a
+subspace model to free weights nothing is lost; into a subspace only the part that lies in it is
+taken, and how much is lost is counted. A vocabulary may grow: rows of tokens that the source does
+not know keep their starting values.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.keeper import BASIS
+from thinwire.engine.source import Source
+from thinwire.errors import CheckpointError
+from thinwire.model import (
+    BoundaryConfig,
+    LoraConfig,
+    Space,
+    Stage,
+    architecture,
+    fixed_table,
+    project,
+    random_basis,
+)
+from thinwire.model.adapter import DOWN, UP, is_adapter
+from thinwire.settings import Settings
+from thinwire.settings.precision import WEIGHT_TYPES
+
+ROWS = 8192  # of a table that are computed at a time
+FOLDS = (
+    'recipe exact32 (boundary.mode = "subspace") trains narrow cuts whose weights fold; so do '
+    '"reparam" and recipe dense'
+)
+HELD, COORDINATES = "held", "coordinates"
+MOST_LOST = 1e-3  # of a model's weights that rounding may explain
+
+
+def merged(source: Source) -> Source:
+    """The same model without adapters; the source itself where it has none."""
+    return Merged(source) if source.settings.lora.rank else source
+
+
+class Merged(Source):
+    """The tensors of a state with adapters, as of a model without any.
+
+    Matrices are merged when they are asked for. Moments of adapters are left out with them.
+    """
+
+    def __init__(self, source: Source):
+        super().__init__(source.step, source.versions)
+        self._source = source
+        self._scale = source.settings.lora.scale
+
+    @property
+    def settings(self) -> Settings:
+        return dataclasses.replace(self._source.settings, lora=LoraConfig())
+
+    def names(self) -> set[str]:
+        return {name for name in self._source.names() if not is_adapter(name)}
+
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        adapted = {name for name in names if self._beside(name, UP) in self._source.names()}
+        plain = self._source.tensors(names - adapted)
+        return plain | {name: self._merge(name) for name in sorted(adapted)}
+
+    def _merge(self, name: str) -> Tensor:
+        """Added up in float64, rounded once."""
+        ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
+        found = self._source.tensors(ways)
+        base, down, up = (found[way].double() for way in ways)
+        return (base + self._scale * (up @ down)).to(found[ways[-1]].dtype)
+
+    def _beside(self, name: str, part: str) -> str:
+        """The name of a part of the adapter of this matrix, if it has one."""
+        layer, _, kind = name.rpartition(".")
+        return f"{layer}.{part}.weight" if kind == "weight" else ""
+
+    def __str__(self) -> str:
+        return f"{self._source}, its adapters merged"
+
+
+def why_not_folded(settings: Settings) -> str:
+    """Why a model of these settings has no plain weights; empty where it folds."""
+    boundary, cuts = settings.boundary, settings.pipeline.stages - 1
+    if boundary.mode != "projected" or not cuts:
+        return ""
+    where = "its cut drops" if cuts == 1 else f"each of its {cuts} cuts drops"
+    tables = " and adds a row of a learned token table" if boundary.table else ""
+    return (
+        f'boundary.mode = "projected": {where} what lies outside {boundary.rank} of '
+        f"{settings.model.dim} dimensions{tables}, which plain weights cannot do; {FOLDS}"
+    )
+
+
+class Folded(Source):
+    """The plain weights of a state, by the names of a Hugging Face Llama.
+
+    Tensors are read and folded when they are asked for: ask for one at a time, and memory holds
+    one at a time. `settings` are those of the plain model: its cuts are dense.
+    """
+
+    def __init__(self, source: Source):
+        source = merged(source)
+        super().__init__(source.step, source.versions)
+        trained = source.settings
+        if why := why_not_folded(trained):
+            raise CheckpointError(f"{source} does not fold into plain weights: {why}")
+        self._source = source
+        self._settings = dataclasses.replace(
+            trained, boundary=BoundaryConfig().resolved(trained.model.dim, trained.split())
+        )
+        whole = _whole(self._settings).global_parameters()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        """Of every folded tensor, in the model's order: known without reading any."""
+        self._axes = {n: layer.axis for n, layer in _whole(trained).reparametrised().items()}
+        self._basis_DK: Tensor | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    def names(self) -> set[str]:
+        return set(self.shapes)
+
+    def _read(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._fold(name) for name in sorted(names)}
+
+    def _fold(self, name: str) -> Tensor:
+        tensor = self._source.tensors([name])[name]
+        tensor = self.in_full(name, tensor)
+        if tuple(tensor.shape) != self.shapes[name]:
+            raise CheckpointError(
+                f"{name} folds to shape {tuple(tensor.shape)} in {self._source}, the model needs "
+                f"{self.shapes[name]}"
+            )
+        if name == self._anchored:
+            tensor = tensor + self._table()
+        return tensor
+
+    def in_full(self, name: str, coordinates: Tensor) -> Tensor:
+        """What the form of this matrix makes of a tensor in its place.
+
+        U A for a writer, E U^T for a table: added up in float64, rounded once.
+        """
+        axis = self._axes.get(name)
+        if axis is None:
+            return coordinates
+        basis_DK = self._basis().double()
+        if axis == 0:
+            return (basis_DK @ coordinates.double()).to(coordinates.dtype)
+        rows = coordinates.split(ROWS)
+        return torch.cat([(part.double() @ basis_DK.T).to(part.dtype) for part in rows])
+
+    @property
+    def _anchored(self) -> str:
+        """The embedding to which a fixed table belongs, if one does."""
+        boundary = self._source.settings.boundary
+        if not boundary.is_constrained or boundary.shares_embedding:
+            return ""
+        return f"{architecture(self._settings.model).layers()[0].name}.weight"
+
+    def _table(self) -> Tensor:
+        model, boundary = self._settings.model, self._source.settings.boundary
+        return fixed_table(model.vocab, model.dim, boundary.basis_seed, model.embed_std)
+
+    def _basis(self) -> Tensor:
+        """The basis in the precision in which the model computes with it; a moved one is saved."""
+        if self._basis_DK is None:
+            trained = self._source.settings
+            if BASIS in self._source.names():
+                basis_DK = self._source.tensors([BASIS])[BASIS]
+            else:
+                boundary = trained.boundary
+                basis_DK = random_basis(trained.model.dim, boundary.rank, boundary.basis_seed)
+            self._basis_DK = basis_DK.to(WEIGHT_TYPES[trained.run.precision])
+        return self._basis_DK
+
+    def __str__(self) -> str:
+        return f"{self._source}, folded into plain weights"
+
+
+def _whole(settings: Settings) -> Stage:
+    """The model of these settings in one stage, without memory."""
+    pipeline = dataclasses.replace(settings.pipeline, stages=1, split=[])
+    run = dataclasses.replace(settings.run, compile=False)
+    one = dataclasses.replace(settings, pipeline=pipeline, run=run)
+    return StageBuilder(one, torch.device("meta")).build(0)
+
+
+class Transfer:
+    """Fills the stages of a new run from a source, one after the other."""
+
+    def __init__(self, source: Source, settings: Settings):
+        self.fresh: list[str] = []  # what the source does not have, and starts anew
+        # Adapters go along where the new run has the same ones; else they are merged.
+        source = source if _keeps_adapters(source.settings, settings) else merged(source)
+        self._source = source
+        self._settings = settings
+        self._names = source.names()
+        self._saved_forms = _forms(source.settings)
+        self._keeps_space = _same_space(source.settings, settings)
+        self._folded: Folded | None = None
+        self._lost = self._size = 0.0  # squares, of what was to lie in the subspace
+
+    @property
+    def lost(self) -> float:
+        """The relative size of what did not fit into the subspace."""
+        return math.sqrt(self._lost / self._size) if self._size else 0.0
+
+    def take_space(self, space: Space | None) -> None:
+        """Go on with the source's basis where both runs share one."""
+        if space is not None and self._keeps_space and BASIS in self._names:
+            space.basis_DK.copy_(self._source.tensors([BASIS])[BASIS])
+
+    @torch.no_grad()
+    def fill(self, builder: StageBuilder, stage: Stage) -> None:
+        """Lay the source's weights over the starting weights of a stage."""
+        state = stage.owned_parameters()
+        forms = _forms_of(stage)
+        for name, tensor in state.items():
+            if _is_of_a_cut(name) or is_adapter(name):
+                self._take_own(name, tensor)
+            elif self._is_alike(name, forms):
+                self._put(tensor, self._source.tensors([name])[name], name)
+            else:
+                self._take_folded(name, builder, stage)
+
+    def _take_own(self, name: str, tensor: Tensor) -> None:
+        """Of a cut or an adapter: the source's if it has the same one, else it starts anew."""
+        if name in self._names and (not _is_of_a_cut(name) or self._keeps_cut(name)):
+            saved = self._source.tensors([name])[name]
+            if self._fits(saved, tensor):
+                self._put(tensor, saved, name)
+                return
+        self.fresh.append(name)
+
+    def _keeps_cut(self, name: str) -> bool:
+        """A table goes along only with the basis that it was trained beside."""
+        saved, now = self._source.settings, self._settings
+        cut = name.rpartition(".")[0]
+        if _ranks(saved).get(cut) != _ranks(now).get(cut):
+            return False
+        return saved.boundary.basis_seed == now.boundary.basis_seed
+
+    def _is_alike(self, name: str, forms: Mapping[str, str]) -> bool:
+        """Whether the source's tensor means here what it meant there."""
+        saved, now = self._saved_forms.get(name), forms.get(name)
+        return saved == now and (now is None or self._keeps_space)
+
+    def _take_folded(self, name: str, builder: StageBuilder, stage: Stage) -> None:
+        self._folded = self._folded or Folded(self._source)
+        full = self._folded.tensors([name])[name]
+        parameter = stage.global_parameters()[name]
+        layers, held = stage.reparametrised(), {h.name: h for h in stage.held_parameters()}
+        if name not in layers and name not in held:
+            self._put(parameter, full, name)
+            return
+        assert builder.space is not None, "only a model with a space holds weights in it"
+        axis = layers[name].axis if name in layers else held[name].axis
+        if axis == 1 and builder.space.table_VD is not None:  # the embedding
+            full = full - builder.space.table_VD[: len(full)].to(full)
+        basis_DK = builder.space.basis_DK.to(full)
+        inside = project(full, basis_DK, axis)
+        self._size += float(full.double().square().sum())
+        self._lost += float((full - inside).double().square().sum())
+        if name in layers:
+            layers[name].set_full(full)
+        else:
+            self._put(parameter, inside, name)
+
+    def _fits(self, value: Tensor, target: Tensor) -> bool:
+        """Whether a tensor has the shape that is needed, or its first rows: one for each token."""
+        grows = self._source.settings.model.vocab, self._settings.model.vocab
+        more_rows = (*value.shape[:1], *target.shape[:1]) == grows
+        return value.shape == target.shape or (more_rows and value.shape[1:] == target.shape[1:])
+
+    def _put(self, target: Tensor, value: Tensor, name: str) -> None:
+        if not self._fits(value, target):
+            raise CheckpointError(
+                f"{name} has shape {tuple(value.shape)} in {self._source}, the model needs "
+                f"{tuple(target.shape)}"
+            )
+        (target[: len(value)] if value.dim() else target).copy_(value)
+
+
+def _is_of_a_cut(name: str) -> bool:
+    return name.startswith("boundary.")
+
+
+def _ranks(settings: Settings) -> dict[str, int]:
+    """The rank of each projected cut, by the name under which its parameters are saved."""
+    if settings.boundary.mode != "projected":
+        return {}
+    name_of = architecture(settings.model).block_name
+    above = settings.split()[1:]
+    return {f"boundary.{name_of(blocks.start)}": settings.boundary.rank for blocks in above}
+
+
+def _same_space(saved: Settings, now: Settings) -> bool:
+    """Whether both hold one shared basis, and the same fixed token table."""
+    return all(
+        (
+            saved.boundary.mode != "dense",
+            saved.boundary.is_constrained == now.boundary.is_constrained,
+            saved.boundary.rank == now.boundary.rank,
+            saved.boundary.basis_seed == now.boundary.basis_seed,
+            saved.model.embed_std == now.model.embed_std,
+        )
+    )
+
+
+def _keeps_adapters(saved: Settings, now: Settings) -> bool:
+    """Whether both have the same adapters, beside matrices of the same form: folding merges."""
+    forms = _forms(saved)
+    alike = forms == _forms(now) and (not forms or _same_space(saved, now))
+    return saved.lora == now.lora and alike
+
+
+def _forms(settings: Settings) -> dict[str, str]:
+    """Which tensors of a model are not plain: held in the subspace, or coordinates in it."""
+    builder = StageBuilder(settings, torch.device("meta"))
+    stages = (builder.build(index) for index in range(settings.pipeline.stages))
+    return {name: form for stage in stages for name, form in _forms_of(stage).items()}
+
+
+def _forms_of(stage: Stage) -> dict[str, str]:
+    held = {held.name: HELD for held in stage.held_parameters()}
+    return held | dict.fromkeys(stage.reparametrised(), COORDINATES)

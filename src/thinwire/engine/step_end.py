@@ -1,0 +1,427 @@
+"""The end of a step: one decision for all stages, and what becomes of the gradients.
+
+    begin, forwards and backwards; then `StepEnd.end`: project, norms, verdict, commit or withdraw
+
+All stages must agree: commit the update or not, with which global gradient norm, and whether to
+checkpoint or stop. The decision travels with the pipeline's own traffic. A basis that moves, rows
+of a shared embedding and tallies of squared gradient norms ride down behind the last gradients, so
+the first stage knows the total as soon as it has finished its own backward. The verdict rides up
+ahead of the next step's first activation, and changes of rows behind it: no extra round trip.
+
+A process holds one stage or several neighbouring ones: what passes between these stays here, and
+ports carry the rest. So the peers of a pipeline and the chain of all stages in one process end a
+step by the same lines, and train the same weights.
+
+What arrives is checked before anything is computed with it: a payload that is no tally or no
+verdict is the error of the stage that sent it.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.codec import Leg
+from thinwire.engine.build import StageBuilder
+from thinwire.engine.keeper import Keeper
+from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW, SharedRows, row_number
+from thinwire.engine.source import Versions
+from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace, is_finite
+from thinwire.errors import StageError, WireError
+from thinwire.model import Stage, StageOptimizer
+from thinwire.wire import HEADER_BYTES, FrameKind, Seal
+
+_VERDICT = struct.Struct("<dBBB")
+VERDICT_BYTES = _VERDICT.size
+TALLY_BYTES = 8 << 14  # of all stages together: more tensors than any model of ours has
+
+Decide = Callable[[int, bool], tuple[bool, bool]]
+"""On the first stage: (step, commit) -> (checkpoint?, stop?)."""
+LossProbe = Callable[[int, int], float | None]
+"""(step, 0 just before a move of the basis or 1 just after) -> the loss of the same batches then,
+where it is known.
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the first stage decides for all at the end of a step."""
+
+    grad_norm: float
+    commit: bool
+    checkpoint: bool
+    stop: bool
+
+    def to_bytes(self) -> bytes:
+        """Eleven bytes: the norm and three flags."""
+        return _VERDICT.pack(self.grad_norm, self.commit, self.checkpoint, self.stop)
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> "Verdict":
+        """The inverse of `to_bytes`; WireError when the payload is not a verdict."""
+        if len(payload) != _VERDICT.size:
+            raise WireError(f"a verdict has {_VERDICT.size} bytes, but {len(payload)} arrived")
+        norm, *flags = _VERDICT.unpack(payload)
+        if not {*flags} <= {0, 1}:
+            raise WireError(f"the flags of a verdict are 0 or 1, but {flags} arrived")
+        commit, checkpoint, stop = map(bool, flags)
+        if norm < 0 or (commit and not math.isfinite(norm)):
+            raise WireError(f"a verdict cannot {'commit' if commit else 'have'} a norm of {norm}")
+        return cls(norm, commit, checkpoint, stop)
+
+
+def pack_tally(squares: Sequence[float]) -> bytes:
+    """Squared gradient norms, one for each parameter, in float64."""
+    return struct.pack(f"<{len(squares)}d", *squares)
+
+
+def unpack_tally(payload: bytes) -> list[float]:
+    """The inverse of `pack_tally`; WireError when the payload is not a tally.
+
+    A norm may be infinite or NaN, which refuses the step; a square cannot be below zero.
+    """
+    if len(payload) % 8:
+        raise WireError(f"a tally has 8 bytes for each parameter, but {len(payload)} arrived")
+    squares = list(struct.unpack(f"<{len(payload) // 8}d", payload))
+    if any(square < 0 for square in squares):
+        raise WireError("a tally holds a squared norm below zero")
+    return squares
+
+
+def global_norm(squares: Sequence[float]) -> float:
+    """The norm of all gradients together; infinite if any is not finite, or the sum is not.
+
+    The sum is exactly rounded: the norm, and with it every weight, is the same bit for bit however
+    the layers are split into stages.
+    """
+    if not all(map(math.isfinite, squares)):
+        return math.inf
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
+
+
+class StageUpdate:
+    """One stage's weights, with all that changes them or takes the change back."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        optimizer: StageOptimizer,
+        clip: float,
+        keeper: Keeper | None = None,
+        rows: SharedRows | None = None,
+    ):
+        self.optimizer = optimizer
+        self.keeper = keeper
+        self.rows = rows
+        self.version = 0  # updates committed
+        self._stage = stage
+        self._clip = clip
+
+    @classmethod
+    def build(
+        cls,
+        builder: StageBuilder,
+        stage: Stage,
+        index: int,
+        make_optimizer: Callable[..., StageOptimizer] = StageOptimizer,
+    ) -> "StageUpdate":
+        """With the optimizer that the settings name, a keeper where stages share a space, and rows
+        where they share the embedding.
+        """
+        settings, constraint = builder.settings, builder.constraint_in_training(stage)
+        by_rows = settings.boundary.shares_embedding
+        optimizer = make_optimizer(
+            stage.trained_parameters(), stage.roles(), settings.optim, constraint, by_rows
+        )
+        rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
+        keeper, steps = None, settings.train.steps
+        if builder.space is not None:
+            keeper = Keeper(settings.boundary, stage, optimizer, builder.space, constraint, steps)
+        return cls(stage, optimizer, settings.optim.clip, keeper, rows)
+
+    @property
+    def versions(self) -> Versions:
+        """Of the weights, and of the shared basis."""
+        return Versions(self.version, self.keeper.space.version if self.keeper else 0)
+
+    def begin(self, step: int) -> None:
+        """Before the first forward: note what a refused step must leave as it was."""
+        if self.keeper is not None:
+            self.keeper.begin_step(step)
+
+    def project(self) -> None:
+        """Drop what leads out of the shared space: before the norm, clipping and the moments."""
+        if self.keeper is not None:
+            self.keeper.project_gradients()
+
+    def squared_norms(self) -> list[float]:
+        """The squared gradient norm of each parameter, in float64; rows of a shared embedding only
+        count where they are not finite.
+        """
+        gradients = [p.grad for p in self._stage.owned_parameters().values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        squares = [norm * norm for norm in torch.stack(norms).tolist()] if norms else []
+        is_bad = self.rows is not None and not self.rows.is_finite()
+        return [*squares, math.inf] if is_bad else squares
+
+    def commit(self, step: int, lr: float, norm: float) -> None:
+        """Change the weights; `norm` is that of the gradients of all stages.
+
+        A move of the basis follows by itself (`Keeper.follow`): losses are measured in between.
+        """
+        self._clip_gradients(norm)
+        self.optimizer.step(lr)
+        self.version += 1
+        if self.keeper is not None:
+            self.keeper.after_update(step)
+
+    @torch.no_grad()
+    def withdraw(self, step: int) -> None:
+        """Leave everything as it was before the step."""
+        self.optimizer.zero_grad()
+        if self.keeper is not None:
+            self.keeper.withdraw(step)
+        if self.rows is not None:
+            self.rows.withdraw()
+
+    @torch.no_grad()
+    def check(self, step: int) -> None:
+        """End the run before weights or moments that are not finite reach a checkpoint.
+
+        An infinite second moment does no visible harm: its weight just never changes again.
+        """
+        name = not_finite(self._stage.trained_parameters())
+        if name is not None:
+            raise StageError(
+                f"weights of {name} are not finite after step {step + 1}: the update overflowed. "
+                "No checkpoint contains it. Resume with a lower optim.lr"
+            )
+        state = not_finite(self.optimizer.state_tensors())
+        if state is None and self.rows is not None:
+            state = not_finite(self.rows.state_tensors())
+        if state is not None:
+            raise StageError(
+                f"the optimizer's state {state} is not finite after step {step + 1}: a gradient "
+                "was too large, and its weights would stop learning. No checkpoint contains it. "
+                "Resume with a lower optim.lr, or with optim.clip"
+            )
+
+    def _clip_gradients(self, norm: float) -> None:
+        scale = self._clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        if self._clip <= 0 or scale >= 1:
+            return
+        for parameter in self._stage.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The first of these whose entries are not all finite: as `is_finite`, all sums at once."""
+    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
+    for (name, tensor), total in zip(named.items(), sums, strict=True):
+        if not math.isfinite(total) and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
+
+
+class Message(NamedTuple):
+    """A message that no codec packs: what it says, and how it travels on to the next stage."""
+
+    content: bytes
+    travels: bytes
+
+
+class Messenger(Protocol):
+    """The way to a neighbour, as the end of a step needs it."""
+
+    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
+        """Hand over a message as it travels."""
+
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> Message:
+        """The neighbour's message of this step, waiting for it."""
+
+
+class StepEnd:
+    """Ends the steps of the neighbouring stages that one process holds.
+
+    `updates` are these stages, lowest first; `below` and `above` lead to the neighbours that other
+    processes hold, and are None at the ends of the pipeline. `row_bytes` counts what rows of a
+    shared embedding would cost between stages that are both here.
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[StageUpdate],
+        first_stage: int = 0,
+        below: Messenger | None = None,
+        above: Messenger | None = None,
+        device: torch.device | None = None,
+        sightings: Sightings | None = None,
+        seal: Seal | None = None,
+    ):
+        self.trace = StepTrace()
+        self.row_bytes = dict.fromkeys(Leg, 0)
+        self._updates = updates
+        self._keepers = [update.keeper for update in updates if update.keeper is not None]
+        self._rows = [update.rows for update in updates if update.rows is not None]
+        self._stage_above = first_stage + len(updates)
+        self._below, self._above = below, above
+        self._device = device
+        self._sightings = sightings or Sightings()
+        self._seal = seal or Seal()
+
+    def end(self, step: int, lr: float, decide: Decide, probe: LossProbe) -> Verdict:
+        """Agree with all stages, and change the weights or leave them as they were."""
+        new_basis_DK = None
+        if self._keepers:
+            with self.trace.span("compute", "norm"):
+                for update in self._updates:
+                    update.project()
+                self.sync()
+            if self._keepers[-1].moves_after(step):
+                new_basis_DK = self._pass_basis_down(step)
+        if self._rows:
+            self._pass_rows_down(step)
+        with self.trace.span("compute", "norm"):
+            tally = [square for update in self._updates for square in update.squared_norms()]
+            if not all(map(math.isfinite, tally)):
+                self._sightings.note(step, BACKWARD)
+        with self.trace.span("wait", "U"):
+            verdict = self._agree(step, tally, decide)
+        with self.trace.span("compute", "U"):
+            for update in self._updates:
+                if verdict.commit:
+                    update.commit(step, lr, verdict.grad_norm)
+                else:
+                    update.withdraw(step)
+            self.sync()
+        if verdict.commit and new_basis_DK is not None:
+            self._move_basis(step, new_basis_DK, probe)
+        if verdict.commit and self._rows:
+            self._pass_rows_up(step)
+        return verdict
+
+    def pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Verdict:
+        """A verdict, decided here or taken from below, goes on to the stage above as it came."""
+        if decided is not None:
+            travels = self._seal.sign(kind, step, decided.to_bytes())
+        else:
+            assert self._below is not None, "the first stage decides"
+            content, travels = self._below.take_message(kind, step)
+            decided = Verdict.from_bytes(content)
+        if self._above is not None:
+            self._above.send_message(kind, step, travels)
+        return decided
+
+    def sync(self) -> None:
+        """On a GPU wait until the queued work is done: what follows hands its result over."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
+        """Pass the tallies down and the verdict up; the first stage is where they meet."""
+        parts, decided = self._seal.sign(FrameKind.TALLY, step, pack_tally(tally)), None
+        if self._above is not None:
+            message = self._above.take_message(FrameKind.TALLY, step)
+            parts += message.travels
+            tally += unpack_tally(message.content)
+        if self._below is not None:
+            self._below.send_message(FrameKind.TALLY, step, parts)
+        else:
+            norm = global_norm(tally)
+            is_good = math.isfinite(norm)
+            decided = Verdict(norm, is_good, *decide(step, is_good))
+        return self.pass_up(FrameKind.VERDICT, step, decided)
+
+    def _pass_basis_down(self, step: int) -> Tensor:
+        """The basis that the last stage proposes, handed on to the stage below."""
+        if self._above is None:
+            with self.trace.span("compute", "norm"):
+                basis_DK = self._keepers[-1].propose()
+            content = basis_DK.detach().cpu().contiguous().numpy().tobytes()
+            travels = self._seal.sign(FrameKind.BASIS, step, content)
+        else:
+            old_DK = self._keepers[-1].space.basis_DK
+            with self.trace.span("wait", "basis"):
+                content, travels = self._above.take_message(FrameKind.BASIS, step)
+            flat = torch.frombuffer(bytearray(content), dtype=old_DK.dtype)
+            basis_DK = flat.to(old_DK.device).view(old_DK.shape)
+            if not is_finite(basis_DK):  # it would spoil the weights of this stage
+                raise WireError(
+                    f"stage {self._stage_above} sent a basis that is not finite after step "
+                    f"{step + 1}"
+                )
+        if self._below is not None:
+            self._below.send_message(FrameKind.BASIS, step, travels)
+        return basis_DK
+
+    def _move_basis(self, step: int, basis_DK: Tensor, probe: LossProbe) -> None:
+        """Switch, and score the same batches just before and just after.
+
+        All stages here share one space: it moves once, and every stage's weights follow.
+        """
+        before = probe(step, 0)
+        with self.trace.span("compute", "U"):
+            space = self._keepers[0].space
+            old_DK = space.basis_DK.clone()
+            space.move(basis_DK)
+            for keeper in self._keepers:
+                keeper.follow(old_DK)
+            self.sync()
+        after = probe(step, 1)
+        if before is not None and after is not None:
+            self._keepers[-1].loss_jump = after - before
+
+    def _pass_rows_down(self, step: int) -> None:
+        """Gradients of the rows that are due: those of the stages above, and those of each here."""
+        with self.trace.span("compute", "norm"):
+            for own in self._rows:
+                own.choose(step)
+        for frame in range(self._rows[0].frames):
+            number, payload = row_number(frame, FROM_ABOVE), None
+            if self._above is not None:
+                with self.trace.span("wait", "rows"):
+                    payload = self._above.take_message(FrameKind.ROWS, step, number).content
+            for own in reversed(self._rows):
+                if payload is not None:
+                    self._sightings.look(step, GRADIENT, own.add(step, frame, payload))
+                if self._below is not None or own is not self._rows[0]:
+                    payload = own.gradients(step, frame)
+                    self._count(Leg.BACKWARD, payload, own is not self._rows[0])
+            if self._below is not None:
+                assert payload is not None, "every stage has gradients to send"
+                signed = self._seal.sign(FrameKind.ROWS, step, payload, number)
+                self._below.send_message(FrameKind.ROWS, step, signed, number)
+
+    def _pass_rows_up(self, step: int) -> None:
+        """What the first stage makes of them, for all copies; then they are no longer due."""
+        rows, made = self._rows, []
+        if self._below is None and rows[0].frames:
+            made = rows[0].changes(step, self._updates[0].version)
+        for frame in range(rows[0].frames):
+            number = row_number(frame, FROM_BELOW)
+            if self._below is None:
+                content = made[frame]
+                travels = self._seal.sign(FrameKind.ROWS, step, content, number)
+            else:
+                with self.trace.span("wait", "rows"):
+                    content, travels = self._below.take_message(FrameKind.ROWS, step, number)
+            if self._above is not None:
+                self._above.send_message(FrameKind.ROWS, step, travels, number)
+            with self.trace.span("compute", "U"):
+                for own in rows:
+                    own.follow(step, frame, content)
+                    self._count(Leg.FORWARD, content, own is not rows[0])
+        for own in rows:
+            own.commit()
+
+    def _count(self, leg: Leg, payload: bytes, crosses: bool) -> None:
+        self.row_bytes[leg] += crosses * (len(payload) + HEADER_BYTES)

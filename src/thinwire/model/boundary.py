@@ -1,0 +1,187 @@
+"""Boundaries: the narrow place between two stages, inside autograd.
+
+The sender encodes its output x into z; z crosses; the receiver decodes z into x. The gradient
+that comes back has z's shape: the receiver sends dL/dz and the sender backpropagates it through
+its encode. So whatever encode and decode do is differentiated as part of the model.
+
+Shapes: B sequences, T positions, D model width, K rank, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.model.optim import Role
+from thinwire.model.subspace import Space, fixed_table
+
+
+class Boundary(nn.Module, ABC):
+    """Both ends of one cut. A stage holds one for each neighbour and uses its own side of it."""
+
+    needs_ids = False
+    """Whether encode and decode read the token ids of the microbatch."""
+
+    computes: ClassVar[bool] = False
+    """Whether its ends are worth compiling, with the layer beside them."""
+
+    own_tables = False
+    """Whether each stage has a token table of its own (`known`): it is added where the stream
+    enters the stage and taken off where it leaves. The first stage's is the embedding.
+    """
+
+    roles: ClassVar[dict[str, Role]] = {}
+    """What its parameters are to an optimizer, by their names here."""
+
+    @abstractmethod
+    def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """What the sender puts on the wire, as a differentiable function of its output."""
+
+    @abstractmethod
+    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """What the receiver's first layer reads, as a differentiable function of z."""
+
+    def known(self, ids_BT: Tensor | None) -> Tensor | None:
+        """What the receiving stage knows of each token by itself, where stages have own tables."""
+        return None
+
+    def copy_of_embedding(self) -> nn.Parameter | None:
+        """The receiver's copy of the model's embedding, where stages share that."""
+        return None
+
+    def prepare(self) -> None:
+        """Bring up to date what encode reads: compiled code does not see that a basis moved."""
+
+
+class DenseBoundary(Boundary):
+    """The activation crosses as it is: the baseline of every comparison."""
+
+    def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        return x_BTD
+
+    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
+        return z
+
+
+class SubspaceBoundary(Boundary):
+    """The paper's cut: take off what is known of the token, send coordinates in the shared basis.
+
+    Exact when everything that was added to the stream below lies in the subspace: then
+    x - T_fixed[ids] has no part outside it, and the part of the gradient that is dropped on the
+    way back could not have changed a constrained weight.
+
+    Coordinates are computed in the weights' own precision: a basis rounded to bfloat16 is not
+    orthonormal, and the error would be the same for every token.
+    """
+
+    computes: ClassVar = True
+
+    def __init__(self, space: Space, anchored: bool = True):
+        super().__init__()
+        self.space = space
+        self.anchored = anchored
+        self.needs_ids = anchored
+
+    @property
+    def basis_DK(self) -> Tensor:
+        """The basis of this cut."""
+        return self.space.basis_DK
+
+    def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """U^T x, less the coordinates of what is known of each token."""
+        table_VK = self.space.anchor_coordinates() if self.anchored else None
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            z_BTK = x_BTD @ self.basis_DK
+            if table_VK is not None:
+                z_BTK = z_BTK - _rows(table_VK, ids_BT)
+            return z_BTK
+
+    def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """U z, plus what is known of each token."""
+        with torch.autocast(z.device.type, enabled=False):
+            x_BTD = z @ self.basis_DK.T
+            if self.anchored and self.space.table_VD is not None:
+                x_BTD = x_BTD + _rows(self.space.table_VD, ids_BT)
+            return x_BTD
+
+    def prepare(self) -> None:
+        if self.anchored:
+            self.space.anchor_coordinates()
+
+
+class EmbeddedBoundary(SubspaceBoundary):
+    """The exact cut around the model's own embedding, of which every stage has a copy.
+
+    A copy is added where the stream enters a stage and taken off where it leaves, so what crosses
+    is what blocks have written. As these write into the subspace, nothing is lost, and as copies
+    stay equal (engine/rows.py), the model is a plain one whose embedding is trained whole.
+    """
+
+    own_tables = True
+
+    def __init__(self, space: Space, copy: tuple[int, int] | None):
+        """`copy` is the shape of the receiver's copy; a sender needs none here."""
+        super().__init__(space, anchored=False)
+        self.needs_ids = True
+        self.copy = None
+        if copy is not None:
+            self.copy = nn.Parameter(space.basis_DK.new_zeros(copy))
+
+    def known(self, ids_BT: Tensor | None) -> Tensor | None:
+        return None if self.copy is None else _rows(self.copy, ids_BT)
+
+    def copy_of_embedding(self) -> nn.Parameter | None:
+        return self.copy
+
+
+class ProjectedBoundary(SubspaceBoundary):
+    """A narrow cut between free weights: what lies outside the basis is lost here.
+
+    With `own_tables` every stage has a trainable token table; `table`, of (vocab, width), gives
+    the receiver its own. Where that is narrower than the stream, which saves memory with large
+    vocabularies, a matrix widens its rows. It is taken off again where that stage sends, so
+    coordinates carry what context has added and nothing that all stages know. Left in, it would
+    only shift them by what the next receiver could learn to take off; but tables learn fast, and
+    every shift would reach all stages above.
+    """
+
+    roles: ClassVar = {"table": Role.TABLE, "widen": Role.MATRIX}
+
+    def __init__(
+        self, space: Space, own_tables: bool = False, table: tuple[int, int] | None = None
+    ):
+        super().__init__(space, anchored=False)
+        self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
+        self.own_tables = self.needs_ids = own_tables
+        self.table = self.widen = None
+        if table is not None:
+            (vocab, width), dim = table, space.basis_DK.shape[0]
+            self.table = nn.Parameter(space.basis_DK.new_zeros(vocab, width))
+            if width < dim:
+                self.widen = nn.Parameter(_widening(dim, width).to(space.basis_DK))
+
+    @property
+    def basis_DK(self) -> Tensor:
+        return self.space.basis_DK if self.basis is None else self.basis
+
+    def known(self, ids_BT: Tensor | None) -> Tensor | None:
+        """Rows of the receiver's table, as wide as the stream."""
+        if self.table is None:
+            return None
+        rows = _rows(self.table, ids_BT)
+        return rows if self.widen is None else F.linear(rows, self.widen)
+
+
+def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:
+    assert ids_BT is not None, "an anchored boundary reads token ids"
+    return F.embedding(ids_BT, table)
+
+
+def _widening(dim: int, width: int) -> Tensor:
+    """Where a widening matrix starts: the same bits on every machine, columns of length about 1.
+
+    The table itself starts at zero, so the cut starts as one without a table.
+    """
+    return fixed_table(dim, width, seed=0, std=width**-0.5)

@@ -1,0 +1,454 @@
+"""Optimizers: which parameter is updated by what, and the state of that by name.
+
+Torch keeps optimizer state by position; a run that is split anew needs it by name. The
+StageOptimizer does that translation and nothing else.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError
+from thinwire.model.config import OptimConfig
+from thinwire.model.subspace import Constraint
+
+BETAS = (0.9, 0.95)
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at 0, near 1 around 1
+ITERATIONS = 5
+RMS = 0.2  # of an update at rate 1, about AdamW's own: one learning rate then serves both
+STACK_NUMBERS = 2**28  # in matrices that are orthogonalised together, for the memory's sake
+
+
+class Role(Enum):
+    """What a parameter is to an optimizer, as models and boundaries say. Most have no role."""
+
+    MATRIX = "matrix"  # between hidden states, in blocks and at cuts: what Muon is for
+    TABLE = "table"  # a row per token: the embedding, and the tables of stages' own
+    HEAD = "head"
+
+
+class SubspaceAdamW(torch.optim.Optimizer):
+    """AdamW whose second moment is constant along the model dimension of held parameters.
+
+    Adam divides each coordinate of the momentum by its own second moment, which turns an update out
+    of any subspace that is not axis-aligned. Here the second moment is one number per input unit:
+    the mean over the model dimension. Scaling by it keeps momentum in S, and so do decoupled decay
+    and the sum. What must be in S beforehand is the gradient.
+
+    Give it a constraint: then `step` first projects the gradients of the parameters it holds, and
+    updates all others as AdamW does. (Clip after `constraint.project_gradients()`: the part that is
+    projected away must not count.) Or give groups an `axis` and project yourself.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        axis: int | None = None,
+        constraint: Constraint | None = None,
+    ):
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "axis": axis,
+        }
+        super().__init__(params, defaults)
+        self._constraint = constraint
+        held = constraint.held if constraint is not None else []
+        self._axes: dict[Tensor, int] = {entry.parameter: entry.axis for entry in held}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._constraint is not None:
+            self._constraint.project_gradients()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, axis = self.state[weight], self._axes.get(weight, group["axis"])
+        if axis is None:
+            square = gradient.square()
+        else:  # one pass over the gradient, and nothing of its size is written
+            norm = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True)
+            square = norm.square_().div_(gradient.shape[axis])
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(square)
+        state["step"] += 1
+        count, (beta1, beta2) = float(state["step"]), group["betas"]
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].lerp_(square, 1 - beta2)
+        scale = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1**count))
+
+
+class RowAdamW(torch.optim.Optimizer):
+    """AdamW for a table of which only some rows are updated at a time.
+
+    A row whose token is rare has no gradient for many updates. AdamW moves it all the same:
+    momentum fades while the row goes on in its direction, and decay goes on too. Here a row is
+    updated when its gradient comes, by what AdamW would have done to it since the last time:
+    moments fade by as many updates as have passed, and the step is as long as the steps would be
+    together that AdamW makes with fading moments. A row that is updated every time is updated as by
+    AdamW.
+
+    `changes` gives the changes of rows; whoever holds the table adds them, so that copies stay
+    equal. `step` changes no table.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for table_VD in group["params"]:
+                self._state_of(table_VD)  # which a checkpoint has, whether or not a row was due
+        return None if closure is None else closure()
+
+    def _state_of(self, table_VD: nn.Parameter) -> dict[str, Tensor]:
+        state = self.state[table_VD]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(table_VD)
+            state["exp_avg_sq"] = torch.zeros_like(table_VD)
+            state["updated"] = torch.zeros(len(table_VD), dtype=torch.int64, device=table_VD.device)
+        return state
+
+    @torch.no_grad()
+    def changes(
+        self, table_VD: nn.Parameter, rows_R: Tensor, gradient_RD: Tensor, update: int
+    ) -> Tensor:
+        """What to add to these rows in update number `update` (from 1) of the run."""
+        (group,) = (g for g in self.param_groups if any(p is table_VD for p in g["params"]))
+        (beta1, beta2), lr, state = group["betas"], group["lr"], self._state_of(table_VD)
+        passed_R1 = (update - state["updated"][rows_R])[:, None].to(gradient_RD.dtype)
+        first_RD = state["exp_avg"][rows_R].mul_(beta1**passed_R1)
+        first_RD.add_(gradient_RD, alpha=1 - beta1)
+        second_RD = state["exp_avg_sq"][rows_R].mul_(beta2**passed_R1)
+        second_RD.addcmul_(gradient_RD, gradient_RD, value=1 - beta2)
+        state["exp_avg"][rows_R] = first_RD
+        state["exp_avg_sq"][rows_R] = second_RD
+        state["updated"][rows_R] = update
+        fading = beta1 / math.sqrt(beta2)  # of a step of AdamW whose gradient is zero
+        steps_R1 = (1 - fading**passed_R1) / (1 - fading)
+        scale_RD = (second_RD / (1 - beta2**update)).sqrt_().add_(group["eps"])
+        move_RD = (first_RD / scale_RD).mul_(steps_R1 * (lr / (1 - beta1**update)))
+        kept_R1 = (1 - lr * group["weight_decay"]) ** passed_R1
+        return table_VD[rows_R].mul_(kept_R1 - 1).sub_(move_RD)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum and decoupled weight decay, for matrices: momentum whose
+    directions all count alike.
+
+    The momentum M = A diag(s) B^T of a matrix is replaced by a matrix near A B^T, found without a
+    singular value decomposition: Newton-Schulz iterations are a polynomial in M M^T times M, so
+    they change singular values and nothing else. That also keeps a subspace. A momentum whose
+    columns lie in S = Col(U) is U H, and the result is U times what the coordinates H alone would
+    give. For a held matrix we do just that: it costs less by rank/width, and no rounding can lead
+    out of S.
+
+    On a GPU matrices of one shape are orthogonalised together, in bfloat16: one by one, launching
+    the kernels takes about as long as a training step. On a CPU each is by itself and in its own
+    precision, so that a weight does not depend on which others share its stage. Groups may have a
+    `basis`: their matrices' columns then stay in its span.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = MOMENTUM,
+    ):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "basis": None}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for alike in _stacks(with_gradient):
+                self._update(alike, group)
+        return loss
+
+    def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """Move matrices of one shape."""
+        directions = torch.stack([self._direction(weight, group) for weight in weights])
+        basis_DK = group["basis"]
+        if basis_DK is not None:
+            directions = basis_DK.to(directions.dtype).T @ directions
+        scale = RMS * max(directions.shape[-2:]) ** 0.5
+        compute = torch.bfloat16 if directions.is_cuda else directions.dtype
+        updates = orthogonalised(directions.to(compute)).to(directions.dtype)
+        if basis_DK is not None:
+            updates = basis_DK.to(updates.dtype) @ updates
+        for weight, update in zip(weights, updates, strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update, alpha=-group["lr"] * scale)
+
+    def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        """The momentum, one step ahead as Nesterov has it."""
+        state, gradient = self.state[weight], weight.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(state["momentum_buffer"], group["momentum"])
+
+
+def _stacks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices to orthogonalise together: of one shape on a GPU, each alone on a CPU."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for weight in weights:
+        by_shape.setdefault(weight.shape, []).append(weight)
+    for shape, alike in by_shape.items():
+        most = max(1, STACK_NUMBERS // shape.numel()) if alike[0].is_cuda else 1
+        for start in range(0, len(alike), most):
+            yield alike[start : start + most]
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Each matrix (of the last two axes) with its singular values brought near 1, in its type."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+class StageOptimizer:
+    """The optimizers of one stage behind one face, with state addressed by parameter name."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        roles: Mapping[str, Role],
+        config: OptimConfig,
+        constraint: Constraint | None = None,
+        by_rows: bool = False,
+    ):
+        """`roles` names the parameters that have one. `constraint` holds some in a subspace; their
+        updates stay there. `by_rows`: rows of token tables are updated one by one (`row_changes`).
+        """
+        self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        self._parameters = parameters
+        self._optimizers = _build(parameters, roles, config.with_shares(), constraint, by_rows)
+
+    def step(self, lr: float) -> None:
+        """One update at this learning rate; gradients are cleared afterwards."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_share", 1.0)
+            optimizer.step()
+        self.zero_grad()
+
+    def row_changes(
+        self, table_VD: nn.Parameter, rows_R: Tensor, gradient_RD: Tensor, update: int
+    ) -> Tensor:
+        """What to add to rows of a token table, at the learning rate of the last `step`."""
+        (optimizer,) = (found for found in self._optimizers if isinstance(found, RowAdamW))
+        return optimizer.changes(table_VD, rows_R, gradient_RD, update)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients: after an update, or when a step is not committed."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def change_momentum(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Carry a parameter's momentum over into other coordinates, if it has one."""
+        for optimizer in self._optimizers:
+            state = optimizer.state.get(self._parameters[name], {})
+            for key in ("exp_avg", "momentum_buffer"):
+                if key in state:
+                    state[key].copy_(change(state[key]))
+
+    def remembered(self) -> list[str]:
+        """The parameters of which something is kept from one update to the next."""
+        return list(self._parameters)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The whole state as `parameter name/state name`, ready for a checkpoint."""
+        return {
+            f"{self._names[parameter]}/{key}": value
+            for optimizer in self._optimizers
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave, in place of what there is.
+
+        State of another kind of optimizer, or of another shape, is a CheckpointError.
+        """
+        loaded: dict[str, dict[str, Tensor]] = {}
+        for full_name, value in tensors.items():
+            name, _, key = full_name.rpartition("/")
+            loaded.setdefault(name, {})[key] = value
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self._names[parameter]
+                    optimizer.state.pop(parameter, None)
+                    if name in loaded:
+                        _check_state(
+                            name, loaded[name], _state_like(type(optimizer), group, parameter)
+                        )
+                        # A step counter stays on the CPU, unless one kernel reads it too.
+                        counter = parameter.device if group.get("fused") else torch.device("cpu")
+                        optimizer.state[parameter] = {
+                            key: value.to(
+                                counter if value.ndim == 0 else parameter.device, copy=True
+                            )
+                            for key, value in loaded[name].items()
+                        }
+
+
+def state_like(
+    parameters: dict[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    constraint: Constraint | None = None,
+    by_rows: bool = False,
+) -> dict[str, Tensor]:
+    """What `StageOptimizer.state_tensors` gives after an update, as tensors without memory.
+
+    Without an optimizer: what torch imports to make the first one takes seconds.
+    """
+    names = {p: name for name, p in parameters.items()}
+    kinds = _grouped(parameters, roles, config.with_shares(), constraint, by_rows)
+    return {
+        f"{names[parameter]}/{key}": value
+        for kind, groups in kinds.items()
+        for group in groups
+        for parameter in group["params"]
+        for key, value in _state_like(kind, group, parameter).items()
+    }
+
+
+def _state_like(
+    kind: type[torch.optim.Optimizer], group: dict[str, Any], parameter: Tensor
+) -> dict[str, Tensor]:
+    """What each kind of optimizer keeps of a parameter, as tensors without memory."""
+
+    def like(shape: tuple[int, ...], dtype: torch.dtype = parameter.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shape = tuple(parameter.shape)
+    if issubclass(kind, Muon):
+        return {"momentum_buffer": like(shape)}
+    if issubclass(kind, RowAdamW):
+        updated = like(shape[:1], torch.int64)
+        return {"exp_avg": like(shape), "exp_avg_sq": like(shape), "updated": updated}
+    second = shape
+    if issubclass(kind, SubspaceAdamW):
+        second = tuple(1 if axis == group["axis"] else n for axis, n in enumerate(shape))
+    step = like((), torch.float32)
+    return {"step": step, "exp_avg": like(shape), "exp_avg_sq": like(second)}
+
+
+def _check_state(name: str, state: dict[str, Tensor], like: dict[str, Tensor]) -> None:
+    found, expected = (
+        {key: tuple(value.shape) for key, value in tensors.items()} for tensors in (state, like)
+    )
+    if found != expected:
+        raise CheckpointError(
+            f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer keeps "
+            f"{expected}: resume with the optimizer and the model that wrote it"
+        )
+
+
+def _build(
+    parameters: dict[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    constraint: Constraint | None,
+    by_rows: bool,
+) -> list[torch.optim.Optimizer]:
+    """As few optimizers and groups as there are ways to update a parameter, for speed."""
+    kinds = _grouped(parameters, roles, config, constraint, by_rows)
+    fused = all(p.is_cuda for p in parameters.values())
+    common: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+        torch.optim.AdamW: {"betas": BETAS, "fused": fused},
+        SubspaceAdamW: {"betas": BETAS},
+        RowAdamW: {"betas": BETAS},
+        Muon: {},
+    }
+    return [kind(kinds[kind], **common[kind]) for kind in common if kind in kinds]
+
+
+def _grouped(
+    parameters: dict[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    constraint: Constraint | None,
+    by_rows: bool,
+) -> dict[type[torch.optim.Optimizer], list[dict[str, Any]]]:
+    """Which kind of optimizer updates which parameters, in groups with the same options."""
+    axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
+    kinds: dict[type[torch.optim.Optimizer], dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for name, parameter in parameters.items():
+        role = roles.get(name)
+        kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+        options: dict[str, Any] = {
+            "lr_share": _share(role, config),
+            "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
+        }
+        if by_rows and role is Role.TABLE:
+            kind = RowAdamW
+        elif config.name == "muon" and role is Role.MATRIX:
+            kind = Muon
+            options["basis"] = constraint.basis_DK if constraint and name in axes else None
+        elif name in axes:
+            kind = SubspaceAdamW
+            options["axis"] = axes[name]
+        groups = kinds.setdefault(kind, {})
+        group = groups.setdefault(tuple(options.values()), {"params": [], **options})
+        group["params"].append(parameter)
+    return {kind: [*groups.values()] for kind, groups in kinds.items()}
+
+
+def _share(role: Role | None, config: OptimConfig) -> float:
+    """The learning rate of a parameter as a share of the run's."""
+    shares = {
+        Role.MATRIX: config.matrix_lr if config.name == "muon" else 1.0,
+        Role.TABLE: config.table_lr,
+        Role.HEAD: config.head_lr,
+    }
+    return 1.0 if role is None else shares[role]
