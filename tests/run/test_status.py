@@ -79,13 +79,10 @@ def control(folder: Path, asked: list[dict[str, Any]]) -> Iterator[ControlSocket
         yield control
 
 
-def test_only_its_user_may_ask(control: ControlSocket) -> None:
-    assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
-
-
 def test_questions_are_answered(
     control: ControlSocket, folder: Path, asked: list[dict[str, Any]]
 ) -> None:
+    assert stat.S_IMODE(control.path.stat().st_mode) == 0o600, "only its user may ask"
     assert is_alive(folder)
     assert status_from_plain(ask(folder, {"ask": "status"})) == REPORT
     assert ask(folder, {"ask": "kick", "peer": "ben"}) == {"text": "ben was kicked"}
@@ -153,10 +150,7 @@ def test_what_a_killed_process_left_is_replaced(folder: Path) -> None:
     assert not is_alive(folder)
     with ControlSocket(folder, {"status": lambda request: {"text": "here"}}):
         assert ask(folder, {"ask": "status"}) == {"text": "here"}
-
-
-def test_a_file_of_another_kind_is_left_alone(folder: Path) -> None:
-    (folder / FILE).write_text("mine")
+    (folder / FILE).write_text("mine")  # a file of another kind is left alone
     with pytest.raises(ConfigError, match="cannot make"):
         ControlSocket(folder, {})
     assert (folder / FILE).read_text() == "mine"

@@ -14,13 +14,12 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import WireError
 from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
 from thinwire.settings import Settings
-from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
+from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, encode, handshake, memory_pair
 from thinwire.wire.background import on_daemon_thread
 from waiting import wait_until
 
 CPU = torch.device("cpu")
 NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "none"}
-TABLES = {**NARROW, "boundary__anchor": "trainable", "boundary__table": 8}
 FIXED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "fixed"}
 SHARED = {"boundary__mode": "subspace", "boundary__rank": 6, "boundary__anchor": "embedding"}
 
@@ -31,6 +30,18 @@ def joined(corpus: Corpus, settings: Settings, stage: int) -> tuple[TokenServer,
     serving = on_daemon_thread("server", lambda: TokenServer(here, corpus, settings))
     far = FetchedCorpus(there, settings, stage)
     return serving.result(), far
+
+
+def greeted(settings: Settings, **change: Any) -> tuple[Pipe, FetchedCorpus]:
+    """The other end of a stage without the corpus, as a host that says anything of its own."""
+    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
+             **change}  # fmt: skip
+    here, there = memory_pair()
+    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    far = FetchedCorpus(there, settings, 0)
+    greeting.result()
+    return here, far
 
 
 def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Corpus) -> None:
@@ -68,11 +79,10 @@ def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Co
     [
         ({}, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
         (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
-        (TABLES, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
         (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
         (SHARED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
     ],
-    ids=["dense", "narrow", "tables", "fixed", "shared"],
+    ids=["dense", "narrow", "fixed", "shared"],
 )
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
     changes: dict[str, Any],
@@ -160,22 +170,14 @@ def test_large_vocabularies_have_wider_ids(
     server.close()
 
 
-def test_a_host_that_is_gone_is_named(make_settings: Callable, corpus: Corpus) -> None:
-    server, far = joined(corpus, make_settings(train__steps=50), 0)
+def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
+    settings = make_settings(train__steps=50)
+    server, far = joined(corpus, settings, 0)
     far.inputs((0, 0))
     server.close()
     with pytest.raises(WireError, match=r"token ids of microbatch 2 of step 41 cannot be had: "):
         far.inputs((40, 2))
-
-
-def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
-    settings = make_settings()
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False}  # fmt: skip
-    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
-    far = FetchedCorpus(there, settings, 0)
-    greeting.result()
+    here, far = greeted(settings)
     threading.Timer(0.1, here.close).start()
     with pytest.raises(WireError, match=r"validation batch 0 cannot be had: .*without a goodbye"):
         far.inputs(0)
@@ -197,13 +199,8 @@ def test_what_the_host_says_is_checked(
     change: dict[str, Any], words: str, make_settings: Callable
 ) -> None:
     settings = make_settings()
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
-             **change}  # fmt: skip
-    on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
     with pytest.raises(WireError, match=words):
-        FetchedCorpus(there, settings, 0)
+        greeted(settings, **change)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +217,7 @@ def test_ids_that_do_not_fit_are_refused(
     frame: dict[str, Any], words: str, make_settings: Callable
 ) -> None:
     settings = make_settings()
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False}  # fmt: skip
-    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
-    far = FetchedCorpus(there, settings, 0)
-    greeting.result()
+    here, far = greeted(settings)
     right = {"kind": FrameKind.TOKENS, "codec": 1, "shape": (2, 16), "payload": bytes(64)}
     here.write(encode(Frame(**{**right, **frame})))
     with pytest.raises(WireError, match=words):
