@@ -1,4 +1,4 @@
-"""Asking a run that is alive: over a socket that only its user may open, in words and as JSON."""
+"""How a run stands: noted as it goes on, and asked for over a socket that is its user's alone."""
 
 import json
 import os
@@ -12,24 +12,29 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
+from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
+from thinwire.remote.messages import StepNews
+from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord, as_text
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.machine import Machine
+from thinwire.run.messages import LinkDown, Linked, LinkUp, Pulse
 from thinwire.run.status import (
     LinkStatus,
     PeerStatus,
+    Standing,
     StatusReport,
     status_from_plain,
     status_table,
 )
 
 NOW = 1_800_000_000.0
+RUN_ID = "0123456789abcdef"
 
 REPORT = StatusReport(
     run="code",
-    run_id="0123456789abcdef",
+    run_id=RUN_ID,
     role="host",
     state="waiting",
     time=NOW,
@@ -269,3 +274,85 @@ def test_a_local_run_under_way_is_shown_by_what_it_has_written(
         assert "has no peers: it is a local one" in capsys.readouterr().err
     assert run("status", str(folder)) == 9
     assert "it has ended" in capsys.readouterr().err
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def standing(clock: Clock) -> Standing:
+    return Standing("code", RUN_ID, "host", _now=clock)
+
+
+def news(step: int, loss: float = 2.5) -> StepNews:
+    return StepNews(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0)
+
+
+def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock: Clock) -> None:
+    standing.waits("2 more peers")
+    clock.now += 30
+    standing.waits("1 more peer")
+    report = standing.report(0, [], [])
+    assert (report.state, report.waiting_for) == ("waiting", "1 more peer")
+    assert report.waiting_since == 1000.0 and report.time == 1030.0
+    standing.forms()
+    assert standing.report(0, [], []).waiting_for == ""
+    standing.waits("a peer that prepares")
+    standing.stepped(news(7))
+    report = standing.report(1, [], [])
+    assert (report.state, report.waiting_for, report.waiting_since) == ("training", "", 0.0)
+    assert (report.step, report.steps, report.loss, report.tokens_per_s) == (7, 100, 2.5, 700.0)
+    standing.stepped(news(8, float("nan")))
+    assert standing.report(1, [], []).loss is None, "JSON has no such number"
+
+
+def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
+    seats = ["ana", "ben", "cleo"]
+    standing.heard(1, Linked("direct"))
+    standing.heard(2, Linked("relayed"))
+    links = [LinkRecord(1, 3000, 1000, 0.5)]
+    standing.stepped(StepRecord(1, 9, 2.5, 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
+    clock.now += 5
+    standing.heard(1, Pulse(3, "computes F0 of step 2"))
+    assert standing.last_word(1) == 1005.0 and standing.last_word(0) == 0.0
+    assert standing.doing(1) == "computes F0 of step 2"
+    first, second = standing.report(1, seats, []).links
+    assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
+    assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
+
+
+def test_a_stage_is_where_its_last_step_left_it_until_it_says_more(standing: Standing) -> None:
+    """Pulses come every few seconds, steps may come more often."""
+    standing.heard(0, Pulse(3, "computes F0 of step 2"))
+    costs = StageCosts(0.1, 0.1, 0.1)
+    for done in (6, 7):
+        report = Step(done, None, 0.1, 1.0, True, 0.0, 1.0, 0.0, costs, [], {}, {}, 0)
+        standing.heard(0, report)
+        assert standing.doing(0) == f"has done step {done + 1}"
+    standing.heard(0, Pulse(9, "validates"))
+    assert standing.doing(0) == "validates"
+
+
+def test_a_link_that_is_down_is_what_the_run_waits_for(standing: Standing, clock: Clock) -> None:
+    seats = ["ana", "ben"]
+    standing.heard(1, Linked("direct"))
+    standing.stepped(news(3))
+    standing.heard(1, LinkDown(0, "no answer"))
+    clock.now += 9
+    report = standing.report(1, seats, [])
+    assert report.waiting_for == "the link between ana and ben, which is down (no answer)"
+    assert report.waiting_since == 1000.0 and report.links[0].way == ""
+    standing.heard(1, LinkUp(0, 9.0, "relayed"))
+    report = standing.report(1, seats, [])
+    assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
+    standing.forms()
+    assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"
