@@ -15,8 +15,8 @@ from thinwire.run.machine import Machine
 from thinwire.run.placement import (
     MEMORY_SHARE,
     WORTH,
+    ChosenSplit,
     Search,
-    Split,
     StageFigures,
     better_window,
     choose_split,
@@ -246,7 +246,7 @@ def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> Non
 def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSettings) -> None:
     """Two peers far away: more in flight hide the delay, as far as their memory goes."""
 
-    def chosen(window: int, memory_mb: float = 100.0) -> Split:
+    def chosen(window: int, memory_mb: float = 100.0) -> ChosenSplit:
         far = [peer(name, 50, memory_mb, latency_ms=50.0) for name in "ab"]
         settings = {"pipeline__microbatches": 16, "train__batch": 16, "pipeline__window": window}
         return choose_split(make_settings(**settings, model__context=64), far)

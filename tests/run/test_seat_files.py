@@ -16,7 +16,7 @@ from thinwire.errors import CheckpointError, WireError
 from thinwire.run.checkpoints import commit
 from thinwire.run.transfer import (
     Refusal,
-    Seat,
+    SeatFiles,
     SeatServer,
     Talk,
     Want,
@@ -186,7 +186,7 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
     here, there = memory_pair()
     serving = on_daemon_thread("host", lambda: server.serve(here, 1))
     talk, theirs = Talk(there), checkpoint.shards[0]
-    assert isinstance(talk.hear(30), Seat)
+    assert isinstance(talk.hear(30), SeatFiles)
     talk.say(Want(3, 0, theirs.sha256, theirs.bytes))
     assert talk.hear(30) == Refusal("this seat has no such file")
     talk.say(Refusal("nonsense"))
@@ -231,7 +231,7 @@ def test_a_manifest_cannot_lead_a_peer_astray(
 
     def lie() -> None:
         talk = Talk(here)
-        talk.say(Seat(sealed(manifest)))
+        talk.say(SeatFiles(sealed(manifest)))
         while isinstance(want := talk.hear(), Want):
             give(talk, want, checkpoint.folder / "stage-0.safetensors")
 

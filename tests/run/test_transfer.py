@@ -15,7 +15,7 @@ from thinwire.run.transfer import (
     PIECE_BYTES,
     SILENCE_S,
     Refusal,
-    Seat,
+    SeatFiles,
     Talk,
     Throttle,
     Want,
@@ -133,7 +133,7 @@ def test_a_full_disk_is_known_before_anything_is_asked(
     ("answer", "error", "words"),
     [
         (Refusal("it is gone"), CheckpointError, "does not send it: it is gone"),
-        (Seat({}), BreachError, "another piece"),
+        (SeatFiles({}), BreachError, "another piece"),
         (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
         (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
         (Frame(FrameKind.PIECE, payload=bytes(9)), BreachError, "9 bytes, not 10"),
@@ -144,7 +144,7 @@ def test_a_full_disk_is_known_before_anything_is_asked(
     ],
 )
 def test_what_was_not_due_is_refused(
-    answer: Refusal | Seat | Frame,
+    answer: Refusal | SeatFiles | Frame,
     error: type[Exception],
     words: str,
     file: MakeFile,

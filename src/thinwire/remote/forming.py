@@ -8,7 +8,7 @@ from thinwire.errors import ConfigError
 from thinwire.remote.lobby import Guest
 from thinwire.remote.ways import probe_all
 from thinwire.run.machine import Machine
-from thinwire.run.placement import Split, choose_split
+from thinwire.run.placement import ChosenSplit, choose_split
 from thinwire.settings import Settings
 
 _UNKNOWN_GB = 1e6  # memory of a peer that does not know its own: it will see
@@ -26,7 +26,7 @@ def as_peer(guest: Guest, reachable: bool) -> Machine:
 class Forming:
     """A split over peers that are here, or why there is none yet."""
 
-    split: Split | None
+    split: ChosenSplit | None
     lacking: str = ""
 
 
