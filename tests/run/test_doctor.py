@@ -221,10 +221,8 @@ def test_a_machine_without_torch_is_told_so() -> None:
     ("finding", "level", "words"),
     [
         (check_python((3, 10)), "blocks", "needs Python 3.11"),
-        (check_python((3, 13)), "fine", ""),
         (check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
         (check_torch("2.10.0"), "fine", ""),
-        (check_torch("3.0.0a0"), "fine", ""),
         (check_memory(100_000_000, "cpu"), "blocks", "No stage"),
         (check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
         (check_memory(8_000_000_000, "cpu"), "fine", ""),
@@ -234,7 +232,6 @@ def test_a_machine_without_torch_is_told_so() -> None:
         (check_files(0), "fine", ""),
         (check_clock(0.4), "fine", ""),
         (check_clock(-90.0), "note", "will not agree"),
-        (check_clock(30 * 3600.0), "note", "will not agree"),
     ],
 )
 def test_thresholds(finding: Finding, level: str, words: str) -> None:
