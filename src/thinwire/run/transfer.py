@@ -740,9 +740,9 @@ def _fetch_files(
         )
     done = 0
     for part, shard in parts.items():
-        same = (path for path in _alike(folder, shard) if sha256_of(path) == shard.sha256)
-        if (path := next(same, None)) is not None:
-            _link_or_copy(path, part)
+        same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
+        if (own := next(same, None)) is not None:
+            _link_or_copy(own, part)
             flush(part)
         try:
             want, before = Want(step, 0, shard.sha256, shard.bytes), done
