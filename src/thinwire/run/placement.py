@@ -372,9 +372,8 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     crossings = []
     for cut, ends in enumerate(itertools.pairwise(seated)):
         once, legs = costs.each_step(cut), (costs.forward_bytes[cut], costs.backward_bytes[cut])
-        crossings.append(
-            CutTraffic(*(leg * microbatches + once for leg in legs), is_relayed(*ends))
-        )
+        forward, backward = (leg * microbatches + once for leg in legs)
+        crossings.append(CutTraffic(forward, backward, is_relayed(*ends)))
     return ChosenSplit(
         settings=with_split(settings, chosen.counts),
         asked_split=settings.pipeline.split,
