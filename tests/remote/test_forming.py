@@ -25,10 +25,11 @@ NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor"
 REMEMBERS = {"codec__forward": "int8+ef"}
 
 
-def guest(name: str, tflops: float) -> Guest:
-    machine = Machine(tflops=tflops, memory_gb=1.0)
-    arrived = Arrive({"thinwire": thinwire.__version__}, machine, "", "", 0, 0, False)
-    return Guest(name, arrived=arrived)
+def guest(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) -> Guest:
+    machine = Machine("", tflops, memory_gb, 50.0, 100.0, 5.0, bf16_tflops=bf16)
+    return Guest(
+        name, arrived=Arrive({"thinwire": thinwire.__version__}, machine, "", "", 0, 0, False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,34 @@ def test_cuts_stay_where_the_model_learned_them_whoever_comes(
     monkeypatch.setattr(host_module, "prepare_data", lambda *_: corpus)
     host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
     assert splits == [kept]
+
+
+def test_seats_follow_the_rate_in_which_a_run_computes(
+    make_settings: Callable[..., Settings],
+) -> None:
+    here = [guest("ana", 1e-4, 1e-3), guest("ben", 1e-3, 1e-4)]
+    for precision, fast in (("fp32", "ben"), ("bf16", "ana")):
+        settings = make_settings(
+            model__layers=8, run__precision=precision, codec__forward="bf16", codec__backward="bf16"
+        )
+        split = form(settings, here, "run", str, False).split
+        assert split is not None
+        blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
+        assert max(blocks, key=lambda name: blocks[name]) == fast
+        assert split.settings.pipeline.split == split.counts
+        assert [crossing.is_relayed for crossing in split.crossings] == [True], "no door was found"
+
+
+def test_peers_without_figures_count_as_equal(make_settings: Callable[..., Settings]) -> None:
+    settings = make_settings()
+    split = form(
+        settings, [guest("ana", 0.0, memory_gb=0.0), guest("ben", 5.0)], "run", str, False
+    ).split
+    assert split is not None and split.settings == settings.with_window()
+
+
+def test_what_is_lacking_is_said(make_settings: Callable[..., Settings]) -> None:
+    forming = form(
+        make_settings(), [guest("a", 1, 1, 1e-5), guest("b", 1, 1, 1e-5)], "run", str, False
+    )
+    assert forming.split is None and "no split fits" in forming.lacking

@@ -14,7 +14,6 @@ import pytest
 
 import thinwire
 from thinwire.cli import main
-from thinwire.remote import enrol as enrol_module
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
 from thinwire.remote.invite import Invite
@@ -76,7 +75,11 @@ def blocking(found: Findings) -> Finding:
 
 
 def test_a_machine_that_can_join_is_told_so(
-    host: Host, doctor: Callable[..., Findings], tmp_path: Path
+    host: Host,
+    doctor: Callable[..., Findings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     invite = host.invite()
     with SpeedService() as speed:
@@ -89,6 +92,12 @@ def test_a_machine_that_can_join_is_told_so(
     assert one(found, "can be reached from outside, at 127.0.0.1:").level == "fine"
     assert one(found, "agree within 30 s").level == "fine"
     assert "Mbit/s up" in found.text()
+    busy = one(doctor(invite, host.door.address), "no door can be opened here")
+    assert busy.level == "note" and "--listen" in busy.fix, "the port is in use"
+    # From the input neither the list of processes nor the history of a shell shows the invite.
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{invite}\n"))
+    main(["doctor", "-", "--folder", str(tmp_path / "peer")])
+    assert "would let this machine in" in capsys.readouterr().out
     assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
     assert identity_in(tmp_path / "peer", host.server.address, invite).name, "nor is it used up"
 
@@ -166,15 +175,6 @@ def test_an_invite_that_lets_in_nobody_blocks(
     assert "the host refuses this invite" in finding.what and words in finding.what
 
 
-def test_another_version_blocks_with_the_command(
-    host: Host, doctor: Callable[..., Findings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(enrol_module, "__version__", "9.8.7")
-    finding = blocking(doctor(host.invite()))
-    assert finding.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
-    assert finding.fix == "pip install thinwire==9.8.7"
-
-
 def test_an_impostor_behind_the_right_door_blocks(
     host: Host, doctor: Callable[..., Findings], tmp_path: Path
 ) -> None:
@@ -184,19 +184,14 @@ def test_an_impostor_behind_the_right_door_blocks(
     assert "the host cannot be trusted: another run answers" in finding.what
 
 
-def test_a_port_in_use_is_a_note(host: Host, doctor: Callable[..., Findings]) -> None:
-    found = doctor(host.invite(), host.door.address)
-    finding = one(found, "no door can be opened here")
-    assert finding.level == "note" and "--listen" in finding.fix
-    assert not found.is_blocked
-
-
-def test_a_machine_behind_a_router_is_told_what_that_means() -> None:
+def test_what_a_host_says_of_a_machine() -> None:
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
-    says = HostSays(thinwire.__version__, "", reached=False)
-    _, finding = check_answer(invite, says, "198.51.100.7:7000")
-    assert finding.level == "note" and "at 198.51.100.7:7000" in finding.what
-    assert "--listen 0.0.0.0:7000" in finding.fix
+    says = HostSays("9.8.7", "", reached=False)
+    _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
+    assert other.level == "blocks" and other.fix == "pip install thinwire==9.8.7"
+    assert other.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
+    assert unreached.level == "note" and "at 198.51.100.7:7000" in unreached.what
+    assert "--listen 0.0.0.0:7000" in unreached.fix
 
 
 def test_an_invite_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,15 +201,6 @@ def test_an_invite_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert " 1. BLOCKS: this invite cannot be used: it was altered or cut off\n" in said
     assert "fix: copy the whole line" in said and said.endswith("keeps this machine out.\n")
-
-
-def test_an_invite_can_come_from_the_input(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """There neither the list of processes nor the history of a shell shows it."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{host.invite()}\n"))
-    main(["doctor", "-", "--folder", str(tmp_path / "peer")])
-    assert "would let this machine in" in capsys.readouterr().out
 
 
 def test_without_an_invite_the_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,10 +221,8 @@ def test_a_machine_without_torch_is_told_so() -> None:
     ("finding", "level", "words"),
     [
         (check_python((3, 10)), "blocks", "needs Python 3.11"),
-        (check_python((3, 13)), "fine", ""),
         (check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
         (check_torch("2.10.0"), "fine", ""),
-        (check_torch("3.0.0a0"), "fine", ""),
         (check_memory(100_000_000, "cpu"), "blocks", "No stage"),
         (check_memory(1_000_000_000, "cpu"), "note", "Only a small stage"),
         (check_memory(8_000_000_000, "cpu"), "fine", ""),
@@ -248,7 +232,6 @@ def test_a_machine_without_torch_is_told_so() -> None:
         (check_files(0), "fine", ""),
         (check_clock(0.4), "fine", ""),
         (check_clock(-90.0), "note", "will not agree"),
-        (check_clock(30 * 3600.0), "note", "will not agree"),
     ],
 )
 def test_thresholds(finding: Finding, level: str, words: str) -> None:

@@ -15,8 +15,7 @@ from thinwire.run.machine import Machine
 from thinwire.run.placement import (
     MEMORY_SHARE,
     WORTH,
-    Search,
-    Split,
+    ChosenSplit,
     StageFigures,
     better_window,
     choose_split,
@@ -26,13 +25,12 @@ from thinwire.run.placement import (
     split_to_plain,
     with_split,
 )
-from thinwire.schedule import Network, build, deal, simulate
+from thinwire.schedule import Network, build, simulate
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
 UNIT = 1e8  # FLOP/s: compute and links of the tiny run then matter alike
 MakeSettings = Callable[..., Settings]
-NARROW = {"boundary__mode": "projected", "boundary__rank": 5}
 
 
 def peer(name: str, rate: float = 5.0, memory_mb: float = 100.0, **other: object) -> Machine:
@@ -117,49 +115,23 @@ def test_a_split_that_is_set_is_kept(make_settings: MakeSettings) -> None:
     assert "pipeline.split is set" in split.why
 
 
-def test_a_small_memory_is_respected(make_settings: MakeSettings) -> None:
-    settings = make_settings(model__layers=9, pipeline__stages=3)
-    roomy = choose_split(settings, [peer("a", 9), peer("b", 1), peer("c", 1)])
-    (place,) = (stage for stage, p in enumerate(roomy.peers) if p.name == "a")
-    less = 0.8 * roomy.memory_bytes[place] / 1e6
-    split = choose_split(settings, [peer("a", 9, less), peer("b", 1), peer("c", 1)])
-    for needs, has in zip(split.memory_bytes, split.peers, strict=True):
-        assert needs <= MEMORY_SHARE * has.memory_bytes
-    (now,) = (stage for stage, p in enumerate(split.peers) if p.name == "a")
-    assert split.counts[now] < roomy.counts[place]
-
-
 def test_where_nothing_fits_it_says_what_is_lacking(make_settings: MakeSettings) -> None:
     settings = make_settings(model__layers=6, pipeline__stages=2)
     peers = [peer("a", memory_mb=0.7), peer("b", memory_mb=0.7)]
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=r"no split fits.* it lacks .* more memory on"):
         choose_split(settings, peers)
-    text = str(refusal.value)
-    assert "no split fits" in text and "it lacks" in text and "more memory on" in text
-    helps = "pipeline.recompute = true" in text
-    again = make_settings(model__layers=6, pipeline__stages=2, pipeline__recompute=True)
-    assert helps == Search(StageFigures(again, peers)).best().fits, "it was tried"
     fixed = make_settings(model__layers=6, pipeline__stages=2, pipeline__split=[5, 1])
     with pytest.raises(ConfigError, match=r"pipeline\.split = \[5, 1\] does not fit"):
         choose_split(fixed, peers)
-
-
-def test_recompute_is_named_where_it_helps(make_settings: MakeSettings) -> None:
-    """A model of which most of the memory is activations."""
+    # A model of which most of the memory is activations: what helps was tried.
     large = {"model__context": 512, "train__batch": 4, "pipeline__window": 4, "model__layers": 6}
     settings = make_settings(**large)
     needs = max(choose_split(settings, [peer("a", 5, 1e4), peer("b", 5, 1e4)]).memory_bytes)
     peers = [peer("a", 5, 0.6 * needs / 1e6), peer("b", 5, 0.6 * needs / 1e6)]
     with pytest.raises(ConfigError, match=r"help: pipeline\.recompute = true \(more compute\);"):
         choose_split(settings, peers)
-
-
-def test_too_few_peers_and_two_of_one_name(make_settings: MakeSettings) -> None:
-    settings = make_settings(pipeline__stages=3)
     with pytest.raises(ConfigError, match=r"only 2 peers.*Add 1, or set pipeline\.stages = 2"):
-        choose_split(settings, [peer("a"), peer("b")])
-    with pytest.raises(ConfigError, match='two peers are called "a"'):
-        choose_split(settings, [peer("a"), peer("b"), peer("a")])
+        choose_split(make_settings(pipeline__stages=3), peers)
 
 
 @pytest.mark.parametrize(
@@ -200,25 +172,6 @@ def test_unconstrained_blocks_stay_on_the_last_stage(make_settings: MakeSettings
     assert split.settings.resolved().boundary == settings.boundary
 
 
-@pytest.mark.parametrize("least", [1, 3])
-def test_blocks_are_dealt_out_best(least: int) -> None:
-    """Against all compositions, with blocks of unlike cost and stages of unlike rate."""
-    work = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    rates = [1.0, 3.0, 2.0]
-
-    def cost(stage: int, blocks: range) -> float:
-        return sum(work[block] for block in blocks) / rates[stage]
-
-    worst, counts = deal(8, 3, least, cost)
-    expected = min(
-        max(cost(stage, blocks) for stage, blocks in enumerate(ranges(other)))
-        for other in compositions(8, 3)
-        if other[-1] >= least
-    )
-    assert worst == expected and sum(counts) == 8 and counts[-1] >= least
-    assert worst == max(cost(stage, blocks) for stage, blocks in enumerate(ranges(counts)))
-
-
 def test_equal_links_play_as_before_and_a_far_cut_takes_longer(make_settings: MakeSettings) -> None:
     settings = make_settings(pipeline__stages=3)
     costs, schedule = estimate_costs(settings, 1e9), build("1f1b", 3, 4)
@@ -248,7 +201,7 @@ def test_a_window_that_hides_delays_is_named(make_settings: MakeSettings) -> Non
 def test_an_open_window_is_the_fastest_that_fits_the_peers(make_settings: MakeSettings) -> None:
     """Two peers far away: more in flight hide the delay, as far as their memory goes."""
 
-    def chosen(window: int, memory_mb: float = 100.0) -> Split:
+    def chosen(window: int, memory_mb: float = 100.0) -> ChosenSplit:
         far = [peer(name, 50, memory_mb, latency_ms=50.0) for name in "ab"]
         settings = {"pipeline__microbatches": 16, "train__batch": 16, "pipeline__window": window}
         return choose_split(make_settings(**settings, model__context=64), far)

@@ -43,11 +43,8 @@ def test_what_is_fixed_on_resume_exists() -> None:
     ("change", "place"),
     [
         ({"model__ffn": 64}, "model.ffn"),
-        ({"model__rope_theta": 1.0e4}, "model.rope_theta"),
         ({"boundary__mode": "subspace", "boundary__rank": 4}, "boundary.mode"),
-        ({"data__source": "stdlib", "data__path": ""}, "data.source"),
         ({"data__tokenizer": "other.json"}, "data.tokenizer"),
-        ({"data__valid_fraction": 0.2}, "data.valid_fraction"),
         ({"run__seed": 5}, "run.seed"),
         ({"run__precision": "fp32"}, "run.precision"),
         ({"optim__name": "muon"}, "optim.name"),
@@ -84,19 +81,9 @@ def test_everything_else_may_change_on_resume(
     [
         ({}, {"pipeline__stages": 4}, False),
         ({"codec__forward": "fp32"}, {"pipeline__stages": 4}, True),
-        ({"codec__backward": "bf16"}, {"pipeline__stages": 4}, True),
         ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, False),
         ({"codec__backward": "bf16"}, {"pipeline__stages": 1}, True),
         ({}, {"pipeline__stages": 3, "codec__cuts": ["1: forward=bf16"]}, True),
-        (
-            {},
-            {
-                "pipeline__stages": 3,
-                "codec__forward": "bf16",
-                "codec__cuts": ["0: forward=fp64", "1: forward=fp64"],
-            },
-            False,
-        ),
         ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
         ({"codec__forward": "fp16"}, {"pipeline__split": [1, 3]}, True),
     ],
@@ -181,16 +168,6 @@ def test_other_threads_on_resume_are_said(
     assert ("run.threads = 2" in stream.getvalue()) == noted
 
 
-def test_another_rate_is_told_on_resume(make_settings: Callable, tmp_path: Path) -> None:
-    saved = save(tmp_path, make_settings())
-    noted = []
-    for rate in (make_settings().optim.lr, 1e-4):
-        stream = StringIO()
-        open_resume(saved, make_settings(optim__lr=rate), PlainDisplay(stream))
-        noted.append("the learning rate was" in stream.getvalue())
-    assert noted == [False, True]
-
-
 def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_path: Path) -> None:
     remembering = {"codec__forward": "int8+ef21"}
     saved = save(tmp_path, make_settings(**remembering))
@@ -202,12 +179,21 @@ def test_codecs_that_remember_are_not_split_anew(make_settings: Callable, tmp_pa
     stream = StringIO()
     open_resume(saved, make_settings(codec__forward="int4+ef21"), PlainDisplay(stream))
     assert "int4+ef21 is new on the forward leg of cut 0" in stream.getvalue()
+    assert "the learning rate was" not in stream.getvalue()
+    changed = make_settings(codec__forward="int8", optim__lr=1e-4)
+    open_resume(saved, changed, PlainDisplay(stream))
+    assert "the learning rate was" in stream.getvalue()
 
 
 def test_a_folder_is_held_by_what_is_in_it(make_settings: Callable, tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    partial = partial_folder(folder, 3)
+    partial.mkdir(parents=True)
     with claim_folder(folder, None):
+        assert not partial.exists(), "leftovers go when a folder is claimed"
+        partial.mkdir()
         (folder / "metrics.jsonl").touch()  # as a launch that failed may leave it
+    assert not partial.exists(), "and when it is left"
     with claim_folder(folder, None):
         (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="already holds a run: choose another"):
@@ -228,15 +214,6 @@ def test_a_resume_never_takes_over_another_run(make_settings: Callable, tmp_path
         claim_folder(ours, checkpoint).__enter__()
     with claim_folder(free, checkpoint), claim_folder(theirs, checkpoint):
         pass
-
-
-def test_leftovers_go_when_a_folder_is_claimed_and_when_it_is_left(tmp_path: Path) -> None:
-    partial = partial_folder(tmp_path, 3)
-    partial.mkdir(parents=True)
-    with claim_folder(tmp_path, None):
-        assert not partial.exists()
-        partial.mkdir()
-    assert not partial.exists()
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:

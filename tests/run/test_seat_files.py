@@ -15,9 +15,8 @@ from thinwire.engine.shard_check import most_shard_bytes
 from thinwire.errors import CheckpointError, WireError
 from thinwire.run.checkpoints import commit
 from thinwire.run.transfer import (
-    PIECE_BYTES,
     Refusal,
-    Seat,
+    SeatFiles,
     SeatServer,
     Talk,
     Want,
@@ -37,17 +36,14 @@ EXACT = {
     "train__checkpoint_every": 3,
 }
 MOST = 10**6
-PROJECTED = {"boundary__mode": "projected", "boundary__rank": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "muon": {"optim__name": "muon"},
     "remembering": {"codec__forward": "topk(0.2)+ef21", "codec__backward": "topk(0.2)+ef"},
     "subspace, moving": {
         "boundary__mode": "subspace",
         "boundary__rank": 6,
         "boundary__basis_update_every": 2,
     },
-    "token tables": {**PROJECTED, "boundary__anchor": "per-stage", "boundary__table": 3},
 }
 
 
@@ -102,10 +98,14 @@ def test_seats_go_on_bit_for_bit(
         own = checkpoint.shards[stage]
         files = [shard.file for shard in Checkpoint.open(path).shards]
         assert sent >= own.bytes and own.file in files
-        if kind in ("dense", "muon", "remembering") or stage == 0:
+        if kind != "subspace, moving" or stage == 0:
             assert files == [own.file] and sent == own.bytes, "exactly one file"
         else:
             assert sent < own.bytes + 8192, "and a basis"
+            ours, theirs = (load_file(f / "stage-0.safetensors") for f in (path, checkpoint.folder))
+            assert list(ours) == ["space/basis"] and ours["space/basis"].equal(
+                theirs["space/basis"]
+            )
         Checkpoint.open(path).verify()
         seats.append(path)
     resumed = run_in_threads(settings, prepare_worker=restoring(seats), folder=tmp_path / "again")
@@ -116,18 +116,16 @@ def test_seats_go_on_bit_for_bit(
     assert not list(checkpoint.folder.parent.glob(".extracts-*"))
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
 def test_another_split_gets_the_tensors_of_its_blocks(
-    stages: int,
     trained: Callable,
     make_settings: Callable,
     run_in_threads: Callable,
     tmp_path: Path,
 ) -> None:
     _, _, checkpoint = trained()
-    settings = make_settings(**{**EXACT, "pipeline__stages": stages})
+    settings = make_settings(**{**EXACT, "pipeline__stages": 4})
     server, seats, total = SeatServer(checkpoint, settings), [], 0
-    for stage in range(stages):
+    for stage in range(4):
         path, sent = fetch(server, stage, tmp_path / f"peer-{stage}")
         seats.append(path)
         total += sent
@@ -186,7 +184,7 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
     here, there = memory_pair()
     serving = on_daemon_thread("host", lambda: server.serve(here, 1))
     talk, theirs = Talk(there), checkpoint.shards[0]
-    assert isinstance(talk.hear(30), Seat)
+    assert isinstance(talk.hear(30), SeatFiles)
     talk.say(Want(3, 0, theirs.sha256, theirs.bytes))
     assert talk.hear(30) == Refusal("this seat has no such file")
     talk.say(Refusal("nonsense"))
@@ -198,20 +196,17 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
     ("change", "words"),
     [
         (lambda m: m["shards"][0].update(file="../../../evil"), r"matching regex.*file`"),
-        (lambda m: m["shards"][0].update(file="manifest.json"), r"matching regex.*file`"),
         (lambda m: m["shards"][0].update(sha256="../x"), r"matching regex.*sha256`"),
         (lambda m: m["shards"][0].update(bytes=-1), r">= 0.*bytes`"),
         (lambda m: m["shards"][0].update(bytes="many"), r"`int`, got `str`.*bytes`"),
         (lambda m: m["shards"].append(m["shards"][0]), "names a file twice"),
         (lambda m: m.update(step="../../evil"), r"\$\.step"),
-        (lambda m: m.update(shards=7), "cannot be used"),
         (lambda m: m["shards"][0].update(extra=1), "cannot be used"),
         (lambda m: m.pop("settings"), "cannot be used"),
         (
             lambda m: m["settings"]["codec"].update(plugins=["evil"]),
             "names plugins, which are code: evil.*--allow-plugin",
         ),
-        (lambda m: m["settings"]["codec"].update(plugins=7), "plugins"),
         (lambda m: m["settings"]["codec"].update(plugins=[[]]), "plugins"),
         (lambda m: m.update(weight_version=-1), "is damaged"),
         (
@@ -231,7 +226,7 @@ def test_a_manifest_cannot_lead_a_peer_astray(
 
     def lie() -> None:
         talk = Talk(here)
-        talk.say(Seat(sealed(manifest)))
+        talk.say(SeatFiles(sealed(manifest)))
         while isinstance(want := talk.hear(), Want):
             give(talk, want, checkpoint.folder / "stage-0.safetensors")
 
@@ -258,22 +253,10 @@ def test_half_of_the_disk_stays_free(
 
 
 def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -> None:
-    settings, _, checkpoint = trained(**KINDS["token tables"])
+    settings, _, checkpoint = trained(**KINDS["subspace, moving"])
     (checkpoint.folder / "stage-0.safetensors").unlink()
     here, there = memory_pair()
     server = SeatServer(checkpoint, settings)
     on_daemon_thread("host", lambda: server.serve(here, 1))
     with pytest.raises(CheckpointError, match="the host cannot read its checkpoint"):
         fetch_seat(there, 1, tmp_path / "peer", MOST)
-
-
-def test_extracts_hold_the_same_tensors(trained: Callable, tmp_path: Path) -> None:
-    settings, _, checkpoint = trained(**KINDS["token tables"])
-    server = SeatServer(checkpoint, settings)
-    path, sent = fetch(server, 2, tmp_path / "peer")
-    extract = load_file(path / "stage-0.safetensors")
-    whole = load_file(checkpoint.folder / "stage-0.safetensors")
-    assert list(extract) == ["space/basis"]
-    assert (extract["space/basis"] == whole["space/basis"]).all()
-    assert sent < PIECE_BYTES
-    server.close()

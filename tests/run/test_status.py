@@ -1,5 +1,6 @@
-"""Asking a run that is alive: over a socket that only its user may open, in words and as JSON."""
+"""How a run stands: noted as it goes on, and asked for over a socket that is its user's alone."""
 
+import contextlib
 import json
 import os
 import socket
@@ -10,26 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thinwire.remote.messages import StepNews
+from thinwire.run.messages import LinkDown, Linked, LinkUp, Pulse
 
 from thinwire.cli import main
+from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
+from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord, as_text
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.machine import Machine
 from thinwire.run.status import (
     LinkStatus,
     PeerStatus,
+    Standing,
     StatusReport,
     status_from_plain,
     status_table,
 )
 
 NOW = 1_800_000_000.0
+RUN_ID = "0123456789abcdef"
 
 REPORT = StatusReport(
     run="code",
-    run_id="0123456789abcdef",
+    run_id=RUN_ID,
     role="host",
     state="waiting",
     time=NOW,
@@ -79,46 +85,37 @@ def control(folder: Path, asked: list[dict[str, Any]]) -> Iterator[ControlSocket
         yield control
 
 
-def test_only_its_user_may_ask(control: ControlSocket) -> None:
-    assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
-
-
 def test_questions_are_answered(
     control: ControlSocket, folder: Path, asked: list[dict[str, Any]]
 ) -> None:
+    assert stat.S_IMODE(control.path.stat().st_mode) == 0o600, "only its user may ask"
     assert is_alive(folder)
     assert status_from_plain(ask(folder, {"ask": "status"})) == REPORT
     assert ask(folder, {"ask": "kick", "peer": "ben"}) == {"text": "ben was kicked"}
     assert asked == [{"ask": "kick", "peer": "ben"}]
+    for changed in ({"mood": "good"}, {"peers": [{"name": "a"}]}, {"step": "x"}, {"links": [3]}):
+        with pytest.raises(WireError, match="does not know"):
+            status_from_plain({**REPORT.to_plain(), **changed})
     with pytest.raises(ConfigError, match="nobody called eve"):
         ask(folder, {"ask": "kick", "peer": "eve"})
     with pytest.raises(ConfigError, match=r"'leave' cannot be asked here; what can: kick, status"):
         ask(folder, {"ask": "leave"})
 
 
-@pytest.mark.parametrize("said", [b"not json\n", b"[1]\n", b"{" * 10_000 + b"\n", b"no end"])
+@pytest.mark.parametrize(
+    "said", [b"not json\n", b"[1]\n", b"{" * 10_000 + b"\n", b"no end", b"x" * 3 * LONGEST_LINE]
+)
 def test_nonsense_ends_one_connection_and_no_more(
     said: bytes, control: ControlSocket, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)  # a socket's own name is short
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.connect(FILE)
-        caller.sendall(said)
-        caller.shutdown(socket.SHUT_WR)
-        assert caller.recv(100) == b""
+        with contextlib.suppress(OSError):  # what has no end is cut off
+            caller.sendall(said)
+            caller.shutdown(socket.SHUT_WR)
+            assert caller.recv(100) == b""
     assert is_alive(folder) and ask(folder, {"ask": "status"})
-
-
-def test_a_request_without_end_is_cut_off(
-    control: ControlSocket, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.connect(FILE)
-        with pytest.raises(OSError):
-            for _ in range(3 * LONGEST_LINE // 65536):
-                caller.sendall(b"x" * 65536)
-    assert ask(folder, {"ask": "status"})
 
 
 def test_more_callers_than_are_served_at_a_time_all_get_an_answer(
@@ -153,10 +150,7 @@ def test_what_a_killed_process_left_is_replaced(folder: Path) -> None:
     assert not is_alive(folder)
     with ControlSocket(folder, {"status": lambda request: {"text": "here"}}):
         assert ask(folder, {"ask": "status"}) == {"text": "here"}
-
-
-def test_a_file_of_another_kind_is_left_alone(folder: Path) -> None:
-    (folder / FILE).write_text("mine")
+    (folder / FILE).write_text("mine")  # a file of another kind is left alone
     with pytest.raises(ConfigError, match="cannot make"):
         ControlSocket(folder, {})
     assert (folder / FILE).read_text() == "mine"
@@ -180,18 +174,9 @@ def test_a_report_in_words() -> None:
     ):
         assert part in text
     assert text.index("ana") < text.index("ben")
-
-
-def test_control_characters_of_others_stay_out_of_the_terminal() -> None:
     bad = PeerStatus("ana\x1b[2J", "training\x1b]0;x\x07", 0, machine=Machine(device="\x1b[31mgpu"))
     text = as_text(status_table(StatusReport("r", "0", "host", "training", NOW, peers=[bad])))
-    assert "\x1b" not in text and "\x07" not in text
-
-
-def test_a_report_of_another_version_is_named() -> None:
-    for changed in ({"mood": "good"}, {"peers": [{"name": "a"}]}, {"step": "x"}, {"links": [3]}):
-        with pytest.raises(WireError, match="does not know"):
-            status_from_plain({**REPORT.to_plain(), **changed})
+    assert "\x1b" not in text and "\x07" not in text, "a terminal would obey"
 
 
 def run(*arguments: str) -> int:
@@ -275,3 +260,76 @@ def test_a_local_run_under_way_is_shown_by_what_it_has_written(
         assert "has no peers: it is a local one" in capsys.readouterr().err
     assert run("status", str(folder)) == 9
     assert "it has ended" in capsys.readouterr().err
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def standing(clock: Clock) -> Standing:
+    return Standing("code", RUN_ID, "host", _now=clock)
+
+
+def news(step: int, loss: float = 2.5) -> StepNews:
+    return StepNews(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0)
+
+
+def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock: Clock) -> None:
+    standing.waits("2 more peers")
+    clock.now += 30
+    standing.waits("1 more peer")
+    report = standing.report(0, [], [])
+    assert (report.state, report.waiting_for) == ("waiting", "1 more peer")
+    assert report.waiting_since == 1000.0 and report.time == 1030.0
+    standing.forms()
+    assert standing.report(0, [], []).waiting_for == ""
+    standing.waits("a peer that prepares")
+    standing.stepped(news(7))
+    report = standing.report(1, [], [])
+    assert (report.state, report.waiting_for, report.waiting_since) == ("training", "", 0.0)
+    assert (report.step, report.steps, report.loss, report.tokens_per_s) == (7, 100, 2.5, 700.0)
+    standing.stepped(news(8, float("nan")))
+    assert standing.report(1, [], []).loss is None, "JSON has no such number"
+
+
+def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
+    seats = ["ana", "ben", "cleo"]
+    standing.heard(1, Linked("direct"))
+    standing.heard(2, Linked("relayed"))
+    links = [LinkRecord(1, 3000, 1000, 0.5)]
+    standing.stepped(StepRecord(1, 9, 2.5, 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
+    clock.now += 5
+    standing.heard(1, Pulse(3, "computes F0 of step 2"))
+    assert standing.last_word(1) == 1005.0 and standing.last_word(0) == 0.0
+    assert standing.doing(1) == "computes F0 of step 2"
+    costs = StageCosts(0.1, 0.1, 0.1)  # pulses come every few seconds, steps may come more often
+    standing.heard(1, Step(6, None, 0.1, 1.0, True, 0.0, 1.0, 0.0, costs, [], {}, {}, 0))
+    assert standing.doing(1) == "has done step 7"
+    first, second = standing.report(1, seats, []).links
+    assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
+    assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
+
+
+def test_a_link_that_is_down_is_what_the_run_waits_for(standing: Standing, clock: Clock) -> None:
+    seats = ["ana", "ben"]
+    standing.heard(1, Linked("direct"))
+    standing.stepped(news(3))
+    standing.heard(1, LinkDown(0, "no answer"))
+    clock.now += 9
+    report = standing.report(1, seats, [])
+    assert report.waiting_for == "the link between ana and ben, which is down (no answer)"
+    assert report.waiting_since == 1000.0 and report.links[0].way == ""
+    standing.heard(1, LinkUp(0, 9.0, "relayed"))
+    report = standing.report(1, seats, [])
+    assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
+    standing.forms()
+    assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from thinwire.engine.feed import Feed
 from thinwire.errors import WireError
 from thinwire.run.tokens import Columns, FetchedCorpus, TokenServer, columns_read
 from thinwire.settings import Settings
-from thinwire.wire import Frame, FrameKind, Link, Meter, encode, handshake, memory_pair
+from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, encode, handshake, memory_pair
 from thinwire.wire.background import on_daemon_thread
 from waiting import wait_until
 
@@ -33,8 +32,25 @@ def joined(corpus: Corpus, settings: Settings, stage: int) -> tuple[TokenServer,
     return serving.result(), far
 
 
-def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Corpus) -> None:
+def greeted(settings: Settings, **change: Any) -> tuple[Pipe, FetchedCorpus]:
+    """The other end of a stage without the corpus, as a host that says anything of its own."""
+    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
+             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
+             **change}  # fmt: skip
+    here, there = memory_pair()
+    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
+    far = FetchedCorpus(there, settings, 0)
+    greeting.result()
+    return here, far
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_ids_are_those_that_the_corpus_gives(
+    width: int, make_settings: Callable, corpus: Corpus
+) -> None:
+    """Ids of a large vocabulary are wider."""
     settings = make_settings(pipeline__stages=1)
+    corpus = Corpus(**{**vars(corpus), "train": corpus.train.astype(f"<u{width}")})
     server, far = joined(corpus, settings, 0)
     near, fetched = Feed(corpus, settings, CPU), Feed(far, settings, CPU)
     assert far.fingerprint == corpus.fingerprint
@@ -59,7 +75,9 @@ def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Co
         "frames": batches, "header_bytes": 64 * batches, "payload_bytes": 0,
     }  # fmt: skip
     windows = batches * settings.microbatch_size
-    assert moved["sent"]["TOKENS"]["payload_bytes"] == 2 * windows * (settings.model.context + 1)
+    assert moved["sent"]["TOKENS"]["payload_bytes"] == width * windows * (
+        settings.model.context + 1
+    )
     server.close()
 
 
@@ -68,11 +86,10 @@ def test_ids_are_those_that_the_corpus_gives(make_settings: Callable, corpus: Co
     [
         ({}, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
         (NARROW, [Columns.INPUTS, Columns(0), Columns.TARGETS]),
-        (TABLES, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
         (FIXED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
         (SHARED, [Columns.INPUTS, Columns.INPUTS, Columns.INPUTS | Columns.TARGETS]),
     ],
-    ids=["dense", "narrow", "tables", "fixed", "shared"],
+    ids=["dense", "narrow", "fixed", "shared"],
 )
 def test_a_run_without_the_corpus_trains_to_the_same_bits(
     changes: dict[str, Any],
@@ -147,35 +164,14 @@ def test_a_validation_too_large_to_keep_is_asked_for_again(
     server.close()
 
 
-@pytest.mark.parametrize("vocab", [300, 70_000])
-def test_large_vocabularies_have_wider_ids(
-    vocab: int, make_settings: Callable, corpus: Corpus
-) -> None:
-    settings = make_settings(model__vocab=vocab)
-    width = np.dtype("<u2" if vocab < 1 << 16 else "<u4")
-    changed = Corpus(**{**vars(corpus), "train": corpus.train.astype(width)})
-    server, far = joined(changed, settings, 0)
-    expected = Feed(corpus, settings, CPU).training(2, 1).inputs
-    assert torch.equal(far.inputs((2, 1)), expected)
-    server.close()
-
-
-def test_a_host_that_is_gone_is_named(make_settings: Callable, corpus: Corpus) -> None:
-    server, far = joined(corpus, make_settings(train__steps=50), 0)
+def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
+    settings = make_settings(train__steps=50)
+    server, far = joined(corpus, settings, 0)
     far.inputs((0, 0))
     server.close()
     with pytest.raises(WireError, match=r"token ids of microbatch 2 of step 41 cannot be had: "):
         far.inputs((40, 2))
-
-
-def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus) -> None:
-    settings = make_settings()
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False}  # fmt: skip
-    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
-    far = FetchedCorpus(there, settings, 0)
-    greeting.result()
+    here, far = greeted(settings)
     threading.Timer(0.1, here.close).start()
     with pytest.raises(WireError, match=r"validation batch 0 cannot be had: .*without a goodbye"):
         far.inputs(0)
@@ -197,13 +193,8 @@ def test_what_the_host_says_is_checked(
     change: dict[str, Any], words: str, make_settings: Callable
 ) -> None:
     settings = make_settings()
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False,
-             **change}  # fmt: skip
-    on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
     with pytest.raises(WireError, match=words):
-        FetchedCorpus(there, settings, 0)
+        greeted(settings, **change)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +211,7 @@ def test_ids_that_do_not_fit_are_refused(
     frame: dict[str, Any], words: str, make_settings: Callable
 ) -> None:
     settings = make_settings()
-    here, there = memory_pair()
-    facts = {"config_hash": settings.hash, "corpus": "c", "examples": 100, "validations": 2,
-             "text_tokens": 0, "text_bytes": 0, "id_bytes": 2, "masked": False}  # fmt: skip
-    greeting = on_daemon_thread("host", lambda: handshake(here, facts, {}, 30))
-    far = FetchedCorpus(there, settings, 0)
-    greeting.result()
+    here, far = greeted(settings)
     right = {"kind": FrameKind.TOKENS, "codec": 1, "shape": (2, 16), "payload": bytes(64)}
     here.write(encode(Frame(**{**right, **frame})))
     with pytest.raises(WireError, match=words):

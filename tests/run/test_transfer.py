@@ -15,7 +15,7 @@ from thinwire.run.transfer import (
     PIECE_BYTES,
     SILENCE_S,
     Refusal,
-    Seat,
+    SeatFiles,
     Talk,
     Throttle,
     Want,
@@ -25,15 +25,15 @@ from thinwire.run.transfer import (
 from thinwire.wire import Frame, FrameKind, Pipe, memory_pair
 from thinwire.wire.background import on_daemon_thread
 
-SIZES = [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 17]
+MakeFile = Callable[[int], tuple[Path, Want]]
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Callable[[int], tuple[Path, Want]]:
+def file(tmp_path: Path) -> MakeFile:
     def make(size: int) -> tuple[Path, Want]:
         path, content = tmp_path / "stage-1.safetensors", os.urandom(size)
         path.write_bytes(content)
-        return path, Want(5, 1, hashlib.sha256(content).hexdigest(), size, 0)
+        return path, Want(5, 1, hashlib.sha256(content).hexdigest(), size)
 
     return make
 
@@ -50,19 +50,23 @@ def serve(pipe: Pipe, path: Path, throttle: Throttle | None = None) -> Talk:
     return talk
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_file_arrives_whole(size: int, file: Callable, tmp_path: Path) -> None:
+def pieces_sent(giver: Talk) -> dict[str, int]:
+    return giver.meter.snapshot()["sent"]["PIECE"]
+
+
+@pytest.mark.parametrize("size", [1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 17])
+def test_a_file_arrives_whole(size: int, file: MakeFile, tmp_path: Path) -> None:
     here, there = memory_pair()
     path, want = file(size)
     serve(there, path)
-    part, done = tmp_path / "in" / "part", []
+    part, done = tmp_path / "in" / "part", list[int]()
     take(Talk(here), want, part, done.append)
     assert part.read_bytes() == path.read_bytes()
     assert done[0] == 0 and done[-1] == size and done == sorted(done)
 
 
-@pytest.mark.parametrize("have", [1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
-def test_a_transfer_goes_on_where_it_stopped(have: int, file: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("have", [1, PIECE_BYTES, 2 * PIECE_BYTES + 5, 3 * PIECE_BYTES + 17])
+def test_a_transfer_goes_on_where_it_stopped(have: int, file: MakeFile, tmp_path: Path) -> None:
     here, there = memory_pair()
     path, want = file(3 * PIECE_BYTES + 17)
     part = tmp_path / "part"
@@ -70,28 +74,19 @@ def test_a_transfer_goes_on_where_it_stopped(have: int, file: Callable, tmp_path
     giver = serve(there, path)
     take(Talk(here), want, part)
     assert part.read_bytes() == path.read_bytes()
-    whole = have - have % PIECE_BYTES
-    assert giver.meter.snapshot()["sent"]["PIECE"]["payload_bytes"] == want.bytes - whole
+    if have == want.bytes:
+        assert giver.meter.sent_bytes() == 0, "nothing was asked for"
+    else:
+        assert pieces_sent(giver)["payload_bytes"] == want.bytes - have + have % PIECE_BYTES
 
 
-def test_what_is_here_already_is_not_sent(file: Callable, tmp_path: Path) -> None:
-    here, _ = memory_pair()
-    path, want = file(PIECE_BYTES + 1)
-    talk = Talk(here)
-    take(talk, want, path)
-    assert talk.meter.sent_bytes() == 0
-
-
-def test_a_lost_connection_keeps_what_has_come(file: Callable, tmp_path: Path) -> None:
+def test_a_silent_connection_keeps_what_has_come(file: MakeFile, tmp_path: Path) -> None:
     path, want = file(3 * PIECE_BYTES)
     part = tmp_path / "part"
     here, there = memory_pair()
-    talk = Talk(there)
-    talk.send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
     there.close()
     with pytest.raises(WireError):
         take(Talk(here), want, part)
-    assert part.stat().st_size == 0, "closing in memory drops what was not read"
     here, there = memory_pair()
     Talk(there).send(Frame(FrameKind.PIECE, payload=path.read_bytes()[:PIECE_BYTES]))
     with pytest.raises(WireError, match="said nothing for 0"):
@@ -100,67 +95,59 @@ def test_a_lost_connection_keeps_what_has_come(file: Callable, tmp_path: Path) -
     here, there = memory_pair()
     giver = serve(there, path)
     take(Talk(here), want, part)
-    assert giver.meter.snapshot()["sent"]["PIECE"]["frames"] == 2
+    assert pieces_sent(giver)["frames"] == 2
 
 
-def test_a_wrong_hash_is_sent_again_once(file: Callable, tmp_path: Path) -> None:
+def test_a_wrong_hash_is_sent_again_once_and_then_named(file: MakeFile, tmp_path: Path) -> None:
     path, want = file(PIECE_BYTES + 9)
     part = tmp_path / "part"
     part.write_bytes(bytes(PIECE_BYTES))  # of the right size so far, with other bits
     here, there = memory_pair()
     giver = serve(there, path)
     take(Talk(here), want, part)
-    assert part.read_bytes() == path.read_bytes()
-    assert giver.meter.snapshot()["sent"]["PIECE"]["frames"] == 1 + 2
-
-
-def test_a_wrong_hash_is_named_the_second_time(file: Callable, tmp_path: Path) -> None:
-    path, want = file(9)
-    path.write_bytes(b"otherwise")
-    here, there = memory_pair()
-    giver = serve(there, path)
+    assert part.read_bytes() == path.read_bytes() and pieces_sent(giver)["frames"] == 1 + 2
+    part.unlink()
+    path.write_bytes(bytes(want.bytes))
     with pytest.raises(CheckpointError, match=rf"instead of {want.sha256[:12]}, twice"):
-        take(Talk(here), want, tmp_path / "part")
-    assert giver.meter.snapshot()["sent"]["PIECE"]["frames"] == 2
-    assert not (tmp_path / "part").exists()
+        take(Talk(here), want, part)
+    assert not part.exists()
 
 
 def test_a_full_disk_is_known_before_anything_is_asked(
-    file: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")(1 << 40, 0, 64 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    here, _ = memory_pair()
-    talk = Talk(here)
+    talk = Talk(memory_pair()[0])
     with pytest.raises(CheckpointError, match=r"1,000 bytes do not fit into .*67,108,864 are free"):
         take(talk, file(1000)[1], tmp_path / "part")
     assert talk.meter.sent_bytes() == 0
-
-
-def test_a_write_that_fails_is_a_reason(file: Callable, tmp_path: Path) -> None:
-    (tmp_path / "part").mkdir()
+    (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="cannot be written to"):
-        take(Talk(memory_pair()[0]), file(1000)[1], tmp_path / "part")
+        take(talk, file(1000)[1], tmp_path / "folder")
+    with pytest.raises(CheckpointError, match="is no sha256"):
+        take(talk, Want(5, 1, "../" * 21 + "x", 10), tmp_path / "part")
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
         (Refusal("it is gone"), CheckpointError, "does not send it: it is gone"),
-        (Seat({}), BreachError, "another piece"),
+        (SeatFiles({}), BreachError, "another piece"),
         (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
         (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
         (Frame(FrameKind.PIECE, payload=bytes(9)), BreachError, "9 bytes, not 10"),
-        (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "among files"),
+        (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "FORWARD frame"),
         (Frame(FrameKind.CONTROL, payload=b"nonsense"), BreachError, "cannot be read"),
+        (Frame(FrameKind.CONTROL, payload=b"[" * 9999), BreachError, "cannot be read"),
         (Frame(FrameKind.PIECE, payload=bytes(MOST_SAID + 1)), BreachError, "at most"),
     ],
 )
 def test_what_was_not_due_is_refused(
-    answer: Refusal | Seat | Frame,
+    answer: Refusal | SeatFiles | Frame,
     error: type[Exception],
     words: str,
-    file: Callable,
+    file: MakeFile,
     tmp_path: Path,
 ) -> None:
     here, there = memory_pair()
@@ -170,28 +157,13 @@ def test_what_was_not_due_is_refused(
         take(Talk(here), file(10)[1], tmp_path / "part")
 
 
-def test_only_a_hash_can_be_wanted(file: Callable, tmp_path: Path) -> None:
-    want = Want(5, 1, "../" * 21 + "x", 10, 0)
-    with pytest.raises(CheckpointError, match="is no sha256"):
-        take(Talk(memory_pair()[0]), want, tmp_path / "part")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"bytes": 11}, "has 10 bytes"),
-        ({"offset": 5}, "has 10 bytes"),
-        ({"offset": PIECE_BYTES}, "has 10 bytes"),
-    ],
-)
-def test_a_request_that_does_not_fit_is_refused(
-    change: dict[str, int], words: str, file: Callable
-) -> None:
+@pytest.mark.parametrize("change", [{"bytes": 11}, {"offset": 5}, {"offset": PIECE_BYTES}])
+def test_a_request_that_does_not_fit_is_refused(change: dict[str, int], file: MakeFile) -> None:
     here, there = memory_pair()
     path, want = file(10)
     give(Talk(there), replace(want, **change), path)
     answer = Talk(here).hear()
-    assert isinstance(answer, Refusal) and words in answer.reason
+    assert isinstance(answer, Refusal) and "has 10 bytes" in answer.reason
     give(Talk(there), want, path.with_name("missing"))
     answer = Talk(here).hear()
     assert isinstance(answer, Refusal) and "No such file" in answer.reason
@@ -200,17 +172,19 @@ def test_a_request_that_does_not_fit_is_refused(
 class Clock:
     """Time that passes when somebody sleeps."""
 
-    def __init__(self) -> None:
-        self.now = 50.0
+    now = 50.0
 
     def sleep(self, seconds: float) -> None:
         assert seconds > 0
         self.now += seconds
 
+    def throttle(self, rate: float, **options: float) -> Throttle:
+        return Throttle(rate, lambda: self.now, self.sleep, **options)
+
 
 def test_files_take_their_share_of_the_uplink_and_no_more() -> None:
     clock = Clock()
-    throttle, sent = Throttle(1000.0, lambda: clock.now, clock.sleep, least=1), []
+    throttle, sent = clock.throttle(1000.0, least=1), []
     for size in [400, 100, 1000, 256, 256, 2000, 10]:
         throttle.spend(size)
         sent.append((clock.now, size))
@@ -220,22 +194,16 @@ def test_files_take_their_share_of_the_uplink_and_no_more() -> None:
             seconds = sent[last][0] - sent[first][0]
             assert sum(size for _, size in sent[first:last]) <= 1000 * seconds + 1e-6
     assert clock.now == pytest.approx(50 + (sum(size for _, size in sent) - 10) / 1000)
-
-
-def test_a_pause_saves_no_rate_for_later() -> None:
-    clock = Clock()
-    throttle = Throttle(1000.0, lambda: clock.now, clock.sleep, least=1)
-    throttle.spend(100)
-    clock.now += 3600
+    clock.now += 3600  # a pause saves no rate for later
     before = clock.now
     for _ in range(11):
         throttle.spend(100)
     assert clock.now - before == pytest.approx(1.0)
 
 
-def test_without_a_rate_nothing_waits() -> None:
+def test_a_rate_changes_and_is_never_so_low_that_it_passes_for_silence() -> None:
     clock = Clock()
-    throttle = Throttle(1000.0, lambda: clock.now, clock.sleep, least=1)
+    throttle = clock.throttle(1000.0, least=1)
     throttle.spend(10**9)
     throttle.change(0)  # training is over: the whole uplink is free
     for _ in range(9):
@@ -245,20 +213,16 @@ def test_without_a_rate_nothing_waits() -> None:
     throttle.spend(500)
     throttle.spend(1)
     assert clock.now == pytest.approx(50.5)
-
-
-def test_no_rate_is_so_low_that_it_passes_for_silence() -> None:
-    clock = Clock()
-    throttle = Throttle(1.0, lambda: clock.now, clock.sleep)
+    least, before = clock.throttle(1.0), clock.now
     for _ in range(5):
-        throttle.spend(PIECE_BYTES)
-    assert clock.now - 50 == pytest.approx(SILENCE_S)
+        least.spend(PIECE_BYTES)
+    assert clock.now - before == pytest.approx(SILENCE_S)
 
 
-def test_a_file_is_given_at_its_pace(file: Callable, tmp_path: Path) -> None:
+def test_a_file_is_given_at_its_rate(file: MakeFile, tmp_path: Path) -> None:
     clock = Clock()
     here, there = memory_pair()
     path, want = file(8 * PIECE_BYTES)
-    serve(there, path, Throttle(PIECE_BYTES / 2, lambda: clock.now, clock.sleep))
+    serve(there, path, clock.throttle(PIECE_BYTES / 2))
     take(Talk(here), want, tmp_path / "part")
     assert clock.now == pytest.approx(50 + 7 * 2)

@@ -63,7 +63,7 @@ from thinwire.run.formation import (
 from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
-from thinwire.run.placement import Split, choose_split, share_stages
+from thinwire.run.placement import ChosenSplit, choose_split, share_stages
 from thinwire.run.protocol import (
     MAX_MESSAGE,
     Connect,
@@ -198,7 +198,9 @@ def _as_equals(peers: list[Machine]) -> list[Machine]:
     return [dataclasses.replace(peer, tflops=1.0, bf16_tflops=0.0) for peer in peers]
 
 
-def form(settings: Settings, peers: list[Machine], keeps_split: bool) -> tuple[Split | None, str]:
+def form(
+    settings: Settings, peers: list[Machine], keeps_split: bool
+) -> tuple[ChosenSplit | None, str]:
     """Choose stages and blocks among members that are here; or why there is no way yet.
 
     `keeps_split`: the blocks of each stage stay as the settings have them.

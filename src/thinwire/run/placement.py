@@ -293,7 +293,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CutTraffic:
     """What the link over one cut carries in a step, in bytes."""
 
     forward_bytes: int
@@ -302,7 +302,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Split:
+class ChosenSplit:
     """Who sits where with how many blocks, why, and what it costs; all lists are by stage."""
 
     settings: Settings  # with pipeline.split as chosen
@@ -312,7 +312,7 @@ class Split:
     counts: list[int]  # of blocks
     parameters: list[int]
     memory_bytes: list[int]
-    crossings: list[Crossing]  # by cut
+    crossings: list[CutTraffic]  # by cut
     simulation: Simulation
     even: Simulation | None  # the even split in the listed order; None where its memory is lacking
     faster: tuple[Counts, float] | None  # an uneven split of equal peers, and its seconds
@@ -324,7 +324,7 @@ class Split:
         return self.simulation.step_seconds
 
 
-def choose_split(settings: Settings, peers: list[Machine]) -> Split:
+def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
     """The fastest split of a run over these peers that fits into their memory.
 
     Peers of about one rate get the split that the run has on one machine, so that they train to
@@ -372,8 +372,9 @@ def choose_split(settings: Settings, peers: list[Machine]) -> Split:
     crossings = []
     for cut, ends in enumerate(itertools.pairwise(seated)):
         once, legs = costs.each_step(cut), (costs.forward_bytes[cut], costs.backward_bytes[cut])
-        crossings.append(Crossing(*(leg * microbatches + once for leg in legs), is_relayed(*ends)))
-    return Split(
+        forward, backward = (leg * microbatches + once for leg in legs)
+        crossings.append(CutTraffic(forward, backward, is_relayed(*ends)))
+    return ChosenSplit(
         settings=with_split(settings, chosen.counts),
         asked_split=settings.pipeline.split,
         peers=seated,
@@ -425,7 +426,7 @@ def share_stages(settings: Settings, peers: list[Machine]) -> list[Machine]:
     return [peers[peer] for peer in chosen]
 
 
-def better_window(split: Split) -> tuple[int, float] | None:
+def better_window(split: ChosenSplit) -> tuple[int, float] | None:
     """A larger window with which these peers would be faster, and the seconds of its step.
 
     More microbatches in flight hide delays, and take memory; the blocks are dealt out anew.
@@ -452,7 +453,7 @@ def _with_window(settings: Settings, window: int) -> Settings:
     return dataclasses.replace(settings, pipeline=pipeline)
 
 
-def _fitting(settings: Settings, peers: list[Machine], windows: list[int]) -> list[Split]:
+def _fitting(settings: Settings, peers: list[Machine], windows: list[int]) -> list[ChosenSplit]:
     """A split with each of these windows whose memory is there."""
     found = []
     for window in windows:
@@ -461,7 +462,7 @@ def _fitting(settings: Settings, peers: list[Machine], windows: list[int]) -> li
     return found
 
 
-def _fastest(splits: list[Split]) -> Split:
+def _fastest(splits: list[ChosenSplit]) -> ChosenSplit:
     """The first that is about as fast as any."""
     limit = min(split.step_seconds for split in splits) * (1 + WORTH)
     return next(split for split in splits if split.step_seconds <= limit)
@@ -546,7 +547,7 @@ def _fits(settings: Settings, peers: list[Machine]) -> bool:
     return Search(StageFigures(settings, peers), fixed).best().fits
 
 
-def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dict[str, Any]:
+def split_to_plain(split: ChosenSplit, window: tuple[int, float] | None = None) -> dict[str, Any]:
     """The split for a program; `window` is a better one, and the seconds of its step."""
     simulation, settings = split.simulation, split.settings
     even = split.even.step_seconds if split.even else None
@@ -596,7 +597,7 @@ def split_to_plain(split: Split, window: tuple[int, float] | None = None) -> dic
     }
 
 
-def split_text(split: Split, window: tuple[int, float] | None = None) -> str:
+def split_text(split: ChosenSplit, window: tuple[int, float] | None = None) -> str:
     """Who sits where, what each link carries, and how long a step takes; for a person."""
     plain, settings = split_to_plain(split, window), split.settings
     seconds, steps = split.step_seconds, settings.train.steps

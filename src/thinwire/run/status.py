@@ -297,7 +297,7 @@ class SharedDisplay(Display):
 def status_table(report: StatusReport) -> RenderableType:
     """The report for a person."""
     peers = sorted(report.peers, key=lambda p: (p.stage is None, p.stage or 0, p.name))
-    heads = ("peer", "stage", "blocks", "state", ">last word")
+    heads: tuple[str, ...] = ("peer", "stage", "blocks", "state", ">last word")
     seats = [
         (
             f"{peer.name} (here)" if peer.is_this_machine else peer.name,

@@ -92,7 +92,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Seat(msgspec.Struct, frozen=True, tag=True):
+class SeatFiles(msgspec.Struct, frozen=True, tag=True):
     """The manifest of a checkpoint that holds just what one stage needs."""
 
     manifest: dict[str, Any]
@@ -115,7 +115,7 @@ class _SeatSettings(msgspec.Struct):
     codec: _SeatCodec
 
 
-class _SeatManifest(msgspec.Struct):
+class _CheckedManifest(msgspec.Struct):
     """What is used of the manifest of a seat before it is opened as a checkpoint."""
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=10**8)]
@@ -130,7 +130,7 @@ class Talk:
         self._pipe = pipe
         self.meter = meter or Meter()
 
-    def say(self, word: Want | Refusal | Seat) -> None:
+    def say(self, word: Want | Refusal | SeatFiles) -> None:
         """Send a word."""
         self.send(Frame(FrameKind.CONTROL, payload=msgspec.json.encode(word)))
 
@@ -141,7 +141,7 @@ class Talk:
         self.meter.count_sent(frame.kind, memoryview(frame.payload).nbytes)
         self._pipe.write(message)
 
-    def hear(self, timeout: float | None = None) -> Want | Refusal | Seat | Frame | None:
+    def hear(self, timeout: float | None = None) -> Want | Refusal | SeatFiles | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
         raw = self._pipe.read() if timeout is None else self._read_within(timeout)
         if raw is None:
@@ -153,7 +153,7 @@ class Talk:
                 return frame
             if frame.kind is not FrameKind.CONTROL:
                 raise WireError(f"a {frame.kind.name} frame came among files")
-            return msgspec.json.decode(frame.payload, type=Want | Refusal | Seat)
+            return msgspec.json.decode(frame.payload, type=Want | Refusal | SeatFiles)
         except (WireError, msgspec.MsgspecError, RecursionError) as error:
             reason = printable(str(error), 200)
             raise BreachError(f"what came among files cannot be read: {reason}") from None
@@ -627,7 +627,7 @@ class SeatServer:
         """Remove what was extracted."""
         shutil.rmtree(self._extracts, ignore_errors=True)
 
-    def _seat(self, stages: tuple[int, ...]) -> Seat | Refusal:
+    def _seat(self, stages: tuple[int, ...]) -> SeatFiles | Refusal:
         try:
             with self._lock:
                 if stages not in self._seats:
@@ -639,7 +639,7 @@ class SeatServer:
         left_out = ("tokenizer_sha256", "template_sha256", SEAL)
         kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
         kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
-        return Seat(sealed(kept))
+        return SeatFiles(sealed(kept))
 
     def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
         """The files that hold what stages need; of those that hold more, just that."""
@@ -679,7 +679,7 @@ def fetch_seat(
         if isinstance(heard, Refusal):
             reason = printable(heard.reason, 500)
             raise CheckpointError(f"the host does not give out the checkpoint: {reason}")
-        if not isinstance(heard, Seat):
+        if not isinstance(heard, SeatFiles):
             raise BreachError("the host sent something else than what this seat needs")
         shards = _checked_manifest(heard.manifest, plugins)
         which = ", ".join(map(str, stages))
@@ -702,7 +702,7 @@ def fetch_seat(
 def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[Shard]:
     """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
     try:
-        checked = msgspec.convert(manifest, _SeatManifest)
+        checked = msgspec.convert(manifest, _CheckedManifest)
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
             raise ValueError("it names a file twice")
     except ValueError as error:
@@ -744,9 +744,9 @@ def _fetch_files(
         )
     done = 0
     for part, shard in parts.items():
-        same = (path for path in _alike(folder, shard) if sha256_of(path) == shard.sha256)
-        if (path := next(same, None)) is not None:
-            _link_or_copy(path, part)
+        same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
+        if (own := next(same, None)) is not None:
+            _link_or_copy(own, part)
             flush(part)
         try:
             want, before = Want(step, 0, shard.sha256, shard.bytes), done
