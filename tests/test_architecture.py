@@ -23,7 +23,7 @@ FLOORS = [
     {"settings"},
     {"engine"},
     {"run"},
-    {"plan", "outlook", "train", "inference", "hf", "remote", "cluster"},
+    {"plan", "train", "inference", "hf", "remote", "cluster"},
     {"completion", "demo", "cli_remote", "cli_host", "cli_model", "cli"},
     {"__main__"},
 ]
@@ -35,7 +35,6 @@ NEIGHBOURS = {
     "paths": {"errors"},
     "lazy": {"errors"},
     "boundary": {"optim"},
-    "outlook": {"plan"},
     "remote": {"plan", "train"},
     "cli": {"completion", "demo", "cli_remote", "cli_host", "cli_model"},
 }

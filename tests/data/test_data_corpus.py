@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data import corpus as module
 from thinwire.data.corpus import Chunk, write_corpus
 from thinwire.errors import DataError
 
@@ -93,20 +92,6 @@ def test_missing_folder_or_manifest(folder, tmp_path):
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match="damaged"):
         Corpus.open(folder)
-
-
-def test_large_file_is_checked_in_samples(folder, monkeypatch):
-    """With few samples a change between them goes unseen, one at the start does not."""
-    monkeypatch.setattr(module, "_SAMPLES", 2)
-    monkeypatch.setattr(module, "_SAMPLE_BYTES", 4)
-    before = module._sample(folder / "train.bin")
-    content = bytearray((folder / "train.bin").read_bytes())
-    content[50] ^= 1
-    (folder / "train.bin").write_bytes(content)
-    assert module._sample(folder / "train.bin") == before
-    content[101] ^= 1
-    (folder / "train.bin").write_bytes(content)
-    assert module._sample(folder / "train.bin") != before
 
 
 def test_failure_half_way_leaves_nothing(cache):

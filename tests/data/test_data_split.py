@@ -70,14 +70,6 @@ def test_one_document_is_cut_in_two(text, fraction):
     assert train + valid == text
 
 
-def test_one_document_is_cut_at_a_line():
-    text = "".join(f"line {i}\n" for i in range(100))
-    found = sides([text], 0.1)
-    assert found["train"][0].endswith("\n")
-    assert found["valid"][0].startswith("line 9")
-    assert 0.05 < len(found["valid"][0]) / len(text) < 0.15
-
-
 def lines(count: int, name: str) -> str:
     return "".join(f"line {i} of {name}\n" for i in range(count))
 

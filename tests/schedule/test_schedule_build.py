@@ -98,10 +98,6 @@ def test_impossible_settings_are_refused_with_a_way_out(arguments, message):
         build(*arguments)
 
 
-def test_gpipe_takes_fewer_microbatches_than_stages():
-    assert in_flight(build("gpipe", 4, 2)) == [2, 2, 2, 2]
-
-
 def test_forward_only_holds_nothing_and_passes():
     schedule = forward_only(3, 2)
     assert schedule.rows[2] == (Action(2, Kind.F, 0), Action(2, Kind.F, 1))
@@ -266,12 +262,6 @@ def test_a_window_that_grows_towards_the_last_stage_deadlocks():
     with pytest.raises(ScheduleError, match="deadlock"):
         validate(Schedule("mixed", 3, 4, 4, rows))
     validate(Schedule("mixed", 3, 4, 4, (wide.rows[0], sound.rows[1], sound.rows[2])))
-
-
-def test_headers_that_cannot_be():
-    assert "has 1 rows" in refusal(BELOW)
-    assert "must be 1 or more" in refusal(header="hand stages=0 microbatches=2 window=2")
-    assert "must be 1 or more" in refusal("-", header="hand stages=1 microbatches=0 window=2")
 
 
 def test_a_forward_only_schedule_has_only_forwards():

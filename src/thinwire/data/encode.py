@@ -76,8 +76,8 @@ def encode_passages(
         train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
         valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
         chunks = [
-            Chunk("train", next(train)) if piece.side == "train" else Chunk("valid", *next(valid))
-            for piece in batch
+            Chunk("train", next(train)) if p.side == "train" else Chunk("valid", *next(valid)[:2])
+            for p in batch
         ]
         decoded = tokenizer.decode_all([chunk.ids for chunk in chunks])
         losses.add([piece.text for piece in batch], decoded)
