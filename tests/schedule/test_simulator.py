@@ -233,7 +233,7 @@ def test_what_cannot_be_simulated(changes, message):
 
 
 def test_a_broken_schedule_is_refused_before_it_is_played():
-    with pytest.raises(ScheduleError, match="0B0: missing"):
+    with pytest.raises(ScheduleError, match="0B0 is in the row of stage 0 0 times"):
         simulate(written("x stages=1 microbatches=1 window=1\n0F0 0U"), costs(1))
 
 
