@@ -121,8 +121,8 @@ class Corpus:
         """One line for the log."""
         kind, learned = "documents", ""
         if self.train_learned is not None:
-            share = np.count_nonzero(self.train_learned) / len(self.train_learned)
-            kind, learned = "conversations", f", {share:.2%} of the training tokens learned"
+            part = np.count_nonzero(self.train_learned) / len(self.train_learned)
+            kind, learned = "conversations", f", {part:.2%} of the training tokens learned"
         documents = f"{self.documents:,} {kind}, " if self.documents else ""
         share = len(self.valid) / (len(self.train) + len(self.valid))
         return (

@@ -97,7 +97,7 @@ def _source_of(config: DataConfig) -> _Source:
     path = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     own = ChatTemplate.beside(path) if path else None
     key, given_path = config.text_key, config.valid_path
-    how = [config.source, config.learn, key]
+    how: Any = [config.source, config.learn, key]
     if config.source == "hf":
         if given_path:
             raise ConfigError(
@@ -117,9 +117,8 @@ def _source_of(config: DataConfig) -> _Source:
         train = stdlib_files() if is_stdlib else text_files(config.path, source=kind)
         valid = text_files(given_path, "data.valid_path", kind) if given_path else []
         files = [train, valid]
-        if is_chat:
-            reads = [partial(read_records, group) for group in files]
-        else:
+        reads: list[Callable[[], Iterator[Any]]] = [partial(read_records, each) for each in files]
+        if not is_chat:
             reads = [partial(read_texts, train, key, is_stdlib), partial(read_texts, valid, key)]
             how = key
         sizes = [sum(file.size for file in group) for group in files]
