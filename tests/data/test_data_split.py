@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.data.split import DocumentHash, Scan, Split, scan_documents
+from thinwire.data.split import DocumentHash, Scan, ValidationSplit, scan_documents
 from thinwire.errors import DataError
 
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
@@ -15,7 +15,7 @@ def scanned(texts: Iterable[str], given: Iterable[str] = ()) -> Scan:
 
 
 def sides(texts: list[str], fraction: float, given: Sequence[str] = ()) -> dict[str, list[str]]:
-    split = Split(scanned(texts, given), fraction)
+    split = ValidationSplit(scanned(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
     documents = [(text, False) for text in texts] + [(text, True) for text in given]
     for passage in split.passages(documents):

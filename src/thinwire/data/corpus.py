@@ -168,7 +168,7 @@ def found_or_made(
     return Corpus.open(folder)
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Token ids that continue one side of a corpus."""
 
     side: str
@@ -181,7 +181,7 @@ def write_corpus(
     folder: Path,
     source: str,
     vocab: int,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[TokenChunk],
     tokenizer: Tokenizer | None,
     documents: int = 0,
     lost: Callable[[], str] = str,
