@@ -36,6 +36,7 @@ from thinwire.run.vocabulary import Vocabulary
 from thinwire.settings import Settings
 from thinwire.typed import Exact, Finite
 from thinwire.wire import Frame, FrameKind
+from thinwire.wire.frame import BytesLike
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,12 @@ class TextStage:
         return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
 
     def _frame(
-        self, end: CutEnd, sender: int, number: int, shape: tuple[int, ...], payload: bytes = b""
+        self,
+        end: CutEnd,
+        sender: int,
+        number: int,
+        shape: tuple[int, ...],
+        payload: BytesLike = b"",
     ) -> Frame:
         return Frame(
             kind=FrameKind.EVALUATE,
