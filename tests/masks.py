@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from thinwire.data import Corpus
-from thinwire.data.corpus import Chunk, write_corpus
+from thinwire.data.corpus import TokenChunk, write_corpus
 
 
 def with_masks(corpus: Corpus, folder: Path, learned: Callable[[int], np.ndarray]) -> Corpus:
     sides = (("train", corpus.train, None), ("valid", corpus.valid, corpus.valid_sizes))
-    chunks = [Chunk(side, ids, sizes, learned(len(ids))) for side, ids, sizes in sides]
+    chunks = [TokenChunk(side, ids, sizes, learned(len(ids))) for side, ids, sizes in sides]
     write_corpus(folder, "chat", corpus.vocab, chunks, corpus.tokenizer())
     return Corpus.open(folder)
 

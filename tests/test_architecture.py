@@ -23,7 +23,7 @@ FLOORS = [
     {"engine"},
     {"plan"},
     {"run", "remote", "train"},
-    {"outlook", "inference", "hf", "cluster"},
+    {"inference", "hf", "cluster"},
     {"completion", "demo", "cli_host", "cli_model", "cli"},
     {"__main__"},
 ]

@@ -16,8 +16,8 @@ from thinwire.codec import Leg, Place, parse_codec
 from thinwire.engine.build import StageBuilder, Weights, stage_weights
 from thinwire.model import architecture
 from thinwire.model.config import PRESETS
-from thinwire.outlook import compare_cuts
 from thinwire.plan import (
+    compare_cuts,
     estimate_costs,
     make_plan,
     measure_flops,
@@ -280,21 +280,6 @@ def test_a_thin_cut_is_compared_with_dense_without_building_the_model(preset: st
     assert f"the thin cut is {found.speedup:,.1f}x faster" in text
 
 
-def test_a_comparison_agrees_with_the_plan_of_the_same_settings() -> None:
-    values = {
-        "model": {"preset": "1b"},
-        "pipeline": {"stages": 4, "microbatches": 16, "window": 8},
-        "link": {"emulate": True, "mbps_up": 50.0, "mbps_down": 50.0, "latency_ms": 10.0},
-        "boundary": {"mode": "dense"},
-        "codec": {"forward": "bf16", "backward": "bf16"},
-        "train": {"batch": 16},
-    }
-    plan = make_plan(Settings.from_plain(values), 50e12)
-    found = compare_cuts("1b", 50.0, 64, stages=4, microbatches=16, mbps=50.0, latency_ms=10.0)
-    assert found.dense.step_seconds == pytest.approx(plan.simulation.step_seconds)
-    assert found.parameters == sum(plan.parameters)
-
-
 def test_one_stage_has_no_links_and_no_windows(make_settings: MakeSettings) -> None:
     plan = make_plan(make_settings(pipeline__stages=1), RATE)
     assert plan.windows == [] and plan.costs.forward_bytes == []
@@ -308,22 +293,6 @@ def test_the_plan_for_programs_is_json(make_settings: MakeSettings) -> None:
     assert plain["config_hash"] == settings.hash
     assert plain["tokens_per_s"] == settings.tokens_per_step / plain["step_seconds"]
     assert (plain["forward_bytes"], plain["backward_bytes"]) == frame_bytes(settings)
-
-
-def test_what_is_emulated_is_measured_in_small(
-    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    family = architecture(make_settings().model)
-    probe = type(family).probe
-    monkeypatch.setattr(
-        type(family), "probe", lambda self, *words: asked.append(words[1]) or probe(self, *words)
-    )
-    settings = make_settings(run__precision="fp32")
-    measure_flops(settings, repeats=0)
-    monkeypatch.setattr("thinwire.plan.is_emulated", lambda precision, device: True)
-    measure_flops(settings)
-    assert asked[1] == asked[0] / 100
 
 
 def test_without_a_rate_it_is_measured_on_this_machine(make_settings: MakeSettings) -> None:

@@ -1,5 +1,6 @@
 """The ledger: what stages report becomes a summary, in memory that does not grow with the run."""
 
+import json
 import math
 import random
 import statistics

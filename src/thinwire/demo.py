@@ -15,7 +15,7 @@ from thinwire.errors import MissingPackageError
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
 from thinwire.lazy import needs
-from thinwire.outlook import compare_cuts
+from thinwire.plan import compare_cuts
 from thinwire.report import comparison_table, read_timeline
 from thinwire.report.human import elapsed, human_bytes
 from thinwire.settings import Settings, make_recipe

@@ -37,17 +37,34 @@ def write_file(path: Path, content: bytes) -> None:
     flush(path)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one rename: a reader finds what was there before or all of the content."""
+def replace_file(path: Path, content: bytes, private: bool = False) -> None:
+    """Write a file in one rename: a reader finds what was there before or all of the content.
+
+    `private` is for secrets: at no moment can another user read it, nor what is beside it.
+    """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if private:
+            private_folder(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(fresh, content)
+        fresh.unlink(missing_ok=True)  # of a killed process that had our number
+        mode = 0o600 if private else 0o666
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        flush(fresh)
         fresh.replace(path)
+        if private:
+            flush(path.parent)
     except OSError:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
+
+
+def replace_private_file(path: Path, content: bytes) -> None:
+    """`replace_file` for secrets."""
+    replace_file(path, content, private=True)
 
 
 def discard_replacements(folder: Path) -> None:
@@ -66,24 +83,6 @@ def private_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)  # it may have been there, or the umask may say less
     return folder
-
-
-def replace_private_file(path: Path, content: bytes) -> None:
-    """`replace_file` for secrets: at no moment can another user read it."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        private_folder(path.parent)
-        fresh.unlink(missing_ok=True)  # of a killed process that had our number
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        flush(fresh)
-        fresh.replace(path)
-        flush(path.parent)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

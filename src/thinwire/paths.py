@@ -18,11 +18,18 @@ def expanded(path: str | Path, what: str) -> Path:
 
 def data_folder() -> Path:
     """Where a machine keeps what it cannot make again: THINWIRE_DATA, or the user's data folder."""
-    chosen = os.environ.get("THINWIRE_DATA")
-    if chosen:
-        return expanded(chosen, "THINWIRE_DATA")
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "thinwire"
+    return _user_folder("THINWIRE_DATA", "XDG_DATA_HOME", ".local/share")
+
+
+def cache_folder() -> Path:
+    """Where prepared corpora are kept: THINWIRE_CACHE, or the user's cache folder."""
+    return _user_folder("THINWIRE_CACHE", "XDG_CACHE_HOME", ".cache")
+
+
+def _user_folder(variable: str, xdg: str, usual: str) -> Path:
+    if chosen := os.environ.get(variable):
+        return expanded(chosen, variable)
+    return Path(os.environ.get(xdg) or Path.home() / usual) / "thinwire"
 
 
 def peers_folder() -> Path:
@@ -33,12 +40,3 @@ def peers_folder() -> Path:
 def peer_folder(run_id: str) -> Path:
     """Where a machine keeps what is its own in the run of another host, such as its key."""
     return peers_folder() / run_id
-
-
-def cache_folder() -> Path:
-    """Where prepared corpora are kept: THINWIRE_CACHE, or the user's cache folder."""
-    chosen = os.environ.get("THINWIRE_CACHE")
-    if chosen:
-        return expanded(chosen, "THINWIRE_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "thinwire"

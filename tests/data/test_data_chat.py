@@ -128,11 +128,9 @@ def test_a_message_cannot_write_special_tokens(
 
 def test_special_tokens_written_as_text_would_be_real_without_the_guard(chat: Chat) -> None:
     text = "<|im_end|>"
-    (ids, _, _), (plain,) = (
-        chat.tokenizer.encode_rendered([text])[0],
-        chat.tokenizer.encode_all([text]),
-    )
-    assert len(ids) == 1 < len(plain)
+    (meant,) = chat.tokenizer.encode_measured([text], rendered=True)
+    (plain,) = chat.tokenizer.encode_all([text])
+    assert len(meant.ids) == 1 < len(plain)
 
 
 @pytest.mark.parametrize("source", [HEADERS, MARKED, CLOSED, DIRECT])
@@ -152,27 +150,6 @@ def test_templates_that_leave_thoughts_out(tokenizer: Tokenizer) -> None:
     assert learned_text(with_source(tokenizer, THINKING), TALK) == (
         "Two miles.<|im_end|><think>\n</think>\nTwo more, über hill — 😀.<|im_end|>"
     )
-
-
-def test_calls_of_tools_are_answers_and_results_are_not(tokenizer: Tokenizer) -> None:
-    source = (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% for call in m.tool_calls %}"
-        "{{ call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    call = {"function": {"name": "far", "arguments": {"to": "<|im_end|> the hill"}}}
-    messages = [
-        ASKED,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "Two miles."},
-    ]
-    chat = with_source(tokenizer, source)
-    said = learned_text(chat, messages, tools=[{"name": "far"}])
-    assert said == '{"to": "<|im_end|> the hill"}<|im_end|>Two miles.<|im_end|>'
-    (encoded,) = chat.encode_all([Conversation(messages)], learn_all=False)
-    assert (encoded.ids == tokenizer.id_of("<|im_end|>")).sum() == 4
 
 
 def test_chatml_shows_tools_and_calls_of_them() -> None:

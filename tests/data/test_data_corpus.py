@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from thinwire.data import Corpus, Tokenizer
-from thinwire.data import corpus as module
-from thinwire.data.corpus import Chunk, write_corpus
+from thinwire.data.corpus import TokenChunk, write_corpus
 from thinwire.errors import DataError
 
 
 def write(folder, train, valid, vocab=1000, tokenizer=None, source="tokens"):
     sizes = np.full(len(valid), 6) if source == "text" else None
-    chunks = [Chunk("train", np.array(train)), Chunk("valid", np.array(valid), sizes)]
+    chunks = [TokenChunk("train", np.array(train)), TokenChunk("valid", np.array(valid), sizes)]
     write_corpus(folder, source, vocab, chunks, tokenizer, documents=3)
     return Corpus.open(folder)
 
@@ -95,23 +94,9 @@ def test_missing_folder_or_manifest(folder, tmp_path):
         Corpus.open(folder)
 
 
-def test_large_file_is_checked_in_samples(folder, monkeypatch):
-    """With few samples a change between them goes unseen, one at the start does not."""
-    monkeypatch.setattr(module, "_SAMPLES", 2)
-    monkeypatch.setattr(module, "_SAMPLE_BYTES", 4)
-    before = module._sample(folder / "train.bin")
-    content = bytearray((folder / "train.bin").read_bytes())
-    content[50] ^= 1
-    (folder / "train.bin").write_bytes(content)
-    assert module._sample(folder / "train.bin") == before
-    content[101] ^= 1
-    (folder / "train.bin").write_bytes(content)
-    assert module._sample(folder / "train.bin") != before
-
-
 def test_failure_half_way_leaves_nothing(cache):
     def chunks():
-        yield Chunk("train", np.array([1]))
+        yield TokenChunk("train", np.array([1]))
         raise KeyError("a failure of any kind")
 
     with pytest.raises(KeyError):
@@ -128,8 +113,8 @@ def test_side_without_tokens_leaves_nothing(cache):
 def test_two_runs_at_once_agree_on_one_folder(cache):
     def chunks():
         write(cache / "key", [1, 2], [3])
-        yield Chunk("train", np.array([1, 2]))
-        yield Chunk("valid", np.array([3]))
+        yield TokenChunk("train", np.array([1, 2]))
+        yield TokenChunk("valid", np.array([3]))
 
     write_corpus(cache / "key", "text", 10, chunks(), None)
     assert [path.name for path in cache.iterdir()] == ["key"]

@@ -93,12 +93,6 @@ def test_characters_without_a_token_are_counted():
     assert "'ß' 1" in told and "'\\n' 1" in told
 
 
-def test_unknown_words_are_lost():
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert "'w' 1" in lost(backend, "a a a a a w")
-
-
 def test_what_loses_most_of_the_text_is_refused(monkeypatch):
     with pytest.raises(DataError, match=r"does not fit this text: it loses 6 of 10 characters"):
         lost(byte_level("a"), "aaaabbbbbb")

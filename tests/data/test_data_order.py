@@ -83,13 +83,6 @@ def test_each_epoch_visits_every_window_once(windows, microbatches, seed):
         assert np.array_equal(np.sort(visited), np.arange(windows))
 
 
-def test_epochs_and_seeds_differ():
-    first, second = epochs_of(an_order(seed=1), 2)
-    (other,) = epochs_of(an_order(seed=2), 1)
-    assert not np.array_equal(first, second)
-    assert not np.array_equal(first, other)
-
-
 def test_microbatches_only_cut_the_batch():
     whole, cut = an_order(microbatches=1), an_order(microbatches=3)
     for step in (0, 16, 1000):

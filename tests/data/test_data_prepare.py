@@ -145,14 +145,6 @@ def test_whatever_decides_the_ids_makes_another_corpus(text_folder, cache, tmp_p
     assert second.fingerprint != first.fingerprint
 
 
-def test_preparing_anew_gives_identical_bytes(text_folder, cache, tmp_path):
-    one = prepare(text_config(text_folder), VOCAB, cache)
-    two = prepare(text_config(text_folder), VOCAB, tmp_path / "other cache")
-    assert one.folder.name == two.folder.name
-    for path in one.folder.iterdir():
-        assert path.read_bytes() == (two.folder / path.name).read_bytes()
-
-
 def test_given_tokenizer_is_used_and_kept(text_folder, cache, tmp_path, text_of):
     given = Tokenizer.train([text_of(99)], 280)
     given.save(tmp_path / "t.json")
@@ -223,17 +215,6 @@ def test_corpus_that_changes_while_it_is_read(text_folder, cache, when):
     with pytest.raises(DataError, match="changed while"):
         prepare(text_config(text_folder), VOCAB, cache, meddle)
     assert not [path for path in cache.glob("*") if path.name != "seen"]
-
-
-def test_two_long_files_give_the_share_asked_for_and_it_is_said(tmp_path, cache, text_of):
-    folder = tmp_path / "two"
-    folder.mkdir()
-    for name, count in (("a.txt", 4000), ("b.txt", 8000)):
-        (folder / name).write_text(text_of(count, lines=count))
-    corpus = prepare(text_config(folder, valid_fraction=0.05), VOCAB, cache)
-    share = len(corpus.valid) / (len(corpus.train) + len(corpus.valid))
-    assert 0.045 < share < 0.055
-    assert f"({share:.2%} of all)" in corpus.summary()
 
 
 @pytest.fixture

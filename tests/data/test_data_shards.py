@@ -62,12 +62,6 @@ def test_shards_join_in_name_order(tmp_path):
     assert found.size == 10
 
 
-def test_names_that_say_neither_are_training(tmp_path):
-    write_with_header(tmp_path / "web_000001.bin", [1, 2])
-    write_with_header(tmp_path / "web_000002.bin", [3])
-    assert all_ids(find_shards(str(tmp_path)).train) == [1, 2, 3]
-
-
 def test_chunks_cross_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 4)
     write_raw(tmp_path / "train_1.bin", range(10))

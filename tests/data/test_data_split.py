@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.data.split import DocumentHash, Scan, Split, scan_documents
+from thinwire.data.split import DocumentHash, Scan, ValidationSplit, scan_documents
 from thinwire.errors import DataError
 
 documents = st.lists(st.text(min_size=1), min_size=1, max_size=30)
@@ -15,7 +15,7 @@ def scanned(texts: Iterable[str], given: Iterable[str] = ()) -> Scan:
 
 
 def sides(texts: list[str], fraction: float, given: Sequence[str] = ()) -> dict[str, list[str]]:
-    split = Split(scanned(texts, given), fraction)
+    split = ValidationSplit(scanned(texts, given), fraction)
     result: dict[str, list[str]] = {"train": [], "valid": []}
     documents = [(text, False) for text in texts] + [(text, True) for text in given]
     for passage in split.passages(documents):
@@ -68,14 +68,6 @@ def test_one_document_is_cut_in_two(text, fraction):
     (train,), (valid,) = found["train"], found["valid"]
     assert train and valid
     assert train + valid == text
-
-
-def test_one_document_is_cut_at_a_line():
-    text = "".join(f"line {i}\n" for i in range(100))
-    found = sides([text], 0.1)
-    assert found["train"][0].endswith("\n")
-    assert found["valid"][0].startswith("line 9")
-    assert 0.05 < len(found["valid"][0]) / len(text) < 0.15
 
 
 def lines(count: int, name: str) -> str:

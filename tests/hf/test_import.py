@@ -1,17 +1,15 @@
 """Models of transformers, imported: the same logits and the same text, in any number of stages."""
 
-import contextlib
 import dataclasses
 import io
 import json
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,8 +18,6 @@ from their_models import KINDS, make_folder, saved
 from programs import Program
 from thinwire.cli import main
 from thinwire.engine import Checkpoint
-from thinwire.engine.build import StageBuilder
-from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.hf.folder import INDEX, FolderWeights, write_model, write_tensors
 from thinwire.hf.importer import opened, plan_import, write_import
@@ -69,39 +65,6 @@ def test_weights_keep_their_bits_and_their_format(tmp_path: Path) -> None:
     assert checkpoint.step == 0 and checkpoint.manifest["corpus"] == ""
     stage = Model(target, "cpu").stages[0]
     assert {p.dtype for p in stage.parameters()} == {torch.float32}, "the run's precision"
-
-
-@pytest.mark.parametrize("stages", [1, 4])
-def test_each_stage_reads_its_own_tensors_and_no_others(
-    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_folder(tmp_path / "theirs", "llama")
-    checkpoint = Checkpoint.open(imported(tmp_path / "theirs", tmp_path / "ours", stages))
-    read: list[str] = []
-    original = safetensors.safe_open
-
-    class Counting:
-        """A file that notes which tensors are taken from it."""
-
-        def __init__(self, file: Any):
-            self._file = file
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return self._file.get_tensor(name)
-
-    @contextlib.contextmanager
-    def counting(path: Path, framework: str) -> Iterator[Counting]:
-        with original(path, framework=framework) as file:
-            yield Counting(file)
-
-    monkeypatch.setattr(safetensors, "safe_open", counting)
-    builder = StageBuilder(checkpoint.settings, torch.device("cpu"))
-    for index in range(stages):
-        stage = builder.build(index)
-        restore_weights(stage, None, checkpoint)
-        assert sorted(read) == sorted(stage.global_parameters())
-        read.clear()
 
 
 def test_a_model_in_several_files_is_imported_tensor_by_tensor(

@@ -89,28 +89,6 @@ def test_a_codec_that_looks_at_the_whole_window_is_not_cached(trained: Callable)
     assert texts[0] == texts[1], "what is cached follows the codec, not the wish"
 
 
-def test_the_window_drops_its_older_half_when_it_is_full(
-    save: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Model(save(1.0), "cpu")
-    seen: list[int] = []
-
-    def counted(self: Model, inputs: torch.Tensor, *others: Any) -> torch.Tensor:
-        seen.append(inputs.shape[1])
-        return call(self, inputs, *others)
-
-    call = Model.__call__
-    monkeypatch.setattr(Model, "__call__", counted)
-    prompt = model.tokenizer().decode(range(5, 19))  # 14 tokens and more; the context is 16
-    count = min(16, len(model.tokenizer().encode(prompt)))
-    model.generate(prompt, 18, 1.0, 0, 0, cache=False)
-    assert seen == [*range(count, 17), *range(8, 17), *range(8, 17)][:18]
-    seen.clear()
-    model.generate(prompt, 18, 1.0, 0, 0)
-    one_by_one = [count, *[1] * (16 - count), 8, *[1] * 8, 8, *[1] * 8]
-    assert seen == one_by_one[:18]
-
-
 def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is made to say these bytes; a character of three bytes is three tokens of it."""
     model = Model(save(1.0), "cpu")

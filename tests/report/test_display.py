@@ -183,25 +183,6 @@ def test_a_stream_that_is_closed_does_not_end_the_run(kind, make_record):
         run_of(display, make_record)
 
 
-def test_a_display_stays_silent_once_its_stream_has_failed(make_record):
-    class FullDisk(io.StringIO):
-        full = False
-
-        def write(self, text):
-            if self.full:
-                raise OSError(28, "No space left on device")
-            return super().write(text)
-
-    stream = FullDisk()
-    display = PlainDisplay(stream)
-    display.phase("data", "first")
-    stream.full = True
-    display.phase("data", "second")
-    stream.full = False
-    display.phase("data", "third")
-    assert stream.getvalue() == "[data]  first\n", "half a log would mislead"
-
-
 def test_a_terminal_gets_the_panel_and_its_cursor_back(make_record):
     terminal = Terminal()
     with open_display(terminal, "shakespeare") as display:
@@ -294,15 +275,6 @@ def test_the_panel_shows_what_matters_at_80_columns(make_record):
         assert part in text
 
 
-def test_tables_stand_side_by_side_only_where_there_is_room(make_record):
-    for width, together in ((100, False), (140, True)):
-        display, console, _ = make_display(width)
-        display.step(make_record())
-        lines = panel_lines(display, console)
-        display.close()
-        assert any("stage" in line and "link" in line for line in lines) == together
-
-
 def test_the_panel_is_drawn_at_most_four_times_a_second(make_record):
     display, console, clock = make_display()
     for step in range(100):
@@ -327,23 +299,6 @@ def test_costly_drawing_is_done_less_often(make_record):
     display.close()
 
 
-def test_on_a_busy_machine_the_panel_still_follows_the_steps(make_record):
-    """Drawing waits 0.2 s for a core, of which it uses 5 ms."""
-    display, console, clock = make_display()
-
-    def delayed_panel():
-        clock.now += 0.2
-        clock.used += 0.005
-        return "ETA"
-
-    display._panel = delayed_panel
-    for _ in range(16):
-        clock.now += 1.2
-        display.step(make_record())
-    assert drawings(console) == 16
-    display.close()
-
-
 def test_close_draws_a_step_that_was_held_back_and_is_idempotent(make_record):
     display, console, _ = make_display()
     display.step(make_record(1))
@@ -354,17 +309,6 @@ def test_close_draws_a_step_that_was_held_back_and_is_idempotent(make_record):
     length = len(console.file.getvalue())
     display.close()
     assert len(console.file.getvalue()) == length
-
-
-def test_an_exception_gives_the_terminal_back(make_record):
-    display, console, _ = make_display()
-    before = sys.stdout, sys.stderr
-    with pytest.raises(RuntimeError), display:
-        display.step(make_record())
-        raise RuntimeError("stage 1 died")
-    output = console.file.getvalue()
-    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
-    assert (sys.stdout, sys.stderr) == before
 
 
 def test_output_that_goes_to_a_file_is_not_drawn_into_the_panel(monkeypatch, make_record):

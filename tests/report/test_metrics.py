@@ -232,14 +232,6 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
     assert [record.step for record in steps] == [*kept, 4, 5]
 
 
-def test_a_resume_from_before_the_first_line_empties_the_record(
-    tmp_path, make_record, without_tensorboard
-):
-    write_run(tmp_path, make_record, 3)
-    MetricsWriter(tmp_path, resume_step=0).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     """What a user is told; nothing of this machine's own account is used."""

@@ -21,7 +21,6 @@ from thinwire.report.plots import (
     comparison_figure,
     loss_figure,
     plot_loss,
-    plot_step,
     plot_steps_side_by_side,
     running_mean,
     step_figure,
@@ -137,33 +136,6 @@ def test_every_span_is_a_bar_at_its_place():
     assert {y for _, _, y in bars["backward"]} == {y for _, _, y in bars["wait"]}
 
 
-def test_numbers_stand_in_wide_bars_only():
-    (axes,) = step_figure(timeline()).axes
-    assert sorted(text.get_text() for text in axes.texts) == ["0", "0", "1", "1", "2", "2"]
-    narrow = [TraceSpan(0, "compute", f"F{m}", m, m + 1) for m in range(500)]
-    (axes,) = step_figure(timeline(narrow, 1)).axes
-    assert len(axes.containers[0]) == 500
-    assert not axes.texts
-
-
-def texts_of(figure):
-    return [text.get_text() for text in figure.texts]
-
-
-def test_labels_title_and_legend():
-    figure = step_figure(timeline())
-    (axes,) = figure.axes
-    assert texts_of(figure) == ["demo: step 7, 10 s"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "stage 0\nlayers 0", "stage 1\nlayers 1",
-    ]  # fmt: skip
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend[-2:] == ["send forward", "send backward"]
-    assert "seconds" in axes.get_xlabel()
-    low, high = axes.get_xlim()
-    assert (low, high) == (0, 10)
-
-
 def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     quick = timeline([TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
     figure = comparison_figure([timeline(run="dense"), quick], "One step of each run")
@@ -203,13 +175,6 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
             read_timeline(path)
     with pytest.raises(ThinwireError, match="not the timeline of a step"):
         read_timeline(tmp_path / "nowhere.json")
-
-
-def test_an_unknown_action_is_drawn_as_other_and_nothing_is_an_empty_chart(tmp_path):
-    bars = bars_of(step_figure(timeline([TraceSpan(0, "compute", "R0", 0, 1)], 1)))
-    assert list(bars) == ["other"]
-    plot_step(timeline([]), tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").stat().st_size > 0
 
 
 def test_sparkline_spans_all_levels():

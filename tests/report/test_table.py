@@ -98,16 +98,6 @@ def test_summary_has_the_numbers(summary):
     assert "basis" not in text, "no stage waited for one"
 
 
-def test_steps_that_had_to_do_for_the_speed_are_named(summary):
-    for which, told in {
-        "first": "3 steps of 64 tokens in 1.50 s, which include the warm-up",
-        "behind validations": "each right after a validation, whose end it includes",
-    }.items():
-        timed = {"steps": 3, "tokens_per_step": 64, "seconds": 1.5, "which": which}
-        text = as_text(summary_table(summary | {"timed": timed}))
-        assert told in fact(text, "speed")
-
-
 def test_a_resumed_run_counts_its_own_steps(summary):
     short = summary | {
         "steps": 24,
@@ -213,13 +203,6 @@ def test_every_byte_is_in_the_summary_with_those_of_validations(summary):
     quiet = {"by_kind": {}, "total": 0}
     text = as_text(summary_table(summary | {"bytes_sent": quiet}))
     assert "0 B between stages, 0 B of it" in line_with(text, "bytes sent")
-
-
-def test_what_travels_beside_the_cuts_has_a_line_of_its_own(summary):
-    assert "beside the cuts" not in as_text(summary_table(summary)), "a local run has none"
-    moved = {"checkpoints": 3_500_000, "token ids": 25_000}
-    text = as_text(summary_table(summary | {"beside_bytes": moved}))
-    assert line_with(text, "beside").endswith("3.5 MB of checkpoints, 25.0 kB of token ids")
 
 
 def test_the_subspace_has_its_lines_where_there_is_one(summary):

@@ -138,7 +138,7 @@ def test_where_nothing_fits_it_says_what_is_lacking(make_settings: MakeSettings)
     "changes",
     [
         {},
-        {**NARROW, "boundary__anchor": "per-stage", "boundary__table": 7},
+        {"boundary__mode": "projected", "boundary__rank": 5, "boundary__anchor": "per-stage"},
         {"boundary__mode": "reparam", "boundary__rank": 3, "boundary__free_layers": 1},
         {"lora__rank": 2, "run__precision": "bf16"},
     ],

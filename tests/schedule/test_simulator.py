@@ -99,16 +99,6 @@ def test_a_middle_uplink_carries_forwards_and_backwards_in_turn():
     assert step.bound == "uplink of stage 1"
 
 
-def test_a_middle_downlink_is_shared_too():
-    middle = Costs([0.0] * 3, [0.0] * 3, [0.0] * 3, [BYTES, 0], [0, BYTES])
-    shared = simulate(build("1f1b", 3, 3), middle, Network(MBPS, MBPS))
-    assert shared.step_seconds >= 6 * TRANSFER
-    assert shared.bound == "downlink of stage 1"
-    unlimited = simulate(build("1f1b", 3, 3), middle, Network(MBPS, 0))
-    assert unlimited.step_seconds < 6 * TRANSFER
-    assert unlimited.downlink_utilisation == [0.0, 0.0, 0.0]
-
-
 def test_latency_bound_one_microbatch_at_a_time():
     step = simulate(build("1f1b", 3, 5, window=1), costs(3), Network(latency_s=10.0))
     assert step.step_seconds == pytest.approx(5 * (3 * 3.0 + 4 * 10.0) + 0.5)
@@ -158,12 +148,6 @@ def test_compute_and_links_do_not_wait_for_each_other():
     assert full.step_seconds - half.step_seconds == pytest.approx(2 * TRANSFER / 2)
     sends, computes = lane(full, 0, "send"), lane(full, 0, "compute")
     assert any(c.start <= s.start < s.end <= c.end for s in sends for c in computes)
-
-
-def test_one_core_makes_everything_serial():
-    step = simulate(build("1f1b", 4, 8), costs(4), cores=1)
-    assert step.step_seconds == pytest.approx(4 * (8 * 3.0 + 0.5))
-    assert step.bound == "compute shared by all stages"
 
 
 def test_the_bubble_is_the_time_in_which_stages_do_not_compute():
@@ -249,7 +233,7 @@ def test_what_cannot_be_simulated(changes, message):
 
 
 def test_a_broken_schedule_is_refused_before_it_is_played():
-    with pytest.raises(ScheduleError, match="0B0: missing"):
+    with pytest.raises(ScheduleError, match="0B0 is in the row of stage 0 0 times"):
         simulate(written("x stages=1 microbatches=1 window=1\n0F0 0U"), costs(1))
 
 

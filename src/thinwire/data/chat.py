@@ -32,7 +32,7 @@ from thinwire.data.conversations import (
 )
 from thinwire.data.rendering import BEGIN, END, RENDERER, InvalidTemplate, RenderError
 from thinwire.data.sources import reading
-from thinwire.data.tokenizer import PIECE_CHARACTERS, Tokenizer, pieces_of
+from thinwire.data.tokenizer import PIECE_CHARACTERS, Measured, Tokenizer, pieces_of
 from thinwire.errors import DataError
 
 CONFIG = "tokenizer_config.json"
@@ -280,8 +280,8 @@ class Chat:
         except NotAConversation as error:
             raise DataError(f"these messages are no conversation: {error}") from None
         text = _without_marks(self.template.render(guarded, self._specials.guard(tools), True))
-        encoded = self.tokenizer.encode_rendered(self._parts(text))
-        return [int(i) for ids, _, _ in encoded for i in ids]
+        encoded = self.tokenizer.encode_measured(self._parts(text), rendered=True)
+        return [int(i) for part in encoded for i in part.ids]
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -301,7 +301,8 @@ class Chat:
         """
         rendered = [self._rendered(each, not learn_all) for each in conversations]
         parts = [self._parts(text) for text, _ in rendered]
-        flat = iter(self.tokenizer.encode_rendered([part for own in parts for part in own]))
+        every = [part for own in parts for part in own]
+        flat = iter(self.tokenizer.encode_measured(every, rendered=True))
         found = []
         for (text, spans), own in zip(rendered, parts, strict=True):
             plain = text.replace(GUARD, "")
@@ -313,17 +314,13 @@ class Chat:
         return found
 
     def _joined(
-        self,
-        plain: str,
-        parts: list[str],
-        encoded: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-        is_answer: np.ndarray,
+        self, plain: str, parts: list[str], encoded: list[Measured], is_answer: np.ndarray
     ) -> Encoded:
         starts = np.cumsum([0, *map(len, parts)])
-        ids = np.concatenate([np.empty(0, np.uint32), *(ids for ids, _, _ in encoded)])
-        sizes = np.concatenate([np.empty(0, np.uint32), *(sizes for _, _, sizes in encoded)])
+        ids = np.concatenate([np.empty(0, np.uint32), *(part.ids for part in encoded)])
+        sizes = np.concatenate([np.empty(0, np.uint32), *(part.sizes for part in encoded)])
         # A token belongs to where its last character stands.
-        lasts = [start + ends - 1 for start, (_, ends, _) in zip(starts, encoded, strict=False)]
+        lasts = [start + part.ends - 1 for start, part in zip(starts, encoded, strict=False)]
         learned = is_answer[np.concatenate([np.empty(0, np.int64), *lasts])].astype(np.uint8)
         sizes[np.isin(ids, self.tokenizer.special_ids)] = 0
         return Encoded(ids, learned, sizes, plain)

@@ -121,8 +121,8 @@ class Corpus:
         """One line for the log."""
         kind, learned = "documents", ""
         if self.train_learned is not None:
-            share = np.count_nonzero(self.train_learned) / len(self.train_learned)
-            kind, learned = "conversations", f", {share:.2%} of the training tokens learned"
+            part = np.count_nonzero(self.train_learned) / len(self.train_learned)
+            kind, learned = "conversations", f", {part:.2%} of the training tokens learned"
         documents = f"{self.documents:,} {kind}, " if self.documents else ""
         share = len(self.valid) / (len(self.train) + len(self.valid))
         return (
@@ -168,7 +168,7 @@ def found_or_made(
     return Corpus.open(folder)
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Token ids that continue one side of a corpus."""
 
     side: str
@@ -181,7 +181,7 @@ def write_corpus(
     folder: Path,
     source: str,
     vocab: int,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[TokenChunk],
     tokenizer: Tokenizer | None,
     documents: int = 0,
     lost: Callable[[], str] = str,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from thinwire.data.chat import Chat, ChatTemplate
 from thinwire.data.conversations import Conversation, NotAConversation, conversation_of
-from thinwire.data.corpus import Chunk
+from thinwire.data.corpus import TokenChunk
 from thinwire.data.encode import LostCharacters, encode_conversations, encode_passages
 from thinwire.data.sources import SourceFile, SourceRecord, SourceText, source_file, text_of, walk
 from thinwire.data.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class Documents(ABC):
     @abstractmethod
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[TokenChunk]:
         """The ids of every (side, document)."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Texts(Documents):
 
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[TokenChunk]:
         return encode_passages(tokenizer, passages, losses)
 
     def remarks(self) -> list[str]:
@@ -141,7 +141,7 @@ class Conversations(Documents):
 
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[TokenChunk]:
         chat = Chat(tokenizer, self._template)
         return encode_conversations(chat, passages, self._learn_all, losses)
 

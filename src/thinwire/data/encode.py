@@ -8,7 +8,7 @@ import numpy as np
 
 from thinwire.data.chat import Chat
 from thinwire.data.conversations import Conversation
-from thinwire.data.corpus import Chunk
+from thinwire.data.corpus import TokenChunk
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
 from thinwire.errors import DataError
 
@@ -65,19 +65,21 @@ class _Piece(NamedTuple):
 
 def encode_passages(
     tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
-) -> Iterator[Chunk]:
+) -> Iterator[TokenChunk]:
     """The ids of every (side, text) in turn, each followed by the end of text.
 
     What is lost on the way is counted. A text over 128,000 characters comes in pieces that meet at
     line ends.
     """
 
-    def encoded(batch: list[_Piece]) -> list[Chunk]:
+    def encoded(batch: list[_Piece]) -> list[TokenChunk]:
         train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
         valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
         chunks = [
-            Chunk("train", next(train)) if piece.side == "train" else Chunk("valid", *next(valid))
-            for piece in batch
+            TokenChunk("train", next(train))
+            if p.side == "train"
+            else TokenChunk("valid", *next(valid)[:2])
+            for p in batch
         ]
         decoded = tokenizer.decode_all([chunk.ids for chunk in chunks])
         losses.add([piece.text for piece in batch], decoded)
@@ -90,7 +92,7 @@ def encode_passages(
 
 def encode_conversations(
     chat: Chat, passages: Iterable[tuple[str, str]], learn_all: bool, losses: LostCharacters
-) -> Iterator[Chunk]:
+) -> Iterator[TokenChunk]:
     """The ids of every (side, conversation as JSON) in turn, and which of them are learned.
 
     The end of text follows each, unless it ends with that already. It is not learned: an answer
@@ -98,13 +100,15 @@ def encode_conversations(
     """
     tokenizer = chat.tokenizer
 
-    def encoded(batch: list[tuple[str, str]]) -> list[Chunk]:
+    def encoded(batch: list[tuple[str, str]]) -> list[TokenChunk]:
         found = chat.encode_all([Conversation.from_json(text) for _, text in batch], learn_all)
         losses.add([f.text for f in found], tokenizer.decode_all([f.ids for f in found]))
         chunks = []
         for (side, _), (ids, learned, sizes, _) in zip(batch, found, strict=True):
             of_valid, of_answers = side == "valid", not learn_all
-            chunk = Chunk(side, ids, sizes if of_valid else None, learned if of_answers else None)
+            chunk = TokenChunk(
+                side, ids, sizes if of_valid else None, learned if of_answers else None
+            )
             is_ended = ids[-1:].tolist() == [tokenizer.end_of_text]
             chunks.append(chunk if is_ended else _ended(chunk, tokenizer))
         return chunks
@@ -116,8 +120,8 @@ def encode_conversations(
 def _in_batches(
     items: Iterable[ItemT],
     length: Callable[[ItemT], int],
-    encoded: Callable[[list[ItemT]], list[Chunk]],
-) -> Iterator[Chunk]:
+    encoded: Callable[[list[ItemT]], list[TokenChunk]],
+) -> Iterator[TokenChunk]:
     batch: list[ItemT] = []
     size = 0
     for item in items:
@@ -130,7 +134,7 @@ def _in_batches(
         yield from interruptible(lambda fed: encoded(list(fed)), batch)
 
 
-def _ended(chunk: Chunk, tokenizer: Tokenizer) -> Chunk:
+def _ended(chunk: TokenChunk, tokenizer: Tokenizer) -> TokenChunk:
     if tokenizer.end_of_text is None:
         return chunk
     ids = np.append(chunk.ids, np.uint32(tokenizer.end_of_text))

@@ -8,12 +8,12 @@ from typing import Any
 
 from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate
 from thinwire.data.conversations import form_of
-from thinwire.data.corpus import Chunk, Corpus, Progress, found_or_made, write_corpus
+from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
 from thinwire.data.documents import Conversations, Documents, Group, HubDataset, Texts
 from thinwire.data.encode import LostCharacters
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
 from thinwire.data.sources import SourceFile, read_records, read_texts, stdlib_files, text_files
-from thinwire.data.split import Scan, Split, scan_documents
+from thinwire.data.split import Scan, ValidationSplit, scan_documents
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -83,7 +83,7 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class _Source:
+class _CorpusSource:
     """Where documents come from: the files that are read, how, and what is in them."""
 
     documents: Documents
@@ -93,11 +93,11 @@ class _Source:
     template: ChatTemplate | None
 
 
-def _source_of(config: DataConfig) -> _Source:
+def _source_of(config: DataConfig) -> _CorpusSource:
     path = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     own = ChatTemplate.beside(path) if path else None
     key, given_path = config.text_key, config.valid_path
-    how = [config.source, config.learn, key]
+    how: Any = [config.source, config.learn, key]
     if config.source == "hf":
         if given_path:
             raise ConfigError(
@@ -117,18 +117,17 @@ def _source_of(config: DataConfig) -> _Source:
         train = stdlib_files() if is_stdlib else text_files(config.path, source=kind)
         valid = text_files(given_path, "data.valid_path", kind) if given_path else []
         files = [train, valid]
-        if is_chat:
-            reads = [partial(read_records, group) for group in files]
-        else:
+        reads: list[Callable[[], Iterator[Any]]] = [partial(read_records, each) for each in files]
+        if not is_chat:
             reads = [partial(read_texts, train, key, is_stdlib), partial(read_texts, valid, key)]
             how = key
         sizes = [sum(file.size for file in group) for group in files]
         groups = list(zip(reads, sizes, strict=True))
     if not is_chat:
-        return _Source(Texts(groups, key), files, how, given, own)
+        return _CorpusSource(Texts(groups, key), files, how, given, own)
     template = ChatTemplate.chosen(config.template, path)
     chats = Conversations(groups, template, config.learn == "all")
-    return _Source(chats, files, how, given, template)
+    return _CorpusSource(chats, files, how, given, template)
 
 
 def _documents(
@@ -168,7 +167,7 @@ def _documents(
             raise DataError(f"there is no text to validate on in {source.given}")
         return scan.content, partial(make, scan)
 
-    def sample(scan: Scan, split: Split) -> Iterator[str]:
+    def sample(scan: Scan, split: ValidationSplit) -> Iterator[str]:
         """Text for the tokenizer: all of a small corpus, drawn documents of a large one."""
         share, taken = TOKENIZER_SAMPLE_BYTES / scan.size, False
         for side, text, drawn in split.passages(documents("training the tokenizer")):
@@ -177,7 +176,7 @@ def _documents(
                 yield from of.texts(text)
 
     def make(scan: Scan, folder: Path) -> None:
-        split, used = Split(scan, config.valid_fraction, of.whole), tokenizer
+        split, used = ValidationSplit(scan, config.valid_fraction, of.whole), tokenizer
         if used is None:
             used = Tokenizer.train(sample(scan, split), vocab, special)
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
@@ -224,11 +223,11 @@ def _token_shards(
         _check_ids(scan.largest, str(scan.largest_in), tokenizer, vocab)
         return scan.content, partial(make, scan)
 
-    def copied(scan: ShardScan) -> Iterator[Chunk]:
+    def copied(scan: ShardScan) -> Iterator[TokenChunk]:
         content, done = shards.new_hash(), 0
         end_of_text = tokenizer.end_of_text if tokenizer else None
         for side, ids in shards.sides(config.valid_fraction, end_of_text):
-            yield Chunk(side, ids)
+            yield TokenChunk(side, ids)
             content.update(ids.astype("<u4"))
             done += ids.nbytes
             report("copying", done, shards.size)

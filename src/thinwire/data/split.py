@@ -91,7 +91,7 @@ def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
     return Scan(str(content), count, size, lowest, highest, frozenset(given))
 
 
-class Passage(NamedTuple):
+class SidedText(NamedTuple):
     """Text for one side of the corpus: a document, or a part of one."""
 
     side: str
@@ -99,7 +99,7 @@ class Passage(NamedTuple):
     sample: float  # in [0, 1), for drawing a sample of the documents
 
 
-class Split:
+class ValidationSplit:
     """Sends each document to "train" or "valid", or the end of a long one to "valid".
 
     Validation is every document with a place below a threshold. Where that would leave a side
@@ -125,12 +125,12 @@ class Split:
         # Bytes that one document should give to validation.
         self._longest = max(fraction * scan.size, SHORTEST_TAIL_BYTES)
 
-    def passages(self, documents: Iterable[tuple[str, bool]]) -> Iterator[Passage]:
+    def passages(self, documents: Iterable[tuple[str, bool]]) -> Iterator[SidedText]:
         """The scanned documents once more, by side; an error at the end if they are others."""
         content = _ContentHash()
         for text, is_given, document in content.hashed(documents):
             for side, part in self._parts(text, document, is_given):
-                yield Passage(side, part, document.sample)
+                yield SidedText(side, part, document.sample)
         if str(content) != self._scan.content:
             raise DataError("the corpus changed while it was being read: start again")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,17 @@ _GRACE_SECONDS = 0.5
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
+
+
+class Measured(NamedTuple):
+    """The ids of a text; of each, the UTF-8 bytes it stands for and where it ends in the text.
+
+    The bytes reach from the end of one token to that of the next; together they are the text's.
+    """
+
+    ids: np.ndarray
+    sizes: np.ndarray
+    ends: np.ndarray
 
 
 class Tokenizer:
@@ -127,21 +138,6 @@ class Tokenizer:
         backend.add_special_tokens(list(tokens))
         return Tokenizer(backend)
 
-    def encode_rendered(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The ids of texts in which special tokens are meant, such as those of a chat template.
-
-        With them where each id ends in its text, and how many UTF-8 bytes it stands for.
-        """
-        encodings = self._encodings(self._recognising.encode_batch, texts)
-        return [
-            (
-                np.array(encoding.ids, dtype=np.uint32),
-                _ends(text, encoding.offsets),
-                _byte_sizes(text, encoding.offsets),
-            )
-            for text, encoding in zip(texts, encodings, strict=True)
-        ]
-
     @cached_property
     def _recognising(self) -> tokenizers.Tokenizer:
         """Another one that takes a special token that is spelled out for one."""
@@ -158,16 +154,15 @@ class Tokenizer:
         encodings = self._encodings(self._backend.encode_batch_fast, texts)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    def encode_measured(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids of each text, and how many of its UTF-8 bytes each id stands for.
+    def encode_measured(self, texts: list[str], rendered: bool = False) -> list[Measured]:
+        """The ids of each text, and where and in how many bytes each of them stands.
 
-        A character that is spread over several ids counts with the first of them.
+        In a `rendered` text special tokens are meant, such as those of a chat template. A character
+        that is spread over several ids counts with the first of them.
         """
-        encodings = self._encodings(self._backend.encode_batch, texts)
-        return [
-            (np.array(encoding.ids, dtype=np.uint32), _byte_sizes(text, encoding.offsets))
-            for text, encoding in zip(texts, encodings, strict=True)
-        ]
+        backend = self._recognising if rendered else self._backend
+        encodings = self._encodings(backend.encode_batch, texts)
+        return [_measured(text, each) for text, each in zip(texts, encodings, strict=True)]
 
     def _encodings(self, encode_batch: Callable[..., Any], texts: list[str]) -> list[Any]:
         try:
@@ -194,24 +189,18 @@ def check_trainable(vocab: int, special: Sequence[str] = ()) -> None:
         )
 
 
-def _byte_sizes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """The UTF-8 bytes from the end of one token to that of the next; together those of the text."""
-    if not offsets:
-        return np.empty(0, dtype=np.uint32)
-    ends = _ends(text, offsets)
+def _measured(text: str, encoding: Any) -> Measured:
+    """The last id ends with the text, and with what a tokenizer dropped there, as white space."""
+    ids = np.array(encoding.ids, dtype=np.uint32)
+    if not len(ids):
+        return Measured(ids, np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64))
+    ends = np.maximum.accumulate([end for _, end in encoding.offsets])
+    ends[-1] = len(text)
     codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
     bytes_before = np.concatenate([[0], np.cumsum(widths)])
-    return np.diff(bytes_before[ends], prepend=0).astype(np.uint32)
-
-
-def _ends(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """Where each token ends; the last one with the text, such as dropped white space."""
-    if not offsets:
-        return np.empty(0, dtype=np.int64)
-    ends = np.maximum.accumulate([end for _, end in offsets])
-    ends[-1] = len(text)
-    return ends
+    sizes = np.diff(bytes_before[ends], prepend=0).astype(np.uint32)
+    return Measured(ids, sizes, ends)
 
 
 def pieces_of(text: str) -> Iterator[tuple[str, bool]]:

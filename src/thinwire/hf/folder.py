@@ -97,6 +97,11 @@ class Kept:
     dtype: str
     """As safetensors spells it, such as BF16."""
 
+    @property
+    def bytes(self) -> int:
+        """On disk."""
+        return math.prod(self.shape) * TYPES[self.dtype].itemsize
+
 
 class FolderWeights:
     """The named tensors in the safetensors files of a folder."""

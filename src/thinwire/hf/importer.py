@@ -19,7 +19,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,18 +115,19 @@ def _folder(folder: Path, name: str) -> Origin:
         raise ConfigError(f"{folder} holds GGUF files: name one of them, such as {ggufs[0]}")
     config = read_json(folder / CONFIG)
     shape_of(config)  # refused before all else, as the most likely and the cheapest
-    beside = [folder / each for each in BESIDE if (folder / each).is_file()]
-    return Origin(name, config, _tokenizer(folder), beside, FolderWeights(folder), [])
+    return Origin(name, config, *_tokenizer(folder), FolderWeights(folder), [])
 
 
-def _tokenizer(folder: Path) -> Tokenizer:
+def _tokenizer(folder: Path) -> tuple[Tokenizer, list[Path]]:
+    """The tokenizer of a folder, and what stands beside it."""
     path = folder / TOKENIZER
     if not path.is_file():
         raise DataError(
             f"{folder} has no {TOKENIZER}. An older kind of tokenizer is converted by "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
         )
-    return Tokenizer.load(path)
+    beside = [folder / each for each in BESIDE if (folder / each).is_file()]
+    return Tokenizer.load(path), beside
 
 
 def _fetched(name: str) -> Path:
@@ -166,13 +167,12 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         raise
     except Exception as error:  # the library checks little: anything may come of a damaged file
         raise CheckpointError(f"transformers cannot read {path}: {_first_line(error)}") from error
-    beside = [scratch / each for each in BESIDE if (scratch / each).is_file()]
     note = (
         "transformers dequantised the GGUF file to float32, with the whole model in memory. "
         "Training changes these weights; they are not rounded to the file's few bits again"
     )
     weights = MemoryWeights(model.state_dict())
-    return Origin(path.stem, config, _tokenizer(scratch), beside, weights, [note])
+    return Origin(path.stem, config, *_tokenizer(scratch), weights, [note])
 
 
 def _check_gguf(path: Path) -> None:
@@ -203,42 +203,34 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """A tensor of ours, and where it comes from."""
-
-    source: str
-    kept: Kept
-
-    @property
-    def bytes(self) -> int:
-        """On disk."""
-        return math.prod(self.kept.shape) * TYPES[self.kept.dtype].itemsize
-
-
-@dataclass(frozen=True)
 class ImportPlan:
     """What an import will write: checked, and not begun."""
 
     origin: Origin
     settings: Settings
-    stages: list[dict[str, Copied]]
+    stages: list[dict[str, Kept]]
     notes: list[str]
+
+    @property
+    def tensors(self) -> list[Kept]:
+        """Of all stages."""
+        return [kept for stage in self.stages for kept in stage.values()]
 
     @property
     def bytes(self) -> int:
         """Of all weights, on disk."""
-        return sum(copied.bytes for stage in self.stages for copied in stage.values())
+        return sum(kept.bytes for kept in self.tensors)
 
     @property
     def parameters(self) -> int:
         """Of the model as it will be trained."""
-        return sum(math.prod(c.kept.shape) for stage in self.stages for c in stage.values())
+        return sum(math.prod(kept.shape) for kept in self.tensors)
 
     @property
     def formats(self) -> str:
         """The number formats of its weights, such as bfloat16."""
-        found = {c.kept.dtype for stage in self.stages for c in stage.values()}
-        return " and ".join(str(TYPES[dtype]).removeprefix("torch.") for dtype in sorted(found))
+        found = sorted({kept.dtype for kept in self.tensors})
+        return " and ".join(str(TYPES[dtype]).removeprefix("torch.") for dtype in found)
 
 
 def plan_import(origin: Origin, stages: int, context: int = 0) -> ImportPlan:
@@ -253,17 +245,33 @@ def plan_import(origin: Origin, stages: int, context: int = 0) -> ImportPlan:
         "codec": {"forward": "fp32", "backward": "fp32"},
     }
     settings = Settings.from_plain(values)
-    notes = [*origin.notes, *_about_context(model.context, longest, bool(context))]
-    notes += _about_tokenizer(origin, model.vocab)
-    parts, tied = _matched(origin, settings)
-    if tied:
-        extra = model.vocab * model.dim
+    notes = list(origin.notes)
+    if model.context > longest:
+        notes.append(
+            f"the model knows {longest:,} positions, and a context of {model.context:,} goes "
+            "beyond them: expect poor text there until it is trained on such sequences"
+        )
+    elif model.context < longest and not context:
+        notes.append(
+            f"sequences have {model.context:,} tokens, the model can see {longest:,}: --context "
+            "changes that"
+        )
+    entries, vocab = origin.tokenizer.vocab_size, model.vocab
+    if entries > vocab:
+        raise DataError(
+            f"the tokenizer of {origin.name} has {entries:,} entries, but its embedding has "
+            f"{vocab:,} rows: they do not belong together"
+        )
+    if entries < vocab:
+        rows = f"{vocab - entries:,} rows of the embedding"
+        notes.append(f"{rows} have no token (padding); they are kept")
+    if is_tied(origin.config):
         notes.append(
             "the model ties its output head to its embedding. Here the two stand on the first and "
             "the last stage, so they are untied and the head becomes a copy: "
-            f"{extra:,} more parameters to train and keep"
+            f"{vocab * model.dim:,} more parameters to train and keep"
         )
-    return ImportPlan(origin, settings, parts, notes)
+    return ImportPlan(origin, settings, _matched(origin, settings), notes)
 
 
 def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress) -> Path:
@@ -294,58 +302,36 @@ def check_import(target: Path, force: bool) -> None:
     check_target(target, force, is_import, "imported model")
 
 
-def _about_context(context: int, longest: int, is_asked: bool) -> list[str]:
-    if context > longest:
-        return [
-            f"the model knows {longest:,} positions, and a context of {context:,} goes beyond "
-            "them: expect poor text there until it is trained on such sequences"
-        ]
-    if context < longest and not is_asked:
-        return [
-            f"sequences have {context:,} tokens, the model can see {longest:,}: --context "
-            "changes that"
-        ]
-    return []
+def _source(origin: Origin, name: str) -> str:
+    """The tensor that becomes this one of ours: a tied head is the embedding."""
+    return _TABLE if name == _OUTPUT and is_tied(origin.config) else name
 
 
-def _about_tokenizer(origin: Origin, vocab: int) -> list[str]:
-    entries = origin.tokenizer.vocab_size
-    if entries > vocab:
-        raise DataError(
-            f"the tokenizer of {origin.name} has {entries:,} entries, but its embedding has "
-            f"{vocab:,} rows: they do not belong together"
-        )
-    if entries < vocab:
-        return [f"{vocab - entries:,} rows of the embedding have no token (padding); they are kept"]
-    return []
-
-
-def _matched(origin: Origin, settings: Settings) -> tuple[list[dict[str, Copied]], bool]:
-    """The tensors of each stage with their sources, and whether the head was tied."""
+def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
+    """The tensors of each stage as the origin has them, all of which fit."""
     listed = {
         name: kept
         for name, kept in origin.weights.listed.items()
         if not name.endswith(".rotary_emb.inv_freq")  # computed from the config, by everyone
     }
-    tied = is_tied(origin.config)
-    if tied and _OUTPUT in listed and not _is_same(origin, _OUTPUT, _TABLE):
+    is_there = is_tied(origin.config) and listed.pop(_OUTPUT, None) is not None
+    read = origin.weights.read  # one of the two is in memory at a time
+    if is_there and _digest(read(_OUTPUT)) != _digest(read(_TABLE)):
         raise CheckpointError(
             f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
             f"from {_TABLE}: set it to false to use both"
         )
-    stages = []
-    expected: dict[str, tuple[int, ...]] = {}
     builder = StageBuilder(settings, torch.device("meta"))
-    for index in range(settings.pipeline.stages):
-        shapes = {n: tuple(p.shape) for n, p in builder.build(index).global_parameters().items()}
-        expected |= shapes
-        stages.append(list(shapes))
-    source = {name: _TABLE if tied and name == _OUTPUT else name for name in expected}
-    _check_names(origin.name, set(source.values()), set(listed) - ({_OUTPUT} if tied else set()))
-    for name, shape in expected.items():
-        _check_tensor(name, shape, listed[source[name]])
-    copied = {name: Copied(source[name], listed[source[name]]) for name in expected}
-    return [{name: copied[name] for name in names} for names in stages], tied
+    stages = [
+        {name: tuple(p.shape) for name, p in builder.build(index).global_parameters().items()}
+        for index in range(settings.pipeline.stages)
+    ]
+    names = {_source(origin, name) for shapes in stages for name in shapes}
+    _check_names(origin.name, names, set(listed))
+    for shapes in stages:
+        for name, shape in shapes.items():
+            _check_tensor(name, shape, listed[_source(origin, name)])
+    return [{name: listed[_source(origin, name)] for name in shapes} for shapes in stages]
 
 
 def _check_names(what: str, expected: set[str], found: set[str]) -> None:
@@ -376,36 +362,26 @@ def _check_tensor(name: str, shape: tuple[int, ...], kept: Kept) -> None:
         )
 
 
-def _is_same(origin: Origin, first: str, second: str) -> bool:
-    """Whether two tensors are equal, with one of them in memory at a time."""
-    return _digest(origin.weights.read(first)) == _digest(origin.weights.read(second))
-
-
 def _digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).digest()
 
 
 def _write_stages(plan: ImportPlan, folder: Path, progress: Progress) -> list[Shard]:
-    done = 0
+    done, shards = 0, []
 
-    def reader(stage: Mapping[str, Copied]) -> Callable[[str], Tensor]:
-        def read(name: str) -> Tensor:
-            nonlocal done
-            tensor = plan.origin.weights.read(stage[name].source)
-            if not torch.isfinite(tensor).all():
-                raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
-            done += stage[name].bytes
-            progress(done, plan.bytes)
-            return tensor
+    def read(name: str) -> Tensor:
+        nonlocal done
+        tensor = plan.origin.weights.read(_source(plan.origin, name))
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
+        done += tensor.nbytes
+        progress(done, plan.bytes)
+        return tensor
 
-        return read
-
-    shards = []
     for index, stage in enumerate(plan.stages):
         path = folder / f"stage-{index}.safetensors"
-        shapes = {name: copied.kept.shape for name, copied in stage.items()}
-        types = {name: TYPES[copied.kept.dtype] for name, copied in stage.items()}
-        write_tensors(path, shapes, types, reader(stage))
+        shapes = {name: kept.shape for name, kept in stage.items()}
+        write_tensors(path, shapes, {name: TYPES[kept.dtype] for name, kept in stage.items()}, read)
         shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
     return shards
 
@@ -437,8 +413,10 @@ def _write_rest(plan: ImportPlan, folder: Path, target: Path, shards: list[Shard
 
 def run_toml(name: str, imported: Settings, folder: Path) -> str:
     """Settings for fine-tuning the model of an import in its (absolute) folder."""
+    # The folder's name, of what the name of a run may have.
+    kept = re.sub(r"[^\w .@+-]", "-", folder.name).encode()[:80].decode(errors="ignore")
     values = {
-        "run": {"name": _run_name(folder.name)},
+        "run": {"name": f"{kept.strip(' .-_@+') or 'imported'}-tuned"},
         "model": to_plain(imported.relaxed().model),
         "data": {"tokenizer": str(folder / TOKENIZER)},
         "pipeline": {"stages": imported.pipeline.stages},
@@ -455,12 +433,6 @@ def run_toml(name: str, imported: Settings, folder: Path) -> str:
         "file": shlex.quote(_one_line(folder / "run.toml")),
     }
     return f"{_HEAD.format(**shown)}\n{to_toml(asked)}"
-
-
-def _run_name(folder: str) -> str:
-    """A name for the run: the folder's, of what such a name may have."""
-    kept = re.sub(r"[^\w .@+-]", "-", folder).encode()[:80].decode(errors="ignore")
-    return f"{kept.strip(' .-_@+') or 'imported'}-tuned"
 
 
 def _one_line(text: object) -> str:

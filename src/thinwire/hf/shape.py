@@ -110,7 +110,15 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     """
     kind = kind_of(model)
     scaling = RopeScaling.parse(model.rope_scaling)
-    stretch = {} if scaling is None else _as_json(scaling)
+    stretch: dict[str, Any] = {}
+    if scaling is not None:
+        stretch = {
+            "rope_type": KIND,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": scaling.context,
+        }
     config = {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
@@ -187,31 +195,22 @@ def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _as_json(scaling: RopeScaling) -> dict[str, Any]:
-    return {
-        "rope_type": KIND,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low,
-        "high_freq_factor": scaling.high,
-        "original_max_position_embeddings": scaling.context,
-    }
-
-
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(f"config.json has no {key}")
+    value = _given(config, key, default)
     if type(value) is not int or value < 0:
         raise ConfigError(f"config.json: {key} = {value!r} must be a whole number")
     return value
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(f"config.json has no {key}")
+    value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
         raise ConfigError(f"config.json: {key} = {value!r} must be a number")
     return float(value)
+
+
+def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = default if config.get(key) is None else config[key]
+    if value is None:
+        raise ConfigError(f"config.json has no {key}")
+    return value

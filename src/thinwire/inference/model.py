@@ -106,7 +106,7 @@ class Model(Joined, TextModel):
         passages = (("valid", document.text) for document in texts)
         chunks = list(encode_passages(self.tokenizer(), passages, lost))
         ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
-        sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])  # type: ignore[arg-type]
+        sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])
         if len(ids_N) < 2:
             raise DataError(f"{path} has too little text: a loss needs at least two tokens")
         if lost.summary():

@@ -55,7 +55,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         self.settings = dataclasses.replace(settings, run=run, link=link)
         check_devices(self.settings)
         self.tokenizer()  # a checkpoint that cannot write is refused before anything starts
-        self.traffic = Traffic()
+        self.traffic = TextTraffic()
         self._display = display
         self._has_begun = False
         self._resources = contextlib.ExitStack()
@@ -92,7 +92,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
 
         return read
 
-    def finish(self) -> "Traffic":
+    def finish(self) -> "TextTraffic":
         """Let the stages end in good order; what crossed their links."""
         self._tell_all(Read([]))
         while not self._coordinator.is_over:
@@ -138,7 +138,7 @@ def _remove_logs(folder: Path, kind: type[BaseException] | None, *_: object) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Traffic:
+class TextTraffic:
     """What a text has cost: time, and bytes over each link, frame headers included."""
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """A text to write."""
 
     ids: list[int]
@@ -65,7 +65,9 @@ class Asked:
     wants_usage: bool  # at the end of a stream
 
 
-def read_request(body: Any, is_chat: bool, model: TextModel, name: str, most_tokens: int) -> Asked:
+def read_request(
+    body: Any, is_chat: bool, model: TextModel, name: str, most_tokens: int
+) -> TextRequest:
     """The request in a body of JSON; RefusedError says which field is wrong."""
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
@@ -85,7 +87,7 @@ def read_request(body: Any, is_chat: bool, model: TextModel, name: str, most_tok
     asked = _number(body, "max_completion_tokens", None, 1, most_tokens, whole=True)
     options = body.get("stream_options")
     seed = _number(body, "seed", None, -(1 << 63), 1 << 63, whole=True)
-    return Asked(
+    return TextRequest(
         ids=ids,
         tokens=asked or _number(body, "max_tokens", usual, 1, most_tokens, whole=True),
         sampling=Sampling(
@@ -102,10 +104,10 @@ def read_request(body: Any, is_chat: bool, model: TextModel, name: str, most_tok
     )
 
 
-class Answer:
+class ServedText:
     """A text in the shapes of OpenAI's answers."""
 
-    def __init__(self, asked: Asked, writing: Writing, name: str):
+    def __init__(self, asked: TextRequest, writing: Writing, name: str):
         self._asked, self._writing = asked, writing
         kind = "chat.completion" if asked.is_chat else "text_completion"
         self._head = {
@@ -384,7 +386,7 @@ class Handler(BaseHTTPRequestHandler):
         except RefusedError as error:
             self._refuse(error)
 
-    def _asked(self, body: Any) -> Asked:
+    def _asked(self, body: Any) -> TextRequest:
         try:
             server = self.server
             is_chat = self.path == CHATS
@@ -414,12 +416,12 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         return RefusedError(text, status)
 
-    def _answer(self, asked: Asked) -> None:
+    def _answer(self, asked: TextRequest) -> None:
         if self.server.is_over.is_set():  # the model may be gone
             raise RefusedError("the server is ending", 503)
         model = self.server.model
         writing = model.write(asked.ids, asked.tokens, asked.sampling, asked.ends, asked.stop)
-        answer = Answer(asked, writing, self.server.name)
+        answer = ServedText(asked, writing, self.server.name)
         try:
             if asked.streams:
                 self._start(200, "text/event-stream", None)

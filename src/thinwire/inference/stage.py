@@ -32,6 +32,7 @@ from thinwire.run.peer import Peer, live_as
 from thinwire.run.protocol import Chosen, Read
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind
+from thinwire.wire.frame import BytesLike
 
 
 class TextStage:
@@ -111,7 +112,12 @@ class TextStage:
         return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
 
     def _frame(
-        self, end: CutEnd, sender: int, number: int, shape: tuple[int, ...], payload: bytes = b""
+        self,
+        end: CutEnd,
+        sender: int,
+        number: int,
+        shape: tuple[int, ...],
+        payload: BytesLike = b"",
     ) -> Frame:
         return Frame(
             kind=FrameKind.EVALUATE,

@@ -242,14 +242,11 @@ def last_step(folder: str | Path) -> StepRecord | None:
     if not path.exists() or not path.stat().st_size:
         return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        end = len(content)
-        while end > 0:
-            start = content.rfind(b"\n", 0, end) + 1
+        for start, end in _lines_from_the_end(content):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line
                 values = _record_in(content[start:end])
                 if values is not None and values["kind"] == "step":
                     return revived(StepRecord, values)
-            end = start - 1
     return None
 
 
@@ -310,17 +307,23 @@ def _drop_after(path: Path, last_step: int | None) -> None:
 
 def _end_of(last_step: int | None, content: mmap.mmap, path: Path) -> int:
     """Where the last line ends whose step is not beyond `last_step`; 0 if there is none."""
-    end = len(content)
-    while end > 0:
-        start = content.rfind(b"\n", 0, end) + 1
+    for start, end in _lines_from_the_end(content):
         try:
             values = _record_in(content[start:end])
         except ValueError as error:
             raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
         if values is not None and (last_step is None or values["step"] <= last_step):
             return end
-        end = start - 1
     return 0
+
+
+def _lines_from_the_end(content: mmap.mmap) -> Iterator[tuple[int, int]]:
+    """Where each line starts and ends, the last one first."""
+    end = len(content)
+    while end > 0:
+        start = content.rfind(b"\n", 0, end) + 1
+        yield start, end
+        end = start - 1
 
 
 def _record_in(line: bytes) -> dict[str, Any] | None:

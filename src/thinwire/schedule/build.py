@@ -7,10 +7,10 @@ and what cannot run is refused.
 """
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import NoReturn
 
 from thinwire.errors import ConfigError, ScheduleError
 from thinwire.typed import nearest, option
@@ -105,30 +105,25 @@ class Schedule:
             done.update(started)
             time += 1
 
-    def grid(self, marked: Collection[tuple[int, int]] = ()) -> str:
+    def grid(self) -> str:
         """Draw the schedule with unit times: a row per stage, a column per time slot.
 
-        `marked` holds (row, position in the row) of the cells to draw as `>2B1<`. Actions
-        that never run stand in order behind the last slot, in columns headed `-`.
+        Actions that never run stand in order behind the last slot, in columns headed `-`.
         """
         slots = self.unit_slots()
         happened = 1 + max((ran[-1] for ran in slots if ran), default=-1)
-        stuck = max(
-            (len(row) - len(ran) for ran, row in zip(slots, self.rows, strict=True)), default=0
-        )
-        columns = happened + stuck
-        width = max((len(str(action)) for row in self.rows for action in row), default=1)
+        left = [len(row) - len(ran) for ran, row in zip(slots, self.rows, strict=True)]
+        columns = happened + max(left, default=0)
+        width = 2 + max((len(str(action)) for row in self.rows for action in row), default=1)
         title = len(f"stage {len(self.rows) - 1}")
         heads = [str(slot) if slot < happened else "-" for slot in range(columns)]
-        lines = [f"{'slot':<{title}} " + "".join(f" {head:<{width}} " for head in heads)]
+        lines = [f"{'slot':<{title}}  " + "".join(f"{head:<{width}}" for head in heads)]
         for stage, (ran, row) in enumerate(zip(slots, self.rows, strict=True)):
-            cells = [f" {'.':<{width}} "] * columns
-            never = range(happened, happened + len(row) - len(ran))
-            for position, column in enumerate([*ran, *never]):
-                text = str(row[position])
-                framed = f">{text}<" if (stage, position) in marked else f" {text} "
-                cells[column] = f"{framed:<{width + 2}}"
-            lines.append(f"{f'stage {stage}':<{title}} " + "".join(cells))
+            cells = ["."] * columns
+            for action, column in zip(row, [*ran, *range(happened, columns)], strict=False):
+                cells[column] = str(action)
+            cells_text = "".join(f"{cell:<{width}}" for cell in cells)
+            lines.append(f"{f'stage {stage}':<{title}}  {cells_text}")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -316,29 +311,50 @@ def in_flight(schedule: Schedule) -> list[int]:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the grid and the failing cell marked, if it cannot run.
+    """Raise ScheduleError, with the grid, if it cannot run.
 
     First each row on its own (every action once, in an order a stage can follow), then
     all rows together with unit times, where the only thing left to go wrong is a deadlock.
     """
-    if schedule.stages < 1 or schedule.microbatches < 1:
-        raise ScheduleError(
-            f"{schedule.name} has stages={schedule.stages} microbatches={schedule.microbatches}; "
-            "both must be 1 or more"
-        )
     if len(schedule.rows) != schedule.stages:
         raise ScheduleError(
             f"{schedule.name} says stages={schedule.stages} but has {len(schedule.rows)} rows"
         )
-    for stage in range(schedule.stages):
-        _validate_row(schedule, stage)
-    blocked = {
-        stage: row[len(ran)]
-        for stage, (ran, row) in enumerate(zip(schedule.unit_slots(), schedule.rows, strict=True))
-        if len(ran) < len(row)
-    }
-    if blocked:
-        _refuse_deadlock(schedule, blocked)
+    faults = (_fault(schedule, stage, held) for stage, held in enumerate(in_flight(schedule)))
+    why = next(filter(None, faults), "")
+    for stage, ran in enumerate(schedule.unit_slots() if not why else []):
+        if len(ran) < len(schedule.rows[stage]):
+            action = schedule.rows[stage][len(ran)]
+            needs = ", ".join(map(str, schedule.needs(action)))
+            why += f"\n  deadlock: stage {stage} at {action} waits for {needs}"
+    if why:
+        raise ScheduleError(f"schedule {schedule.name} cannot run: {why}\n{schedule.grid()}")
+
+
+def _fault(schedule: Schedule, stage: int, held: int) -> str:
+    """What is wrong with a row by itself; empty if nothing is."""
+    row, training = schedule.rows[stage], schedule.name != FORWARD_ONLY
+    kinds = (Kind.F, Kind.B) if training else (Kind.F,)
+    expected = [Action(stage, kind, m) for kind in kinds for m in range(schedule.microbatches)]
+    expected += [Action(stage, Kind.U)] if training else []
+    there, wanted = Counter(row), Counter(expected)
+    for action in (*expected, *row):
+        if there[action] != wanted[action]:
+            times = f"{there[action]} times, and must be there {wanted[action]} times"
+            return f"{action} is in the row of stage {stage} {times}"
+    if not training:
+        return ""
+    if row[-1].kind is not Kind.U:
+        return f"{row[-1]} comes after the update, which must be the last of its row"
+    if held > schedule.window:
+        return f"stage {stage} would hold {held} microbatches, window={schedule.window}"
+    backwards = [action.microbatch for action in row if action.kind is Kind.B]
+    if backwards != sorted(backwards):  # gradients are always summed in the same order
+        return f"the backwards of stage {stage} do not run in the order of microbatches"
+    places = {action: place for place, action in enumerate(row)}
+    early = [m for m in backwards if places[Action(stage, Kind.B, m)]
+             < places[Action(stage, Kind.F, m)]]  # fmt: skip
+    return f"{stage}B{early[0]} comes before its own forward" if early else ""
 
 
 def _row(stage: int, microbatches: int, held: int) -> tuple[Action, ...]:
@@ -355,80 +371,3 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"pipeline.{name} = {size}: must be 1 or more")
-
-
-def _validate_row(schedule: Schedule, stage: int) -> None:
-    row = schedule.rows[stage]
-    training = schedule.name != FORWARD_ONLY
-    kinds = (Kind.F, Kind.B) if training else (Kind.F,)
-    expected = [Action(stage, kind, m) for kind in kinds for m in range(schedule.microbatches)]
-    if training:
-        expected.append(Action(stage, Kind.U))
-    allowed = set(expected)
-    first_place = {action: place for place, action in reversed(list(enumerate(row)))}
-    held, last_backward = 0, -1
-
-    for position, action in enumerate(row):
-        why = ""
-        if action.stage != stage:
-            why = f"an action of stage {action.stage} is in the row of stage {stage}"
-        elif action.microbatch >= schedule.microbatches:
-            why = f"microbatch out of range, the step has 0 to {schedule.microbatches - 1}"
-        elif action not in allowed:
-            why = "a forward-only schedule has only F"
-        elif first_place[action] < position:
-            why = f"repeated, it is already at position {first_place[action]} of this row"
-        elif action.kind is Kind.F:
-            held += 1
-            if training and held > schedule.window:
-                why = f"stage {stage} would hold {held} microbatches, window={schedule.window}"
-        elif action.kind is Kind.B:
-            forward = Action(stage, Kind.F, action.microbatch)
-            held -= 1
-            if first_place.get(forward, -1) > position:
-                why = f"backward before its own forward {forward}"
-            elif action.microbatch < last_backward:
-                why = (
-                    f"backward after that of microbatch {last_backward}; backwards run in "
-                    "microbatch order, so gradients are always summed in the same order"
-                )
-            last_backward = action.microbatch
-        else:
-            early = next((a for a in row[position + 1 :] if a.kind is not Kind.U), None)
-            if early is not None:
-                why = f"update before {early} has run; it must be the last action of its row"
-        if why:
-            _refuse(schedule, f"{action}: {why}", [(stage, position)])
-
-    missing = [action for action in expected if action not in first_place]
-    if missing:
-        rows = list(schedule.rows)
-        rows[stage] = (*row, missing[0])
-        _refuse(
-            replace(schedule, rows=tuple(rows)),
-            f"{', '.join(map(str, missing))}: missing in the row of stage {stage} "
-            f"({missing[0]} is drawn where it would come if appended)",
-            [(stage, len(row))],
-        )
-
-
-def _refuse_deadlock(schedule: Schedule, blocked: dict[int, Action]) -> NoReturn:
-    reasons = []
-    for stage, action in blocked.items():
-        # What has not run is, on its own stage, the blocked action itself or stands behind it.
-        for need in schedule.needs(action):
-            row, blocker = schedule.rows[need.stage], blocked.get(need.stage)
-            if blocker is None or row.index(need) < row.index(blocker):
-                continue
-            behind = "" if need == blocker else f", which comes after {blocker}"
-            reasons.append(f"  stage {stage} at {action} waits for {need}{behind}")
-            break
-    cells = [(stage, schedule.rows[stage].index(action)) for stage, action in blocked.items()]
-    first = next(iter(blocked.values()))
-    _refuse(schedule, "\n".join([f"{first}: deadlock, it can never start", *reasons]), cells)
-
-
-def _refuse(schedule: Schedule, message: str, cells: list[tuple[int, int]]) -> NoReturn:
-    raise ScheduleError(
-        f"schedule {schedule.name} cannot run: {message}\n{schedule.grid(marked=cells)}"
-    )

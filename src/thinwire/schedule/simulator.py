@@ -112,7 +112,7 @@ class Span:
     end: float
 
 
-class Chain(NamedTuple):
+class CauseChain(NamedTuple):
     """What stands one after the other in the chain of causes that ends here, in seconds.
 
     Together they are the time since the start.
@@ -123,7 +123,7 @@ class Chain(NamedTuple):
     latency: float = 0.0
     links: float = 0.0  # queues and the bytes themselves
 
-    def then(self, **seconds: float) -> "Chain":
+    def then(self, **seconds: float) -> "CauseChain":
         """The same chain with more behind it."""
         return self._replace(**{name: getattr(self, name) + s for name, s in seconds.items()})
 
@@ -196,9 +196,9 @@ class _Host:
     is_computing: bool = False
     since: float = 0.0  # when it began to compute, or else to wait
     # What ended its last turn, or led to the one that it computes.
-    chain: Chain = field(default_factory=Chain)
+    chain: CauseChain = field(default_factory=CauseChain)
     # By step and label, what led to messages that have come.
-    inbox: dict[tuple[int, str], Chain] = field(default_factory=dict)
+    inbox: dict[tuple[int, str], CauseChain] = field(default_factory=dict)
 
     @property
     def turn(self) -> _Turn:
@@ -258,7 +258,7 @@ class Play:
     ) -> None:
         self.spans: list[Span] = []
         self.step_ends: list[float] = []
-        self.chains: list[Chain] = []
+        self.chains: list[CauseChain] = []
         self.hosts = [
             _Host(
                 _turns(schedule, stage, costs),
@@ -339,12 +339,14 @@ class Play:
         reach = partial(self._reach_downlink, message, host.step, end + latency, chain)
         self._at(start + latency, reach)
 
-    def _reach_downlink(self, message: _Message, step: int, last_byte: float, chain: Chain) -> None:
+    def _reach_downlink(
+        self, message: _Message, step: int, last_byte: float, chain: CauseChain
+    ) -> None:
         downlink = self.hosts[message.target].downlink
         _, passed = downlink.carry(message.size, self._now, last_byte)
         self._at(passed, partial(self._deliver, message, step, chain.then(links=passed)))
 
-    def _deliver(self, message: _Message, step: int, chain: Chain) -> None:
+    def _deliver(self, message: _Message, step: int, chain: CauseChain) -> None:
         self.hosts[message.target].inbox[step, message.label] = chain
         self._advance(message.target)
 
@@ -498,7 +500,7 @@ def simulate(
         in_flight=in_flight(schedule),
         chain={
             name: now - before
-            for name, before, now in zip(Chain._fields, *play.chains[-2:], strict=True)
+            for name, before, now in zip(CauseChain._fields, *play.chains[-2:], strict=True)
         },
         cores=cores,
     )
