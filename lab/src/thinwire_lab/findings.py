@@ -165,7 +165,7 @@ class GroundReport:
             for arm in self.arms
             if math.isfinite(arm.score) and math.isfinite(arm.score_off)
         ]
-        best = better((score for _, score in scored), default=0.0)
+        best = better([score for _, score in scored] or [0.0])
         limits = (best - 0.25, best + 0.01) if self.is_accuracy else (0.99 * best, 1.25 * best)
         lines = []
         for kind in dict.fromkeys(arm.entry["kind"] for arm in self.arms):

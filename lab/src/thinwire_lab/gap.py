@@ -117,7 +117,7 @@ def trend(gaps: dict[float, list[float]], noise: float) -> Row:
     spread = float(np.linalg.norm(weights * noise / np.sqrt([len(own) for own in gaps.values()])))
     low, high = slope - SPREADS * spread, slope + SPREADS * spread
     way = "chance" if low <= 0 <= high else "grows" if slope > 0 else "shrinks"
-    told = {"gap per tenfold length": slope, "from": low, "to": high, "with length": way}
+    told: Row = {"gap per tenfold length": slope, "from": low, "to": high, "with length": way}
     return {"lengths": len(gaps), **told}
 
 

@@ -133,8 +133,8 @@ class ImageChain:
         self.stages = [stage.to(device) for stage in resnet_stages(*sizes, split, run.seed)]
         self.cuts = [self._cut(index, blocks.stop) for index, blocks in enumerate(split[:-1])]
         parameters = [p for stage in self.stages for p in stage.parameters()]
-        sgd = {"momentum": settings.optim.momentum, "weight_decay": settings.optim.weight_decay}
-        self._optimizer = torch.optim.SGD(parameters, **sgd)
+        momentum, decay = settings.optim.momentum, settings.optim.weight_decay
+        self._optimizer = torch.optim.SGD(parameters, momentum=momentum, weight_decay=decay)
 
     def _cut(self, index: int, block: int) -> Cut:
         """The cut above so many blocks."""

@@ -5,6 +5,7 @@ learning rate, by number of stages and length.
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -69,7 +70,7 @@ def read_logs(names: Sequence[Path]) -> list[Trained]:
                 f"--logs, or some that come with the lab ({ours})"
             )
     runs = [run for log in logs for run in read_log(log) if run.loss is not None]
-    found = [run for run in runs if is_known(lambda run=run: settings_of(run))]
+    found = [run for run in runs if is_known(partial(settings_of, run))]
     if not found:
         raise ConfigError(f"no arm has been trained in {', '.join(map(str, logs))}")
     return found

@@ -95,7 +95,7 @@ def train_measured(chain: "Chain | ImageChain", width: float, points: int = 0) -
     start = time.perf_counter()
     for step in range(steps + 1):
         if step in due:
-            curve.append((step * chain.settings.tokens_per_step, chain.evaluate()))
+            curve.append((step * chain.settings.tokens_per_step, chain.score().loss))
         if step < steps:
             for cut in chain.cuts:
                 cut.observe = errors.add if errors.wants(step) else None

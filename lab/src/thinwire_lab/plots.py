@@ -13,7 +13,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 # The first are of Okabe and Ito: distinct with every common form of colour blindness.
 BLUE, RED, GREEN, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9"
 COLOURS = (BLUE, RED, GREEN, ORANGE, SKY, "#CC79A7", "#000000", "#7A4FA3", "#7F5539")
-GREY = "#808080"
 Box = tuple[float, float, float, float]
 
 _GLYPH, _LINE = 0.55, 1.25  # width of a letter and height of a line, in font sizes
@@ -81,8 +80,8 @@ def _draw_panel(axis: Axes, panel: Panel, colours: dict[str, str]) -> None:
         errors = None if line.errors is None else [list(side) for side in line.errors]
         axis.errorbar(line.x, line.y, errors, fmt=line.style, capsize=2, label=line.label, **style)
     for meaning, level in panel.levels.items():
-        axis.axhline(level, color=GREY, linestyle=":", linewidth=1)
-        axis.annotate(meaning, (0.99, level), xycoords=("axes fraction", "data"), color=GREY,
+        axis.axhline(level, color="0.5", linestyle=":", linewidth=1)
+        axis.annotate(meaning, (0.99, level), xycoords=("axes fraction", "data"), color="0.5",
                       fontsize=7, ha="right", va="bottom")  # fmt: skip
     axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
     if "x" in panel.log:

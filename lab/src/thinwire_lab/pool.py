@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -102,7 +103,7 @@ def train_grid(
     check_arms(arms, base, overrides)
     corpus = prepare_data(arms[0].settings(base), PlainDisplay(sys.stderr))
     runs = train_arms(arms, ground_of(arms[0], base, corpus, **shared), session)
-    return [run for run in runs if is_known(lambda arm=run.arm: arm.settings(base))]
+    return [run for run in runs if is_known(partial(run.arm.settings, base))]
 
 
 def is_known(settings: Callable[[], Settings]) -> bool:

@@ -126,7 +126,7 @@ class Trainer:
         options: dict[str, Any] = {"loss_fn": _the_output, "scale_grads": False}
         if name in SINGLE:
             return SINGLE[name](stages[0], count, **options)
-        return SEVERAL[name](stages, count, **options)
+        return SEVERAL[name](list(stages), count, **options)
 
     def train_step(self) -> tuple[Verdict, float, list[Step]]:
         """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
