@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from thinwire.remote.messages import StepNews
-from thinwire.run.messages import LinkDown, Linked, LinkUp, Pulse
 
 from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
@@ -21,6 +19,7 @@ from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRec
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.machine import Machine
+from thinwire.run.protocol import LinkDown, Linked, LinkUp, Pulse, StepNews
 from thinwire.run.status import (
     LinkStatus,
     PeerStatus,
