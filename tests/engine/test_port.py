@@ -44,7 +44,7 @@ class Pair:
         ours, theirs = memory_pair()
         self.mailbox = Mailbox(timeout=PATIENCE)
         self.raw = Link(ours, Meter(), nic(), "cut-0", limit)
-        from_above = Due.from_above(0, 2, first_step, {BASIS_BYTES}, True, (3, ROW_BYTES))
+        from_above = Due.from_above(0, first_step, {BASIS_BYTES}, (3, ROW_BYTES))
         self.sender = self.port(0, self.raw, Mailbox(timeout=PATIENCE), sender_codec, from_above)
         self.other = Link(theirs, Meter(), nic(), "cut-0", limit)
         batches = VALIDATION_BATCHES

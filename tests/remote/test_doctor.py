@@ -1,5 +1,6 @@
 """What will go wrong is said before it does, with this machine's values and the fix."""
 
+import contextlib
 import io
 import json
 import socket
@@ -23,10 +24,10 @@ from thinwire.remote.check_machine import (
 )
 from thinwire.remote.check_way import _check_answer, check_clock
 from thinwire.remote.doctor import examine
-from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
+from thinwire.remote.enrol import HostSays, identity_in
 from thinwire.remote.findings import Finding, Findings, blocks, fine, note
 from thinwire.remote.invite import Invite
-from thinwire.wire import Door, Route, Standby
+from thinwire.wire import Door, Listener, Route, Standby
 from thinwire.wire.speed import SpeedService
 
 
@@ -35,7 +36,7 @@ class Host:
     """A host as others see it: a door, and behind it the enrolment."""
 
     book: AuthorityBook
-    server: EnrolServer
+    listener: Listener
     door: Door
 
     def invite(self, *more: str, **options: object) -> Invite:
@@ -45,10 +46,16 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     book = AuthorityBook(tmp_path / "authority", "first")
-    with Door("127.0.0.1", 0) as door, EnrolServer(book, door.origins) as server:
+    with Door("127.0.0.1", 0) as door, contextlib.closing(enrolling(book)) as listener:
         door.admit_by(book.run_id, book.grant_of)
-        door.serve(f"{book.run_id}/enrol", server.address)
-        yield Host(book, server, door)
+        door.serve(f"{book.run_id}/enrol", listener.take)
+        yield Host(book, listener, door)
+
+
+def enrolling(book: AuthorityBook) -> Listener:
+    listener = Listener(book.identity, None, 0, 1 << 16, who=book.name_of)
+    enrol_module.serve_enrolment(listener, book)
+    return listener
 
 
 @pytest.fixture
@@ -82,7 +89,9 @@ def test_a_machine_that_can_join_is_told_so(
     assert one(found, "agree within 30 s").level == "fine"
     assert "Mbit/s up" in found.text()
     assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
-    assert identity_in(tmp_path / "peer", host.server.address, invite).name, "nor is it used up"
+    assert identity_in(tmp_path / "peer", invite.to_service("enrol"), invite).name, (
+        "nor is it used up"
+    )
 
 
 def test_a_host_that_is_away_blocks(
@@ -129,8 +138,8 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Find
         assert one(away, "the relay answers at").level == "fine"
         assert one(away, "the host does not enrol peers").level == "blocks"
         assert "nobody waits for it" in away.text()
-        name, prover = f"{invite.run_id}/enrol", host.book.authority.prover()
-        with Standby(name, route, host.server.address, prover=prover) as standby:
+        name, prover = f"{invite.run_id}/enrol", host.book.identity.prove
+        with Standby(name, route, host.listener.take, prover=prover) as standby:
             while not standby.waiting:
                 time.sleep(0.01)
             found = doctor(invite)
@@ -146,7 +155,7 @@ def test_an_invite_that_lets_in_nobody_blocks(
     words = "this invite expired at"
     if case != "expired":
         folder = tmp_path / "other"
-        name = identity_in(folder, host.server.address, invite).name
+        name = identity_in(folder, invite.to_service("enrol"), invite).name
         assert not doctor(invite, folder=folder).is_blocked, "who joined before is let in again"
         words = "has been used"
         if case == "kicked":
@@ -172,8 +181,9 @@ def test_another_version_blocks_with_the_command(
 def test_an_impostor_behind_the_right_door_blocks(
     host: Host, doctor: Callable[..., Findings], tmp_path: Path
 ) -> None:
-    with EnrolServer(AuthorityBook(tmp_path / "other", "first")) as impostor:
-        host.door.serve(f"{host.book.run_id}/enrol", impostor.address)
+    other = AuthorityBook(tmp_path / "other", "first")
+    with contextlib.closing(enrolling(other)) as impostor:
+        host.door.serve(f"{host.book.run_id}/enrol", impostor.take)
         found = doctor(host.invite())
     (finding,) = found.at("blocks")
     assert "the host cannot be trusted: another run answers" in finding.what

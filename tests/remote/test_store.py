@@ -21,7 +21,7 @@ from thinwire.remote.store import (
     incoming_folder,
     most_shard_bytes,
 )
-from thinwire.wire import Authority, FrameKind, Listener, Pipe, dial, memory_pair
+from thinwire.wire import FrameKind, Identity, Listener, Pipe, dial, memory_pair
 from thinwire.wire.background import on_daemon_thread
 
 LIMIT = 4 << 20
@@ -294,20 +294,19 @@ def test_a_member_gives_nothing_but_its_shards(tmp_path: Path) -> None:
     assert talk.hear(PATIENCE) is None, "it hangs up on nonsense"
 
 
-def test_over_grpc_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_tls_a_member_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.remote.store.REDIAL_S", (0.05, 0.1))
-    authority = Authority.create("tests")
-    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, 1 << 20)
-    identity, member = authority.issue("peer-a"), tmp_path / "member"
+    own, identity, member = Identity.create("x"), Identity.create("peer-a"), tmp_path / "member"
+    listener = Listener(own, "127.0.0.1", 0, 1 << 20)
     host, dials = Host(tmp_path / "host"), iter(range(9))
 
     def connect() -> Pipe:
-        pipe = dial(listener.address, "store-peer-a", identity, "coordinator", 10, 1 << 20)
+        pipe = dial(listener.address, "store-peer-a", identity, own.fingerprint, 10, 1 << 20)
         return Cut(pipe, 3) if next(dials) == 0 else pipe
 
     def accept() -> None:
         while True:
-            pipe = listener.accept("store-peer-a", None, "peer-a", is_replaceable=True)
+            pipe = listener.accept("store-peer-a", None, identity.fingerprint, is_replaceable=True)
             host.collector.collect_from("peer-a", [0, 1], pipe)
 
     on_daemon_thread("host", accept)

@@ -107,14 +107,12 @@ def test_a_control_stream_that_is_away_is_told_and_no_failure() -> None:
     assert lead.coordinator.phase is Phase.TRAINING
 
 
-def test_stages_learn_each_others_certificates_where_they_show_any() -> None:
+def test_stages_learn_each_others_keys() -> None:
     lead = Lead().until(Phase.BUILDING)
-    lead.say(0, Ready("at-0", "", "cpu", "certificate of 0"))
-    told = lead.say(1, Ready("", "", "cpu"))  # who shows none will not be believed
-    shown = ["certificate of 0", ""]
-    assert told[-2:] == [
-        Tell(0, Connect("", certificates=shown)), Tell(1, Connect("at-0", certificates=shown)),
-    ]  # fmt: skip
+    lead.say(0, Ready("at-0", "", "cpu", "key of 0"))
+    told = lead.say(1, Ready("", "", "cpu", "key of 1"))
+    keys = ["key of 0", "key of 1"]
+    assert told[-2:] == [Tell(0, Connect("", keys)), Tell(1, Connect("at-0", keys))]
 
 
 @pytest.mark.parametrize("phase", [Phase.LINKING, Phase.TRAINING, Phase.STOPPING])

@@ -15,7 +15,7 @@ from thinwire.errors import StageError
 from thinwire.run import spawn
 from thinwire.run.order import Order
 from thinwire.run.spawn import StageProcess, end, forks, spawn_all
-from thinwire.wire import Authority
+from thinwire.wire import Identity, Routes
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(not forks("cpu"), reason="stages are forked on Linux alone")
@@ -39,11 +39,11 @@ def main():
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     """Starts stages of a module with this text; what is left of them ends with the test."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    issue, started = Authority.create("test").issue, []
+    nowhere, started = Routes("", "127.0.0.1:1"), []
 
     def start(text: str = STAGE, count: int = 3, fork: bool = True) -> Sequence[StageProcess]:
         (tmp_path / "stage_of_a_test.py").write_text(text)
-        orders = [Order(stage, "", issue(f"stage-{stage}")) for stage in range(count)]
+        orders = [Order(stage, nowhere, Identity.create(f"{stage}")) for stage in range(count)]
         logs = [tmp_path / f"{stage}.log" for stage in range(count)]
         processes = spawn_all(orders, logs, "stage_of_a_test", fork)
         started.extend(processes)

@@ -1,11 +1,10 @@
 """What a neighbour may send: everything else is its error, before memory is allocated for it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from thinwire.engine.verdict import TALLY_BYTES, VERDICT_BYTES
 from thinwire.schedule import Kind, Schedule
-from thinwire.wire import SEAL_BYTES, FrameKind
+from thinwire.wire import FrameKind
 
 FROM_ABOVE, FROM_BELOW = 0, 1  # the two ways of a BASIS message in a step, its number
 
@@ -17,7 +16,7 @@ def row_number(frame: int, way: int) -> int:
 
 @dataclass(frozen=True)
 class Due:
-    """Who sends, which kinds, how many steps ahead, how much of each, and who has to sign it.
+    """Who sends, which kinds, how many steps ahead, and how much of each.
 
     A stage below may be a step ahead, while this one still saves the step before; the stage above
     cannot be, for it needs this stage's activations.
@@ -27,7 +26,6 @@ class Due:
     kinds: frozenset[FrameKind]
     steps_ahead: int
     way: int  # of a basis or of rows
-    signers: Mapping[FrameKind, range] = field(default_factory=dict)  # one part of each stage
     first_step: int = 0
     validation_batches: int = 0
     basis_bytes: frozenset[int] = frozenset()
@@ -42,13 +40,12 @@ class Due:
         return number == (self.way if kind is FrameKind.BASIS else 0)
 
     def most_bytes(self, kind: FrameKind) -> int:
-        """The largest message of a kind, signatures included."""
-        content = {
+        """The largest message of a kind."""
+        return {
             FrameKind.BASIS: max(self.basis_bytes, default=0),
             FrameKind.ROWS: self.rows[1],
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
-        return content + len(self.signers[kind]) * SEAL_BYTES
 
     @classmethod
     def from_below(
@@ -62,26 +59,17 @@ class Due:
     ) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts.
 
-        The first stage has signed verdicts and the changes of rows; a basis comes from the stage
-        below itself. By the schedule it keeps a window: it sends another activation only after so
-        many gradients.
+        By the schedule it keeps a window: it sends another activation only after so many gradients.
         """
         kinds = {FrameKind.FORWARD, FrameKind.VERDICT, FrameKind.BASIS}
         kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
         kinds |= {FrameKind.PROBE} if basis_bytes else set()
         kinds |= {FrameKind.ROWS} if rows[0] else set()
-        first, below = range(1), range(stage - 1, stage)
         return cls(
             sender=stage - 1,
             kinds=frozenset(kinds),
             steps_ahead=1,
             way=FROM_BELOW,
-            signers={
-                FrameKind.VERDICT: first,
-                FrameKind.VALIDATED: first,
-                FrameKind.BASIS: below,
-                FrameKind.ROWS: first,
-            },
             first_step=first_step,
             validation_batches=validation_batches,
             basis_bytes=frozenset(basis_bytes),
@@ -93,18 +81,11 @@ class Due:
     def from_above(
         cls,
         stage: int,
-        stages: int,
         first_step: int,
         basis_bytes: set[int],
-        basis_is_shared: bool,
         rows: tuple[int, int] = (0, 0),
     ) -> "Due":
-        """What the stage above sends: gradients and tallies, to which each stage adds its own.
-
-        A shared basis moves as the last stage says; otherwise the stage above has signed a basis.
-        It has also signed gradients of rows, to which it has added its own.
-        """
-        above = range(stage + 1, stages)
+        """What the stage above sends: gradients and tallies, to which each stage adds its own."""
         kinds = {FrameKind.BACKWARD, FrameKind.TALLY, FrameKind.BASIS}
         kinds |= {FrameKind.ROWS} if rows[0] else set()
         return cls(
@@ -112,11 +93,6 @@ class Due:
             kinds=frozenset(kinds),
             steps_ahead=0,
             way=FROM_ABOVE,
-            signers={
-                FrameKind.TALLY: above,
-                FrameKind.BASIS: above[-1:] if basis_is_shared else above[:1],
-                FrameKind.ROWS: above[:1],
-            },
             first_step=first_step,
             basis_bytes=frozenset(basis_bytes),
             rows=rows,

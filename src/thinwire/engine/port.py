@@ -3,7 +3,6 @@
 import math
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from thinwire.engine.mailbox import Mailbox
 from thinwire.engine.source import Versions
 from thinwire.engine.verdict import Verdict, unpack_tally
 from thinwire.errors import WireError
-from thinwire.wire import Frame, FrameKind, Link, Seal
+from thinwire.wire import Frame, FrameKind, Link
 
 _LEGS = {
     FrameKind.FORWARD: Leg.FORWARD,
@@ -36,13 +35,6 @@ _MESSAGE_CHECKS: dict[FrameKind, Callable[[bytes], object]] = {
 # Validations send no gradients back, so nothing but this window keeps a fast stage from piling up
 # its activations on a slow uplink, or before a slow stage. Training is bounded by its schedule.
 EVALUATION_WINDOW = 4
-
-
-class Message(NamedTuple):
-    """A message that no codec packs: what it says, and how it travels on to the next stage."""
-
-    content: bytes
-    travels: bytes
 
 
 class Port:
@@ -69,7 +61,6 @@ class Port:
         mailbox: Mailbox,
         due: Due,
         sightings: Sightings | None = None,
-        seal: Seal | None = None,
     ):
         self.link = link
         self._stage = stage
@@ -77,7 +68,6 @@ class Port:
         self._mailbox = mailbox
         self._due = due
         self._sightings = sightings or Sightings()
-        self._seal = seal or Seal()
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
@@ -144,7 +134,7 @@ class Port:
             Frame(kind=kind, sender=self._stage, step=step, microbatch=number, payload=payload)
         )
 
-    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> Message:
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
         """The neighbour's message of this step, waiting for it."""
         return self._mailbox.take((kind, step, number))
 
@@ -220,9 +210,8 @@ class Port:
                 f"{self._described(frame)} has {len(frame.payload)} bytes, but at most {most} "
                 "were agreed"
             )
-        travels = bytes(frame.payload)
+        content = bytes(frame.payload)
         try:
-            content = self._seal.check(self._due.signers[kind], kind, step, travels, number)
             if kind is FrameKind.BASIS:
                 self._check_basis(content)
             elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
@@ -231,7 +220,7 @@ class Port:
                     self._sightings.note(step, NORMS)
         except WireError as error:
             raise WireError(f"{self._described(frame)}: {error}") from None
-        self._mailbox.put((kind, step, number), step, Message(content, travels))
+        self._mailbox.put((kind, step, number), step, content)
 
     def _check_basis(self, payload: bytes) -> None:
         if len(payload) not in self._due.basis_bytes:

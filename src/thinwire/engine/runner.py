@@ -22,7 +22,7 @@ from thinwire.engine.due import FROM_ABOVE, FROM_BELOW, row_number
 from thinwire.engine.feed import DeviceBatch, Feed
 from thinwire.engine.finite import BACKWARD, FORWARD, GRADIENT, Sightings, is_finite
 from thinwire.engine.keeper import Keeper
-from thinwire.engine.port import Message, Port
+from thinwire.engine.port import Port
 from thinwire.engine.progress import Progress
 from thinwire.engine.reports import StageCosts
 from thinwire.engine.rows import SharedRows
@@ -32,7 +32,7 @@ from thinwire.engine.verdict import Verdict, global_norm, pack_tally, unpack_tal
 from thinwire.errors import StageError, WireError
 from thinwire.model import Score, Stage
 from thinwire.schedule import Kind, Schedule, forward_only
-from thinwire.wire import FrameKind, Seal
+from thinwire.wire import FrameKind
 
 Decide = Callable[[int, bool], tuple[bool, bool]]
 """On the first stage: (step, commit) -> (checkpoint?, stop?)."""
@@ -53,13 +53,11 @@ class Runner:
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         progress: Progress | None = None,
         sightings: Sightings | None = None,
-        seal: Seal | None = None,
     ):
         self.stage = stage
         self.trace = StepTrace()
         self._progress = progress or Progress()
         self._sightings = sightings or Sightings()
-        self._seal = seal or Seal()
         self._feed = feed
         self._update = update
         self._below, self._above = below, above
@@ -291,7 +289,7 @@ class Runner:
         (basis_DK,) = _read_basis(message, [keeper.space.basis_DK])
         self._check_basis(step, [basis_DK], self._index + 1)
         if self._below is not None:
-            self._below.send_message(FrameKind.BASIS, step, message.travels, FROM_ABOVE)
+            self._below.send_message(FrameKind.BASIS, step, message, FROM_ABOVE)
         return basis_DK
 
     def _pass_rows_down(self, step: int, rows: SharedRows) -> None:
@@ -303,11 +301,10 @@ class Runner:
             if self._above is not None:
                 with self.trace.span("wait", "rows"):
                     message = self._above.take_message(FrameKind.ROWS, step, number)
-                self._look(step, GRADIENT, [rows.add(step, frame, message.content)])
+                self._look(step, GRADIENT, [rows.add(step, frame, message)])
             if self._below is not None:
                 content = rows.gradients(step, frame)
-                signed = self._seal.sign(FrameKind.ROWS, step, content, number)
-                self._below.send_message(FrameKind.ROWS, step, signed, number)
+                self._below.send_message(FrameKind.ROWS, step, content, number)
 
     def _pass_rows_up(self, step: int, rows: SharedRows) -> None:
         """What the first stage makes of them, for all copies; then they are no longer due."""
@@ -316,23 +313,22 @@ class Runner:
             number = row_number(frame, FROM_BELOW)
             if self._below is None:
                 content = made[frame]
-                travels = self._seal.sign(FrameKind.ROWS, step, content, number)
             else:
                 with self.trace.span("wait", "rows"):
-                    content, travels = self._below.take_message(FrameKind.ROWS, step, number)
+                    content = self._below.take_message(FrameKind.ROWS, step, number)
             if self._above is not None:
-                self._above.send_message(FrameKind.ROWS, step, travels, number)
+                self._above.send_message(FrameKind.ROWS, step, content, number)
             with self.trace.span("compute", "U"):
                 rows.follow(step, frame, content)
         rows.commit()
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
-        parts, decided = self._seal.sign(FrameKind.TALLY, step, pack_tally(tally)), None
+        parts, decided = pack_tally(tally), None
         if self._above is not None:
             message = self._above.take_message(FrameKind.TALLY, step)
-            parts += message.travels
-            tally += unpack_tally(message.content)
+            parts += message
+            tally += unpack_tally(message)
         if self._below is not None:
             self._below.send_message(FrameKind.TALLY, step, parts)
         else:
@@ -344,13 +340,13 @@ class Runner:
     def _pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Verdict:
         """A verdict, decided here or taken from below, goes on to the stage above as it came."""
         if decided is not None:
-            travels = self._seal.sign(kind, step, decided.to_bytes())
+            content = decided.to_bytes()
         else:
             assert self._below is not None, "the first stage decides"
-            content, travels = self._below.take_message(kind, step)
+            content = self._below.take_message(kind, step)
             decided = Verdict.from_bytes(content)
         if self._above is not None:
-            self._above.send_message(kind, step, travels)
+            self._above.send_message(kind, step, content)
         return decided
 
     def _send_basis(
@@ -359,8 +355,7 @@ class Runner:
         """A basis or gradients of one to a neighbour, if there is any."""
         if port is not None and tensors:
             parts = [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors]
-            signed = self._seal.sign(FrameKind.BASIS, step, b"".join(parts), way)
-            port.send_message(FrameKind.BASIS, step, signed, way)
+            port.send_message(FrameKind.BASIS, step, b"".join(parts), way)
 
     def _take_basis(
         self, port: Port | None, step: int, like: Sequence[Tensor], way: int
@@ -386,9 +381,9 @@ class Runner:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _read_basis(message: Message, like: Sequence[Tensor]) -> list[Tensor]:
+def _read_basis(content: bytes, like: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of the shapes of `like`, as a neighbour has sent them."""
-    content, due = message.content, sum(tensor.nbytes for tensor in like)
+    due = sum(tensor.nbytes for tensor in like)
     if len(content) != due:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in like)
         raise StageError(f"a basis of shape {shapes} has {due} bytes, but {len(content)} arrived")

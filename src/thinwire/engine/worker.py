@@ -31,7 +31,7 @@ from thinwire.engine.verdict import Verdict
 from thinwire.errors import CheckpointError
 from thinwire.optim import learning_rate
 from thinwire.settings import Settings
-from thinwire.wire import Link, Seal, Span
+from thinwire.wire import Link, Span
 
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
 
@@ -83,7 +83,6 @@ class Worker:
         self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
         self.stop_requested = threading.Event()
-        self.seal = Seal()  # of what all stages tell each other; replaced where peers are strangers
         self.device = choose_device(settings.run.device, self.index)
         self.data = far or Corpus.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
@@ -234,10 +233,10 @@ class Worker:
         keeper, batches = self.update.keeper, self.feed.validation_count
         sizes = keeper.basis_bytes() if keeper else set()
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
-        step, is_shared = self.state.step, not self.settings.boundary.learn
+        step = self.state.step
         schedule = self.settings.schedule()
         from_below = Due.from_below(self.index, step, batches, sizes, schedule, rows)
-        from_above = Due.from_above(self.index, self.last + 1, step, sizes, is_shared, rows)
+        from_above = Due.from_above(self.index, step, sizes, rows)
         return Runner(
             self.stage,
             self.feed,
@@ -249,13 +248,12 @@ class Worker:
             autocast_for(self.settings.run.precision, self.device),
             self.progress,
             self._sightings,
-            self.seal,
         )
 
     def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
         if link is None or end is None:
             return None
-        port = Port(link, self.index, end, self.mailbox, due, self._sightings, self.seal)
+        port = Port(link, self.index, end, self.mailbox, due, self._sightings)
         self._ports.append(port)
         return port
 

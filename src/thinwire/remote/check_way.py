@@ -11,9 +11,8 @@ from thinwire.remote.enrol import HostSays, ask
 from thinwire.remote.findings import Finding, blocks, fine, note
 from thinwire.remote.invite import Invite
 from thinwire.report.human import duration
-from thinwire.wire import Door, Identity, Route, Seen, Tunnel, ping
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire import Door, Identity, Route, Routes, Seen, ping
+from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
 SKEW_S = 30.0  # beyond which clocks are worth a note
@@ -155,15 +154,14 @@ def _check_host(
                 yield note(
                     f"no door can be opened here: {error}", trouble, "choose another --listen"
                 )
-        way = held.enter_context(Tunnel(invite.service("enrol"), ways))
         try:
-            says = ask(way.address, invite, key_pem, door)
+            says = ask(Routes(invite.service("enrol"), ways), invite, key_pem, door)
         except AdmissionError as error:
             yield blocks(f"the host cannot be trusted: {error}", "Joining will fail.", _NEW_INVITE)
             return
         except WireError as error:
             yield blocks(
-                f"the host does not enrol peers: {way.trouble or error}",
+                f"the host does not enrol peers: {error}",
                 "Joining will fail.",
                 "ask the host whether `thinwire host` is running, and try again",
             )

@@ -10,8 +10,8 @@ from thinwire.remote.alive import hosted_folders
 from thinwire.remote.check_machine import check_machine
 from thinwire.remote.check_way import check_outside, check_way
 from thinwire.remote.control_socket import ask
+from thinwire.remote.enrol import saved_identity
 from thinwire.remote.findings import Finding, Findings, blocks
-from thinwire.remote.identity import saved_identity
 from thinwire.remote.invite import Invite
 
 
@@ -39,9 +39,7 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
     if not text:
         yield from _check_hosted()
     if invite is not None:
-        known = saved_identity(place)
-        is_of_this_run = known and known.authority_fingerprint == invite.fingerprint
-        yield from check_way(invite, known if is_of_this_run else None, listen)
+        yield from check_way(invite, saved_identity(place, invite.fingerprint), listen)
 
 
 def _check_hosted() -> Iterator[Finding]:

@@ -45,6 +45,7 @@ class Base:
     listener: Listener
     run_id: str
     token_of: Callable[[str], str]  # at doors, of a peer
+    key_of: Callable[[str], str]  # the fingerprint of a peer's key
     meeting: Callable[[str], list[Way]]  # of a peer: where it finds those whom it cannot reach
     folder: Path
     data: Corpus
@@ -116,7 +117,8 @@ class Epoch:
         """
         base, settings = self._base, self._settings
         doors = self._doors()
-        ways = Ways(base.run_id, self._links, doors, [base.meeting(name) for name in self._seats])
+        meeting, keys = map(base.meeting, self._seats), map(base.key_of, self._seats)
+        ways = Ways(base.run_id, self._links, doors, list(meeting), list(keys))
         limits = [most_shard_bytes(settings, stage) for stage in range(len(self._seats))]
         check = ShardCheck(settings, base.data, incoming_folder(base.folder))
         peers = RemotePeers(
@@ -124,7 +126,7 @@ class Epoch:
             base.lobby,
             self._reception,
             settings.link.outage,
-            lambda stage, told: ways.connect(stage, told, self._seats),
+            ways.connect,
             partial(
                 ShardCollector,
                 base.folder,

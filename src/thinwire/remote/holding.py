@@ -24,7 +24,7 @@ from thinwire.run.messages import Assign
 from thinwire.run.order import Order
 from thinwire.run.spawn import end, last_lines, make_log_folder, spawn
 from thinwire.settings import Settings, machine_cores
-from thinwire.wire import Identity, Pipe
+from thinwire.wire import Identity, Pipe, Routes
 
 FETCH_SECONDS = 600.0  # without a connection, before a seat is given back
 SEAT_MARGIN = 2  # a checkpoint of another split may have more of what stages share
@@ -133,7 +133,7 @@ class Holding:
         """Whether the process of the stage lives."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self, coordinator: str, identity: Identity) -> subprocess.Popen[bytes]:
+    def start(self, coordinator: Routes, identity: Identity) -> subprocess.Popen[bytes]:
         """Start the process of the stage, on the thread that also ends it."""
         make_log_folder(self._log.parent)
         assignment = Assign(

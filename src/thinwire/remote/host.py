@@ -113,7 +113,7 @@ class _Hosting:
         door = Opened(book, options, self._formation.port, opened)
         self._formation = dataclasses.replace(self._formation, port=door.port)
         write_formation(folder, self._formation)
-        self._lobby = opened.enter_context(Lobby(door.listener, book, door.origins, door.cut))
+        self._lobby = opened.enter_context(Lobby(door.listener, book, door.cut))
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._lobby.tell_all, self._standing)
         self._lobby.note = self._display.note
@@ -132,6 +132,7 @@ class _Hosting:
             door.listener,
             book.run_id,
             book.door_token,
+            book.key_of,
             door.meeting,
             folder,
             data,

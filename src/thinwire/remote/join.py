@@ -18,11 +18,10 @@ from thinwire.remote.measure import MachineFigures, measure_machine
 from thinwire.remote.member import Member, Place
 from thinwire.remote.member_console import member_handlers
 from thinwire.report import Display
-from thinwire.wire import Door, Identity, Route, Tunnel, ping, raise_descriptor_limit
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire import Door, Identity, Route, ping, raise_descriptor_limit
+from thinwire.wire.keys import is_name
+from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
-from thinwire.wire.tls import is_name
 
 LINK_SECONDS = 0.5  # of a burst each way
 
@@ -42,15 +41,13 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     _check(options)
     raise_descriptor_limit()
     folder = options.folder or peer_folder(invite.run_id)
-    with _claimed(folder), Tunnel(invite.service("enrol"), invite.routes()) as way:
+    with _claimed(folder):
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
-        identity = _identity(folder, way, invite, options.name)
+        identity = _identity(folder, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
-        routes = invite.routes(identity.door_token)
-        with (
-            Tunnel(invite.service("control"), routes) as host,
-            _door(options.listen) as door,
-        ):
+        host = invite.to_service("control", identity.door_token)
+        routes = host.routes
+        with _door(options.listen) as door:
             addresses = _addresses(door, options.listen, _seen(routes, invite))
             admit = partial(_admit, door, invite.run_id, identity.door_token)
             place = Place(folder, host, *addresses, admit)
@@ -78,17 +75,15 @@ def _check(options: JoinOptions) -> None:
             raise ConfigError(f"{option} goes with --data: name the run's data too")
 
 
-def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:
+def _identity(folder: Path, invite: Invite, name: str) -> Identity:
     try:
-        return identity_in(folder, way.address, invite, name)
+        return identity_in(folder, invite.to_service("enrol"), invite, name)
     except AdmissionError:
         raise
-    except WireError as error:  # which knows this machine's end of the tunnel only
-        if way.refusal is not None:
-            raise way.refusal from None
+    except WireError as error:
         raise WireError(
-            f"cannot reach the host of run {invite.run_name!r}: {way.trouble or error}; `thinwire "
-            "doctor` with the same invite looks for the cause"
+            f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` with "
+            "the same invite looks for the cause"
         ) from None
 
 

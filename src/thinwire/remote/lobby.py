@@ -7,7 +7,7 @@ the peer says what it is doing, and is told again what it is to do.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,15 +105,14 @@ class Lobby:
         self,
         listener: Listener,
         book: AuthorityBook,
-        origins: Mapping[str, str] | None = None,
         cut: Callable[[str], None] = lambda name: None,
     ):
-        """`origins`: from where streams come, by local address; `cut` ends all of a peer's."""
+        """`cut` ends all streams of a peer."""
         self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
         self.note: Callable[[str], None] = lambda text: None
         self._told = Told()
         self._listener, self._book = listener, book
-        self._origins, self._cut = {} if origins is None else origins, cut
+        self._cut = cut
         self._guests: dict[str, Guest] = {}
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
@@ -249,7 +248,7 @@ class Lobby:
     def _attend(self, guest: Guest, pipe: Pipe) -> None:
         """Hear a stream of a peer; returns once it is known whether it is the one that counts."""
         settled, lost = threading.Event(), threading.Event()
-        origin = self._origins.get(pipe.comes_from, "")
+        origin = pipe.comes_from
 
         def hear(message: Any) -> None:
             with self._changed:

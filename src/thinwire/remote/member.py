@@ -52,7 +52,7 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.control import Channel
 from thinwire.run.peer import versions
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.wire import Identity, Tunnel, ping
+from thinwire.wire import Identity, Routes, ping
 
 SEE_LOG = "its log, on that machine, says more"  # it may quote files, and stays there
 SAY_SECONDS = 0.5  # between two words on how far a seat is prepared
@@ -63,7 +63,7 @@ class Place:
     """Where a member is: its folder, its way to the host, and its door, as Arrive has it."""
 
     folder: Path
-    host: Tunnel  # to the host's streams
+    host: Routes  # to the host's streams
     door: str = ""
     outside: str = ""
     admit: Callable[[str], None] = lambda links: None  # those who know this token, at its own door
@@ -360,7 +360,7 @@ class Member:
         mbps_up = self.machine.link.mbps_up if self.machine.link else 0.0
         self._pace.change(share * mbps_up * 1e6 / 8)
         try:
-            process = held.start(self._place.host.address, self.identity)
+            process = held.start(self._place.host, self.identity)
         except ThinwireError as error:
             self._decline(epoch, error)
             return

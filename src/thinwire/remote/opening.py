@@ -7,14 +7,13 @@ from functools import partial
 
 from thinwire.errors import ConfigError, WireError
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import EnrolServer
+from thinwire.remote.enrol import ENROL, serve_enrolment
 from thinwire.remote.invite import Invite, is_address
 from thinwire.remote.relay import is_public, outside_address
 from thinwire.run.messages import Way
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.wire import Door, Listener, Route, Standby
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.speed import SpeedService
 
@@ -52,27 +51,20 @@ class Opened:
         stack: contextlib.ExitStack,
     ):
         self._book, self._options = book, options
-        self.listener = Listener(
-            book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
-        )
+        self.listener = Listener(book.identity, None, 0, MAX_MESSAGE, who=book.name_of)
         stack.callback(self.listener.close)
+        serve_enrolment(self.listener, book)
         door = stack.enter_context(_open_door(options.listen, port_before))
         door.admit_by(book.run_id, book.grant_of, options.mbps)
-        self.port, self.origins = door.port, door.origins
-        self.cut = partial(door.cut, book.run_id)
-        prover = book.authority.prover()
-        services = {
-            "enrol": stack.enter_context(EnrolServer(book, door.origins)).address,
-            "control": self.listener.address,
-            SPEED: stack.enter_context(SpeedService()).address,
-        }
-        for service, address in services.items():
+        self.port, self.cut = door.port, partial(door.cut, book.run_id)
+        takes = self.listener.take
+        services = {ENROL: takes, "control": takes, SPEED: SpeedService().take}
+        for service, take in services.items():
             name = f"{book.run_id}/{service}"
-            door.serve(name, address)
+            door.serve(name, take)
             if options.relay:
                 route = Route(options.relay, "relayed", options.relay_pass)
-                standby = Standby(name, route, address, prover=prover, origins=door.origins)
-                stack.enter_context(standby)
+                stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
         stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
         self.addresses = stated or (outside_address(host, door.port),)

@@ -25,6 +25,7 @@ from thinwire.run.vocabulary import Vocabulary
 from thinwire.typed import Exact
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.frame import BytesLike
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
@@ -131,7 +132,7 @@ class Talk:
         """End both directions."""
         self._pipe.close()
 
-    def _read_within(self, timeout: float) -> bytes | None:
+    def _read_within(self, timeout: float) -> BytesLike | None:
         reading = on_daemon_thread("thinwire pieces", self._pipe.read)
         try:
             return reading.result(timeout)

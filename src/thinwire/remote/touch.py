@@ -1,4 +1,4 @@
-"""A peer's streams to its host: dialed through one tunnel, and the lobby's again and again."""
+"""A peer's streams to its host, dialed by the best route; the lobby's again and again."""
 
 import threading
 import time
@@ -10,7 +10,8 @@ from thinwire.errors import AdmissionError, WireError
 from thinwire.remote.messages import LOBBY, Alive, AskAlive, FromHost, lobby_name
 from thinwire.run.control import Channel
 from thinwire.run.vocabulary import MAX_MESSAGE
-from thinwire.wire import Identity, Pipe, Tunnel, dial
+from thinwire.wire import Identity, Pipe, Routes, dial
+from thinwire.wire.keys import fingerprint_of
 
 DIAL_SECONDS = 20.0  # for one attempt to reach the host
 _PAUSE_S = 0.5
@@ -38,20 +39,15 @@ class Touch:
     AdmissionError with which the host refuses this peer, which is the last. It must not wait.
     """
 
-    def __init__(self, way: Tunnel, identity: Identity, tell: Callable[[Any], None]):
+    def __init__(self, way: Routes, identity: Identity, tell: Callable[[Any], None]):
         self.identity = identity
         self._way, self._tell = way, tell
         self._is_over = False
 
     def dial(self, name: str) -> Pipe:
         """A stream of this name to the host."""
-        address, server = self._way.address, "coordinator"
-        try:
-            return dial(address, name, self.identity, server, DIAL_SECONDS, MAX_MESSAGE)
-        except WireError:
-            if self._way.refusal is not None:
-                raise self._way.refusal from None
-            raise
+        whom = fingerprint_of(self.identity.host)
+        return dial(self._way, name, self.identity, whom, DIAL_SECONDS, MAX_MESSAGE)
 
     def keep(self) -> None:
         """Have a stream to the host, again and again, until it refuses or `end` is called."""
@@ -62,8 +58,7 @@ class Touch:
                 self._tell(error)
                 return
             except WireError as error:
-                reason = self._way.trouble or str(error)
-                self._tell(Lost(None, f"the host cannot be reached: {reason}"))
+                self._tell(Lost(None, f"the host cannot be reached: {error}"))
                 continue
             self._attend(pipe)
             time.sleep(_PAUSE_S)

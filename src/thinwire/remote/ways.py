@@ -35,18 +35,19 @@ class Ways:
     token: str = field(repr=False)  # at the doors of its peers
     doors: list[DoorOf]
     meeting: list[list[Way]] = field(repr=False)  # of each seat: the relay, and the host's own door
+    keys: list[str] = field(default_factory=list)  # fingerprints, of each seat
     word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)  # of this epoch
 
-    def connect(self, stage: int, told: Connect, seats: list[str]) -> Connect:
+    def connect(self, stage: int, told: Connect) -> Connect:
         """The word to connect, for a stage whose neighbours are on other machines."""
         reach, wait = [], []
         if stage > 0:
             below, own = self.doors[stage - 1], self.doors[stage]
             reach = [*self._direct(below.outside, own.own), *self.meeting[stage]]
-        if stage + 1 < len(seats):
+        if stage + 1 < len(self.doors):
             own, above = self.doors[stage], self.doors[stage + 1]
             wait = [*self._direct(own.own, above.outside), *self.meeting[stage]]
-        return replace(told, seats=seats, run=self.run, word=self.word, reach=reach, wait=wait)
+        return replace(told, seats=self.keys, run=self.run, word=self.word, reach=reach, wait=wait)
 
     def _direct(self, *addresses: str) -> list[Way]:
         return [Way(address, "direct", self.token) for address in addresses if address]

@@ -296,10 +296,8 @@ class Coordinator:
             self._enter(Phase.LINKING)
             self._ready = arrived
             addresses = ["", *(ready.address for ready in arrived)]
-            shown = [ready.certificate for ready in arrived]
-            certificates = shown if any(shown) else []
-            connects = [Connect(addresses[s], certificates=certificates) for s in self._all]
-            return [*commands, *(Tell(s, connects[s]) for s in self._all)]
+            keys = [ready.key for ready in arrived]
+            return [*commands, *(Tell(s, Connect(addresses[s], keys)) for s in self._all)]
         self._enter(Phase.TRAINING)
         self._watch.begin_training()
         return [*self._tell_all(Start()), Begin(self._ready, self._versions)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from thinwire.run.control import CONTROL_KEEPALIVE
 from thinwire.run.events import Exited, Suspect
-from thinwire.run.order import Order, control_name, holder_of
+from thinwire.run.order import Order, control_name
 from thinwire.run.peers import Peers
 from thinwire.run.spawn import (
     TRAINING,
@@ -21,7 +21,7 @@ from thinwire.run.spawn import (
 )
 from thinwire.run.vocabulary import MAX_MESSAGE
 from thinwire.settings import Settings
-from thinwire.wire import Authority, Listener, Pipe, raise_descriptor_limit
+from thinwire.wire import Identity, Listener, Pipe, Routes, raise_descriptor_limit
 
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
 
@@ -37,10 +37,10 @@ class LocalPeers(Peers):
         self._fork = forks(settings.run.device)
         self._processes: Sequence[StageProcess] = []
         raise_descriptor_limit()  # for the stages too, which inherit it
-        authority = Authority.create(settings.run.name)
-        self._issue = authority.issue
+        own = Identity.create("coordinator")
+        self._identities = [Identity.create(f"stage-{s}", own.public) for s in self._stages]
         self._listener = Listener(
-            authority.issue("coordinator"),
+            own,
             settings.link.listen,
             settings.link.port,
             MAX_MESSAGE,
@@ -58,7 +58,7 @@ class LocalPeers(Peers):
     def start(self) -> None:
         make_log_folder(self._logs)
         orders = [
-            Order(stage, self._listener.address, self._issue(holder_of(stage, [])))
+            Order(stage, Routes("", self._listener.address), self._identities[stage])
             for stage in self._stages
         ]
         logs = [self._log(stage) for stage in self._stages]
@@ -86,4 +86,6 @@ class LocalPeers(Peers):
         self.said.note(Exited(stage, process.wait()))
 
     def _open(self, stage: int) -> Pipe:
-        return self._listener.accept(control_name(stage, 0), None, holder_of(stage, []))
+        return self._listener.accept(
+            control_name(stage, 0), None, self._identities[stage].fingerprint
+        )

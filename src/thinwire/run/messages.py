@@ -31,13 +31,13 @@ class Assign:
 class Ready:
     """A stage is built, and listens at this address if there is a stage above it.
 
-    Peers that need not trust each other show by which certificate others know their signatures.
+    `key` is the fingerprint of the key by which its neighbours know it.
     """
 
     address: str
     layers: str
     device: str
-    certificate: Exact = ""
+    key: Exact = ""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,15 @@ class Way:
 class Connect:
     """The coordinator says where the stage below listens, and who holds which stage.
 
-    Without seats, each stage is held by the process that was started for it. On other machines a
-    stage below is reached by one of the ways in `reach`, the first that works, and a stage waits at
-    the doors in `wait` for the one above it. `run` is by what doors know the run, and `word` ends
+    `seats` are the fingerprints of the keys of all stages. On other machines a stage below is
+    reached by one of the ways in `reach`, the first that works, and a stage waits at the doors in
+    `wait` for the one above it. `run` is by what doors know the run, and `word` ends
     the names of its links there: who is not told it, such as a peer that was removed from the run,
     cannot wait in another's place.
     """
 
     below: Exact
     seats: list[Exact] = field(default_factory=list)
-    certificates: list[Exact] = field(default_factory=list)  # of all stages, where they sign
     run: Exact = ""
     word: Exact = field(default="", repr=False)
     reach: list[Way] = field(default_factory=list)
@@ -140,7 +139,7 @@ Message = FromPeer | FromCoordinator
 _USUAL_BYTES = 1 << 16
 _LARGE = {
     "assign": 1 << 18,  # all settings
-    "connect": 1 << 18,  # certificates of all stages
+    "connect": 1 << 18,  # keys of all stages
     "failed": 1 << 18,  # a traceback
     "step": 1 << 20,  # some hundred bytes for each microbatch
     "shard": 1 << 20,  # the names of all tensors of a stage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.run.messages import Assign
-from thinwire.wire import Identity
+from thinwire.wire import Identity, Routes
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Order:
     """
 
     stage: int
-    coordinator: str  # the address to dial
+    coordinator: Routes  # where it is dialed
     identity: Identity
     epoch: int = 0
     outage: float = 0.0  # seconds for which the control stream may be down
@@ -28,14 +28,15 @@ class Order:
 
     def to_plain(self) -> dict[str, Any]:
         """For the standard input of the process; contains the private key."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"coordinator": self.coordinator.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Order":
         """The inverse of `to_plain`, from whoever started this process."""
         own = plain.pop("own")
-        identity = Identity.from_plain(plain.pop("identity"))
-        return cls(**plain, identity=identity, own=Assign(**own) if own else None)
+        plain["identity"] = Identity(**plain["identity"])
+        plain["coordinator"] = Routes.from_plain(plain["coordinator"])
+        return cls(**plain, own=Assign(**own) if own else None)
 
 
 def control_name(stage: int, epoch: int) -> str:
@@ -51,11 +52,6 @@ def tokens_name(stage: int, epoch: int) -> str:
 def cut_name(cut: int, epoch: int) -> str:
     """What the stream over a cut is called."""
     return _in_epoch(f"cut-{cut}", epoch)
-
-
-def holder_of(stage: int, seats: list[str]) -> str:
-    """The name that the process of a stage proves to have; without seats, that of its stage."""
-    return seats[stage] if seats else f"stage-{stage}"
 
 
 def _in_epoch(name: str, epoch: int) -> str:

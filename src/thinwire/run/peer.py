@@ -1,7 +1,7 @@
 """A peer: the process that holds one stage. Started by a coordinator, lives as long as it does.
 
 The coordinator writes one JSON line to the peer's standard input: which stage it is, where to
-dial, and its certificate (so private keys never touch a disk). When that input closes, the
+dial, and its key (so private keys never touch a disk). When that input closes, the
 coordinator is gone and the peer leaves at once: no orphans, whatever happened.
 """
 
@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, Protocol
@@ -55,14 +55,13 @@ from thinwire.run.messages import (
     Stop,
     Way,
 )
-from thinwire.run.order import Order, control_name, cut_name, holder_of, tokens_name
+from thinwire.run.order import Order, control_name, cut_name, tokens_name
 from thinwire.run.vocabulary import MAX_MESSAGE, Vocabulary
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
     DEFAULT_KEEPALIVE,
     Keepalive,
-    KeySeal,
     LastingPipe,
     Link,
     Listener,
@@ -70,13 +69,13 @@ from thinwire.wire import (
     Nic,
     Pipe,
     Route,
-    Seal,
+    Routes,
     Standby,
-    Tunnel,
     dial,
     handshake,
 )
-from thinwire.wire.tunnel import Kind
+from thinwire.wire.keys import fingerprint_of
+from thinwire.wire.routes import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
@@ -121,7 +120,7 @@ class Peer:
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._listener: Listener | None = None  # for the stage above
-        self._tunnel: Tunnel | None = None  # to the stage below, on another machine
+        self._routes: Routes | None = None  # to the stage below, on another machine
         self._standbys: list[Standby] = []  # for the stage above, on another machine
         self._progress = Progress()
         self.control = Channel(
@@ -137,8 +136,6 @@ class Peer:
         self._progress.begin("builds its layers")
         worker = Worker(assignment, self._progress, self._far_corpus(assignment))
         connect = self._introduce(worker)
-        if self.order.epoch:
-            worker.seal = self._seal(connect, worker.last + 1)
         self._link(worker, connect)
         threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
@@ -153,8 +150,7 @@ class Peer:
                 self.identity, worker.settings.link.listen, 0, worker.max_payload() + 64
             )
         address = self._listener.address if self._listener else ""
-        certificate = self.identity.certificate_pem if self.order.epoch else ""
-        self.control.send(Ready(address, **worker.describe(), certificate=certificate))
+        self.control.send(Ready(address, **worker.describe(), key=self.identity.fingerprint))
         return self.control.receive(Connect)
 
     def _link(self, worker: Linkable, connect: Connect) -> None:
@@ -205,15 +201,13 @@ class Peer:
 
     def _call_coordinator(self, name: str, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> Pipe:
         """A stream to the coordinator's process; over the internet it may be down for a while."""
-        address, outage = self.order.coordinator, self.order.outage
+        routes, host = self.order.coordinator, fingerprint_of(self.identity.host)
 
         def call(timeout: float) -> Pipe:
-            return dial(
-                address, name, self.identity, "coordinator", timeout, MAX_MESSAGE, keepalive
-            )
+            return dial(routes, name, self.identity, host, timeout, MAX_MESSAGE, keepalive)
 
         first = call(JOIN_SECONDS)
-        return lasting_control(first, call, outage)
+        return lasting_control(first, call, self.order.outage)
 
     def _far_corpus(self, assignment: Assignment) -> FetchedCorpus | None:
         """The corpus on the coordinator's machine, where there is none on this one."""
@@ -237,22 +231,20 @@ class Peer:
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
         below, above = self.stage - 1, self.stage + 1
         if self.stage > 0:
-            name, server = cut_name(below, self.order.epoch), holder_of(below, connect.seats)
-            address, limit = connect.below, worker.max_payload() + 64
+            name, limit = cut_name(below, self.order.epoch), worker.max_payload() + 64
             if connect.reach:
-                self._tunnel = Tunnel(_at_doors(connect, name), _routes(connect.reach))
-                address = self._tunnel.address
+                self._routes = Routes(_at_doors(connect, name), _routes(connect.reach))
+            to = self._routes or connect.below
 
             def call(timeout: float) -> Pipe:
-                with self._tunnel.explaining() if self._tunnel else nullcontext():
-                    return dial(address, name, self.identity, server, timeout, limit)
+                return dial(to, name, self.identity, connect.seats[below], timeout, limit)
 
             pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)
         if (listener := self._listener) is not None:
-            own, dialer = cut_name(self.stage, self.order.epoch), holder_of(above, connect.seats)
+            own, dialer = cut_name(self.stage, self.order.epoch), connect.seats[above]
             self._standbys = [
-                Standby(_at_doors(connect, own), route, listener.address)
+                Standby(_at_doors(connect, own), route, listener.take)
                 for route in _routes(connect.wait)
             ]
 
@@ -261,12 +253,6 @@ class Peer:
 
             pipe = self._open(worker, above, accept)
             self._links[above] = self._agree(worker, pipe, self.stage, nic)
-
-    def _seal(self, connect: Connect, stages: int) -> Seal:
-        """Other machines are strangers: what all stages hear is signed by whoever says it."""
-        names = [holder_of(stage, connect.seats) for stage in range(stages)]
-        shown = connect.certificates or [""] * stages
-        return KeySeal.of_seats(self.identity, self.stage, self.order.epoch, names, shown)
 
     def _open(self, worker: Linkable, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
         """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
@@ -287,7 +273,7 @@ class Peer:
         return pipe
 
     def _way_below(self) -> str:
-        route = self._tunnel.in_use if self._tunnel else None
+        route = self._routes.in_use if self._routes else None
         return route.kind if route else ""
 
     def _mention(self, message: LinkDown | LinkUp) -> None:

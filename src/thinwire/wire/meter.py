@@ -2,7 +2,7 @@
 
 Each end of a link has its own. It counts whole frames from the handshake to the goodbye, header
 and payload apart, so that a published number can be traced to what really crossed the link. What
-TLS, HTTP/2 and TCP add lies below; thinwire.wire.kernel measures that part.
+TLS and TCP add lies below (docs/wire.md).
 """
 
 import collections
