@@ -5,7 +5,7 @@
     python lab/tools/internet_bench.py bursts
     python lab/tools/internet_bench.py runs --case link-bound
 
-`links` measures what a link carries between two nodes: plain TCP; gRPC under TLS, as it is; by a
+`links` measures what a link carries between two nodes: plain TCP; TLS, as it is; by a
 door of the accepting end; and by a relay on a third node.
 
 `bursts` times single messages after a silence, by TCP's congestion control.
@@ -45,7 +45,7 @@ def bench_links(wan: Wan) -> list[Row]:
     with open_network(3, wan) as network, tempfile.TemporaryDirectory() as scratch:
         rows.append({"way": "plain TCP", "size": 0, "Mbit/s": _plain_tcp(network)})
         with relay_in(network, 3, Path(scratch)) as relay:
-            for way, by in (("gRPC, TLS", ""), ("by a door", "door"), ("by a relay", relay)):
+            for way, by in (("TLS", ""), ("by a door", "door"), ("by a relay", relay)):
                 rows += _measured(network, wan, way, by)
     return rows
 

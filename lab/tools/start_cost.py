@@ -14,7 +14,7 @@ from pathlib import Path
 
 from thinwire.run.order import Order
 from thinwire.run.spawn import spawn_all
-from thinwire.wire import Authority
+from thinwire.wire import Identity, Routes
 
 STAGE = """
 import os
@@ -30,8 +30,8 @@ if __name__ == "__main__":
 
 def start(stages: int, fork: bool, folder: Path) -> tuple[float, float]:
     """Seconds until all stages have imported and left, and the CPU seconds they took."""
-    issue = Authority.create("start").issue
-    orders = [Order(stage, "", issue(f"stage-{stage}")) for stage in range(stages)]
+    nowhere = Routes("", "127.0.0.1:1")
+    orders = [Order(stage, nowhere, Identity.create(f"stage-{stage}")) for stage in range(stages)]
     logs = [folder / f"{stage}.log" for stage in range(stages)]
     before, begun = _cpu_seconds(), time.perf_counter()
     processes = spawn_all(orders, logs, "imports_a_stage", fork)

@@ -358,7 +358,7 @@ def test_a_tally_is_no_larger_than_a_model_can_make_it() -> None:
     pair = Pair(limit=1 << 20)
     pair.sender.open_step(0)
     pair.other.send(Frame(FrameKind.TALLY, sender=1, payload=bytes(1 << 18)))
-    with pytest.raises(BreachError, match="has 262144 bytes, but at most 131140 were agreed"):
+    with pytest.raises(BreachError, match="has 262144 bytes, but at most 131072 were agreed"):
         pair.sender.take_message(FrameKind.TALLY, 0)
 
 
@@ -378,7 +378,7 @@ def test_the_stage_above_cannot_be_a_step_ahead() -> None:
         (
             FrameKind.BASIS,
             bytes(BASIS_BYTES + 4),
-            "a basis of 28 bytes arrived, but 24 were agreed",
+            "has 28 bytes, but at most 24 were agreed",
         ),
         (FrameKind.ROWS, bytes(ROW_BYTES + 500), "has 540 bytes, but at most .* were agreed"),
     ],
@@ -406,7 +406,7 @@ def test_a_malformed_verdict_convicts_its_sender(payload: bytes, kind: FrameKind
     pair.receiver.open_step(0)
     step = 1 if kind is FrameKind.VALIDATED else 0  # a validation comes before its step
     pair.raw.send(Frame(kind, step=step, payload=payload))
-    with pytest.raises(BreachError, match="verdict"):
+    with pytest.raises(BreachError, match=r"(?i)verdict|validated"):
         pair.receiver.take_message(kind, step)
 
 
@@ -451,7 +451,7 @@ def test_a_stage_that_does_not_take_validation_frames_holds_their_sender_back(
     nic: Callable[[], Nic | None],
 ) -> None:
     pair = Pair(nic=nic)
-    pair.raw._pipe._outgoing._limit = 2  # type: ignore[attr-defined]  # as little as gRPC holds
+    pair.raw._pipe._outgoing._limit = 2  # type: ignore[attr-defined]  # as little as a transport holds
     sent: list[int] = []
 
     def send_all() -> None:

@@ -64,12 +64,12 @@ def test_an_invite_lets_in_and_names_its_run(book: AuthorityBook) -> None:
     drawn = enrol(book, invite, new_key())
     assert drawn.startswith("peer-")
     assert [peer.name for peer in book.peers()] == ["ada", drawn]
-    assert book.is_welcome("ada") and book.is_welcome("coordinator")
-    assert not book.is_welcome("bob") and not book.is_welcome("")
+    assert book.is_welcome("ada") and not book.is_welcome("bob") and not book.is_welcome("")
+    assert book.name_of(book.key_of("ada")) == "ada" and book.name_of("ab" * 32) is None
 
 
 def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book: AuthorityBook) -> None:
-    invite, request = book.invite(["h:1"]), signing_request(new_key())
+    invite, public = book.invite(["h:1"]), new_key()
     refusals = []
     for invite_id, secret in (
         (invite.invite_id, "00" * 16),
@@ -78,7 +78,7 @@ def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book: Authorit
         (invite.invite_id, "é"),
     ):
         with pytest.raises(AdmissionError, match="wrong invite") as refusal:
-            book.enrol(invite_id, secret, request, "ada")
+            book.enrol(invite_id, secret, public, "ada")
         refusals.append(str(refusal.value))
     assert len(set(refusals)) == 1 and book.peers() == []
 

@@ -78,9 +78,8 @@ def test_a_machine_that_can_join_is_told_so(
     host: Host, doctor: Callable[..., Findings], tmp_path: Path
 ) -> None:
     invite = host.invite()
-    with SpeedService() as speed:
-        host.door.serve(f"{host.book.run_id}/speed", speed.address)
-        found = doctor(invite, "0.0.0.0:0")
+    host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
+    found = doctor(invite, "0.0.0.0:0")
     assert not found.is_blocked, found.text()
     assert one(found, f"the host answers at {host.door.address}").level == "fine"
     assert "sees this machine as 127.0.0.1" in found.text()

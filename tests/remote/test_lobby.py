@@ -278,6 +278,7 @@ def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> N
     )
     asked = on_daemon_thread("doctor", lambda: console.handlers()["outside"]({}))
     ana.hears(TryDoor())
+    house.lobby.guests()[0].origin = "198.51.100.7"  # else it would tell nothing
     ana.channel.send(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
     told = asked.result(20)
     assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
@@ -330,7 +331,7 @@ def test_a_declined_seat_ends_the_forming_at_once_with_the_reason(
     display = SharedDisplay(
         PlainDisplay(io.StringIO()), house.lobby.tell_all, Standing("test", "abc", "host")
     )
-    base = Base(house.lobby, house.listener, "abc", "", [], tmp_path, corpus, display)
+    base = Base(house.lobby, house.listener, "abc", "", "", [], tmp_path, corpus, display)
     epoch = Epoch(base, Formation(1, ["ana", "ben"]), make_settings(), None)
     gathering = on_daemon_thread("gather", epoch.gather)
     until(lambda: any(isinstance(message, TakeSeat) for message in ben.heard))

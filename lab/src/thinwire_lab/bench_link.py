@@ -7,10 +7,10 @@ and, over a network that is really there, between two of its addresses:
     ip netns exec one python -m thinwire_lab.bench_link --mbps 80 --latency-ms 25 \\
         --real --listen 10.88.0.1 --other "ip netns exec two"
 
-`--by door` puts a door before this end and a tunnel before the other, and `--by HOST:PORT/PASS`
+`--by door` puts a door before this end, and `--by HOST:PORT/PASS`
 (the line of `thinwire relay`) joins both at a relay, as links between machines are.
 
-Both ends send as fast as the link takes, in both directions at once, over gRPC with mutual TLS.
+Both ends send as fast as the link takes, in both directions at once, over TLS.
 Each size gets a fresh pair of processes, so that CPU time and the kernel's byte counts belong to it
 alone. Then single frames are timed, each after the link was idle for two seconds.
 """
@@ -19,9 +19,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import queue
 import shlex
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -32,7 +35,6 @@ from typing import Any
 from thinwire.errors import WireError
 from thinwire.wire import (
     HEADER_BYTES,
-    Authority,
     Door,
     Frame,
     FrameKind,
@@ -42,10 +44,9 @@ from thinwire.wire import (
     Listener,
     Meter,
     Route,
+    Routes,
     Standby,
-    Tunnel,
     dial,
-    socket_totals,
 )
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)
@@ -53,6 +54,7 @@ _MAX_PAYLOAD = 64 << 20
 _WAITING_BYTES = 4 << 20
 _IDLE_S = 2.0
 _NAME = "0" * 16 + "/cut-0"  # at doors
+_SENT_AT = 200  # bytes_sent and bytes_retrans in struct tcp_info (linux/tcp.h)
 _ALONE = 5  # frames of each size that are timed alone
 
 Row = dict[str, Any]
@@ -194,12 +196,11 @@ def _two_ends(
     path: Path, size: int = 0, seconds: float = 0.0
 ) -> Iterator[tuple[_End, Callable[[], dict[str, Any]]]]:
     """This end, and a call that returns what the other one found; that one streams too."""
-    authority = Authority.create("bench")
-    identity = authority.issue("here")
+    identity, other = Identity.create("here"), Identity.create("there")
     module = [sys.executable, "-P", "-m", "thinwire_lab.bench_link", "--other-end"]
     with (
         contextlib.closing(_listener(path, identity)) as listener,
-        _way_in(path, listener.address) as route,
+        _way_in(path, listener) as routes,
         subprocess.Popen(
             [*shlex.split(path.other), *module],
             stdin=subprocess.PIPE,
@@ -210,9 +211,9 @@ def _two_ends(
         orders, answers = process.stdin, process.stdout
         assert orders is not None and answers is not None
         order = {
-            "identity": authority.issue("there").to_plain(),
-            "address": listener.address,
-            "route": route and dataclasses.asdict(route),
+            "identity": dataclasses.asdict(other),
+            "whom": identity.fingerprint,
+            "routes": routes.to_plain(),
             "config": dataclasses.asdict(path.config),
             "work": {"size": size, "seconds": seconds},
         }
@@ -235,42 +236,46 @@ def _listener(path: Path, identity: Identity) -> Listener:
 
 
 @contextlib.contextmanager
-def _way_in(path: Path, listener: str) -> Iterator[Route | None]:
+def _way_in(path: Path, listener: Listener) -> Iterator[Routes]:
     """Make the listener known at a door, if the path has one; how the other end gets there."""
     if not path.by:
-        yield None
+        yield Routes("", listener.address)
     elif path.by == "door":
         with Door(path.listen, 0) as door:
             door.admit(_NAME.partition("/")[0], "bench")
-            door.serve(_NAME, listener)
-            yield Route(door.address, "direct", "bench")
+            door.serve(_NAME, listener.take)
+            yield Routes(_NAME, [Route(door.address, "direct", "bench")])
     else:
         address, _, password = path.by.partition("/")
         route = Route(address, "relayed", password)
-        with Standby(_NAME, route, listener):
-            yield route
+        with Standby(_NAME, route, listener.take):
+            yield Routes(_NAME, [route])
 
 
 def _bytes_sent() -> int:
-    """What left this process; where sockets go elsewhere, those to itself do not count."""
-    totals = socket_totals()
-    inner = "127.0.0.1:"
-    elsewhere = [
-        total
-        for total in totals
-        if not (total.local.startswith(inner) and total.remote.startswith(inner))
-    ]
-    return sum(total.bytes_sent_once for total in elsewhere or totals)
+    """Stream bytes that left the TCP sockets of this process, as the kernel counts them.
+
+    Without repetitions. Where sockets go elsewhere, those to itself do not count; 0 where Linux is
+    not below.
+    """
+    counts: dict[tuple[Any, Any], int] = {}  # by both ends: descriptors may share a connection
+    for entry in os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as copy:
+            if copy.type != socket.SOCK_STREAM or copy.family != socket.AF_INET:
+                continue
+            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            sent, again = struct.unpack_from("=QQ", info, _SENT_AT)
+            counts[copy.getsockname(), copy.getpeername()] = sent - again
+    inner = "127.0.0.1"
+    elsewhere = [n for (one, other), n in counts.items() if (one[0], other[0]) != (inner, inner)]
+    return sum(elsewhere or counts.values())
 
 
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
-    identity = Identity.from_plain(order["identity"])
+    identity, routes = Identity(**order["identity"]), Routes.from_plain(order["routes"])
     with contextlib.ExitStack() as held:
-        address = order["address"]
-        if order["route"]:
-            address = held.enter_context(Tunnel(_NAME, [Route(**order["route"])])).address
-        pipe = dial(address, "there", identity, "here", 30, _MAX_PAYLOAD + HEADER_BYTES)
+        pipe = dial(routes, "there", identity, order["whom"], 30, _MAX_PAYLOAD + HEADER_BYTES)
         nic = LinkConfig(**order["config"]).nic()
         link = Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)
         held.enter_context(contextlib.closing(link))

@@ -1,6 +1,6 @@
 """One stage at work: built from an assignment, joined to its neighbours, run to the end.
 
-The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
+The same worker runs in a peer process over TLS links and in a thread over in-memory ones.
 """
 
 import contextlib

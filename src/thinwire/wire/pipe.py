@@ -14,7 +14,7 @@ class Pipe(ABC):
     """Moves whole byte messages, none of them empty, both ways, in order, between two ends.
 
     Reading and writing may happen on different threads at once. Closing is idempotent.
-    `comes_from` is the address of who dialed, where a listener accepted it.
+    `comes_from` is the host of who dialed, where a listener accepted it.
     """
 
     comes_from: str = ""

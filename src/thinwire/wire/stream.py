@@ -31,7 +31,14 @@ from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.routes import Routes
-from thinwire.wire.sockets import accept_all, address_text, hang_up, listen, stop_listening
+from thinwire.wire.sockets import (
+    accept_all,
+    address_text,
+    hang_up,
+    listen,
+    split_address,
+    stop_listening,
+)
 
 T = TypeVar("T")
 
@@ -322,7 +329,7 @@ class Listener:
         if host is not None:
             self._socket = listen(host, port)
             self.address = address_text(host, self._socket.getsockname()[1])
-            accept_all(self._socket, self.take)
+            accept_all(self._socket, lambda one, at: self.take(one, split_address(at)[0]))
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
         """Receive who dials over this connection; the result is there when the stream is over."""
