@@ -302,14 +302,6 @@ def test_one_who_speaks_without_being_called_is_cut(door: Door) -> None:
     assert "nobody waits for it" in line(reach(door, "cut-a"))
 
 
-def test_a_run_that_is_dismissed_is_cut_and_unknown(door: Door) -> None:
-    waiter = ask(door, "wait", f"{RUN}/cut-a")
-    assert line(waiter) == "ok"
-    door.dismiss(RUN)
-    assert waiter.recv(1) == b""
-    assert line(reach(door, "cut-a")) == f"no run {RUN} is not known at this door"
-
-
 def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
     with Door("127.0.0.1", 0, Limits(runs=2)) as relay:
         relay.admit_any("pass", mbps=5)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,12 +143,6 @@ class Door:
         """Cut all connections that were opened with somebody's token."""
         self._hang_up(run, lambda holder: holder == who)
 
-    def dismiss(self, run: str) -> None:
-        """Admit the run no more, and cut its connections."""
-        self._hang_up(run, lambda who: True)
-        with self._lock:
-            self._runs.pop(run, None)
-
     def traffic(self) -> dict[str, Traffic]:
         """What each run has here, by run."""
         with self._lock:
@@ -204,20 +198,25 @@ class Door:
 
     def _attend(self, caller: socket.socket, address: str, home: str) -> None:
         """The life of a connection, from its first byte to its last."""
+        run = None
         with caller, contextlib.suppress(OSError):
             try:
                 try:
                     asked, run = self._admit(caller)
                 finally:
-                    self._count(self._strangers, home, -1)
-                with self._held(run, caller, asked.who):
-                    self._fulfil(caller, asked, run, address, home)
+                    self._forget(self._strangers, home)
+                grant = run.grant_of(asked.who) if run.grant_of else Grant("")
+                if grant is None or grant.refusal:  # it was struck off in this very moment
+                    raise WireError("the token shown does not count any more")
+                self._fulfil(caller, asked, run, address, home)
             except WireError as error:
                 _turn_away(caller, error)
             finally:
-                self._count(self._callers, home, -1)
+                self._forget(self._callers, home)
                 with self._lock:
                     self._connections.discard(caller)
+                    if run is not None:
+                        del run.held[caller]
 
     def _admit(self, caller: socket.socket) -> tuple["_Asked", "_Run"]:
         """Hear what a caller wants, and whether it may; a WireError says why not."""
@@ -225,7 +224,7 @@ class Door:
         try:
             caller.settimeout(seconds)
             say(caller, f"{MAGIC} {VERSION} {nonce}")
-            asked = _asked(hear(caller, time.monotonic() + seconds))
+            asked = _Asked(hear(caller, time.monotonic() + seconds))
         except TimeoutError:
             raise WireError(f"no request within {seconds:g} s") from None
         with self._lock:
@@ -266,18 +265,6 @@ class Door:
         run.allowance.mbps = mbps
         return run
 
-    @contextlib.contextmanager
-    def _held(self, run: "_Run", caller: socket.socket, who: str) -> Iterator[None]:
-        """A connection of the run, for as long as this lasts; unless it was struck off just now."""
-        try:
-            grant = run.grant_of(who) if run.grant_of else Grant("")
-            if grant is None or grant.refusal:
-                raise WireError("the token shown does not count any more")
-            yield
-        finally:
-            with self._lock:
-                del run.held[caller]
-
     def _fulfil(
         self, caller: socket.socket, asked: "_Asked", run: "_Run", address: str, home: str
     ) -> None:
@@ -313,11 +300,10 @@ class Door:
 
     def _next_waiter(self, run: "_Run", name: str) -> "_Waiter | None":
         with self._lock:
-            waiting = run.waiting.get(name)
-            if not waiting:
-                return None
-            waiting[-1].is_called = True
-            return waiting.pop()
+            waiter = run.waiting[name].pop() if run.waiting.get(name) else None
+            if waiter is not None:
+                waiter.is_called = True
+            return waiter
 
     def _keep_waiting(self, caller: socket.socket, name: str, run: "_Run", home: str) -> None:
         limits, waiter = self._limits, _Waiter(caller)
@@ -340,7 +326,7 @@ class Door:
                 answer = caller.recv(1)
         finally:
             with self._lock:
-                self._waiting[home] -= 1
+                self._forget(self._waiting, home)
                 if waiter in waiting:
                     waiting.remove(waiter)
                 if not waiting and run.waiting.get(name) is waiting:
@@ -349,39 +335,25 @@ class Door:
         if waiter.is_called:
             waiter.is_over.wait()
 
-    def _count(self, counter: Counter[str], key: str, change: int) -> None:
+    def _forget(self, counter: Counter[str], key: str) -> None:
         with self._lock:
-            counter[key] += change
-            if not counter[key]:
-                del counter[key]
+            counter[key] -= 1
+            counter += Counter()  # which drops what is zero
 
 
-@dataclass(frozen=True)
 class _Asked:
-    """What a caller wants, and how it proves that it may."""
+    """What a caller wants, and how it proves that it may, from the line that it said."""
 
-    wish: str
-    name: str
-    who: str  # empty at a relay, where all show the same pass
-    proof: str
-    shown: str  # of the host: its key, and its signature
-
-    @property
-    def run(self) -> str:
-        return self.name.partition("/")[0]
-
-    @property
-    def service(self) -> str:
-        return self.name.partition("/")[2]
-
-
-def _asked(line: str) -> _Asked:
-    words = line.split(" ")
-    is_whole = len(words) == 4 or (len(words) == 6 and words[0] == "wait")
-    if not is_whole or words[0] not in ("reach", "wait", "ping"):
-        raise WireError("the request is not one of reach, wait or ping with a name and a proof")
-    wish, name, who, proof, *shown = words
-    return _Asked(wish, check_name(name), "" if who == "-" else who, proof, " ".join(shown))
+    def __init__(self, line: str) -> None:
+        self.wish, *words = line.split(" ")
+        is_whole = len(words) == 3 or (len(words) == 5 and self.wish == "wait")
+        if not is_whole or self.wish not in ("reach", "wait", "ping"):
+            raise WireError("the request is not one of reach, wait or ping with a name and a proof")
+        name, who, self.proof, *shown = words
+        self.name = check_name(name)
+        self.run, _, self.service = name.partition("/")
+        self.who = "" if who == "-" else who  # at a relay all show the same pass
+        self.shown = " ".join(shown)  # of the host: its key, and its signature
 
 
 @dataclass(eq=False)

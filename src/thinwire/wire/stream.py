@@ -95,13 +95,11 @@ class Stream(Pipe):
             raise WireError(f"the other end is gone ({_plainly(error)})") from None
         try:
             self._do(self._tls.do_handshake)
+            if not is_server:
+                self.public = shown_key(self._tls.getpeercert(binary_form=True))
         except WireError:
             self.cut()
             raise
-
-    def certificate(self) -> bytes | None:
-        """What the listener showed."""
-        return self._tls.getpeercert(binary_form=True)
 
     def opened(self, limit: int, keepalive: Keepalive) -> None:
         """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
@@ -275,7 +273,6 @@ def open_stream(
     """
     stream = Stream(connection, dialing_context(), time.monotonic() + timeout)
     try:
-        stream.public = shown_key(stream.certificate())
         if fingerprint_of(stream.public) != whom:
             raise BreachError("another process listens there: it has another key")
         nonce = _told(stream)
