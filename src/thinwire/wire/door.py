@@ -150,7 +150,8 @@ class Door:
 
     def strangers(self) -> int:
         """Connections that have not yet said what they want."""
-        return self._strangers.total()
+        with self._lock:
+            return self._strangers.total()
 
     def close(self) -> None:
         """Cut all connections and free the port."""
