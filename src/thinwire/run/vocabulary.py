@@ -1,7 +1,7 @@
 """The messages that two ends may say to each other, by their names on the wire.
 
 Messages are frozen dataclasses, and no message is used before every field is checked: an end that
-holds a certificate may still send nonsense. A wrong or missing field is the sender's error, a
+has proven its key may still send nonsense. A wrong or missing field is the sender's error, a
 WireError that names it.
 """
 
