@@ -1,20 +1,22 @@
-"""The book of a run's authority: who may join, and for how long it remembers."""
+"""The book of a run: who may join, and for how long it remembers."""
 
 import json
 import os
+import socket
+import ssl
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from thinwire.errors import AdmissionError, ConfigError, WireError
 from thinwire.remote import authority as book_module
-from thinwire.remote import entries
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.identity import identity_of
 from thinwire.remote.invite import Invite
-from thinwire.wire.tls import Authority, new_key, signing_request
+from thinwire.wire import Identity
+from thinwire.wire.keys import dialing_context
 
 DAY = 24 * 3600.0
 
@@ -44,9 +46,12 @@ def again(tmp_path: Path, clock: Clock) -> Callable[[], AuthorityBook]:
 
 
 def enrol(book: AuthorityBook, invite: Invite, key: str, name: str = "") -> str:
-    """Enrol; returns the name in the certificate."""
-    certificate = book.enrol(invite.invite_id, invite.secret, signing_request(key), name)
-    return identity_of(certificate, key, book.authority.certificate_pem).name
+    """Enrol the holder of a public key; returns its name."""
+    return book.enrol(invite.invite_id, invite.secret, key, name)
+
+
+def new_key() -> str:
+    return Identity.create("").public
 
 
 def test_an_invite_lets_in_and_names_its_run(book: AuthorityBook) -> None:
@@ -59,12 +64,12 @@ def test_an_invite_lets_in_and_names_its_run(book: AuthorityBook) -> None:
     drawn = enrol(book, invite, new_key())
     assert drawn.startswith("peer-")
     assert [peer.name for peer in book.peers()] == ["ada", drawn]
-    assert book.is_welcome("ada") and book.is_welcome("coordinator")
-    assert not book.is_welcome("bob") and not book.is_welcome("")
+    assert book.is_welcome("ada") and not book.is_welcome("bob") and not book.is_welcome("")
+    assert book.name_of(book.key_of("ada")) == "ada" and book.name_of("ab" * 32) is None
 
 
 def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book: AuthorityBook) -> None:
-    invite, request = book.invite(["h:1"]), signing_request(new_key())
+    invite, public = book.invite(["h:1"]), new_key()
     refusals = []
     for invite_id, secret in (
         (invite.invite_id, "00" * 16),
@@ -73,7 +78,7 @@ def test_a_wrong_secret_and_an_unknown_invite_get_the_same_answer(book: Authorit
         (invite.invite_id, "é"),
     ):
         with pytest.raises(AdmissionError, match="wrong invite") as refusal:
-            book.enrol(invite_id, secret, request, "ada")
+            book.enrol(invite_id, secret, public, "ada")
         refusals.append(str(refusal.value))
     assert len(set(refusals)) == 1 and book.peers() == []
 
@@ -145,11 +150,11 @@ def test_kicking_nobody_says_who_is_there(book: AuthorityBook) -> None:
         book.kick("eve")
 
 
-def test_requests_that_prove_nothing_are_refused(book: AuthorityBook) -> None:
+def test_what_is_no_key_is_refused(book: AuthorityBook) -> None:
     invite = book.invite(["h:1"])
-    for request in ("", "x", "é", signing_request(new_key())[:200]):
-        with pytest.raises(WireError, match="signing request cannot be read"):
-            book.enrol(invite.invite_id, invite.secret, request, "ada")
+    for public in ("", "x", "é", new_key()[:40]):
+        with pytest.raises(WireError, match="a public key cannot be read"):
+            enrol(book, invite, public, "ada")
     assert book.peers() == []
 
 
@@ -164,7 +169,7 @@ def test_the_book_survives_a_restart(
     book.kick("bob")
 
     later = again()
-    assert later.authority.fingerprint == book.authority.fingerprint
+    assert later.fingerprint == book.fingerprint
     assert later.peers() == book.peers()
     assert later.is_welcome("ada") and not later.is_welcome("bob")
     assert enrol(later, once, key) == "ada"
@@ -186,7 +191,7 @@ def test_a_torn_write_changes_nothing(
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(entries, "replace_private_file", torn)
+        patch.setattr(book_module, "replace_private_file", torn)
         with pytest.raises(ConfigError, match="No space left"):
             enrol(book, invite, new_key(), "ada")
     assert book.peers() == [] and not book.is_welcome("ada"), "what is not kept was not done"
@@ -214,24 +219,47 @@ def test_fields_of_a_wrong_kind_are_damage_too(
     plain = json.loads(path.read_text())
     plain["invites"][0]["machines"] = "no"
     path.write_text(json.dumps(plain))
-    with pytest.raises(ConfigError, match="machines must be an integer"):
+    with pytest.raises(ConfigError, match="Expected `int`, got `str`"):
         again()
 
 
-def test_a_damaged_authority_is_named(
+def test_a_damaged_key_is_named(book: AuthorityBook, again: Callable[[], AuthorityBook]) -> None:
+    path = book.folder / "authority.pem"
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(WireError, match=r"authority\.pem: the key of .* is damaged"):
+        again()
+
+
+def test_a_book_of_the_release_before_is_read(
     book: AuthorityBook, again: Callable[[], AuthorityBook]
 ) -> None:
-    path = book.folder / "authority.pem"
-    whole = path.read_text()
-    path.write_text(whole[:100])
-    with pytest.raises(WireError, match="cannot read the authority of the run"):
+    """It kept certificates; what counts is the key in each, and that it is the one enrolled."""
+    peer = Identity.create("ada")
+    enrol(book, book.invite(["h:1"]), peer.public, "ada")
+    path = book.folder / "book.json"
+    plain = json.loads(path.read_text())
+    certificate = _certificate(peer)
+    plain["version"], plain["peers"][0] = 2, {**plain["peers"][0], "certificate": certificate}
+    del plain["peers"][0]["public"]
+    path.write_text(json.dumps(plain))
+    assert again().door_token("ada") == book.door_token("ada")
+    plain["peers"][0]["certificate"] = _certificate(Identity.create("eve"))
+    path.write_text(json.dumps(plain))
+    with pytest.raises(ConfigError, match="is not the one of its fingerprint"):
         again()
-    other = Authority.create("other")
-    other.save(path)
-    mixed = path.read_text().split("-----BEGIN CERT")[0] + book.authority.certificate_pem
-    path.write_text(mixed)
-    with pytest.raises(WireError, match="not a pair"):
-        again()
+
+
+def _certificate(identity: Identity) -> str:
+    """The certificate that the identity shows where it listens."""
+    near, far = socket.socketpair()
+    context = identity.listening_context()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(context.wrap_socket, far, True)
+        dialer = dialing_context().wrap_socket(near)
+        der = dialer.getpeercert(binary_form=True)
+        accepted.result().close()
+        dialer.close()
+    return ssl.DER_cert_to_PEM_cert(der or b"")
 
 
 def test_files_are_for_this_user_alone(tmp_path: Path) -> None:

@@ -1,26 +1,26 @@
 """What peers, invites and those who were removed may at the door of a host."""
 
-import asyncio
 import contextlib
 import io
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from thinwire.remote.holding import Terms
+from thinwire.remote.measure import MachineFigures
 from thinwire.remote.member import Member, Place
 from thinwire.remote.messages import TryDoor
 
 from thinwire.errors import AdmissionError, WireError
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.identity import identity_of
 from thinwire.remote.invite import Invite
 from thinwire.report import PlainDisplay
-from thinwire.run.machine import Machine
-from thinwire.wire import Door, Identity, Tunnel
-from thinwire.wire.preamble import Wish, call
-from thinwire.wire.tls import new_key, signing_request
+from thinwire.wire import Door, Identity, Route, Traffic
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.routes import Wish, call
+from waiting import wait_until
 
 PATIENCE = 20.0
 
@@ -35,32 +35,42 @@ class Clock:
 class Host:
     """A book, and a door that asks it."""
 
-    def __init__(self, folder: Path, door: Door, service: socket.socket):
+    def __init__(self, folder: Path, door: Door):
         self.clock = Clock()
         self.book = AuthorityBook(folder / "authority", "first", self.clock)
         self.door = door
         door.admit_by(self.book.run_id, self.book.grant_of)
         for name in ("enrol", "control"):
-            door.serve(f"{self.book.run_id}/{name}", "{}:{}".format(*service.getsockname()))
+            door.serve(f"{self.book.run_id}/{name}", _hold)
 
     def enrol(self, invite: Invite, name: str) -> Identity:
-        key = new_key()
-        request = signing_request(key)
-        certificate = self.book.enrol(invite.invite_id, invite.secret, request, name)
-        return identity_of(certificate, key, self.book.authority.certificate_pem)
+        identity = Identity.create(name, self.book.identity.public)
+        self.book.enrol(invite.invite_id, invite.secret, identity.public, name)
+        return identity
 
     def call(self, token: str, wish: Wish, service: str) -> socket.socket:
         """The connection that somebody gets with a token; an error says why it gets none."""
         name = f"{self.book.run_id}/{service}"
-        connection, _ = asyncio.run(call(self.door.address, token, wish, name, PATIENCE))
+        connection, _ = call(Route(self.door.address, token=token), wish, name, PATIENCE)
         connection.settimeout(PATIENCE)
         return connection
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    with socket.create_server(("127.0.0.1", 0)) as service, Door("127.0.0.1", 0) as door:
-        yield Host(tmp_path, door, service)
+    with Door("127.0.0.1", 0) as door:
+        yield Host(tmp_path, door)
+
+
+def _hold(connection: socket.socket, home: str) -> Any:
+    """A service that says nothing, until its caller goes."""
+
+    def wait() -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(PATIENCE)
+            connection.recv(1)
+
+    return on_daemon_thread("service", wait)
 
 
 def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host: Host) -> None:
@@ -88,8 +98,7 @@ def test_a_removed_peer_is_cut_off_from_the_door_and_others_stay(host: Host) -> 
     forged = f"ben.{ana.door_token.partition('.')[2]}"
     with pytest.raises(WireError, match=r"the token shown for run .* is not the right one"):
         host.call(forged, "reach", "control")
-    left = host.door.traffic()[host.book.run_id]
-    assert (left.connections, left.waiting) == (2, 1), "those of ben"
+    wait_until(lambda: host.door.traffic()[host.book.run_id] == Traffic(2, 1, 0))  # those of ben
 
 
 def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host: Host) -> None:
@@ -114,11 +123,9 @@ def test_a_peer_tries_the_addresses_of_its_invite(host: Host, tmp_path: Path) ->
         shut = "{}:{}".format(*free.getsockname())
     invite = host.book.invite([host.door.address, shut])
     ana = host.enrol(invite, "ana")
-    routes = invite.routes(ana.door_token)
-    with Tunnel(invite.service("control"), routes) as way:
-        machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
-        display = PlainDisplay(io.StringIO())
-        member = Member(Place(tmp_path, way), ana, Terms(), machine, display)
-        member._on(TryDoor())
-        answers = member._events.get(timeout=PATIENCE).answers
+    way = invite.to_service("control", ana.door_token)
+    machine, display = MachineFigures("cpu", 1.0, 1.0, 1, 1), PlainDisplay(io.StringIO())
+    member = Member(Place(tmp_path, way), ana, Terms(), machine, display)
+    member._on(TryDoor())
+    answers = member._events.get(timeout=PATIENCE).answers
     assert answers == {host.door.address: "", shut: f"{shut}: Connection refused"}

@@ -14,7 +14,6 @@ from thinwire.run.pace import AT_ONCE
 from thinwire.errors import WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.wire import Identity, Listener, dial
-from thinwire.wire.tls import new_key, signing_request
 
 PATIENCE = 30.0
 MAX_MESSAGE = 1 << 20
@@ -33,19 +32,19 @@ def book(tmp_path: Path) -> AuthorityBook:
 
 
 def enrolled(book: AuthorityBook, name: str) -> Identity:
-    invite, key = book.invite(["127.0.0.1:1"]), new_key()
-    certificate = book.enrol(invite.invite_id, invite.secret, signing_request(key), name)
-    return Identity(name, certificate, key, book.coordinator().authority_pem)
+    invite, identity = book.invite(["127.0.0.1:1"]), Identity.create(name, book.identity.public)
+    book.enrol(invite.invite_id, invite.secret, identity.public, name)
+    return identity
 
 
 def test_a_flood_costs_a_peer_its_stream(book: AuthorityBook) -> None:
     peers = [enrolled(book, name) for name in ("ada", "bob")]
-    listener = Listener(book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE)
+    listener = Listener(book.identity, "127.0.0.1", 0, MAX_MESSAGE, who=book.name_of)
     with contextlib.closing(listener), Lobby(listener, book) as lobby:
         streams = []
         for peer in peers:
             name = lobby_name(peer.name)
-            pipe = dial(listener.address, name, peer, "coordinator", PATIENCE, MAX_MESSAGE)
+            pipe = dial(listener.address, name, peer, book.fingerprint, PATIENCE, MAX_MESSAGE)
             streams.append(Channel(pipe, name, FromHost, words=LOBBY))
 
         def guest(name: str):

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from thinwire.remote.check_way import check_outside
 from thinwire.remote.epoch import Base, Epoch
 from thinwire.remote.holding import Terms, own_settings
 from thinwire.remote.host import host, lacking_peers
+from thinwire.remote.host_console import HostConsole
 from thinwire.remote.lobby import Gone, Lobby
 from thinwire.remote.messages import (
     LOBBY,
@@ -25,6 +27,7 @@ from thinwire.remote.messages import (
     Declined,
     Dismiss,
     Doing,
+    Figures,
     FromHost,
     Launch,
     Leaving,
@@ -38,10 +41,13 @@ from thinwire.remote.messages import (
     lobby_name,
     returncode_of,
 )
+from thinwire.remote.news import SharedDisplay
 from thinwire.remote.opening import HostOptions
 from thinwire.remote.peers import RemotePeers
 from thinwire.remote.reception import Reception
 from thinwire.remote.seats import Failures, Formation, fill_seats, read_formation, write_formation
+from thinwire.remote.standing import Standing
+from thinwire.remote.store import ShardCollector
 from thinwire.run.compact import as_text, deflate
 from thinwire.run.control import Channel
 from thinwire.run.order import control_name
@@ -54,21 +60,15 @@ from thinwire.remote import host as host_module
 from thinwire.remote import lobby as lobby_module
 from thinwire.remote import peers as peers_module
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.identity import identity_of
 from thinwire.report import PlainDisplay
-from thinwire.run.console import HostConsole
-from thinwire.run.doctor import check_outside
 from thinwire.run.events import Lost, Suspect
-from thinwire.run.machine import Machine
 from thinwire.run.peers import StageFailedError
-from thinwire.run.status import SharedDisplay, Standing
-from thinwire.run.transfer import ShardCollector
 from thinwire.schedule import PipelineConfig
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Identity, Listener, dial
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.frame import encode
-from thinwire.wire.tls import new_key, signing_request
+from thinwire.wire.keys import fingerprint_of
 
 
 class Joined:
@@ -78,9 +78,8 @@ class Joined:
         self, listener: Listener, identity: Identity, process: str = "", is_frozen: bool = True
     ):
         self.process, self._is_frozen = process, is_frozen
-        pipe = dial(
-            listener.address, lobby_name(identity.name), identity, "coordinator", 10, MAX_MESSAGE
-        )
+        name, host = lobby_name(identity.name), fingerprint_of(identity.host)
+        pipe = dial(listener.address, name, identity, host, 10, MAX_MESSAGE)
         self.heard: list[object] = []
         self.lost = threading.Event()
         self.channel = Channel(
@@ -108,8 +107,8 @@ class Joined:
 
 def arrival(epoch: int = 0, is_running: bool = False, version: str = "") -> Arrive:
     versions = {"thinwire": version or thinwire.__version__}
-    machine = Machine(tflops=1.0, memory_gb=1.0)
-    return Arrive(versions, machine, "", "", epoch, 0, is_running)
+    figures = Figures(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    return Arrive(versions, "cpu", figures, "", "", epoch, 0, is_running)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -125,16 +124,15 @@ class House:
     def __init__(self, folder: Path):
         self.book = AuthorityBook(folder / "authority", "test")
         self.listener = Listener(
-            self.book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=self.book.is_welcome
+            self.book.identity, "127.0.0.1", 0, MAX_MESSAGE, who=self.book.name_of
         )
         self.lobby = Lobby(self.listener, self.book)
         self.invite = self.book.invite(["127.0.0.1:1"], machines=9)
 
     def enrol(self, name: str) -> Identity:
-        key, invite = new_key(), self.invite
-        request = signing_request(key)
-        certificate = self.book.enrol(invite.invite_id, invite.secret, request, name)
-        return identity_of(certificate, key, self.book.authority.certificate_pem)
+        identity = Identity.create(name, self.book.identity.public)
+        self.book.enrol(self.invite.invite_id, self.invite.secret, identity.public, name)
+        return identity
 
     def join(self, name: str) -> Joined:
         joined = Joined(self.listener, self.enrol(name))
@@ -162,12 +160,12 @@ def test_nobody_opens_the_stream_of_another_or_holds_the_seat_of_another(house: 
 
     def refusal(name: str) -> str:
         with pytest.raises(WireError) as refused:
-            dial(house.listener.address, name, eve, "coordinator", 0.5, MAX_MESSAGE)
+            dial(house.listener.address, name, eve, house.book.fingerprint, 0.5, MAX_MESSAGE)
         return str(refused.value)
 
     for name in (lobby_name("ana"), control_name(0, 1)):
         # between two looks whether the epoch is over, nobody is expected for a moment
-        until(lambda name=name: "is expected from 'ana', not from eve" in refusal(name))
+        until(lambda name=name: "is expected from ana, not from eve" in refusal(name))
     until(lambda: "'control-1@1' is not expected there" in refusal(control_name(1, 1)))
     reception.close()
     with pytest.raises(WireError, match="nobody waits for 'control-0@1' any more"):
@@ -280,6 +278,7 @@ def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> N
     )
     asked = on_daemon_thread("doctor", lambda: console.handlers()["outside"]({}))
     ana.hears(TryDoor())
+    house.lobby.guests()[0].origin = "198.51.100.7"  # else it would tell nothing
     ana.channel.send(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
     told = asked.result(20)
     assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
@@ -291,7 +290,7 @@ def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> N
     assert "no peer on another machine" in alone.what
 
 
-def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
+def test_a_removed_peer_hears_it_and_its_key_opens_nothing(house: House) -> None:
     ana = house.enrol("ana")
     joined = Joined(house.listener, ana)
     joined.arrive()
@@ -303,7 +302,7 @@ def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House)
     joined.hears(Dismiss("the host removed this peer from the run", in_order=False))
     assert happened == [("ana", Gone(1, "the host removed it from the run"))]
     assert house.lobby.guests() == []
-    with pytest.raises(AdmissionError, match="'ana' is not welcome there"):
+    with pytest.raises(AdmissionError, match="is not welcome there"):
         Joined(house.listener, ana)
 
 
@@ -332,7 +331,7 @@ def test_a_declined_seat_ends_the_forming_at_once_with_the_reason(
     display = SharedDisplay(
         PlainDisplay(io.StringIO()), house.lobby.tell_all, Standing("test", "abc", "host")
     )
-    base = Base(house.lobby, house.listener, "abc", "", [], tmp_path, corpus, display)
+    base = Base(house.lobby, house.listener, "abc", "", "", [], tmp_path, corpus, display)
     epoch = Epoch(base, Formation(1, ["ana", "ben"]), make_settings(), None)
     gathering = on_daemon_thread("gather", epoch.gather)
     until(lambda: any(isinstance(message, TakeSeat) for message in ben.heard))
@@ -396,8 +395,8 @@ def test_a_folder_of_another_run_is_not_hosted_over(
 def test_figures_that_no_machine_measures_are_refused(memory_gb: float) -> None:
     said = {"type": "arrive", **asdict(arrival())}
     assert LOBBY.unpack(deflate(as_text(said))) == arrival()
-    said["machine"] = {**asdict(arrival().machine), "memory_gb": memory_gb}
-    with pytest.raises(WireError, match=r"machine = .* must be numbers from 0 to 1e\+09"):
+    said["figures"] = {**asdict(arrival().figures), "memory_gb": memory_gb}
+    with pytest.raises(WireError, match=r"figures = .* must be numbers from 0 to 1e\+09"):
         LOBBY.unpack(deflate(as_text(said)))
 
 
@@ -408,7 +407,9 @@ def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
     bound = 50
     monkeypatch.setattr(lobby_module, "MOST_UNTAKEN", bound)
     ana, ben = house.enrol("ana"), house.join("ben")
-    deaf = dial(house.listener.address, lobby_name("ana"), ana, "coordinator", 10, MAX_MESSAGE)
+    deaf = dial(
+        house.listener.address, lobby_name("ana"), ana, house.book.fingerprint, 10, MAX_MESSAGE
+    )
     frame = Frame(FrameKind.CONTROL, payload=LOBBY.pack(arrival()))
     deaf.write(encode(frame))
     until(lambda: len(house.lobby.here()) == 2)

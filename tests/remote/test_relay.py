@@ -4,15 +4,18 @@ import re
 import signal
 import socket
 import stat
-import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from programs import Program
 from thinwire.errors import ConfigError
 from thinwire.remote.relay import Relay, run_relay
-from thinwire.wire import Route, Standby, Tunnel, ping
+from thinwire.wire import Route, Standby, ping
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.routes import call
+from waiting import wait_until
 
 NAME = "0123456789abcdef/cut-0@1"
 
@@ -35,21 +38,18 @@ def start(tmp_path: Path, *arguments: str) -> tuple[Program, Relay]:
 def test_two_meet_at_a_relay_and_its_pass_is_kept(tmp_path: Path, data: Path) -> None:
     program, relay = start(tmp_path)
     route = Route(relay.address, "relayed", relay.password)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as service,
-        Standby(NAME, route, "{}:{}".format(*service.getsockname())),
-        Tunnel(NAME, [route]) as tunnel,
-    ):
-        service.settimeout(30)
-        host, port = tunnel.address.split(":")
-        served = threading.Thread(target=lambda: service.accept()[0].sendall(b"hello"))
-        served.start()
-        said = b""
-        while not said:  # the standby may need a moment to be there
-            with socket.create_connection((host, int(port)), timeout=30) as caller:
-                said = caller.recv(5)
-        assert said == b"hello"
-        served.join()
+
+    def take(connection: socket.socket, home: str) -> Any:
+        def hello() -> None:
+            with connection:
+                connection.sendall(b"hello")
+
+        return on_daemon_thread("hello", hello)
+
+    with Standby(NAME, route, take) as standby:
+        wait_until(lambda: standby.waiting)
+        with call(route, "reach", NAME, 30)[0] as caller:
+            assert caller.recv(5) == b"hello"
     program.process.send_signal(signal.SIGINT)
     assert program.wait() == 0
     text = program.text()

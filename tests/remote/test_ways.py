@@ -18,12 +18,12 @@ def make_ways() -> Ways:
         DoorOf("127.0.0.1:3"),
     ]
     meeting = [[Way("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
-    return Ways("ab" * 8, "token", doors, meeting)
+    return Ways("ab" * 8, "token", doors, meeting, [f"key of {name}" for name in SEATS])
 
 
 def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
     ways = make_ways()
-    told = [ways.connect(stage, Connect(""), SEATS) for stage in range(3)]
+    told = [ways.connect(stage, Connect("")) for stage in range(3)]
     reach = [[way.address for way in one.reach] for one in told]
     wait = [[way.address for way in one.wait] for one in told]
     assert reach == [
@@ -32,14 +32,15 @@ def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
         ["127.0.0.1:3", "192.0.2.9:9"],
     ]
     assert wait == [["127.0.0.1:1", "192.0.2.9:9"], ["127.0.0.1:2", "192.0.2.9:9"], []]
+    assert {tuple(one.seats) for one in told} == {("key of ana", "key of ben", "key of cleo")}
     assert [one.reach[-1].token for one in told[1:]] == ["ben.secret", "cleo.secret"]
 
 
 def test_each_epoch_has_a_word_that_all_its_stages_are_told() -> None:
     first, second = make_ways(), make_ways()
-    words = {first.connect(stage, Connect(""), SEATS).word for stage in range(3)}
+    words = {first.connect(stage, Connect("")).word for stage in range(3)}
     assert len(words) == 1 and words != {second.word}
-    assert first.word not in repr(first) + repr(first.connect(1, Connect(""), SEATS))
+    assert first.word not in repr(first) + repr(first.connect(1, Connect("")))
 
 
 def arrival(outside: str) -> Arrive:

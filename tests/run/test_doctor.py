@@ -1,5 +1,6 @@
 """What will go wrong is said before it does, with this machine's values and the fix."""
 
+import contextlib
 import io
 import json
 import socket
@@ -15,7 +16,7 @@ import pytest
 import thinwire
 from thinwire.cli import main
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import EnrolServer, HostSays, identity_in
+from thinwire.remote.enrol import HostSays, identity_in, serve_enrolment
 from thinwire.remote.invite import Invite
 from thinwire.run.doctor import (
     Finding,
@@ -29,7 +30,7 @@ from thinwire.run.doctor import (
     check_torch,
     examine,
 )
-from thinwire.wire import Door, Route, Standby
+from thinwire.wire import Door, Listener, Route, Standby
 from thinwire.wire.speed import SpeedService
 
 
@@ -38,7 +39,7 @@ class Host:
     """A host as others see it: a door, and behind it the enrolment."""
 
     book: AuthorityBook
-    server: EnrolServer
+    listener: Listener
     door: Door
 
     def invite(self, *more: str, **options: object) -> Invite:
@@ -48,10 +49,16 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     book = AuthorityBook(tmp_path / "authority", "first")
-    with Door("127.0.0.1", 0) as door, EnrolServer(book, door.origins) as server:
+    with Door("127.0.0.1", 0) as door, contextlib.closing(enrolling(book)) as listener:
         door.admit_by(book.run_id, book.grant_of)
-        door.serve(f"{book.run_id}/enrol", server.address)
-        yield Host(book, server, door)
+        door.serve(f"{book.run_id}/enrol", listener.take)
+        yield Host(book, listener, door)
+
+
+def enrolling(book: AuthorityBook) -> Listener:
+    listener = Listener(book.identity, None, 0, 1 << 16, who=book.name_of)
+    serve_enrolment(listener, book)
+    return listener
 
 
 @pytest.fixture
@@ -82,9 +89,8 @@ def test_a_machine_that_can_join_is_told_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     invite = host.invite()
-    with SpeedService() as speed:
-        host.door.serve(f"{host.book.run_id}/speed", speed.address)
-        found = doctor(invite, "0.0.0.0:0")
+    host.door.serve(f"{host.book.run_id}/speed", SpeedService().take)
+    found = doctor(invite, "0.0.0.0:0")
     assert not found.is_blocked, found.text()
     assert one(found, f"the host answers at {host.door.address}").level == "fine"
     assert "sees this machine as 127.0.0.1" in found.text()
@@ -99,7 +105,9 @@ def test_a_machine_that_can_join_is_told_so(
     main(["doctor", "-", "--folder", str(tmp_path / "peer")])
     assert "would let this machine in" in capsys.readouterr().out
     assert host.book.peers() == [] and not (tmp_path / "peer").exists(), "it changes nothing"
-    assert identity_in(tmp_path / "peer", host.server.address, invite).name, "nor is it used up"
+    assert identity_in(tmp_path / "peer", invite.to_service("enrol"), invite).name, (
+        "nor is it used up"
+    )
 
 
 def test_a_host_that_is_away_blocks(
@@ -146,8 +154,8 @@ def test_a_host_behind_a_relay_is_reached(host: Host, doctor: Callable[..., Find
         assert one(away, "the relay answers at").level == "fine"
         assert one(away, "the host does not enrol peers").level == "blocks"
         assert "nobody waits for it" in away.text()
-        name, prover = f"{invite.run_id}/enrol", host.book.authority.prover()
-        with Standby(name, route, host.server.address, prover=prover) as standby:
+        name, prover = f"{invite.run_id}/enrol", host.book.identity.prove
+        with Standby(name, route, host.listener.take, prover=prover) as standby:
             while not standby.waiting:
                 time.sleep(0.01)
             found = doctor(invite)
@@ -163,7 +171,7 @@ def test_an_invite_that_lets_in_nobody_blocks(
     words = "this invite expired at"
     if case != "expired":
         folder = tmp_path / "other"
-        name = identity_in(folder, host.server.address, invite).name
+        name = identity_in(folder, invite.to_service("enrol"), invite).name
         assert not doctor(invite, folder=folder).is_blocked, "who joined before is let in again"
         words = "has been used"
         if case == "kicked":
@@ -178,8 +186,9 @@ def test_an_invite_that_lets_in_nobody_blocks(
 def test_an_impostor_behind_the_right_door_blocks(
     host: Host, doctor: Callable[..., Findings], tmp_path: Path
 ) -> None:
-    with EnrolServer(AuthorityBook(tmp_path / "other", "first")) as impostor:
-        host.door.serve(f"{host.book.run_id}/enrol", impostor.address)
+    other = AuthorityBook(tmp_path / "other", "first")
+    with contextlib.closing(enrolling(other)) as impostor:
+        host.door.serve(f"{host.book.run_id}/enrol", impostor.take)
         finding = blocking(doctor(host.invite()))
     assert "the host cannot be trusted: another run answers" in finding.what
 

@@ -5,36 +5,28 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from knocking import Service
-from wiring import MAX_MESSAGE
+from wiring import HOST, MAX_MESSAGE, PEER
 
-from thinwire.wire import Authority, Listener, Pipe, dial, memory_pair
+from thinwire.wire import Listener, Pipe, dial, memory_pair
 from waiting import PATIENCE
 
 
-@pytest.fixture(scope="session")
-def authority() -> Authority:
-    return Authority.create("tests")
-
-
 @pytest.fixture
-def listener(authority: Authority) -> Iterator[Listener]:
-    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE)
+def listener() -> Iterator[Listener]:
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
     yield listener
     listener.close()
 
 
 @pytest.fixture
-def connect(
-    authority: Authority, listener: Listener
-) -> Iterator[Callable[[str], tuple[Pipe, Pipe]]]:
+def connect(listener: Listener) -> Iterator[Callable[[str], tuple[Pipe, Pipe]]]:
     """Dial the listener by a name; returns the accepted and the dialed end."""
-    identity = authority.issue("peer")
     opened: list[Pipe] = []
 
     def connect(name: str) -> tuple[Pipe, Pipe]:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(listener.accept, name, PATIENCE)
-            dialed = dial(listener.address, name, identity, "coordinator", PATIENCE, MAX_MESSAGE)
+            dialed = dial(listener.address, name, PEER, HOST.fingerprint, PATIENCE, MAX_MESSAGE)
             opened.extend((accepted.result(), dialed))
             return accepted.result(), dialed
 
@@ -46,7 +38,7 @@ def connect(
 
 @pytest.fixture(params=["memory", "accepted first", "dialed first"])
 def pipes(request: pytest.FixtureRequest) -> tuple[Pipe, Pipe]:
-    """Two joined ends; over gRPC the two sides differ, so each comes first once."""
+    """Two joined ends; over TLS the two sides differ, so each comes first once."""
     if request.param == "memory":
         return memory_pair()
     accepted, dialed = request.getfixturevalue("connect")("peer")

@@ -1,29 +1,38 @@
 """Callers at a door that are written by hand, and a service behind it."""
 
+import queue
 import socket
 import time
 from collections.abc import Callable
+from concurrent import futures
 
 from thinwire.wire import Door
-from thinwire.wire.preamble import proof_of, who_of
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.routes import proof_of, who_of
+from thinwire.wire.sockets import accept_all, listen, stop_listening
 from waiting import PATIENCE
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
 
 
 class Service:
-    """A TCP service of a test: each connection is kept for the test to use."""
+    """A service of a test, behind a door or on a port: each connection is kept to be used."""
 
     def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._taken: queue.Queue[socket.socket] = queue.Queue()
+        self._socket = listen("127.0.0.1", 0)
         self.address = "{}:{}".format(*self._socket.getsockname())
+        accept_all(self._socket, self.take)
+
+    def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
+        self._taken.put(connection)
+        return on_daemon_thread("service", lambda: until(lambda: connection.fileno() < 0, 3600))
 
     def accept(self) -> socket.socket:
-        self._socket.settimeout(PATIENCE)
-        return with_patience(self._socket.accept()[0])
+        return with_patience(self._taken.get(timeout=PATIENCE))
 
     def close(self) -> None:
-        self._socket.close()
+        stop_listening(self._socket)
 
 
 def with_patience(connection: socket.socket) -> socket.socket:
@@ -46,14 +55,14 @@ def ask(door: Door, wish: str, name: str, token: str = TOKEN) -> socket.socket:
     """A caller that is written by hand, up to the answer."""
     caller = knock(door)
     magic, version, nonce = line(caller).split(" ")
-    assert (magic, version) == ("thinwire-door", "2")
+    assert (magic, version) == ("thinwire-door", "3")
     proof = proof_of(token, nonce, wish, name)
     caller.sendall(f"{wish} {name} {who_of(token) or '-'} {proof}\n".encode())
     return caller
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def until(condition: Callable[[], object], patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import WireError
 from thinwire.wire import HEADER_BYTES, Frame, FrameKind, decode, encode
-from thinwire.wire.numbered import Kind
+from thinwire.wire.lasting import Kind
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 FRAMES = st.builds(

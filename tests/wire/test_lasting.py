@@ -15,9 +15,8 @@ from thinwire.wire import (
     Pipe,
     lasting,
     memory_pair,
-    numbered,
 )
-from thinwire.wire.numbered import HEAD, LASTING_BYTES, Kind
+from thinwire.wire.lasting import HEAD, LASTING_BYTES, Kind
 from waiting import PATIENCE, wait_until
 
 
@@ -123,7 +122,7 @@ class ByHand:
 
 @pytest.fixture
 def keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbered, "MOST_KEPT", 20_000)
+    monkeypatch.setattr(lasting, "MOST_KEPT", 20_000)
     monkeypatch.setattr(lasting, "ACKNOWLEDGE_BYTES", 5_000)
     monkeypatch.setattr(lasting, "LEAST_COUNTED", 300)
 

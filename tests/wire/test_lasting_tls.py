@@ -1,14 +1,13 @@
-"""A pipe that lasts over real connections under mutual TLS, which a proxy cuts."""
+"""A pipe that lasts over real connections under TLS, which a proxy cuts."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wiring import HOURLY, MAX_MESSAGE, Recorder, in_background, read_all
+from wiring import HOST, HOURLY, MAX_MESSAGE, PEER, Recorder, in_background, read_all
 
 from proxy import Proxy
 from thinwire.wire import (
-    Authority,
     Frame,
     FrameKind,
     LastingPipe,
@@ -22,9 +21,9 @@ from waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
-def listener(authority: Authority) -> Iterator[Listener]:
-    """Neither end pings: what is noticed, and told, is up to the pipes."""
-    listener = Listener(authority.issue("coordinator"), "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
+def listener() -> Iterator[Listener]:
+    """Neither end says that it lives: what is noticed, and told, is up to the pipes."""
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HOURLY)
     yield listener
     listener.close()
 
@@ -37,17 +36,14 @@ def path(listener: Listener) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def over_tls(
-    authority: Authority, listener: Listener, path: Proxy
-) -> tuple[LastingPipe, LastingPipe]:
+def over_tls(listener: Listener, path: Proxy) -> tuple[LastingPipe, LastingPipe]:
     """The accepted and the dialed end, whose connections take the path."""
-    identity = authority.issue("peer")
 
     def accept(timeout: float) -> Pipe:
-        return listener.accept("peer", timeout, "peer", is_replaceable=True)
+        return listener.accept("peer", timeout, PEER.fingerprint, is_replaceable=True)
 
     def call(timeout: float) -> Pipe:
-        return dial(path.address, "peer", identity, "coordinator", timeout, MAX_MESSAGE, HOURLY)
+        return dial(path.address, "peer", PEER, HOST.fingerprint, timeout, MAX_MESSAGE, HOURLY)
 
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(lambda: LastingPipe(accept(PATIENCE), accept, PATIENCE))

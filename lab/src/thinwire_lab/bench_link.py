@@ -7,7 +7,7 @@ and, over a network that is really there, between two of its addresses:
     ip netns exec one python -m thinwire_lab.bench_link --mbps 80 --latency-ms 25 \\
         --real --listen 10.88.0.1 --other "ip netns exec two"
 
-Both ends send as fast as the link takes, in both directions at once, over gRPC with mutual TLS.
+Both ends send as fast as the link takes, in both directions at once, over TLS.
 Each size gets a fresh pair of processes, so that CPU time and the kernel's byte counts belong to it
 alone. Then single frames are timed, each after the link was idle for two seconds.
 """
@@ -16,9 +16,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import queue
 import shlex
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -29,7 +32,6 @@ from typing import Any
 from thinwire.errors import WireError
 from thinwire.wire import (
     HEADER_BYTES,
-    Authority,
     Frame,
     FrameKind,
     Identity,
@@ -38,13 +40,13 @@ from thinwire.wire import (
     Listener,
     Meter,
     dial,
-    socket_totals,
 )
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)
 _MAX_PAYLOAD = 64 << 20
 _WAITING_BYTES = 4 << 20
 _IDLE_S = 2.0
+_SENT_AT = 200  # bytes_sent and bytes_retrans in struct tcp_info (linux/tcp.h)
 _ALONE = 5  # frames of each size that are timed alone
 
 Row = dict[str, Any]
@@ -116,7 +118,7 @@ class _End:
             "cpu_seconds": time.process_time() - cpu_before,
             "payload": self._link.meter.snapshot()["sent"]["total"]["payload_bytes"],
             "meter": self._link.meter.sent_bytes(),
-            "kernel": sum(total.bytes_sent_once for total in socket_totals()),
+            "kernel": _bytes_sent(),
         }
 
     def _on_frame(self, frame: Frame) -> None:
@@ -178,16 +180,17 @@ def _two_ends(
     path: Path, size: int = 0, seconds: float = 0.0
 ) -> Iterator[tuple[_End, Callable[[], dict[str, Any]]]]:
     """This end, and a call that returns what the other one found; that one streams too."""
-    authority = Authority.create("bench")
+    identity, other = Identity.create("here"), Identity.create("there")
     words = [*shlex.split(path.other), sys.executable, "-P", "-m", "thinwire_lab.bench_link"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    listener = Listener(authority.issue("here"), path.listen, 0, _MAX_PAYLOAD + HEADER_BYTES)
+    listener = Listener(identity, path.listen, 0, _MAX_PAYLOAD + HEADER_BYTES)
     with (
         contextlib.closing(listener),
         subprocess.Popen([*words, "--other-end"], **pipes) as process,
     ):
         order = {
-            "identity": authority.issue("there").to_plain(),
+            "identity": dataclasses.asdict(other),
+            "whom": identity.fingerprint,
             "address": listener.address,
             "config": dataclasses.asdict(path.config),
             "work": {"size": size, "seconds": seconds},
@@ -204,11 +207,26 @@ def _two_ends(
             yield _End(link), finish
 
 
+def _bytes_sent() -> int:
+    """Stream bytes that left the TCP sockets of this process, as the kernel counts them.
+
+    Without repetitions; 0 where Linux is not below.
+    """
+    counts: dict[tuple[Any, Any], int] = {}  # by both ends: descriptors may share a connection
+    for entry in os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as copy:
+            if copy.type != socket.SOCK_STREAM or copy.family != socket.AF_INET:
+                continue
+            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            sent, again = struct.unpack_from("=QQ", info, _SENT_AT)
+            counts[copy.getsockname(), copy.getpeername()] = sent - again
+    return sum(counts.values())
+
+
 def _other_end() -> None:
     order: dict[str, Any] = json.loads(sys.stdin.readline())
-    identity = Identity.from_plain(order["identity"])
-    limit = _MAX_PAYLOAD + HEADER_BYTES
-    pipe = dial(order["address"], "there", identity, "here", 30, limit)
+    identity, limit = Identity(**order["identity"]), _MAX_PAYLOAD + HEADER_BYTES
+    pipe = dial(order["address"], "there", identity, order["whom"], 30, limit)
     nic = LinkConfig(**order["config"]).nic()
     with contextlib.closing(Link(pipe, Meter(), nic, "there to here", _MAX_PAYLOAD)) as link:
         end = _End(link)

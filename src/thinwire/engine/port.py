@@ -5,8 +5,8 @@ Everything that is not due is the neighbour's error, before memory is allocated 
 
 import math
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from thinwire.codec import Codec, Leg, Place
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.rows import FROM_ABOVE, FROM_BELOW
 from thinwire.engine.source import Versions
-from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Message, Verdict, unpack_tally
+from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack_tally
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
 from thinwire.schedule import Kind, Schedule
-from thinwire.wire import SEAL_BYTES, Frame, FrameKind, Link, Seal
+from thinwire.wire import Frame, FrameKind, Link
 
 Key = tuple[Any, ...]
 
@@ -46,7 +46,7 @@ EVALUATION_WINDOW = 4
 
 @dataclass(frozen=True)
 class Due:
-    """Who sends, which kinds, how many steps ahead, how much of each, and who has to sign it.
+    """Who sends, which kinds, how many steps ahead, and how much of each.
 
     A stage below may be a step ahead, while this one still saves the step before; the stage above
     cannot be, for it needs this stage's activations.
@@ -56,7 +56,6 @@ class Due:
     kinds: frozenset[FrameKind]
     steps_ahead: int
     way: int  # of rows
-    signers: Mapping[FrameKind, range] = field(default_factory=dict)  # one part of each stage
     first_step: int = 0
     validation_batches: int = 0
     basis_bytes: int = 0  # of one that moves
@@ -71,13 +70,12 @@ class Due:
         return number == 0
 
     def most_bytes(self, kind: FrameKind) -> int:
-        """The largest message of a kind, signatures included."""
-        content = {
+        """The largest message of a kind."""
+        return {
             FrameKind.BASIS: self.basis_bytes,
             FrameKind.ROWS: self.rows[1],
             FrameKind.TALLY: TALLY_BYTES,
         }.get(kind, VERDICT_BYTES)
-        return content + len(self.signers[kind]) * SEAL_BYTES
 
     @classmethod
     def from_below(
@@ -91,24 +89,17 @@ class Due:
     ) -> "Due":
         """What the stage below sends: activations, of validations too, and verdicts.
 
-        The first stage has signed verdicts and the changes of rows. By the schedule it keeps a
-        window: it sends another activation only after so many gradients.
+        By the schedule it keeps a window: it sends another activation only after so many gradients.
         """
         kinds = {FrameKind.FORWARD, FrameKind.VERDICT}
         kinds |= {FrameKind.EVALUATE, FrameKind.VALIDATED}
         kinds |= {FrameKind.PROBE} if basis_moves else set()
         kinds |= {FrameKind.ROWS} if rows[0] else set()
-        first = range(1)
         return cls(
             sender=stage - 1,
             kinds=frozenset(kinds),
             steps_ahead=1,
             way=FROM_BELOW,
-            signers={
-                FrameKind.VERDICT: first,
-                FrameKind.VALIDATED: first,
-                FrameKind.ROWS: first,
-            },
             first_step=first_step,
             validation_batches=validation_batches,
             rows=rows,
@@ -119,17 +110,14 @@ class Due:
     def from_above(
         cls,
         stage: int,
-        stages: int,
         first_step: int,
         basis_bytes: int = 0,
         rows: tuple[int, int] = (0, 0),
     ) -> "Due":
         """What the stage above sends: gradients and tallies, to which each stage adds its own.
 
-        The basis moves as the last stage says. The stage above has signed gradients of rows, to
-        which it has added its own.
+        The basis moves as the last stage says.
         """
-        above = range(stage + 1, stages)
         kinds = {FrameKind.BACKWARD, FrameKind.TALLY}
         kinds |= {FrameKind.BASIS} if basis_bytes else set()
         kinds |= {FrameKind.ROWS} if rows[0] else set()
@@ -138,11 +126,6 @@ class Due:
             kinds=frozenset(kinds),
             steps_ahead=0,
             way=FROM_ABOVE,
-            signers={
-                FrameKind.TALLY: above,
-                FrameKind.BASIS: above[-1:],
-                FrameKind.ROWS: above[:1],
-            },
             first_step=first_step,
             basis_bytes=basis_bytes,
             rows=rows,
@@ -257,7 +240,6 @@ class Port:
         mailbox: Mailbox,
         due: Due,
         sightings: Sightings | None = None,
-        seal: Seal | None = None,
     ):
         self.link = link
         self._stage = stage
@@ -265,7 +247,6 @@ class Port:
         self._mailbox = mailbox
         self._due = due
         self._sightings = sightings or Sightings()
-        self._seal = seal or Seal()
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         self._evaluated = (due.first_step, -1)  # step and number of the last validation frame
@@ -332,7 +313,7 @@ class Port:
             Frame(kind=kind, sender=self._stage, step=step, microbatch=number, payload=payload)
         )
 
-    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> Message:
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
         """The neighbour's message of this step, waiting for it."""
         return self._mailbox.take((kind, step, number))
 
@@ -408,9 +389,8 @@ class Port:
                 f"{self._described(frame)} has {len(frame.payload)} bytes, but at most {most} "
                 "were agreed"
             )
-        travels = bytes(frame.payload)
+        content = bytes(frame.payload)
         try:
-            content = self._seal.check(self._due.signers[kind], kind, step, travels, number)
             if kind is FrameKind.BASIS:
                 self._check_basis(content)
             elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
@@ -419,7 +399,7 @@ class Port:
                     self._sightings.note(step, NORMS)
         except WireError as error:
             raise WireError(f"{self._described(frame)}: {error}") from None
-        self._mailbox.put((kind, step, number), step, Message(content, travels))
+        self._mailbox.put((kind, step, number), step, content)
 
     def _check_basis(self, payload: bytes) -> None:
         if len(payload) != (agreed := self._due.basis_bytes):

@@ -21,7 +21,7 @@ from thinwire.engine.step_end import Decide, StageUpdate, StepEnd, Verdict
 from thinwire.engine.trace import FORWARD, Progress, Sightings, StepTrace
 from thinwire.model import Score, Stage
 from thinwire.schedule import Kind, Schedule, forward_only
-from thinwire.wire import FrameKind, Seal
+from thinwire.wire import FrameKind
 
 
 class Runner:
@@ -39,7 +39,6 @@ class Runner:
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         progress: Progress | None = None,
         sightings: Sightings | None = None,
-        seal: Seal | None = None,
     ):
         self.stage = stage
         self.trace = StepTrace()
@@ -53,7 +52,7 @@ class Runner:
         assert last.kind is Kind.U, "a validated training schedule ends with an update"
         self._autocast = autocast
         device = next(stage.parameters()).device
-        self._end = StepEnd([update], index, below, above, device, self._sightings, seal)
+        self._end = StepEnd([update], index, below, above, device, self._sightings)
         self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # received, output
         self._losses: list[Tensor] = []
 

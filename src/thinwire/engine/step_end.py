@@ -20,7 +20,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from thinwire.engine.source import Versions
 from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace, is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
-from thinwire.wire import HEADER_BYTES, FrameKind, Seal
+from thinwire.wire import HEADER_BYTES, FrameKind
 
 _VERDICT = struct.Struct("<dBBB")
 VERDICT_BYTES = _VERDICT.size
@@ -232,20 +232,13 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-class Message(NamedTuple):
-    """A message that no codec packs: what it says, and how it travels on to the next stage."""
-
-    content: bytes
-    travels: bytes
-
-
 class Messenger(Protocol):
     """The way to a neighbour, as the end of a step needs it."""
 
     def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
         """Hand over a message as it travels."""
 
-    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> Message:
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
         """The neighbour's message of this step, waiting for it."""
 
 
@@ -265,7 +258,6 @@ class StepEnd:
         above: Messenger | None = None,
         device: torch.device | None = None,
         sightings: Sightings | None = None,
-        seal: Seal | None = None,
     ):
         self.trace = StepTrace()
         self.row_bytes = dict.fromkeys(Leg, 0)
@@ -276,7 +268,6 @@ class StepEnd:
         self._below, self._above = below, above
         self._device = device
         self._sightings = sightings or Sightings()
-        self._seal = seal or Seal()
 
     def end(self, step: int, lr: float, decide: Decide, probe: LossProbe) -> Verdict:
         """Agree with all stages, and change the weights or leave them as they were."""
@@ -312,13 +303,13 @@ class StepEnd:
     def pass_up(self, kind: FrameKind, step: int, decided: Verdict | None) -> Verdict:
         """A verdict, decided here or taken from below, goes on to the stage above as it came."""
         if decided is not None:
-            travels = self._seal.sign(kind, step, decided.to_bytes())
+            content = decided.to_bytes()
         else:
             assert self._below is not None, "the first stage decides"
-            content, travels = self._below.take_message(kind, step)
+            content = self._below.take_message(kind, step)
             decided = Verdict.from_bytes(content)
         if self._above is not None:
-            self._above.send_message(kind, step, travels)
+            self._above.send_message(kind, step, content)
         return decided
 
     def sync(self) -> None:
@@ -328,11 +319,11 @@ class StepEnd:
 
     def _agree(self, step: int, tally: list[float], decide: Decide) -> Verdict:
         """Pass the tallies down and the verdict up; the first stage is where they meet."""
-        parts, decided = self._seal.sign(FrameKind.TALLY, step, pack_tally(tally)), None
+        parts, decided = pack_tally(tally), None
         if self._above is not None:
             message = self._above.take_message(FrameKind.TALLY, step)
-            parts += message.travels
-            tally += unpack_tally(message.content)
+            parts += message
+            tally += unpack_tally(message)
         if self._below is not None:
             self._below.send_message(FrameKind.TALLY, step, parts)
         else:
@@ -347,11 +338,10 @@ class StepEnd:
             with self.trace.span("compute", "norm"):
                 basis_DK = self._keepers[-1].propose()
             content = basis_DK.detach().cpu().contiguous().numpy().tobytes()
-            travels = self._seal.sign(FrameKind.BASIS, step, content)
         else:
             old_DK = self._keepers[-1].space.basis_DK
             with self.trace.span("wait", "basis"):
-                content, travels = self._above.take_message(FrameKind.BASIS, step)
+                content = self._above.take_message(FrameKind.BASIS, step)
             flat = torch.frombuffer(bytearray(content), dtype=old_DK.dtype)
             basis_DK = flat.to(old_DK.device).view(old_DK.shape)
             if not is_finite(basis_DK):  # it would spoil the weights of this stage
@@ -360,7 +350,7 @@ class StepEnd:
                     f"{step + 1}"
                 )
         if self._below is not None:
-            self._below.send_message(FrameKind.BASIS, step, travels)
+            self._below.send_message(FrameKind.BASIS, step, content)
         return basis_DK
 
     def _move_basis(self, step: int, basis_DK: Tensor, probe: LossProbe) -> None:
@@ -389,7 +379,7 @@ class StepEnd:
             number, payload = row_number(frame, FROM_ABOVE), None
             if self._above is not None:
                 with self.trace.span("wait", "rows"):
-                    payload = self._above.take_message(FrameKind.ROWS, step, number).content
+                    payload = self._above.take_message(FrameKind.ROWS, step, number)
             for own in reversed(self._rows):
                 if payload is not None:
                     self._sightings.look(step, GRADIENT, own.add(step, frame, payload))
@@ -398,8 +388,7 @@ class StepEnd:
                     self._count(Leg.BACKWARD, payload, own is not self._rows[0])
             if self._below is not None:
                 assert payload is not None, "every stage has gradients to send"
-                signed = self._seal.sign(FrameKind.ROWS, step, payload, number)
-                self._below.send_message(FrameKind.ROWS, step, signed, number)
+                self._below.send_message(FrameKind.ROWS, step, payload, number)
 
     def _pass_rows_up(self, step: int) -> None:
         """What the first stage makes of them, for all copies; then they are no longer due."""
@@ -410,12 +399,11 @@ class StepEnd:
             number = row_number(frame, FROM_BELOW)
             if self._below is None:
                 content = made[frame]
-                travels = self._seal.sign(FrameKind.ROWS, step, content, number)
             else:
                 with self.trace.span("wait", "rows"):
-                    content, travels = self._below.take_message(FrameKind.ROWS, step, number)
+                    content = self._below.take_message(FrameKind.ROWS, step, number)
             if self._above is not None:
-                self._above.send_message(FrameKind.ROWS, step, travels, number)
+                self._above.send_message(FrameKind.ROWS, step, content, number)
             with self.trace.span("compute", "U"):
                 for own in rows:
                     own.follow(step, frame, content)

@@ -1,6 +1,6 @@
 """One stage at work: built from an assignment, agreed with its neighbours, run to the end.
 
-The same worker runs in a peer process over gRPC links and in a thread over in-memory ones.
+The same worker runs in a peer process over TLS links and in a thread over in-memory ones.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from thinwire.engine.trace import Progress, Sightings
 from thinwire.errors import CheckpointError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
-from thinwire.wire import Link, Seal, Span
+from thinwire.wire import Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
@@ -83,7 +83,6 @@ class Worker:
         self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
         self.stop_requested = threading.Event()
-        self.seal = Seal()  # of what all stages tell each other; replaced where peers are strangers
         self.device = choose_device(settings.run.device, self.index)
         self.data = far or Corpus.open(assignment.corpus)
         self.feed = Feed(self.data, settings, self.device)
@@ -236,7 +235,7 @@ class Worker:
         rows = self.update.rows.limits() if self.update.rows else (0, 0)
         step, schedule = self.state.step, self.settings.schedule()
         from_below = Due.from_below(self.index, step, batches, basis > 0, schedule, rows)
-        from_above = Due.from_above(self.index, self.last + 1, step, basis, rows)
+        from_above = Due.from_above(self.index, step, basis, rows)
         return Runner(
             self.stage,
             self.feed,
@@ -248,13 +247,12 @@ class Worker:
             autocast_for(self.settings.run.precision, self.device),
             self.progress,
             self._sightings,
-            self.seal,
         )
 
     def _port(self, link: Link | None, end: CutEnd | None, due: Due) -> Port | None:
         if link is None or end is None:
             return None
-        port = Port(link, self.index, end, self.mailbox, due, self._sightings, self.seal)
+        port = Port(link, self.index, end, self.mailbox, due, self._sightings)
         self._ports.append(port)
         return port
 

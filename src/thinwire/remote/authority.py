@@ -1,7 +1,8 @@
-"""Who may join a run: its authority, its invites and its peers, kept in the run's folder.
+"""Who may join a run: the host's key, its invites and its peers, kept in the run's folder.
 
-All of it survives a restart of the host. A change is on the disk before anybody hears of it, so a
-single-use invite stays used and a kicked peer stays kicked, whatever ends the process.
+This list is the authority: it is asked at every connection. All of it survives a restart of the
+host. A change is on the disk before anybody hears of it, so a single-use invite stays used and a
+kicked peer stays kicked, whatever ends the process.
 """
 
 import contextlib
@@ -9,21 +10,17 @@ import datetime
 import hmac
 import re
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from thinwire.errors import AdmissionError, ConfigError
-from thinwire.folders import private_folder
-from thinwire.remote.entries import (
-    EnrolledPeer,
-    Entries,
-    IssuedInvite,
-    read_entries,
-    write_entries,
-)
+import msgspec
+
+from thinwire.errors import AdmissionError, ConfigError, ThinwireError, WireError
+from thinwire.folders import private_folder, replace_private_file
 from thinwire.remote.invite import (
     ID_BYTES,
     LONGEST_NAME,
@@ -35,21 +32,58 @@ from thinwire.remote.invite import (
     invite_of,
     is_address,
 )
-from thinwire.wire import Grant
+from thinwire.wire import Grant, Identity
+from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name, shown_key
 from thinwire.wire.speed import SERVICE as SPEED
-from thinwire.wire.tls import Authority, Identity, is_name, request_fingerprint
 
 COORDINATOR = "coordinator"
 DAY = 24 * 3600.0
 MOST_PEERS = 1000
 MOST_INVITES = 1000  # expired ones make room
+_VERSION = 3
+_MOST_BYTES = 16 << 20
 _FOR_INVITED = frozenset({"enrol", SPEED})
 _RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
 _WRONG = "wrong invite: this run did not issue it, or it was altered; ask the host for a new one"
 
 
+@dataclass(frozen=True)
+class IssuedInvite:
+    """What the host keeps of an invite: not the secret, only by what to know it again."""
+
+    invite_id: str
+    secret_hash: str = field(repr=False)
+    expires: int
+    machines: int  # that it lets in
+    used_by: list[str] = field(default_factory=list)  # fingerprints of the keys
+    closed: bool = False  # lets in nobody new
+
+
+@dataclass(frozen=True)
+class EnrolledPeer:
+    """A peer that was let in: its name, and the key that it is known by."""
+
+    name: str
+    key: str  # its fingerprint
+    invite_id: str
+    enrolled: float
+    kicked: bool = False
+    public: str = ""
+    certificate: str = ""  # in books of version 2, in place of the public key
+
+
+@dataclass(frozen=True)
+class _Book:
+    """All that is kept, as it is written."""
+
+    run_name: str
+    invites: list[IssuedInvite]
+    peers: list[EnrolledPeer]
+    version: int = _VERSION
+
+
 class AuthorityBook:
-    """The authority of a run with its invites and peers. Safe to use from several threads.
+    """The key of a run's host, with its invites and peers. Safe to use from several threads.
 
     It is made when there is none in the folder. `clock` gives seconds since 1970.
     """
@@ -63,10 +97,13 @@ class AuthorityBook:
             private_folder(folder)
             path = folder / "authority.pem"
             if not path.exists():
-                Authority.create(run_name).save(path)
-        except OSError as error:
+                replace_private_file(path, Identity.create(COORDINATOR).key_pem.encode())
+            self.identity = Identity(COORDINATOR, path.read_text())
+            self.fingerprint = self.identity.fingerprint
+        except (OSError, UnicodeError) as error:
             raise ConfigError(f"cannot keep the run's authority in {folder}: {error}") from error
-        self.authority = Authority.load(path)
+        except WireError as error:
+            raise WireError(f"{path}: {error}; restore the file, or start a new run") from None
         self.folder = folder
         self._run_name = run_name
         self._invites: dict[str, IssuedInvite] = {}
@@ -79,11 +116,7 @@ class AuthorityBook:
     @property
     def run_id(self) -> str:
         """By which doors know the run."""
-        return self.authority.run_id
-
-    def coordinator(self) -> Identity:
-        """A fresh identity for the coordinator."""
-        return self.authority.issue(COORDINATOR)
+        return self.fingerprint[:RUN_DIGITS]
 
     def invite(
         self,
@@ -108,7 +141,7 @@ class AuthorityBook:
             self._invites[issued.invite_id] = issued
         return Invite(
             " ".join(self._run_name.split())[:LONGEST_NAME],
-            self.authority.fingerprint,
+            self.fingerprint,
             tuple(addresses)[:MOST_ADDRESSES],
             issued.invite_id,
             secret,
@@ -117,14 +150,14 @@ class AuthorityBook:
             relay_pass,
         )
 
-    def enrol(self, invite_id: str, secret: str, request_pem: str, wanted_name: str) -> str:
-        """Let a peer in; returns its certificate, whose name is the wanted one if there is one.
+    def enrol(self, invite_id: str, secret: str, public: str, wanted_name: str) -> str:
+        """Let in who has proven to hold a key; returns its name, the wanted one if there is one.
 
         AdmissionError says why not: wrong, expired, used, closed, kicked, or the name is taken. A
-        peer that is known by its key gets its certificate again, with any invite that let it in,
-        also after that has expired: its time is for those who are new.
+        peer that is known by its key is told its name again, with any invite that let it in, also
+        after that has expired: its time is for those who are new.
         """
-        key = request_fingerprint(request_pem)
+        key = fingerprint_of(public)
         with self._change():
             invite, known = self._admitted(invite_id, secret, key)
             if known is not None:
@@ -142,20 +175,18 @@ class AuthorityBook:
                         f"the run has {MOST_PEERS} peers already: it takes no more until one is "
                         "removed (thinwire kick)"
                     )
-                certificate = self.authority.sign(request_pem, name)
-                self._peers[name] = EnrolledPeer(name, key, certificate, invite_id, self._clock())
+                self._peers[name] = EnrolledPeer(name, key, invite_id, self._clock(), public=public)
             if key not in invite.used_by:
                 self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
-            return self._peers[name].certificate
+            return name
 
-    def check_invite(self, invite_id: str, secret: str, request_pem: str = "") -> None:
-        """Raise what `enrol` would, and use nothing up; without a request, for a new machine."""
-        key = request_fingerprint(request_pem) if request_pem else ""
+    def check_invite(self, invite_id: str, secret: str, public: str) -> None:
+        """Raise what `enrol` would, and use nothing up."""
         with self._changing:
-            self._admitted(invite_id, secret, key)
+            self._admitted(invite_id, secret, fingerprint_of(public))
 
     def kick(self, name: str) -> list[str]:
-        """Let a peer in no more, neither by its certificate nor by its key nor by its invite.
+        """Let a peer in no more, neither by its key nor by its invite.
 
         The invite it came with admits nobody new from now on: it could return with another key.
         Peers that joined with the same invite stay, and are returned: they may be the same person.
@@ -174,13 +205,23 @@ class AuthorityBook:
             return [p.name for p in self._peers.values() if p.invite_id in used and not p.kicked]
 
     def is_welcome(self, name: str) -> bool:
-        """Whether a certificate of this name opens anything; for a `Listener`."""
+        """Whether a peer of this name may open anything."""
         peer = self._peers.get(name)
-        return name == COORDINATOR or (peer is not None and not peer.kicked)
+        return peer is not None and not peer.kicked
+
+    def name_of(self, fingerprint: str) -> str | None:
+        """Whose key it is; None if its holder may open nothing; for a `Listener`."""
+        with self._changing:
+            known = [p.name for p in self._peers.values() if p.key == fingerprint and not p.kicked]
+        return known[0] if known else None
+
+    def key_of(self, name: str) -> str:
+        """The fingerprint of a peer's key."""
+        return self._peers[name].key
 
     def door_token(self, name: str) -> str:
         """What a peer shows at the host's door, and the host at the peer's."""
-        return self.authority.door_token(self._peers[name].certificate)
+        return self.identity.token_with(name, self._peers[name].public)
 
     def grant_of(self, who: str) -> Grant | None:
         """What somebody may at the host's door, which asks this at every connection.
@@ -285,17 +326,39 @@ class AuthorityBook:
                 raise
 
     def _save(self) -> None:
-        entries = Entries(self._run_name, list(self._invites.values()), list(self._peers.values()))
+        kept = _Book(self._run_name, list(self._invites.values()), list(self._peers.values()))
         try:
-            write_entries(self._file, entries)
+            content = msgspec.json.format(msgspec.json.encode(kept), indent=1)
+            replace_private_file(self._file, content)
         except OSError as error:
             raise ConfigError(f"cannot write {self._file}: {error}") from error
 
     def _load(self) -> None:
-        entries = read_entries(self._file)
-        self._run_name = self._run_name or entries.run_name
-        self._invites = {invite.invite_id: invite for invite in entries.invites}
-        self._peers = {peer.name: peer for peer in entries.peers}
+        """A damaged book is an error: without it kicked peers could return."""
+        try:
+            with self._file.open("rb") as file:
+                kept = msgspec.json.decode(file.read(_MOST_BYTES), type=_Book)
+            if kept.version not in (2, _VERSION):
+                raise ConfigError(f"its version is {kept.version}, not {_VERSION}")
+            peers = [_with_key(peer) for peer in kept.peers]
+        except (OSError, ValueError, ThinwireError) as error:
+            raise ConfigError(
+                f"{self._file} is damaged ({error}): restore it, or remove the folder "
+                f"{self.folder}, which makes every invite and every peer of the run unknown"
+            ) from None
+        self._run_name = self._run_name or kept.run_name
+        self._invites = {invite.invite_id: invite for invite in kept.invites}
+        self._peers = {peer.name: peer for peer in peers}
+
+
+def _with_key(peer: EnrolledPeer) -> EnrolledPeer:
+    """A peer of a book, whose public key is the one of its fingerprint."""
+    if peer.certificate:
+        public = shown_key(ssl.PEM_cert_to_DER_cert(peer.certificate))
+        peer = replace(peer, public=public, certificate="")
+    if fingerprint_of(peer.public) != peer.key:
+        raise ConfigError(f"the key of {peer.name!r} is not the one of its fingerprint")
+    return peer
 
 
 def _why_kicked(peer: EnrolledPeer) -> str:

@@ -1,6 +1,6 @@
 """An invite: one line of text by which another machine finds a run, trusts it, and may join it.
 
-It carries the fingerprint of the run's authority, so whoever has it needs no other proof of whom it
+It carries the fingerprint of the host's key, so whoever has it needs no other proof of whom it
 talks to; and a secret, so whoever has it is let in. Send it as you would send a password.
 """
 
@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass, field
 
 from thinwire.errors import AdmissionError, printable
-from thinwire.wire.tls import RUN_DIGITS
-from thinwire.wire.tunnel import Route
+from thinwire.wire.keys import RUN_DIGITS
+from thinwire.wire.routes import Route, Routes
 
 PREFIX = "tw1-"
 SECRET_BYTES = 16
@@ -65,6 +65,10 @@ class Invite:
     def service(self, name: str) -> str:
         """The name of one of the host's services at its door, such as "enrol"."""
         return f"{self.run_id}/{name}"
+
+    def to_service(self, name: str, token: str = "") -> Routes:
+        """The ways to a service of the host; as for `routes`."""
+        return Routes(self.service(name), self.routes(token))
 
     def seconds_left(self, now: float | None = None) -> float:
         """Until it expires by this machine's clock; negative afterwards."""

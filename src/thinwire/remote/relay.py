@@ -24,8 +24,7 @@ from thinwire.report.table import plain_table
 from thinwire.run.signals import heeding
 from thinwire.wire import Door, Traffic, raise_descriptor_limit
 from thinwire.wire.door import LINK_MBPS
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire.sockets import address_text, split_address
 
 _PASS = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _LINE_EVERY_S = 10.0  # where lines cannot be rewritten
@@ -75,7 +74,7 @@ def run_relay(listen: str, mbps: float, pass_file: Path | None, stream: TextIO) 
             stream.write(_welcome(host, Relay(outside_address(host, door.port), password), mbps))
             stream.flush()
             _show(door, stream, is_over)
-        passed = sum(traffic.bytes for traffic in door.traffic().values())
+        passed = sum(traffic.relayed_bytes for traffic in door.traffic().values())
     stream.write(f"the relay is closed; {human_bytes(passed)} passed\n")
 
 
@@ -143,7 +142,7 @@ def _show(door: Door, stream: TextIO, is_over: threading.Event) -> None:
     last = ""
     while not is_over.wait(_LINE_EVERY_S):
         line = ", ".join(
-            f"run {run}: {traffic.connections} connections, {human_bytes(traffic.bytes)}"
+            f"run {run}: {traffic.connections} connections, {human_bytes(traffic.relayed_bytes)}"
             for run, traffic in door.traffic().items()
         )
         if line != last:
@@ -157,6 +156,6 @@ def _table(runs: dict[str, Traffic]) -> Table:
     for head in ("run", "connections", "waiting", "passed"):
         table.add_column(head, justify="left" if head == "run" else "right")
     for name, traffic in runs.items():
-        passed = human_bytes(traffic.bytes)
+        passed = human_bytes(traffic.relayed_bytes)
         table.add_row(name, str(traffic.connections), str(traffic.waiting), passed)
     return table

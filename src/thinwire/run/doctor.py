@@ -19,16 +19,14 @@ from typing import Any, Literal
 import thinwire
 from thinwire.errors import AdmissionError, ThinwireError, WireError
 from thinwire.paths import peer_folder
-from thinwire.remote.enrol import HostSays
+from thinwire.remote.enrol import HostSays, saved_identity
 from thinwire.remote.enrol import ask as ask_host
-from thinwire.remote.identity import saved_identity
 from thinwire.remote.invite import Invite
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.control_socket import ask
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
-from thinwire.wire import Door, Identity, Route, Seen, Tunnel, ping, raise_descriptor_limit
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire import Door, Identity, Route, Routes, Seen, ping, raise_descriptor_limit
+from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
 PYTHON, TORCH = (3, 11), (2, 10)  # as in pyproject.toml
@@ -129,9 +127,7 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
     yield check_folder(place)
     yield check_files(raise_descriptor_limit())
     if invite is not None:
-        known = saved_identity(place)
-        is_of_this_run = known and known.authority_fingerprint == invite.fingerprint
-        yield from check_way(invite, known if is_of_this_run else None, listen)
+        yield from check_way(invite, saved_identity(place, invite.fingerprint), listen)
     elif not text:
         yield from _check_hosted()
 
@@ -356,15 +352,14 @@ def _check_host(
                 trouble = "Then it accepts no connections from outside."
                 what = f"no door can be opened here: {error}"
                 yield Finding("note", what, trouble, "choose another --listen")
-        way = held.enter_context(Tunnel(invite.service("enrol"), ways))
         try:
-            says = ask_host(way.address, invite, key_pem, address)
+            says = ask_host(Routes(invite.service("enrol"), ways), invite, key_pem, address)
         except AdmissionError as error:
             what = f"the host cannot be trusted: {error}"
             yield Finding("blocks", what, "Joining will fail.", _NEW_INVITE)
             return
         except WireError as error:
-            what = f"the host does not enrol peers: {way.trouble or error}"
+            what = f"the host does not enrol peers: {error}"
             fix = "ask the host whether `thinwire host` is running, and try again"
             yield Finding("blocks", what, "Joining will fail.", fix)
             return

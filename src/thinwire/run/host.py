@@ -31,7 +31,7 @@ from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.folders import replace_private_file
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import EnrolServer
+from thinwire.remote.enrol import ENROL, serve_enrolment
 from thinwire.remote.invite import Invite, is_address
 from thinwire.remote.relay import is_public, outside_address
 from thinwire.report import Display
@@ -106,8 +106,7 @@ from thinwire.wire import (
     raise_descriptor_limit,
 )
 from thinwire.wire.background import on_daemon_thread
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import SERVICE as SPEED
 from thinwire.wire.speed import SpeedService
 
@@ -237,19 +236,20 @@ class Ways:
     token: str = field(repr=False)  # at the doors of its members
     doors: list[DoorOf]
     meeting: list[list[Way]] = field(repr=False)  # for each stage: the relay, the host's own door
+    keys: list[str] = field(default_factory=list)  # fingerprints of the members, by stage
     word: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
 
-    def connect(self, stage: int, told: Connect, seats: list[str]) -> Connect:
+    def connect(self, stage: int, told: Connect) -> Connect:
         """The word to connect, for a stage whose neighbours are on other machines."""
         reach, wait = [], []
         if stage > 0:
             below, own = self.doors[stage - 1], self.doors[stage]
             reach = [*self._direct(below.outside, own.own), *self.meeting[stage]]
-        if stage + 1 < len(seats):
+        if stage + 1 < len(self.doors):
             own, above = self.doors[stage], self.doors[stage + 1]
             wait = [*self._direct(own.own, above.outside), *self.meeting[stage]]
         return dataclasses.replace(
-            told, seats=seats, run=self.run, word=self.word, reach=reach, wait=wait
+            told, seats=self.keys, run=self.run, word=self.word, reach=reach, wait=wait
         )
 
     def _direct(self, *addresses: str) -> list[Way]:
@@ -297,27 +297,20 @@ class OpenDoor:
         stack: contextlib.ExitStack,
     ):
         self.book, self._options = book, options
-        self.listener = Listener(
-            book.coordinator(), "127.0.0.1", 0, MAX_MESSAGE, is_welcome=book.is_welcome
-        )
+        self.listener = Listener(book.identity, None, 0, MAX_MESSAGE, who=book.name_of)
         stack.callback(self.listener.close)
+        serve_enrolment(self.listener, book)
         door = stack.enter_context(_open_door(options.listen, port_before))
         door.admit_by(book.run_id, book.grant_of, options.mbps)
-        self.port, self.origins = door.port, door.origins
-        self.cut = partial(door.cut, book.run_id)
-        prover = book.authority.prover()
-        services = {
-            "enrol": stack.enter_context(EnrolServer(book, door.origins)).address,
-            "control": self.listener.address,
-            SPEED: stack.enter_context(SpeedService()).address,
-        }
-        for service, address in services.items():
+        self.port, self.cut = door.port, partial(door.cut, book.run_id)
+        takes = self.listener.take
+        services = {ENROL: takes, "control": takes, SPEED: SpeedService().take}
+        for service, take in services.items():
             name = f"{book.run_id}/{service}"
-            door.serve(name, address)
+            door.serve(name, take)
             if options.relay:
                 route = Route(options.relay, "relayed", options.relay_pass)
-                standby = Standby(name, route, address, prover=prover, origins=door.origins)
-                stack.enter_context(standby)
+                stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
         stated = tuple(with_port(address, door.port) for address in options.addresses)
         host, _ = split_address(options.listen)
         self.addresses = stated or (outside_address(host, door.port),)
@@ -544,7 +537,7 @@ class HostedPeers(Peers):
 
     def tell(self, stage: int, message: ToStage) -> None:
         if isinstance(message, Connect) and self._ways is not None:
-            message = self._ways.connect(stage, message, self._formation.seats)
+            message = self._ways.connect(stage, message)
         name = self._formation.seats[stage]
         self._base.members.tell(name, message, stage, self._formation.epoch)
 
@@ -583,6 +576,7 @@ class HostedPeers(Peers):
             self._links,
             [found.get(name, DoorOf()) for name in seats],
             [base.door.meeting(name) for name in seats],
+            [base.door.book.key_of(name) for name in seats],
         )
 
     def _serve(self, name: str, stages: list[int]) -> None:
@@ -749,7 +743,7 @@ class _Hosting:
         self._formation = dataclasses.replace(self._formation, port=door.port)
         write_formation(folder, self._formation)
         self._members = opened.enter_context(
-            Members(door.listener, book, settings.link.outage, door.origins, door.cut)
+            Members(door.listener, book, settings.link.outage, door.cut)
         )
         self._standing = Standing(settings.run.name, book.run_id, "host")
         self._display = SharedDisplay(display, self._members.tell_all, self._standing)

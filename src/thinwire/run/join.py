@@ -88,15 +88,14 @@ from thinwire.wire import (
     LastingPipe,
     Pipe,
     Route,
-    Tunnel,
+    Routes,
     dial,
     ping,
     raise_descriptor_limit,
 )
-from thinwire.wire.kernel import address_text
-from thinwire.wire.preamble import split_address
+from thinwire.wire.keys import fingerprint_of, is_name
+from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
-from thinwire.wire.tls import is_name
 
 LINK_SECONDS = 0.5  # of a burst each way, when the way to the host is measured
 DIAL_SECONDS = 20.0  # for one attempt to reach the host
@@ -152,7 +151,7 @@ class Place:
     """Where a joined machine is: its folder, its way to the host, and its door, as in Hello."""
 
     folder: Path
-    host: Tunnel  # to the host's streams
+    host: Routes  # to the host's streams
     door: str = ""
     outside: str = ""
     admit: Callable[[str], None] = lambda links: None  # those who know this token, at its own door
@@ -163,15 +162,13 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
     options.check()
     raise_descriptor_limit()
     folder = options.folder or peer_folder(invite.run_id)
-    with _claimed(folder), Tunnel(invite.service("enrol"), invite.routes()) as way:
+    with _claimed(folder):
         display.phase("join", f"run {invite.run_name!r}, of which this machine keeps {folder}")
-        identity = _identity(folder, way, invite, options.name)
+        identity = _identity(folder, invite, options.name)
         display.phase("join", f"enrolled as {identity.name}")
-        routes = invite.routes(identity.door_token)
-        with (
-            Tunnel(invite.service("control"), routes) as host,
-            _door(options.listen) as door,
-        ):
+        host = invite.to_service("control", identity.door_token)
+        routes = host.routes
+        with _door(options.listen) as door:
             addresses = _addresses(door, options.listen, _seen(routes, invite))
             admit = partial(_admit, door, invite.run_id, identity.door_token)
             place = Place(folder, host, *addresses, admit)
@@ -181,17 +178,15 @@ def join(invite: Invite, options: JoinOptions, display: Display) -> str:
                 return joined.run()
 
 
-def _identity(folder: Path, way: Tunnel, invite: Invite, name: str) -> Identity:
+def _identity(folder: Path, invite: Invite, name: str) -> Identity:
     try:
-        return identity_in(folder, way.address, invite, name)
+        return identity_in(folder, invite.to_service("enrol"), invite, name)
     except AdmissionError:
         raise
-    except WireError as error:  # which knows this machine's end of the tunnel only
-        if way.refusal is not None:
-            raise way.refusal from None
+    except WireError as error:
         raise WireError(
-            f"cannot reach the host of run {invite.run_name!r}: {way.trouble or error}; `thinwire "
-            "doctor` with the same invite looks for the cause"
+            f"cannot reach the host of run {invite.run_name!r}: {error}; `thinwire doctor` with "
+            "the same invite looks for the cause"
         ) from None
 
 
@@ -353,7 +348,7 @@ class Holding:
         self,
         dial_host: Callable[[str], Pipe],
         identity: Identity,
-        host: str,
+        host: Routes,
         say: Callable[[str, int, int], None],
     ) -> Order:
         """Have all that the stages need on this machine; takes time, and may be given up."""
@@ -367,7 +362,7 @@ class Holding:
             run_folder=str(self.run_folder.resolve()),
             resume=str(resume.resolve()) if resume else "",
             generation=self.generation,
-            host=host,
+            host=host.to_plain(),
         )
 
     def start(
@@ -542,13 +537,8 @@ class JoinedPeer:
 
     def _dial(self, name: str, timeout: float = DIAL_SECONDS) -> Pipe:
         """A stream of this name to the host."""
-        way = self._place.host
-        try:
-            return dial(way.address, name, self.identity, "coordinator", timeout, MAX_MESSAGE)
-        except WireError:
-            if way.refusal is not None:
-                raise way.refusal from None
-            raise
+        whom = fingerprint_of(self.identity.host)
+        return dial(self._place.host, name, self.identity, whom, timeout, MAX_MESSAGE)
 
     def _keep_in_touch(self) -> None:
         """On a thread of its own: have a stream to the host, again and again."""
@@ -560,8 +550,7 @@ class JoinedPeer:
                 self._events.put(error)
                 return
             except WireError as error:
-                reason = self._place.host.trouble or str(error)
-                self._events.put(_Lost(None, f"the host cannot be reached: {reason}"))
+                self._events.put(_Lost(None, f"the host cannot be reached: {error}"))
                 time.sleep(_PAUSE_S / 2)
                 continue
             self._attend(session, pipe)
@@ -739,7 +728,7 @@ class JoinedPeer:
 
         result: Order | ThinwireError
         try:
-            result = holding.prepare(self._dial, self.identity, self._place.host.address, say)
+            result = holding.prepare(self._dial, self.identity, self._place.host, say)
         except ThinwireError as error:
             result = error
         except Exception as error:  # the host waits for an answer, whatever went wrong here

@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,16 +111,15 @@ class Members:
         listener: Listener,
         book: AuthorityBook,
         outage: float,
-        origins: Mapping[str, str] | None = None,
         cut: Callable[[str], None] = lambda name: None,
     ):
-        """`origins`: from where streams come, by local address; `cut` ends all of a member's."""
+        """`cut` ends all streams of a member."""
         self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
         self.note: Callable[[str], None] = lambda text: None
         self.control_bytes = 0  # of streams that are over
         self._told = Told()
         self._listener, self._book, self._outage = listener, book, outage
-        self._origins, self._cut = {} if origins is None else origins, cut
+        self._cut = cut
         self._members: dict[str, Member] = {}
         self._streams: dict[tuple[str, bytes], queue.SimpleQueue[Pipe]] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
@@ -265,7 +264,6 @@ class Members:
         """Hear a new stream of a member, whose further connections come by `more`; it counts from
         its hello on.
         """
-        origin = self._origins.get(first.comes_from, "")
 
         def reopen(timeout: float) -> Pipe:
             try:
@@ -278,7 +276,7 @@ class Members:
                 counts = member.channel is channel
             if not counts and isinstance(said.message, Hello) and said.stage == OF_NO_STAGE:
                 counts = self._replace(member, channel, said.message)
-                member.origin = origin if counts else member.origin
+                member.origin = first.comes_from if counts else member.origin
             if counts:
                 self._hear(member, said)
 

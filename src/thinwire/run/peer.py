@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,14 +70,15 @@ from thinwire.wire import (
     Nic,
     Pipe,
     Route,
+    Routes,
     Standby,
-    Tunnel,
     Unmetered,
     dial,
     handshake,
     memory_pair,
 )
-from thinwire.wire.tunnel import Kind
+from thinwire.wire.keys import fingerprint_of
+from thinwire.wire.routes import Kind
 
 JOIN_SECONDS = 120.0  # for reaching a process that is known to listen
 _TRACE_PARTS = 12  # of a traceback, sent along in case that the log is lost
@@ -122,7 +123,7 @@ class Household:
     def of(cls, order: Order) -> "Household":
         """The household of an order."""
         inner = {stage: memory_pair() for stage in order.stages[:-1]}
-        return cls(order, Identity.from_plain(order.identity), inner)
+        return cls(order, Identity(**order.identity), inner)
 
 
 class Peer:
@@ -136,7 +137,7 @@ class Peer:
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
         self._listener: Listener | None = None  # for the stage above
-        self._tunnel: Tunnel | None = None  # to the stage below, on another machine
+        self._routes: Routes | None = None  # to the stage below, on another machine
         self._standbys: list[Standby] = []  # for the stage above, on another machine
         self._progress = Progress()
 
@@ -222,9 +223,10 @@ class Peer:
         if self.order.corpus:
             return None
         name = stream_name("tokens", self.stage, self.order.generation)
+        routes, host = Routes.from_plain(self.order.host), fingerprint_of(self.identity.host)
 
         def call(timeout: float) -> Pipe:
-            return dial(self.order.host, name, self.identity, "coordinator", timeout, MAX_MESSAGE)
+            return dial(routes, name, self.identity, host, timeout, MAX_MESSAGE)
 
         first, outage = call(JOIN_SECONDS), settings.link.outage
         pipe = LastingPipe(first, call, outage) if outage else first
@@ -238,15 +240,13 @@ class Peer:
         if below in inner:
             self._links[below] = self._agree(worker, inner[below][1], below, None)
         elif self.stage > 0:
-            name, server = stream_name("cut", below, generation), connect.seats[below]
-            address, limit = connect.below, worker.max_payload() + 64
+            name, limit = stream_name("cut", below, generation), worker.max_payload() + 64
             if connect.reach:
-                self._tunnel = Tunnel(_at_doors(connect, name), _routes(connect.reach))
-                address = self._tunnel.address
+                self._routes = Routes(_at_doors(connect, name), _routes(connect.reach))
+            to = self._routes or connect.below
 
             def call(timeout: float) -> Pipe:
-                with self._tunnel.explaining() if self._tunnel else nullcontext():
-                    return dial(address, name, self.identity, server, timeout, limit)
+                return dial(to, name, self.identity, connect.seats[below], timeout, limit)
 
             pipe = self._open(worker, below, call)
             self._links[below] = self._agree(worker, pipe, below, nic)
@@ -255,7 +255,7 @@ class Peer:
         elif (listener := self._listener) is not None:
             own, dialer = stream_name("cut", self.stage, generation), connect.seats[above]
             self._standbys = [
-                Standby(_at_doors(connect, own), route, listener.address)
+                Standby(_at_doors(connect, own), route, listener.take)
                 for route in _routes(connect.wait)
             ]
 
@@ -284,7 +284,7 @@ class Peer:
         return pipe
 
     def _way_below(self) -> str:
-        route = self._tunnel.in_use if self._tunnel else None
+        route = self._routes.in_use if self._routes else None
         return route.kind if route else ""
 
     def _mention(self, message: LinkDown | LinkUp) -> None:

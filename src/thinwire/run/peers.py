@@ -22,7 +22,7 @@ from thinwire.run.events import Command, End, Event, Exited, Lost, StopAsked, Su
 from thinwire.run.processes import TRAINING, StageProcess, forks, start_processes
 from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
 from thinwire.settings import Settings
-from thinwire.wire import Authority, raise_descriptor_limit
+from thinwire.wire import Identity, raise_descriptor_limit
 
 LAST_WORDS_SECONDS = 2.0  # to hear what a process said before it ended
 EXIT_SECONDS = 10.0  # for processes to end once their stages have said goodbye
@@ -176,14 +176,16 @@ class LocalPeers(Peers):
         stages = settings.pipeline.stages
         super().__init__(stages)
         held = neighbours(stages, peers or stages)
-        authority = Authority.create(settings.run.name)
+        identities = [Identity.create(f"stage-{group[0]}") for group in held]
         self._orders = [
-            dataclasses.replace(
-                order, stages=group, identity=dataclasses.asdict(authority.issue(_name(group)))
-            )
-            for group in held
+            dataclasses.replace(order, stages=group, identity=dataclasses.asdict(identity))
+            for group, identity in zip(held, identities, strict=True)
         ]
-        self._seats = [_name(group) for group in held for _ in group]
+        self._seats = [
+            identity.fingerprint
+            for group, identity in zip(held, identities, strict=True)
+            for _ in group
+        ]
         self._logs, self._module = run_folder / "logs", module
         self._fork = forks(settings.run.device)
         self._here: list[StagesHere] = []
@@ -241,8 +243,3 @@ class LocalPeers(Peers):
     def _on_exit(self, stages: list[int], code: int) -> None:
         for stage in stages:
             self.said.note(Exited(stage, code))
-
-
-def _name(held: list[int]) -> str:
-    """The name that a process of stages proves to have."""
-    return f"stage-{held[0]}"

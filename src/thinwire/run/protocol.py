@@ -203,9 +203,9 @@ class Hold:
 class Order:
     """What the process of stages is to be: said by whoever started it, on the same machine.
 
-    Without a corpus, token ids come from the coordinator, who is at `host`. A run whose peers are
-    on other machines is formed again when one of them is lost. Each time is a generation, counted
-    from 1, and streams bear its number, so that nothing of an earlier one is taken for one of this.
+    Without a corpus, token ids come from the coordinator, by the routes in `host`. A run whose
+    peers are on other machines is formed again when one of them is lost. Each time is a generation,
+    counted from 1, and streams bear its number: nothing of an earlier one is taken for one of this.
     """
 
     stages: list[int]
@@ -215,7 +215,7 @@ class Order:
     run_folder: str
     resume: str = ""
     generation: int = 0
-    host: str = ""
+    host: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Connect:
-    """Where the stage below listens, and who holds which stage.
+    """Where the stage below listens, and by which keys (`seats`) the stages are known.
 
     Between machines a stage below is reached by one of the ways in `reach`, the first that works,
     and a stage waits at the doors in `wait` for the one above it. `run` is by what doors know the

@@ -1,4 +1,4 @@
-"""The wire: frames between stages, over gRPC with mutual TLS, metered and never blocking.
+"""The wire: frames between stages, over TLS between proven keys, metered and never blocking.
 
 See docs/wire.md for the format and the model of the emulated network.
 """
@@ -7,29 +7,24 @@ from thinwire.wire.door import Door, Grant, Limits, Traffic
 from thinwire.wire.emulate import Nic
 from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
 from thinwire.wire.handshake import handshake
-from thinwire.wire.kernel import SocketTotals, raise_descriptor_limit, socket_totals
+from thinwire.wire.keys import Identity
 from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span
 from thinwire.wire.meter import Meter, Unmetered
 from thinwire.wire.pipe import Pipe, memory_pair
-from thinwire.wire.rpc import Listener, dial
-from thinwire.wire.seal import SEAL_BYTES, KeySeal, Seal
-from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive
-from thinwire.wire.tls import Authority, Identity
-from thinwire.wire.tunnel import Route, Seen, Standby, Tunnel, ping
+from thinwire.wire.routes import Route, Routes, Seen, Standby, ping
+from thinwire.wire.sockets import raise_descriptor_limit
+from thinwire.wire.stream import DEFAULT_KEEPALIVE, Keepalive, Listener, dial
 
 __all__ = [
     "DEFAULT_KEEPALIVE",
     "HEADER_BYTES",
-    "SEAL_BYTES",
-    "Authority",
     "Door",
     "Frame",
     "FrameKind",
     "Grant",
     "Identity",
     "Keepalive",
-    "KeySeal",
     "LastingPipe",
     "Limits",
     "Link",
@@ -39,13 +34,11 @@ __all__ = [
     "Nic",
     "Pipe",
     "Route",
-    "Seal",
+    "Routes",
     "Seen",
-    "SocketTotals",
     "Span",
     "Standby",
     "Traffic",
-    "Tunnel",
     "Unmetered",
     "decode",
     "dial",
@@ -54,5 +47,4 @@ __all__ = [
     "memory_pair",
     "ping",
     "raise_descriptor_limit",
-    "socket_totals",
 ]

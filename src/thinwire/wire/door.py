@@ -1,44 +1,53 @@
 """A door: one public TCP port behind which the services of runs are found, and peers meet.
 
-Who asks to `reach` a name is joined to a local address that is served under it, or to somebody
-elsewhere who `wait`s for that name at this door. So every door is also a relay. A door joins bytes
-below TLS: it can neither read nor alter what passes, only count it and bound its rate. Each caller
-shows a token of its own, and what that grants is asked anew at every connection.
+Who asks to `reach` a name is handed to the service that is served under it in this process, or is
+joined to somebody elsewhere who `wait`s for that name at this door. So every door is also a relay.
+It joins bytes below TLS: it can neither read nor alter what passes, only count it and bound its
+rate. Each caller shows a token of its own, and what that grants is asked anew at every connection.
+routes.py describes the lines that are spoken here.
 """
 
-import asyncio
 import contextlib
 import hmac
 import ipaddress
 import random
+import secrets
 import socket
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 
 from thinwire.errors import AdmissionError, WireError
-from thinwire.wire.kernel import address_text
-from thinwire.wire.loop import LoopThread, callers, ended
-from thinwire.wire.preamble import (
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, proven_by
+from thinwire.wire.routes import (
     HERE,
-    Asked,
+    MAGIC,
+    VERSION,
+    Take,
     check_name,
-    connect,
-    greet,
-    noted,
+    hear,
     proof_of,
-    refuse,
     say,
-    split_address,
     to_sign,
     who_of,
-    why,
 )
-from thinwire.wire.splice import IDLE_S, Allowance, keep_pace, prepare, splice
-from thinwire.wire.tls import check_proven
+from thinwire.wire.sockets import (
+    accept_all,
+    address_text,
+    hang_up,
+    listen,
+    split_address,
+    stop_listening,
+)
 
 LINK_MBPS = 200.0
+CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
+_LINK = "cut-"  # how the service of a link between two stages begins
 _FULL = b"no there are too many connections at this door: try again later\n"
 
 
@@ -58,7 +67,7 @@ class Limits:
     preamble_s: float = 10.0  # for a stranger to say what it wants
     wait_s: float = 240.0  # after which one who waits has to come again
     answer_s: float = 4.0  # for one who waits to answer a call
-    idle_s: float = IDLE_S  # for joined connections without a byte
+    idle_s: float = 120.0  # for joined connections without a byte: streams say they are alive
     link_mbps: float = LINK_MBPS  # between two others, where their run has no bound of its own
 
 
@@ -76,46 +85,35 @@ GrantOf = Callable[[str], Grant | None]  # of the one whose token it is; None: n
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a run has at a door at this moment, and the bytes that passed so far."""
+    """What a run has at a door at this moment, and the bytes that passed between two others."""
 
     connections: int
     waiting: int
-    served_bytes: int  # to and from services of this process
-    relayed_bytes: int  # between two others
-
-    @property
-    def bytes(self) -> int:
-        """All that passed, each byte counted once."""
-        return self.served_bytes + self.relayed_bytes
+    relayed_bytes: int
 
 
 class Door:
-    """Listens on one public port; its work is done on a thread of its own."""
+    """Listens on one public port; each connection has a thread of its own."""
 
     def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._served: dict[str, str] = {}
+        self._lock = threading.RLock()  # guards all that follows
+        self._served: dict[str, Take] = {}
         self._runs: dict[str, _Run] = {}
         self._pass: tuple[str, float] | None = None
+        self._connections: set[socket.socket] = set()
         self._callers = Counter[str]()  # connections by address
         self._strangers = Counter[str]()
-        self._waiting = Counter[str]()  # by address
-        # From where the connections come that services here see come from these local addresses.
-        self.origins: dict[str, str] = {}
-        self._socket = _listen(host, port)
+        self._waiting = Counter[str]()
+        self._is_closed = False
+        self._socket = listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self.address = address_text(*self._socket.getsockname()[:2])
-        self._loop = LoopThread("thinwire door")
-        self._loop.do(lambda: self._loop.start(self._accept()))
+        accept_all(self._socket, self._receive)
 
-    def serve(self, name: str, address: str) -> None:
-        """Join whoever reaches for the name to this local address, from now on."""
-        check_name(name)
-        self._loop.do(lambda: self._served.__setitem__(name, address))
-
-    def withdraw(self, name: str) -> None:
-        """Serve the name no more; connections that exist go on."""
-        self._loop.do(lambda: self._served.pop(name, None))
+    def serve(self, name: str, take: Take) -> None:
+        """Hand over whoever reaches for the name, from now on."""
+        self._served[check_name(name)] = take
 
     def admit(self, run: str, *tokens: str) -> None:
         """Let those meet here who prove that they know one of these tokens of the run.
@@ -124,7 +122,7 @@ class Door:
         """
         grants = {who_of(token): Grant(token) for token in tokens}
         self.admit_by(run, grants.get)
-        self._loop.do(lambda: self._runs[run].cut(lambda who: who not in grants))
+        self._hang_up(run, lambda who: who not in grants)
 
     def admit_by(self, run: str, grant_of: GrantOf, mbps: float = 0.0) -> None:
         """Let those meet here whom `grant_of` grants it, which is asked at every connection.
@@ -133,34 +131,36 @@ class Door:
         together; with 0 each link has the door's own bound (`Limits.link_mbps`).
         """
         check_name(f"{run}/any")
-        self._loop.do(lambda: self._run(run).set(grant_of, mbps))
+        with self._lock:
+            known = self._runs.setdefault(run, _Run())
+            known.grant_of, known.allowance.mbps = grant_of, mbps
 
     def admit_any(self, token: str, mbps: float = 0.0) -> None:
         """Let every run meet here whose peers know this pass, each within `mbps`."""
-        self._loop.do(lambda: setattr(self, "_pass", (token, mbps)))
+        self._pass = (token, mbps)
 
     def cut(self, run: str, who: str) -> None:
         """Cut all connections that were opened with somebody's token."""
-        self._loop.do(lambda: self._run(run).cut(lambda holder: holder == who))
-
-    def dismiss(self, run: str) -> None:
-        """Admit the run no more, and cut its connections."""
-        self._loop.do(lambda: self._runs.pop(run, _Run()).cut(lambda who: True))
+        self._hang_up(run, lambda holder: holder == who)
 
     def traffic(self) -> dict[str, Traffic]:
         """What each run has here, by run."""
-        return self._loop.do(
-            lambda: {name: run.traffic() for name, run in self._runs.items()},
-        )
+        with self._lock:
+            return {name: run.traffic() for name, run in self._runs.items()}
 
     def strangers(self) -> int:
         """Connections that have not yet said what they want."""
-        return self._loop.do(self._strangers.total)
+        with self._lock:
+            return self._strangers.total()
 
     def close(self) -> None:
         """Cut all connections and free the port."""
-        self._loop.close()
-        self._socket.close()
+        stop_listening(self._socket)
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            hang_up(connection)
 
     def __enter__(self) -> "Door":
         return self
@@ -168,149 +168,193 @@ class Door:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, name: str) -> "_Run":
-        return self._runs.setdefault(name, _Run())
+    def _hang_up(self, run: str, is_out: Callable[[str], bool]) -> None:
+        with self._lock:
+            held = self._runs[run].held if run in self._runs else {}
+            gone = [connection for connection, who in held.items() if is_out(who)]
+        for connection in gone:
+            hang_up(connection)
 
-    async def _accept(self) -> None:
-        async for connection, place in callers(self._socket):
-            self._loop.start(self._receive(connection, address_text(*place[:2]), _home(place[0])))
-
-    async def _receive(self, caller: socket.socket, address: str, home: str) -> None:
-        """One connection, from its first byte to its last."""
-        limits = self._limits
-        is_full = (
-            self._callers.total() >= limits.connections
-            or self._callers[home] >= limits.per_address
-            or self._strangers.total() >= limits.strangers
-            or self._strangers[home] >= limits.strangers_per_address
-        )
-        with caller, contextlib.suppress(OSError):
-            prepare(caller)
-            keep_pace(caller)
-            if is_full:
+    def _receive(self, caller: socket.socket, address: str) -> None:
+        """One connection that was opened: strangers are few, and have their time."""
+        limits, home = self._limits, _home(split_address(address)[0])
+        with self._lock:
+            is_full = (
+                self._is_closed
+                or self._callers.total() >= limits.connections
+                or self._callers[home] >= limits.per_address
+                or self._strangers.total() >= limits.strangers
+                or self._strangers[home] >= limits.strangers_per_address
+            )
+            if not is_full:
+                self._connections.add(caller)
+                self._callers[home] += 1
+                self._strangers[home] += 1
+        if is_full:
+            with caller, contextlib.suppress(OSError):
+                caller.setblocking(False)
                 caller.send(_FULL)
-                return
-            with _counted(self._callers, home):
-                try:
-                    with _counted(self._strangers, home):
-                        asked, run = await self._admit(caller)
-                    await self._fulfil(caller, asked, run, address)
-                except WireError as error:
-                    await _turn_away(caller, error)
+            return
+        on_daemon_thread("thinwire door", partial(self._attend, caller, address, home))
 
-    async def _admit(self, caller: socket.socket) -> tuple[Asked, "_Run"]:
+    def _attend(self, caller: socket.socket, address: str, home: str) -> None:
+        """The life of a connection, from its first byte to its last."""
+        run = None
+        with caller, contextlib.suppress(OSError):
+            try:
+                try:
+                    asked, run = self._admit(caller)
+                finally:
+                    self._forget(self._strangers, home)
+                grant = run.grant_of(asked.who) if run.grant_of else Grant("")
+                if grant is None or grant.refusal:  # it was struck off in this very moment
+                    raise WireError("the token shown does not count any more")
+                self._fulfil(caller, asked, run, address, home)
+            except WireError as error:
+                _turn_away(caller, error)
+            finally:
+                self._forget(self._callers, home)
+                with self._lock:
+                    self._connections.discard(caller)
+                    if run is not None:
+                        del run.held[caller]
+
+    def _admit(self, caller: socket.socket) -> tuple["_Asked", "_Run"]:
         """Hear what a caller wants, and whether it may; a WireError says why not."""
+        nonce, seconds = secrets.token_hex(16), self._limits.preamble_s
         try:
-            async with asyncio.timeout(self._limits.preamble_s):
-                nonce, asked = await greet(caller)
+            caller.settimeout(seconds)
+            say(caller, f"{MAGIC} {VERSION} {nonce}")
+            asked = _Asked(hear(caller, time.monotonic() + seconds))
         except TimeoutError:
-            raise WireError(f"no request within {self._limits.preamble_s:g} s") from None
-        run = self._runs.get(asked.run)
-        if run is not None and run.grant_of is not None:
-            grant, mbps = run.grant_of(asked.who), run.allowance.mbps
-        elif self._pass is not None:
-            token, mbps = self._pass
-            grant = None if asked.who else Grant(token)
-        else:
-            raise WireError(f"run {asked.run} is not known at this door")
+            raise WireError(f"no request within {seconds:g} s") from None
+        with self._lock:
+            run = self._runs.get(asked.run)
+            if run is not None and run.grant_of is not None:
+                grant, mbps = run.grant_of(asked.who), run.allowance.mbps
+            elif self._pass is not None:
+                token, mbps = self._pass
+                grant = None if asked.who else Grant(token)
+            else:
+                raise WireError(f"run {asked.run} is not known at this door")
         if grant is None or not hmac.compare_digest(
             proof_of(grant.token, nonce, asked.wish, asked.name).encode(), asked.proof.encode()
         ):
             raise WireError(f"the token shown for run {asked.run} is not the right one")
         _check_granted(asked, grant, nonce)
-        if asked.is_for_host:
+        if asked.wish == "wait" and not asked.service.startswith(_LINK):
             _check_host(asked, nonce)
-        if run is None:
-            self._forget_idle_runs()
-            run = self._run(asked.run)
-            run.allowance = Allowance(mbps)
-        if len(run.tasks) >= self._limits.per_run:
-            raise WireError(f"run {asked.run} has {len(run.tasks)} connections here, the most")
-        if asked.who and run.connections_of(asked.who) >= self._limits.per_member:
-            raise WireError(f"{asked.who} has {self._limits.per_member} connections here, the most")
+        with self._lock:
+            if run is None:
+                run = self._runs.get(asked.run) or self._new_run(asked.run, mbps)
+            if len(run.held) >= self._limits.per_run:
+                raise WireError(f"run {asked.run} has {len(run.held)} connections here, the most")
+            most = self._limits.per_member
+            if asked.who and list(run.held.values()).count(asked.who) >= most:
+                raise WireError(f"{asked.who} has {most} connections here, the most")
+            run.held[caller] = asked.who
         return asked, run
 
-    async def _fulfil(self, caller: socket.socket, asked: Asked, run: "_Run", address: str) -> None:
-        home, _ = split_address(address)
-        with run.has(asyncio.current_task(), asked.who):
-            if asked.wish == "ping":
-                await say(caller, f"ok {address} {time.time():.3f}")
-            elif asked.wish == "wait":
-                await self._keep_waiting(caller, asked.name, run, _home(home))
-            elif asked.name in self._served:
-                await self._join_local(caller, asked.name, run, home)
-            else:
-                await self._join_waiting(caller, asked.name, run, home)
+    def _new_run(self, name: str, mbps: float) -> "_Run":
+        """Make room for a run that is new to a relay, at the cost of counts of earlier ones."""
+        idle = [name for name, run in self._runs.items() if not (run.grant_of or run.held)]
+        for other in idle[: max(0, len(self._runs) - self._limits.runs + 1)]:
+            del self._runs[other]
+        if len(self._runs) >= self._limits.runs:
+            raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
+        self._runs[name] = run = _Run()
+        run.allowance.mbps = mbps
+        return run
 
-    async def _join_local(self, caller: socket.socket, name: str, run: "_Run", home: str) -> None:
-        try:
-            service = await connect(self._served[name])
-        except OSError as error:
-            raise WireError(f"{name} does not answer: {why(error)}") from None
-        with service, noted(self.origins, service, home):
-            await say(caller, "ok")
-            await splice(caller, service, run.count_served, None, self._limits.idle_s)
+    def _fulfil(
+        self, caller: socket.socket, asked: "_Asked", run: "_Run", address: str, home: str
+    ) -> None:
+        caller.settimeout(self._limits.idle_s)
+        if asked.wish == "ping":
+            say(caller, f"ok {address} {time.time():.3f}")
+        elif asked.wish == "wait":
+            self._keep_waiting(caller, asked.name, run, home)
+        elif take := self._served.get(asked.name):
+            say(caller, "ok")
+            futures.wait([take(caller.dup(), split_address(address)[0])])
+        else:
+            self._join_waiting(caller, asked.name, run, split_address(address)[0])
 
-    async def _join_waiting(self, caller: socket.socket, name: str, run: "_Run", home: str) -> None:
+    def _join_waiting(self, caller: socket.socket, name: str, run: "_Run", host: str) -> None:
         """Call those who wait, the latest first, until one answers."""
-        while waiting := run.waiting.get(name):
-            waiter = waiting.pop()
-            waiter.is_called = True
+        while waiter := self._next_waiter(run, name):
             try:
                 with contextlib.suppress(OSError, TimeoutError):
-                    await say(waiter.connection, f"call {home}")
-                    async with asyncio.timeout(self._limits.answer_s):
-                        answer = await asyncio.shield(waiter.answer)
-                    if answer == HERE:
-                        await say(caller, "ok")
-                        await splice(
-                            caller,
-                            waiter.connection,
-                            run.count_relayed,
-                            run.allowance_of_link(self._limits.link_mbps),
-                            self._limits.idle_s,
-                        )
+                    say(waiter.connection, f"call {host}")
+                    if waiter.answer.result(self._limits.answer_s) == HERE:
+                        say(caller, "ok")
+                        waiter.connection.settimeout(self._limits.idle_s)
+                        bound = run.allowance
+                        if not bound.mbps:
+                            bound = Allowance(self._limits.link_mbps)
+                        splice(caller, waiter.connection, run.count, bound, self._limits.idle_s)
                         return
             finally:
+                hang_up(waiter.connection)
                 waiter.is_over.set()
         raise WireError(f"{name} is not served here, and nobody waits for it")
 
-    async def _keep_waiting(self, caller: socket.socket, name: str, run: "_Run", home: str) -> None:
-        loop, limits = asyncio.get_running_loop(), self._limits
-        if self._waiting[home] >= limits.waiting_per_address:
-            raise WireError(
-                f"{limits.waiting_per_address} connections from {home} wait here, the most"
-            )
-        await say(caller, "ok")
-        # The first byte says that a call was heard, or that the one who waits has gone.
-        waiter = _Waiter(caller, loop.create_task(loop.sock_recv(caller, 1)))
-        over = loop.create_task(waiter.is_over.wait())
-        waiting = run.waiting.setdefault(name, deque())
-        waiting.append(waiter)
-        if len(waiting) > limits.waiting_per_name:  # the oldest is the likeliest to be lost
-            waiting.popleft().is_over.set()
-        # Not all at once: while one comes again, another of the same name still waits.
-        seconds = limits.wait_s * random.uniform(0.5, 1.0)
-        try:
-            with _counted(self._waiting, home):
-                ends = [waiter.answer, over]
-                await asyncio.wait(ends, timeout=seconds, return_when="FIRST_COMPLETED")
-            if waiter.is_called:
-                await over
-        finally:
-            await ended(waiter.answer, over)
-            with contextlib.suppress(ValueError):
-                waiting.remove(waiter)
-            if not waiting and run.waiting.get(name) is waiting:
-                del run.waiting[name]
+    def _next_waiter(self, run: "_Run", name: str) -> "_Waiter | None":
+        with self._lock:
+            waiter = run.waiting[name].pop() if run.waiting.get(name) else None
+            if waiter is not None:
+                waiter.is_called = True
+            return waiter
 
-    def _forget_idle_runs(self) -> None:
-        """Make room for a run that is new to a relay, at the cost of counts of earlier ones."""
-        idle = [name for name, run in self._runs.items() if not (run.grant_of or run.tasks)]
-        for name in idle[: max(0, len(self._runs) - self._limits.runs + 1)]:
-            del self._runs[name]
-        if len(self._runs) >= self._limits.runs:
-            raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
+    def _keep_waiting(self, caller: socket.socket, name: str, run: "_Run", home: str) -> None:
+        limits, waiter = self._limits, _Waiter(caller)
+        with self._lock:
+            if self._waiting[home] >= limits.waiting_per_address:
+                raise WireError(
+                    f"{limits.waiting_per_address} connections from {home} wait here, the most"
+                )
+            self._waiting[home] += 1
+            say(caller, "ok")
+            waiting = run.waiting.setdefault(name, deque())
+            waiting.append(waiter)
+            if len(waiting) > limits.waiting_per_name:  # the oldest is the likeliest to be lost
+                hang_up(waiting.popleft().connection)
+        # Not all at once: while one comes again, another of the same name still waits.
+        caller.settimeout(limits.wait_s * random.uniform(0.5, 1.0))
+        answer = b""
+        try:  # the first byte says that a call was heard, or that the one who waits has gone
+            with contextlib.suppress(OSError):
+                answer = caller.recv(1)
+        finally:
+            with self._lock:
+                self._forget(self._waiting, home)
+                if waiter in waiting:
+                    waiting.remove(waiter)
+                if not waiting and run.waiting.get(name) is waiting:
+                    del run.waiting[name]
+            waiter.answer.set_result(answer)
+        if waiter.is_called:
+            waiter.is_over.wait()
+
+    def _forget(self, counter: Counter[str], key: str) -> None:
+        with self._lock:
+            counter[key] -= 1
+            counter += Counter()  # which drops what is zero
+
+
+class _Asked:
+    """What a caller wants, and how it proves that it may, from the line that it said."""
+
+    def __init__(self, line: str) -> None:
+        self.wish, *words = line.split(" ")
+        is_whole = len(words) == 3 or (len(words) == 5 and self.wish == "wait")
+        if not is_whole or self.wish not in ("reach", "wait", "ping"):
+            raise WireError("the request is not one of reach, wait or ping with a name and a proof")
+        name, who, self.proof, *shown = words
+        self.name = check_name(name)
+        self.run, _, self.service = name.partition("/")
+        self.who = "" if who == "-" else who  # at a relay all show the same pass
+        self.shown = " ".join(shown)  # of the host: its key, and its signature
 
 
 @dataclass(eq=False)
@@ -318,9 +362,9 @@ class _Waiter:
     """A connection on which somebody waits to be called."""
 
     connection: socket.socket
-    answer: asyncio.Task[bytes]
+    answer: "futures.Future[bytes]" = field(default_factory=futures.Future)
     is_called: bool = False
-    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: threading.Event = field(default_factory=threading.Event)
 
 
 class _Run:
@@ -330,48 +374,85 @@ class _Run:
         self.grant_of: GrantOf | None = None
         self.allowance = Allowance(0)
         self.waiting: dict[str, deque[_Waiter]] = {}
-        self.tasks: dict[asyncio.Task[object], str] = {}  # and with whose token it began
-        self._served_bytes = self._relayed_bytes = 0
+        self.held: dict[socket.socket, str] = {}  # and with whose token it began
+        self._relayed, self._counting = 0, threading.Lock()
 
-    def set(self, grant_of: GrantOf, mbps: float) -> None:
-        """Replace what is granted to whom, and the bound of the rate."""
-        self.grant_of, self.allowance.mbps = grant_of, mbps
-
-    @contextlib.contextmanager
-    def has(self, task: asyncio.Task[object] | None, who: str) -> Iterator[None]:
-        """A connection of the run, for as long as this lasts."""
-        assert task is not None
-        self.tasks[task] = who
-        try:
-            yield
-        finally:
-            del self.tasks[task]
-
-    def cut(self, is_out: Callable[[str], bool]) -> None:
-        """Cut the connections of all whose tokens do not count any more."""
-        for task, who in self.tasks.items():
-            if is_out(who):
-                task.cancel()
-
-    def connections_of(self, who: str) -> int:
-        return sum(holder == who for holder in self.tasks.values())
-
-    def allowance_of_link(self, mbps: float) -> Allowance:
-        """What one link may take: a part of what the run has, or a bound of its own."""
-        return self.allowance if self.allowance.mbps else Allowance(mbps)
-
-    def count_served(self, count: int) -> None:
-        self._served_bytes += count
-
-    def count_relayed(self, count: int) -> None:
-        self._relayed_bytes += count
+    def count(self, size: int) -> None:
+        """So many bytes pass between two others."""
+        with self._counting:
+            self._relayed += size
 
     def traffic(self) -> Traffic:
-        waiting = sum(map(len, self.waiting.values()))
-        return Traffic(len(self.tasks), waiting, self._served_bytes, self._relayed_bytes)
+        return Traffic(len(self.held), sum(map(len, self.waiting.values())), self._relayed)
 
 
-def _check_granted(asked: Asked, grant: Grant, nonce: str) -> None:
+class Allowance:
+    """Spreads bytes over time so that they stay below a rate; 0 Mbit/s is no bound.
+
+    Time is told by the caller, so the bound can be checked by counting.
+    """
+
+    def __init__(self, mbps: float, burst_s: float = 0.25) -> None:
+        self.mbps = mbps
+        self._burst_s, self._paid_until = burst_s, 0.0
+        self._lock = threading.Lock()
+
+    def book(self, count: int, now: float) -> float:
+        """Account for bytes that are to be passed on; the seconds to wait before that."""
+        if self.mbps <= 0:
+            return 0.0
+        with self._lock:
+            self._paid_until = max(self._paid_until, now - self._burst_s)
+            self._paid_until += count * 8 / (self.mbps * 1e6)
+            return max(0.0, self._paid_until - now)
+
+
+def splice(
+    one: socket.socket,
+    other: socket.socket,
+    count: Callable[[int], None],
+    allowance: Allowance,
+    idle_s: float,
+) -> None:
+    """Pass bytes both ways until both directions have ended, then return; nothing is raised.
+
+    An end of one direction is passed on while the other goes on. An error, or `idle_s` without a
+    byte, ends both. `count` is told the number of bytes before they are passed on.
+    """
+    moved_at = time.monotonic()
+
+    def passing(source: socket.socket, target: socket.socket) -> None:
+        nonlocal moved_at
+        space = memoryview(bytearray(CHUNK))
+        try:
+            while size := patiently(source.recv_into, space):
+                count(size)
+                time.sleep(allowance.book(size, time.monotonic()))
+                left = space[:size]
+                while left:
+                    left = left[patiently(target.send, left) :]
+                moved_at = time.monotonic()
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            hang_up(one)
+            hang_up(other)
+
+    def patiently(move: Callable[[memoryview], int], space: memoryview) -> int:
+        while True:
+            try:
+                return move(space)
+            except TimeoutError:
+                if time.monotonic() - moved_at >= idle_s:
+                    raise
+
+    one.settimeout(idle_s)
+    other.settimeout(idle_s)
+    back = on_daemon_thread("thinwire splice", partial(passing, other, one))
+    passing(one, other)
+    futures.wait([back])
+
+
+def _check_granted(asked: _Asked, grant: Grant, nonce: str) -> None:
     """Refuse what the token does not grant. To who was struck off, prove that it is this door."""
     if grant.refusal:
         proof = proof_of(grant.token, nonce, "gone", asked.name)
@@ -383,25 +464,16 @@ def _check_granted(asked: Asked, grant: Grant, nonce: str) -> None:
         raise WireError(f"this token opens {names} alone: join the run first")
 
 
-def _check_host(asked: Asked, nonce: str) -> None:
+def _check_host(asked: _Asked, nonce: str) -> None:
     """Whoever knows the token could wait in the host's place, so that nobody reaches the host."""
     if not asked.shown:
         raise WireError(
-            f"only the host of run {asked.run} may wait for {asked.name}: the request lacks the "
-            "signature of the run's authority"
+            f"only the host of run {asked.run} may wait for {asked.name}: the request lacks its "
+            "signature"
         )
-    check_proven(asked.run, to_sign(nonce, asked.name, asked.proof), asked.shown)
-
-
-@contextlib.contextmanager
-def _counted(counter: Counter[str], key: str) -> Iterator[None]:
-    counter[key] += 1
-    try:
-        yield
-    finally:
-        counter[key] -= 1
-        if not counter[key]:
-            del counter[key]
+    public = proven_by(to_sign(nonce, asked.name, asked.proof), asked.shown)
+    if fingerprint_of(public)[:RUN_DIGITS] != asked.run:
+        raise WireError(f"the key shown is not the one of the host of run {asked.run}")
 
 
 def _home(host: str) -> str:
@@ -412,27 +484,12 @@ def _home(host: str) -> str:
     return str(ipaddress.ip_network((address, 64), strict=False))
 
 
-async def _turn_away(caller: socket.socket, error: WireError) -> None:
+def _turn_away(caller: socket.socket, error: WireError) -> None:
     """Say why, and hang up so that it is heard: unread bytes would reset the connection."""
-    await refuse(caller, error)
-    with contextlib.suppress(OSError, TimeoutError):
+    caller.settimeout(1)
+    with contextlib.suppress(OSError):
+        say(caller, f"{'gone' if isinstance(error, AdmissionError) else 'no'} {error}")
         caller.shutdown(socket.SHUT_WR)
-        async with asyncio.timeout(1):
-            for _ in range(16):
-                if not await asyncio.get_running_loop().sock_recv(caller, 4096):
-                    return
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        found = socket.create_server(
-            (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
-        )
-    except OSError as error:
-        raise WireError(
-            f"cannot listen on port {port} of {host or 'all addresses'}: "
-            f"{error.strerror or error}; choose another port, or 0 for any free one"
-        ) from None
-    found.setblocking(False)
-    return found
+        for _ in range(16):
+            if not caller.recv(4096):
+                return

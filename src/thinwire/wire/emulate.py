@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 from thinwire.errors import ConfigError, WireError
 from thinwire.occupancy import Occupancy
+from thinwire.wire.frame import BytesLike
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ def stamp(message: bytes, arrival: float) -> bytes:
     return b"".join((_STAMP.pack(arrival), message))
 
 
-def unstamp(stamped: bytes) -> tuple[float, memoryview]:
+def unstamp(stamped: BytesLike) -> tuple[float, memoryview]:
     """When a message arrives, and the message; WireError if it bears no stamp."""
     if len(stamped) < STAMP_BYTES:
         raise WireError(f"a message of {len(stamped)} bytes on an emulated link has no time stamp")

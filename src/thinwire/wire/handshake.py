@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.errors import WireError, printable
 from thinwire.wire.background import on_daemon_thread
-from thinwire.wire.frame import Frame, FrameKind, decode, encode
+from thinwire.wire.frame import BytesLike, Frame, FrameKind, decode, encode
 from thinwire.wire.meter import Meter
 from thinwire.wire.pipe import Pipe
 
@@ -66,7 +66,7 @@ def _read_hello(pipe: Pipe, timeout: float) -> tuple[dict[str, Any], int]:
     return theirs, memoryview(frame.payload).nbytes
 
 
-def _read_within(pipe: Pipe, timeout: float) -> bytes:
+def _read_within(pipe: Pipe, timeout: float) -> BytesLike:
     # Pipes have no time-out of their own: afterwards, keepalive watches for silence. If time
     # runs out here, the caller closes the pipe, which ends this thread too.
     try:

@@ -5,17 +5,23 @@ connection is lost, both ends open another, tell each other how many messages th
 the rest again; what came twice is dropped. So a home router may restart in the middle of a step.
 """
 
+import collections
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from enum import IntEnum
 
 from thinwire.errors import AdmissionError, BreachError, WireError
 from thinwire.wire.background import on_daemon_thread
-from thinwire.wire.numbered import HEAD, LASTING_BYTES, Kind, Sent, head_of
+from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
+HEAD = struct.Struct("<BQ")
+LASTING_BYTES = HEAD.size
+MOST_KEPT = 64 << 20  # bytes that may wait to be acknowledged before another message is taken
 SESSION_BYTES = 8  # behind the head of OPEN: who speaks; another process is another speaker
 ACKNOWLEDGE_BYTES = 1 << 20  # received, after which the sender is told: few beside MOST_KEPT
 LEAST_COUNTED = 1 << 16  # what a message counts for at least
@@ -60,8 +66,8 @@ class LastingPipe(Pipe):
         self._stopped: WireError | None = None  # why nothing more is moved
         on_daemon_thread("thinwire lasting", lambda: self._carry(first))
 
-    def write(self, message: bytes) -> None:
-        if not message:
+    def write(self, message: BytesLike) -> None:
+        if not len(message):
             raise WireError("an empty message cannot be sent")
         with self._changed:
             self._changed.wait_for(
@@ -74,7 +80,7 @@ class LastingPipe(Pipe):
             self._sent.add(Kind.DATA, message)
             self._changed.notify_all()
 
-    def read(self) -> bytes | None:
+    def read(self) -> BytesLike | None:
         with self._reading:
             while (connection := self._wait_for_connection()) is not None:
                 try:
@@ -118,7 +124,7 @@ class LastingPipe(Pipe):
             self._changed.wait_for(lambda: self._connection or self._stopped)
             return None if self._stopped else self._connection
 
-    def _receive(self, raw: bytes) -> bytes | None:
+    def _receive(self, raw: BytesLike) -> BytesLike | None:
         """What one message of a connection says; its content if it is new, and wanted."""
         kind, number = head_of(raw)
         with self._changed:
@@ -134,7 +140,7 @@ class LastingPipe(Pipe):
                     self._unsaid = ACKNOWLEDGE_BYTES
                 elif not self._closed:
                     self._changed.notify_all()
-                    return raw[LASTING_BYTES:]
+                    return memoryview(raw)[LASTING_BYTES:]
             self._changed.notify_all()
             return None
 
@@ -174,7 +180,7 @@ class LastingPipe(Pipe):
             raw = None
         if raw is None:
             raise WireError("the other end did not say how many messages it has")
-        (kind, count), other = head_of(raw), raw[LASTING_BYTES:]
+        (kind, count), other = head_of(raw), bytes(raw[LASTING_BYTES:])
         if kind != Kind.OPEN or len(other) != SESSION_BYTES:
             raise BreachError("the other end did not say first how many messages it has")
         if self._other not in (b"", other):
@@ -248,3 +254,62 @@ class LastingPipe(Pipe):
             self._changed.notify_all()
         if connection is not None:
             on_daemon_thread("thinwire close", connection.close)
+
+
+class Kind(IntEnum):
+    """What a message on a connection of a lasting pipe is."""
+
+    DATA = 0  # behind the head: what was written
+    END = 1  # the last of its direction
+    HAVE = 2  # an acknowledgement: how many messages its sender has
+    OPEN = 3  # the first on a connection: the same, and who its sender is
+
+
+def head_of(raw: BytesLike) -> tuple[int, int]:
+    """The kind of a message, which may be none of ours, and its number."""
+    if len(raw) < LASTING_BYTES:
+        raise BreachError(f"a message of {len(raw)} bytes is shorter than a header")
+    kind, number = HEAD.unpack_from(raw)
+    return kind, number
+
+
+class Sent:
+    """What one end has to say and the other has not acknowledged, by number; from 0, in order."""
+
+    def __init__(self) -> None:
+        self.kept: collections.deque[bytes] = collections.deque()
+        self._bytes = 0
+        self._first = 0  # the number of the first that is kept
+        self._next = 0  # the number of the next to write on this connection
+
+    def has_room(self) -> bool:
+        """Whether all is on the connection, and not too much of it is kept."""
+        return not self.unwritten() and self._bytes < MOST_KEPT
+
+    def unwritten(self) -> int:
+        """How many messages this connection has not carried."""
+        return self._first + len(self.kept) - self._next
+
+    def add(self, kind: Kind, message: BytesLike) -> None:
+        """Give a message its number."""
+        self.kept.append(HEAD.pack(kind, self._first + len(self.kept)) + message)
+        self._bytes += len(self.kept[-1])
+
+    def next(self) -> bytes:
+        """The next to write."""
+        self._next += 1
+        return self.kept[self._next - 1 - self._first]
+
+    def rewind(self) -> None:
+        """There is another connection: on it all that is kept is written again."""
+        self._next = self._first
+
+    def forget(self, count: int) -> None:
+        """The other end has so many messages: they need not be kept."""
+        known = self._first + len(self.kept)
+        if count > known:
+            raise BreachError(f"{count} messages are acknowledged, but only {known} were sent")
+        while self._first < count:
+            self._bytes -= len(self.kept.popleft())
+            self._first += 1
+        self._next = max(self._next, self._first)

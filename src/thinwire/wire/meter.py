@@ -2,14 +2,14 @@
 
 Each end of a link has its own. It counts whole frames from the handshake to the goodbye, header
 and payload apart, so that a published number can be traced to what really crossed the link. What
-TLS, HTTP/2 and TCP add lies below; thinwire.wire.kernel measures that part.
+TLS and TCP add lies below (docs/wire.md).
 """
 
-import collections
 import threading
-from collections.abc import Collection
 
 from thinwire.wire.frame import HEADER_BYTES, FrameKind
+
+_Counts = dict[FrameKind, tuple[int, int]]  # of each kind: frames, and bytes of their payloads
 
 
 class Meter:
@@ -17,33 +17,39 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent = _OneWay()
-        self._received = _OneWay()
+        self._sent: _Counts = {}
+        self._received: _Counts = {}
 
     def count_sent(self, kind: FrameKind, payload_bytes: int) -> None:
         """Bill one frame that goes out."""
-        with self._lock:
-            self._sent.add(kind, payload_bytes)
+        self._count(self._sent, kind, payload_bytes)
 
     def count_received(self, kind: FrameKind, payload_bytes: int) -> None:
         """Bill one frame that came in."""
-        with self._lock:
-            self._received.add(kind, payload_bytes)
+        self._count(self._received, kind, payload_bytes)
 
     def sent_bytes(self, kind: FrameKind | None = None) -> int:
         """Bytes sent, headers included; of one kind, or of all."""
-        with self._lock:
-            return self._sent.bytes_of(kind)
+        return self._bytes(self._sent, kind)
 
     def received_bytes(self, kind: FrameKind | None = None) -> int:
         """Bytes received, headers included; of one kind, or of all."""
-        with self._lock:
-            return self._received.bytes_of(kind)
+        return self._bytes(self._received, kind)
 
     def snapshot(self) -> dict[str, dict[str, dict[str, int]]]:
         """All counts at one moment, ready for JSON: direction -> kind or "total" -> counts."""
         with self._lock:
-            return {"sent": self._sent.plain(), "received": self._received.plain()}
+            return {"sent": _plain(self._sent), "received": _plain(self._received)}
+
+    def _count(self, counts: _Counts, kind: FrameKind, payload_bytes: int) -> None:
+        with self._lock:
+            frames, payload = counts.get(kind, (0, 0))
+            counts[kind] = frames + 1, payload + payload_bytes
+
+    def _bytes(self, counts: _Counts, kind: FrameKind | None) -> int:
+        with self._lock:
+            total = _plain({kind: counts.get(kind, (0, 0))} if kind else counts)["total"]
+            return total["header_bytes"] + total["payload_bytes"]
 
 
 class Unmetered(Meter):
@@ -56,30 +62,10 @@ class Unmetered(Meter):
         pass
 
 
-class _OneWay:
-    """The counts of one direction."""
-
-    def __init__(self) -> None:
-        self._frames: collections.Counter[FrameKind] = collections.Counter()
-        self._payload: collections.Counter[FrameKind] = collections.Counter()
-
-    def add(self, kind: FrameKind, payload_bytes: int) -> None:
-        self._frames[kind] += 1
-        self._payload[kind] += payload_bytes
-
-    def bytes_of(self, kind: FrameKind | None) -> int:
-        counts = self._counts(self._frames if kind is None else [kind])
-        return counts["header_bytes"] + counts["payload_bytes"]
-
-    def plain(self) -> dict[str, dict[str, int]]:
-        by_kind = {kind.name: self._counts([kind]) for kind in sorted(self._frames)}
-        return by_kind | {"total": self._counts(self._frames)}
-
-    def _counts(self, kinds: Collection[FrameKind]) -> dict[str, int]:
-        frames = sum(self._frames[kind] for kind in kinds)
-        payload = sum(self._payload[kind] for kind in kinds)
-        return {
-            "frames": frames,
-            "header_bytes": frames * HEADER_BYTES,
-            "payload_bytes": payload,
-        }
+def _plain(counts: _Counts) -> dict[str, dict[str, int]]:
+    total = tuple(map(sum, zip((0, 0), *counts.values(), strict=True)))
+    named = {kind.name: counts[kind] for kind in sorted(counts)} | {"total": total}
+    return {
+        name: {"frames": frames, "header_bytes": frames * HEADER_BYTES, "payload_bytes": payload}
+        for name, (frames, payload) in named.items()
+    }

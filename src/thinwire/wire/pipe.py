@@ -5,6 +5,7 @@ import threading
 from abc import ABC, abstractmethod
 
 from thinwire.errors import WireError
+from thinwire.wire.frame import BytesLike
 
 CLOSE_GRACE_S = 5.0
 
@@ -13,17 +14,17 @@ class Pipe(ABC):
     """Moves whole byte messages, none of them empty, both ways, in order, between two ends.
 
     Reading and writing may happen on different threads at once. Closing is idempotent.
-    `comes_from` is the address of who dialed, where a listener accepted it.
+    `comes_from` is the host of who dialed, where a listener accepted it.
     """
 
     comes_from: str = ""
 
     @abstractmethod
-    def write(self, message: bytes) -> None:
+    def write(self, message: BytesLike) -> None:
         """Hand a message over; may block while the transport is full. WireError if it broke."""
 
     @abstractmethod
-    def read(self) -> bytes | None:
+    def read(self) -> BytesLike | None:
         """Wait for the next message; None once either end closed in good order."""
 
     @abstractmethod
@@ -43,11 +44,11 @@ class Handover:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: collections.deque[bytes] = collections.deque()
+        self._waiting: collections.deque[BytesLike] = collections.deque()
         self._ended = False
         self._changed = threading.Condition()
 
-    def put(self, message: bytes) -> bool:
+    def put(self, message: BytesLike) -> bool:
         """Add a message, waiting for room; False if the queue was ended instead."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._waiting) < self._limit)
@@ -68,7 +69,7 @@ class Handover:
     def __iter__(self) -> "Handover":
         return self
 
-    def __next__(self) -> bytes:
+    def __next__(self) -> BytesLike:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or bool(self._waiting))
             if not self._waiting:
@@ -83,11 +84,11 @@ class _MemoryPipe(Pipe):
         self._outgoing = outgoing
         self._incoming = incoming
 
-    def write(self, message: bytes) -> None:
+    def write(self, message: BytesLike) -> None:
         if not self._outgoing.put(message):
             raise WireError("the pipe is closed")
 
-    def read(self) -> bytes | None:
+    def read(self) -> BytesLike | None:
         return next(self._incoming, None)
 
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:

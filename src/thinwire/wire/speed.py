@@ -12,25 +12,25 @@ two would measure each other. Seconds, bytes and callers are bounded, and a run'
 its own peers.
 """
 
-import asyncio
 import contextlib
 import os
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
 
 from thinwire.errors import WireError
-from thinwire.wire.kernel import address_text
-from thinwire.wire.loop import LoopThread, callers
-from thinwire.wire.preamble import call, hear, say
-from thinwire.wire.splice import prepare
-from thinwire.wire.tunnel import ROUTE_S, Route
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.routes import ROUTE_S, Route, call, hear, say
+from thinwire.wire.sockets import hang_up, why
 
 SERVICE = "speed"
-GO = "go"
 MOST_SECONDS = 3.0  # of one burst
 MOST_BYTES = 64 << 20  # of one burst: fast links are known well enough by then
 ECHOES = 5
+_GO = "go"
 _CALLERS = 16
 _TURN_S = 30.0  # for those before us to be done
 _CHUNK = 1 << 16
@@ -74,73 +74,55 @@ class Burst:
 
 
 class SpeedService:
-    """The host's end, on a local `address` for its door to serve."""
+    """The host's end: `take` serves a connection, for a door."""
 
     def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._socket.setblocking(False)
-        self.address = address_text(*self._socket.getsockname())
-        self._callers = 0
-        self._turn = asyncio.Lock()
-        self._loop = LoopThread("thinwire speed")
-        self._loop.do(lambda: self._loop.start(self._accept()))
+        self._places = threading.BoundedSemaphore(_CALLERS)
+        self._turn = threading.Lock()
 
-    def close(self) -> None:
-        """Cut all connections and end the thread."""
-        self._loop.close()
-        self._socket.close()
+    def take(self, caller: socket.socket, comes_from: str) -> futures.Future[None]:
+        """Serve one connection; the result is there when it is over."""
+        return on_daemon_thread("thinwire speed", lambda: self._serve(caller))
 
-    def __enter__(self) -> "SpeedService":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    async def _accept(self) -> None:
-        async for caller, _ in callers(self._socket):
-            if self._callers >= _CALLERS:
-                caller.close()
-                continue
-            self._callers += 1
-            self._loop.start(self._serve(caller))
-
-    async def _serve(self, caller: socket.socket) -> None:
-        try:
-            with caller, contextlib.suppress(OSError, TimeoutError, WireError):
-                prepare(caller)
-                async with asyncio.timeout(2 * _GRACE_S):
-                    wish, _, text = (await hear(caller)).partition(" ")
-                    if wish == "echo":
-                        return await _echo(caller)
+    def _serve(self, caller: socket.socket) -> None:
+        with caller, contextlib.suppress(OSError, WireError):
+            if not self._places.acquire(blocking=False):
+                return
+            try:
+                wish, _, text = hear(caller, time.monotonic() + 2 * _GRACE_S).partition(" ")
+                if wish == "echo":
+                    caller.settimeout(2 * _GRACE_S)
+                    for _ in range(ECHOES):
+                        caller.sendall(caller.recv(1))
+                    return
                 seconds = _seconds(text)
-                async with asyncio.timeout(_TURN_S):
-                    await self._turn.acquire()
-                try:
-                    async with asyncio.timeout(MOST_SECONDS + 2 * _GRACE_S):
-                        await _burst(caller, wish, seconds)
-                finally:
-                    self._turn.release()
-        finally:
-            self._callers -= 1
+                if self._turn.acquire(timeout=_TURN_S):
+                    try:
+                        _burst(caller, wish, seconds)
+                    finally:
+                        self._turn.release()
+            finally:
+                self._places.release()
 
 
-async def _echo(caller: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    for _ in range(ECHOES):
-        await loop.sock_sendall(caller, await loop.sock_recv(caller, 1))
-
-
-async def _burst(caller: socket.socket, wish: str, seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    await say(caller, GO)
-    if wish == "down":
-        await _send(caller, seconds)
-        await loop.sock_recv(caller, 1)  # its end: what is on the way must not be lost to ours
-    elif wish == "up":
-        burst = await _receive(caller, seconds)
-        await say(caller, f"{burst.mbps:.3f}")
-        while await loop.sock_recv(caller, _CHUNK):  # left unread, it would undo the answer
-            pass
+def _burst(caller: socket.socket, wish: str, seconds: float) -> None:
+    over = threading.Timer(MOST_SECONDS + 2 * _GRACE_S, hang_up, [caller])
+    over.daemon = True
+    over.start()
+    try:
+        say(caller, _GO)
+        if wish == "down":
+            _send(caller, seconds)
+            caller.settimeout(_GRACE_S)
+            caller.recv(1)  # its end: what is on the way must not be lost to ours
+        elif wish == "up":
+            burst = _receive(caller, seconds)
+            say(caller, f"{burst.mbps:.3f}")
+            caller.settimeout(_GRACE_S)
+            while caller.recv(_CHUNK):  # left unread, it would undo the answer
+                pass
+    finally:
+        over.cancel()
 
 
 def _seconds(text: str) -> float:
@@ -153,28 +135,28 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-async def _send(connection: socket.socket, seconds: float) -> None:
+def _send(connection: socket.socket, seconds: float) -> None:
     """Random bytes, which nothing on the way can compress, for so long; then the end."""
-    loop = asyncio.get_running_loop()
-    chunk, sent = os.urandom(_CHUNK), 0
+    chunk, sent, end = os.urandom(_CHUNK), 0, time.monotonic() + seconds
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while sent < MOST_BYTES:
-                await loop.sock_sendall(connection, chunk)
-                sent += len(chunk)
+        while sent < MOST_BYTES and (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            sent += connection.send(chunk)
     connection.shutdown(socket.SHUT_WR)
 
 
-async def _receive(connection: socket.socket, seconds: float) -> Burst:
+def _receive(connection: socket.socket, seconds: float) -> Burst:
     """What arrives within the time of a burst from its first byte on, or until its end."""
-    loop, burst = asyncio.get_running_loop(), Burst()
-    space = bytearray(_CHUNK)
+    burst, space, end = Burst(), bytearray(_CHUNK), time.monotonic() + _GRACE_S + seconds
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_GRACE_S + seconds) as limit:
-            while size := await loop.sock_recv_into(connection, space):
-                if not burst.total:
-                    limit.reschedule(loop.time() + seconds)
-                burst.add(size, loop.time())
+        while (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            size = connection.recv_into(space)
+            if not size:
+                break
+            if not burst.total:
+                end = time.monotonic() + seconds
+            burst.add(size, time.monotonic())
     return burst
 
 
@@ -184,76 +166,58 @@ def measure_link(routes: Sequence[Route], run: str, seconds: float = 1.0) -> Lin
     It takes twice `seconds` and little more, once nobody else measures, and at most MOST_BYTES
     each way. A WireError says why nothing could be measured.
     """
-    loop = LoopThread("thinwire speed")
-    try:
-        return loop.wait_for(_measured(routes, f"{run}/{SERVICE}", seconds))
-    finally:
-        loop.close()
-
-
-async def _measured(routes: Sequence[Route], name: str, seconds: float) -> LinkRates:
     problems = []
     for route in routes:
         try:
-            async with asyncio.timeout(2 * (_TURN_S + MOST_SECONDS + 2 * _GRACE_S)):
-                round_trip = await _round_trip(route, name)
-                down = await _down(route, name, seconds)
-                up = await _up(route, name, seconds)
+            round_trip = _round_trip(route, run)
+            down, up = _down(route, run, seconds), _up(route, run, seconds)
             if up and down:
                 return LinkRates(up, down, round_trip)
             problems.append(f"{route.address}: too few bytes arrived")
         except TimeoutError:
             problems.append(f"{route.address}: the measurement took too long")
         except OSError as error:
-            problems.append(f"{route.address}: {error.strerror or error}")
+            problems.append(f"{route.address}: {why(error)}")
         except WireError as error:
             problems.append(str(error))
     raise WireError(f"the link could not be measured: {'; '.join(problems) or 'no route is known'}")
 
 
-async def _asked(route: Route, name: str, line: str) -> socket.socket:
-    connection, _ = await call(route.address, route.token, "reach", name, ROUTE_S)
-    await say(connection, line)
+def _asked(route: Route, run: str, line: str) -> socket.socket:
+    connection, _ = call(route, "reach", f"{run}/{SERVICE}", ROUTE_S)
+    say(connection, line)
     return connection
 
 
-async def _at_our_turn(connection: socket.socket) -> None:
-    async with asyncio.timeout(_TURN_S):
-        if await hear(connection) != GO:
-            raise WireError("the host's answer to a measurement is not one")
+def _at_our_turn(connection: socket.socket) -> None:
+    if hear(connection, time.monotonic() + _TURN_S) != _GO:
+        raise WireError("the host's answer to a measurement is not one")
 
 
-async def _round_trip(route: Route, name: str) -> float:
-    loop = asyncio.get_running_loop()
-    with await _asked(route, name, "echo") as connection:
+def _round_trip(route: Route, run: str) -> float:
+    with _asked(route, run, "echo") as connection:
         trips = []
+        connection.settimeout(_TURN_S)
         for _ in range(ECHOES):
-            begin = loop.time()
-            await loop.sock_sendall(connection, b"+")
-            if not await loop.sock_recv(connection, 1):
+            begin = time.monotonic()
+            connection.sendall(b"+")
+            if not connection.recv(1):
                 raise WireError(f"{route.address}: the host ended the measurement; try again later")
-            trips.append(loop.time() - begin)
+            trips.append(time.monotonic() - begin)
         return min(trips)
 
 
-async def _down(route: Route, name: str, seconds: float) -> float:
-    with await _asked(route, name, f"down {seconds:g}") as connection:
-        await _at_our_turn(connection)
-        return (await _receive(connection, seconds)).mbps
+def _down(route: Route, run: str, seconds: float) -> float:
+    with _asked(route, run, f"down {seconds:g}") as connection:
+        _at_our_turn(connection)
+        return _receive(connection, seconds).mbps
 
 
-async def _up(route: Route, name: str, seconds: float) -> float:
-    with await _asked(route, name, f"up {seconds:g}") as connection:
-        await _at_our_turn(connection)
-        sending = asyncio.create_task(_send(connection, seconds))
+def _up(route: Route, run: str, seconds: float) -> float:
+    with _asked(route, run, f"up {seconds:g}") as connection:
+        _at_our_turn(connection)
+        _send(connection, seconds)
         try:
-            text = await hear(connection)
-        finally:
-            sending.cancel()
-            await asyncio.wait([sending])
-            if not sending.cancelled():
-                sending.exception()
-        try:
-            return float(text)
+            return float(hear(connection, time.monotonic() + MOST_SECONDS + _GRACE_S))
         except ValueError:
             raise WireError(f"{route.address}: the answer to a measurement is not a rate") from None

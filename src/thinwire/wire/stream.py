@@ -1,25 +1,61 @@
-"""One gRPC stream as a pipe; the listening and the dialing side use it alike.
+"""Pipes over TLS 1.3: messages behind their lengths, and both ends proven by their keys.
 
-gRPC runs its own threads and takes messages as fast as the network does, so a pipe only
-has to hold a few of them.
+A connection begins with the TLS handshake, in which the listener proves its key. Then:
+
+    listener   NONCE
+    dialer     KEY SIGNATURE, a line break, and the name of the stream
+    listener   ok        or: no REASON, or: gone REASON to who is not on the list of members
+
+The signature covers the nonce, the fingerprint of the listener and the name, so it is worth nothing
+at another listener or a second time. Before a dialer says anything it has compared the listener's
+key with the one that it expects. Afterwards both ends are equal: a message is its length (4 bytes,
+little-endian) and its bytes; the length 0 ends a direction, and 2^32 - 1 says that one is alive.
 """
 
+import contextlib
+import secrets
+import select
+import socket
+import ssl
+import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeVar
 
-from thinwire.errors import WireError, printable
+from thinwire.errors import AdmissionError, BreachError, WireError, printable
 from thinwire.wire.background import on_daemon_thread
-from thinwire.wire.pipe import CLOSE_GRACE_S, Handover, Pipe
+from thinwire.wire.frame import BytesLike
+from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+from thinwire.wire.routes import Routes
+from thinwire.wire.sockets import (
+    accept_all,
+    address_text,
+    hang_up,
+    listen,
+    split_address,
+    stop_listening,
+)
 
-_LAST = b""
-_MESSAGES_HELD = 4
+T = TypeVar("T")
+
+# Anyone who reaches a port can open connections. Until they have proven a key they cost a thread
+# and a descriptor each, so they have little time to do so, and there are never many.
+HANDSHAKE_S = 10.0
+MOST_STRANGERS = 256
+_GREETING_BYTES = 4096
+_HEAD = struct.Struct("<I")
+_END, _ALIVE = 0, 0xFFFFFFFF
+_RECORD = 1 << 14  # what TLS encrypts at a time
+_RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
 class Keepalive:
-    """How soon a silent peer is noticed: a ping every so often, and the wait for its answer."""
+    """How soon a silent end is noticed: each says so often that it is alive, and waits longer."""
 
     every_s: float = 5.0
     timeout_s: float = 5.0
@@ -28,100 +64,420 @@ class Keepalive:
 DEFAULT_KEEPALIVE = Keepalive()
 
 
-class Outbox(Handover):
-    """Where gRPC takes messages from: a few at most, so that a slow network holds writers back.
-
-    An empty message is the last of each direction. Without it the end of a stream would not
-    tell a closed pipe from a lost connection: gRPC's server side ends both alike.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_MESSAGES_HELD)
-
-    def to_the_last(self) -> Iterator[bytes]:
-        """What to give to gRPC."""
-        yield from self
-        yield _LAST
-
-
-class StreamPipe(Pipe):
-    """One end of a stream: what it sends goes into `outgoing`, what comes is `incoming`.
-
-    `let_go` releases whatever gRPC holds for the stream.
-    """
+class Stream(Pipe):
+    """One TLS connection as a pipe. `public` is the key that the other end has proven."""
 
     def __init__(
-        self, outgoing: Outbox, incoming: Iterator[bytes], let_go: Callable[[], object]
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        deadline: float,
+        is_server: bool = False,
     ) -> None:
-        self._outgoing = outgoing
-        self._incoming = incoming
-        self._let_go = let_go
-        self._reading = threading.Lock()
+        self.public = ""
+        self._deadline: float | None = deadline  # of all that comes before it is open
+        self._silence_s, self._limit = 0.0, _GREETING_BYTES
+        self._in_tls = threading.Lock()  # Python's TLS is not for two threads at once
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._closed = False  # by us
+        self._said_end = self._heard_end = False
         self._over = threading.Event()
-        self._closed = False
+        connection.setblocking(False)
+        try:
+            self._tls = context.wrap_socket(
+                connection,
+                server_side=is_server,
+                do_handshake_on_connect=False,
+                suppress_ragged_eofs=False,
+            )
+        except OSError as error:
+            connection.close()
+            raise WireError(f"the other end is gone ({_plainly(error)})") from None
+        try:
+            self._do(self._tls.do_handshake)
+            if not is_server:
+                self.public = shown_key(self._tls.getpeercert(binary_form=True))
+        except WireError:
+            self.cut()
+            raise
 
-    def stream_is_over(self) -> None:
-        """Called by gRPC when the stream has ended, for whatever reason."""
-        self._over.set()
-        self._outgoing.end(drop=True)
+    def opened(self, limit: int, keepalive: Keepalive) -> None:
+        """Both ends are known: from now on messages may have `limit` bytes, and silence counts."""
+        self._limit, self._deadline = limit, None
+        self._silence_s = keepalive.every_s + keepalive.timeout_s
 
-    def write(self, message: bytes) -> None:
-        if message == _LAST:
+    def write(self, message: BytesLike) -> None:
+        if not len(message):
             raise WireError("an empty message cannot be sent")
-        if not self._outgoing.put(message):
-            raise WireError("the stream is closed" if self._closed else "the other end is gone")
+        with self._writing:
+            if self._closed or self._heard_end:
+                raise WireError("the stream is closed" if self._closed else "the other end is gone")
+            self._send(len(message), message)
 
-    def read(self) -> bytes | None:
-        reason = "the connection was lost"
-        with self._reading:
-            try:
-                message = next(self._incoming, None)
-            except Exception as error:  # which class it is depends on the side and the moment
-                message, reason = None, why_it_ended(error)
-        if message == _LAST or (message is None and self._closed):
-            # The other end closed and reads no more: finish, so that it need not wait for us.
-            self._outgoing.end()
-            return None
-        if message is None:
-            raise WireError(f"the other end is gone ({reason})")
-        return message
+    def read(self) -> BytesLike | None:
+        try:
+            with self._reading:
+                while not self._heard_end:
+                    (size,) = _HEAD.unpack(self._receive(_HEAD.size))
+                    if size == _END:
+                        self._heard_end = True
+                    elif size != _ALIVE:
+                        if size > self._limit:
+                            self._heard_end = True  # what follows cannot be read
+                            raise BreachError(
+                                f"a message of {size} bytes came, at most {self._limit} are taken"
+                            )
+                        return self._receive(size)
+        except WireError as error:
+            if isinstance(error, BreachError) or not self._closed:
+                raise
+        else:
+            with contextlib.suppress(WireError):
+                self._say_end()  # the other end reads no more, and need not wait for us
+        return None
 
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
         self._closed = True
-        self._outgoing.end()
-        # Letting go at once would cut off what is still on its way out. The stream is over
-        # once both ends have read it to its end, and here nobody may be reading any more.
-        on_daemon_thread("thinwire close", self._discard_rest)
+        # Letting go at once would cut off what is still on its way out. The stream is over once
+        # both ends have read it to its end, and here nobody may be reading any more.
+        on_daemon_thread("thinwire close", self._take_leave)
         self._over.wait(grace)
-        self._let_go()
+        self.cut()
 
     def cut(self) -> None:
         """Break it at once: both ends see a lost connection."""
-        self._let_go()
+        self._over.set()
+        hang_up(self._tls)
+        with self._reading, self._writing:  # nobody waits on the descriptor that is given back
+            self._tls.close()
 
-    def _discard_rest(self) -> None:
-        while self.read() is not None:
-            pass
+    def keep_alive(self, every_s: float) -> None:
+        """Say now and then that this end is alive; returns when the stream is over."""
+        pause: float | None = every_s
+        while not self._over.wait(pause):
+            if self._writing.acquire(blocking=False):  # else it is heard anyway
+                try:
+                    if not self._said_end:
+                        self._send(_ALIVE)
+                except WireError:  # whoever reads says so
+                    pause = None
+                finally:
+                    self._writing.release()
+
+    def _take_leave(self) -> None:
+        with contextlib.suppress(WireError):
+            self._say_end()
+            while self.read() is not None:
+                pass
+        self._over.set()
+
+    def _say_end(self) -> None:
+        with self._writing:
+            if not self._said_end:
+                self._said_end = True
+                self._send(_END)
+
+    def _send(self, size: int, message: BytesLike = b"") -> None:
+        whole = memoryview(message)
+        first = _HEAD.pack(size) + whole[: _RECORD - _HEAD.size]
+        for part in (memoryview(first), whole[_RECORD - _HEAD.size :]):
+            while part:
+                part = part[self._do(self._tls.send, part) :]
+
+    def _receive(self, size: int) -> bytearray:
+        space = bytearray(size)
+        left = memoryview(space)
+        while left:
+            count = self._do(self._tls.recv_into, left)
+            if not count:
+                raise WireError("the other end is gone (the connection was lost)")
+            left = left[count:]
+        return space
+
+    def _do(self, call: Callable[..., T], *arguments: memoryview) -> T:
+        """Call TLS, which says what it waits for; that is waited for without holding it."""
+        while not self._over.is_set():
+            try:
+                with self._in_tls:
+                    return call(*arguments)
+            except ssl.SSLWantReadError:
+                awaited = select.POLLIN
+            except ssl.SSLWantWriteError:
+                awaited = select.POLLOUT
+            except (OSError, ValueError) as error:  # a ValueError, where it was closed meanwhile
+                raise WireError(f"the other end is gone ({_plainly(error)})") from None
+            self._wait(awaited)
+        raise WireError("the other end is gone (the connection is closed)")
+
+    def _wait(self, awaited: int) -> None:
+        seconds = None
+        if self._deadline is not None:
+            seconds = max(0.0, self._deadline - time.monotonic())
+        elif awaited == select.POLLIN:
+            seconds = self._silence_s
+        poll = select.poll()
+        try:
+            poll.register(self._tls, awaited)
+        except ValueError:
+            raise WireError("the other end is gone (the connection is closed)") from None
+        if not poll.poll(None if seconds is None else seconds * 1000):
+            raise WireError(f"the other end is gone (it said nothing for {seconds:.3g} s)")
 
 
-def common_options(max_message: int, keepalive: Keepalive) -> list[tuple[str, int]]:
-    """The gRPC options that both sides need."""
-    return [
-        ("grpc.max_receive_message_length", max_message),
-        ("grpc.max_send_message_length", max_message),
-        ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
-        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
-        # Recent releases wait this long for the answer, whatever the option above says, and
-        # a minute unless told otherwise.
-        ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
+def dial(
+    to: str | Routes,
+    name: str,
+    identity: Identity,
+    whom: str,
+    timeout: float,
+    max_message: int,
+    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+) -> Stream:
+    """Open a stream called `name` to a listener; tries again until `timeout`.
+
+    `whom` is the fingerprint of the key that the listener must prove to have. A listener at which
+    this identity is not welcome is not asked again: AdmissionError.
+    """
+    routes = Routes("", to) if isinstance(to, str) else to
+    deadline = time.monotonic() + timeout
+    reason = ""
+    while (left := deadline - time.monotonic()) > 0:
+        attempt = min(left, HANDSHAKE_S)
+        try:
+            connection = routes.connect(attempt)
+            return open_stream(connection, name, identity, whom, attempt, max_message, keepalive)
+        except AdmissionError:
+            raise
+        except WireError as error:
+            if not reason or time.monotonic() < deadline:  # an answer says more than our deadline
+                reason = str(error)
+        time.sleep(max(0.0, min(_RETRY_S, deadline - time.monotonic())))
+    raise WireError(
+        f"cannot open the link {name!r} to {routes} within {timeout:g} s: "
+        f"{reason or 'there was no time'}"
+    )
 
 
-def why_it_ended(error: Any) -> str:
-    """What gRPC says of a call or an exception that ended."""
+def open_stream(
+    connection: socket.socket,
+    name: str,
+    identity: Identity,
+    whom: str,
+    timeout: float,
+    max_message: int,
+    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+) -> Stream:
+    """Open a stream over a connection that exists; one attempt, as `dial` makes them.
+
+    A BreachError says that the key of who answers is another: then nothing was said to it.
+    """
+    stream = Stream(connection, dialing_context(), time.monotonic() + timeout)
     try:
-        return printable(f"{error.code().name}: {error.details()}")
-    except AttributeError:  # the server side of gRPC says no more than that it ended
+        if fingerprint_of(stream.public) != whom:
+            raise BreachError("another process listens there: it has another key")
+        nonce = _told(stream)
+        shown = identity.prove(_to_sign(nonce, whom, name))
+        stream.write(f"{shown}\n{name}".encode())
+        word, _, reason = _told(stream).partition(" ")
+    except WireError:
+        stream.cut()
+        raise
+    if word == "ok":
+        stream.opened(max_message, keepalive)
+        on_daemon_thread("thinwire stream", lambda: stream.keep_alive(keepalive.every_s))
+        return stream
+    stream.cut()
+    if word == "gone":
+        raise AdmissionError(
+            f"refused: {reason}; its host removed this peer from the run, or does not know it: ask "
+            "for a new invite"
+        )
+    raise WireError(reason or "its answer cannot be read")
+
+
+class Listener:
+    """Accepts the streams of expected peers, on one port and over connections that it is given.
+
+    `max_message` is the largest message accepted. Closing the listener breaks streams that are
+    still open. `who` says whose key it is, by its fingerprint; None: its holder may open no streams
+    here. Without a host it has no port, and gets connections by `take` alone.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        host: str | None,
+        port: int,
+        max_message: int,
+        keepalive: Keepalive = DEFAULT_KEEPALIVE,
+        who: Callable[[str], str | None] = lambda fingerprint: fingerprint,
+    ) -> None:
+        self._identity, self._who = identity, who
+        self._max_message, self._keepalive = max_message, keepalive
+        self._context = identity.listening_context()
+        self._lock = threading.Lock()  # guards all that follows
+        self._expected: dict[str, _Expected] = {}
+        self._replaceable: dict[str, _Expected] = {}  # have arrived
+        self._served: dict[str, Callable[[Stream], None]] = {}
+        self._strangers: set[socket.socket] = set()
+        self._streams: set[Stream] = set()
+        self._is_closed = False
+        self.address, self._socket = "", None
+        if host is not None:
+            self._socket = listen(host, port)
+            self.address = address_text(host, self._socket.getsockname()[1])
+            accept_all(self._socket, lambda one, at: self.take(one, split_address(at)[0]))
+
+    def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
+        """Receive who dials over this connection; the result is there when the stream is over."""
+        with self._lock:
+            if self._is_closed or len(self._strangers) >= MOST_STRANGERS:
+                connection.close()
+                done: futures.Future[None] = futures.Future()
+                done.set_result(None)
+                return done
+            self._strangers.add(connection)
+        return on_daemon_thread("thinwire stream", lambda: self._receive(connection, comes_from))
+
+    def accept(
+        self,
+        name: str,
+        timeout: float | None,
+        dialer: str | None = None,
+        is_replaceable: bool = False,
+    ) -> Pipe:
+        """Wait for the peer that dials as `name`; dials by any other name are refused.
+
+        With `dialer`, so is the holder of the key of another (`who`). Without a `timeout` only
+        `close` ends the wait. A replaceable stream breaks when the same peer dials by its name
+        again: that end knows of a loss which this one may not have noticed yet.
+        """
+        arrival: futures.Future[Stream] = futures.Future()
+        with self._lock:
+            if self._is_closed:
+                raise WireError(f"{self.address or 'the listener'} is closed")
+            if name in self._expected:
+                raise WireError(f"{self.address} is already waiting for {name!r}")
+            self._expected[name] = _Expected(arrival, dialer, is_replaceable)
+        try:
+            return arrival.result(timeout)
+        except futures.TimeoutError:
+            with self._lock:
+                self._expected.pop(name, None)
+            if arrival.done():  # it came in this very moment
+                return arrival.result()
+            raise WireError(
+                f"{name!r} did not dial {self.address} within {timeout:g} s: is that process "
+                "running, and can it reach this address?"
+            ) from None
+
+    def serve(self, name: str, handle: Callable[[Stream], None]) -> None:
+        """Handle each stream of this name, of whoever dials, on a thread of its own; then it ends.
+
+        All of that has the time that strangers have, and messages are as short as theirs.
+        """
+        self._served[name] = handle
+
+    def close(self) -> None:
+        """Stop listening, and break what is open."""
+        if self._socket is not None:
+            stop_listening(self._socket)
+        with self._lock:
+            self._is_closed = True
+            waiting, self._expected = self._expected, {}
+            strangers, streams = list(self._strangers), list(self._streams)
+        for name, expected in waiting.items():
+            expected.arrival.set_exception(
+                WireError(f"{self.address} was closed before {name!r} dialed it")
+            )
+        for connection in strangers:
+            hang_up(connection)
+        for stream in streams:
+            stream.cut()
+
+    def _receive(self, connection: socket.socket, comes_from: str) -> None:
+        stream = None
+        try:
+            deadline = time.monotonic() + HANDSHAKE_S
+            stream = Stream(connection, self._context, deadline, is_server=True)
+            stream.comes_from = comes_from
+            with self._lock:
+                self._streams.add(stream)
+            nonce = secrets.token_hex(16)
+            stream.write(nonce.encode())
+            shown, _, name = _told(stream).partition("\n")
+            text = _to_sign(nonce, self._identity.fingerprint, name)
+            stream.public = proven_by(text, shown)
+            if name in self._served:
+                stream.write(b"ok")
+                self._served[name](stream)
+                stream.close()
+                return
+            answer = self._admit(name, stream)
+            if answer != "ok":
+                stream.write(answer.encode())
+                stream.close(1.0)
+                return
+            with self._lock:
+                self._strangers.discard(connection)
+            stream.keep_alive(self._keepalive.every_s)
+        except WireError:
+            pass
+        finally:
+            with self._lock:
+                self._strangers.discard(connection)
+                self._streams.discard(stream)
+            if stream is not None:
+                stream.cut()
+
+    def _admit(self, name: str, stream: Stream) -> str:
+        """Hand over a stream that is expected, and say "ok" to it; else what to answer."""
+        fingerprint = fingerprint_of(stream.public)
+        dialer = self._who(fingerprint)
+        if dialer is None:
+            return f"gone the key {fingerprint[:16]} is not welcome there"
+        with self._lock:
+            expected = self._expected.get(name)
+            if expected is not None and expected.dialer in (None, dialer):
+                stream.write(b"ok")  # fails if the dialer has given up: its next attempt counts
+                stream.opened(self._max_message, self._keepalive)
+                del self._expected[name]
+                expected.arrival.set_result(stream)
+                if expected.is_replaceable:
+                    self._replaceable[name] = expected
+                return "ok"
+            earlier = None if expected else self._replaceable.get(name)
+        if expected is not None and expected.dialer is not None:
+            return f"no {name!r} is expected from {expected.dialer[:63]}, not from {dialer[:63]}"
+        if earlier is not None and earlier.dialer in (None, dialer):
+            earlier.arrival.result().cut()  # its holder accepts again, and the dialer tries again
+        return f"no {name!r} is not expected there"
+
+
+class _Expected(NamedTuple):
+    """A dial that is waited for, and whose it must be, if not anyone's."""
+
+    arrival: "futures.Future[Stream]"
+    dialer: str | None
+    is_replaceable: bool
+
+
+def _to_sign(nonce: str, listener: str, name: str) -> str:
+    return f"thinwire stream {nonce} {listener} {name}"
+
+
+def _told(stream: Stream) -> str:
+    """A short text of the other end's, before the stream is open."""
+    message = stream.read()
+    if message is None:
+        raise WireError("the other end closed the connection")
+    return printable(bytes(message).decode(errors="replace"))
+
+
+def _plainly(error: OSError | ValueError) -> str:
+    """Why a connection ended. TLS has words of its own; most readers need to know less."""
+    if isinstance(error, ssl.SSLEOFError | ConnectionResetError | BrokenPipeError | ValueError):
         return "the connection was lost"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection: {error.reason or error}"
+    return error.strerror or str(error)

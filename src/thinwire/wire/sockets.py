@@ -1,0 +1,140 @@
+"""TCP sockets as the wire uses them: addresses, connections, listening, enough descriptors."""
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from thinwire.errors import WireError, printable
+from thinwire.wire.background import on_daemon_thread
+
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
+_DESCRIPTORS = 65536
+
+
+def address_text(host: str, port: int) -> str:
+    """An address as it is written and dialed: "10.0.0.1:80", "[::1]:80"."""
+    # A dual-stack socket shows an IPv4 peer in IPv6 dress.
+    host = host.removeprefix("::ffff:") if "." in host else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "10.0.0.1:80" or "[::1]:80"."""
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise WireError(f"{printable(address, 100)!r} is not an address: write HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def connect(address: str, timeout: float) -> socket.socket:
+    """A TCP connection to a host and port; a WireError says why there is none to be had."""
+    try:
+        connection = socket.create_connection(split_address(address), timeout)
+    except TimeoutError:
+        raise WireError(f"{address}: no answer within {timeout:.3g} s") from None
+    except UnicodeError:  # Python encodes names before it looks them up
+        raise WireError(f"{printable(address, 100)!r} does not name a machine") from None
+    except OSError as error:
+        raise WireError(f"{address}: {why(error)}") from None
+    prepare(connection)
+    return connection
+
+
+def prepare(connection: socket.socket) -> None:
+    """Small messages at once, and silence noticed: what every connection of ours is set to.
+
+    A stage sends in bursts. After a quiet quarter of a second the usual congestion control of TCP
+    starts again from 14 kB for each round trip. BBR does not, where the system offers it.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+    for name, value in (
+        (idle, _KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it, and may not allow it
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+def why(error: OSError) -> str:
+    """The system's own words."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; a WireError says why there is none, and what to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
+        )
+    except OSError as error:
+        place = f"port {port} of {host or 'all addresses'}"
+        if error.errno == errno.EADDRINUSE:
+            raise WireError(
+                f"{place} is in use by another process: choose another port (link.port, or "
+                "--listen HOST:PORT), or 0 for any free one"
+            ) from None
+        raise WireError(
+            f"cannot listen on {place}: {why(error)}; name an address of this machine "
+            "(link.listen, or --listen HOST:PORT), and a port that this user may open, or 0"
+        ) from None
+
+
+def accept_all(listening: socket.socket, receive: Callable[[socket.socket, str], object]) -> None:
+    """On a thread of its own: pass on each connection with its address, until `stop_listening`."""
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, place = listening.accept()
+                prepare(connection)
+            except OSError:
+                if listening.fileno() < 0:
+                    return
+                time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
+                continue
+            receive(connection, address_text(*place[:2]))
+
+    on_daemon_thread("thinwire accept", accept)
+
+
+def stop_listening(listening: socket.socket) -> None:
+    """Free the port, and end the thread that accepts."""
+    hang_up(listening)
+    listening.close()
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection on which other threads may be waiting; they wake up and let go of it."""
+    with contextlib.suppress(OSError):
+        # Not the own method of a TLS socket, which ends encryption first.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process and its children as many open files as the system lets it; how many.
+
+    The usual soft limit of 1,024 is meant for programs that use select, and is soon used up.
+    """
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit yet
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

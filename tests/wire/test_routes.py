@@ -1,0 +1,356 @@
+"""Links through doors: direct or relayed, from one to the other, and who may wait there."""
+
+import contextlib
+import queue
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from knocking import RUN, TOKEN, Service, ask, knock, line, until
+from wiring import HOST, MAX_MESSAGE, PEER
+
+from proxy import Proxy
+from thinwire.errors import WireError
+from thinwire.wire import (
+    Door,
+    Identity,
+    LastingPipe,
+    Listener,
+    Pipe,
+    Route,
+    Routes,
+    Standby,
+    dial,
+)
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.routes import call, proof_of, to_sign
+from waiting import PATIENCE
+
+NAME = f"{RUN}/cut-0@1"
+SECRET = b"a gradient that nobody else shall see"
+
+
+class End:
+    """One end of a link, with somebody who always reads: a lasting pipe wants that."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe, self.write = pipe, pipe.write
+        self._heard: queue.Queue[bytes | None] = queue.Queue()
+        on_daemon_thread("read", self._listen)
+
+    def read(self) -> bytes | None:
+        return self._heard.get(timeout=PATIENCE)
+
+    def outages(self) -> int:
+        assert isinstance(self.pipe, LastingPipe)
+        return self.pipe.outages
+
+    def _listen(self) -> None:
+        with contextlib.suppress(WireError):
+            while (message := self.pipe.read()) is not None:
+                self._heard.put(bytes(message))
+        self._heard.put(None)
+
+
+class Ends:
+    """A stage that accepts and one that dials, and what lies between them."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener, self._held = listener, ExitStack()
+
+    def door(self, port: int = 0) -> Door:
+        door = self._held.enter_context(Door("127.0.0.1", port))
+        door.admit(RUN, TOKEN)
+        return door
+
+    def proxy(self, target: str, tap: Callable[[bytes], bytes] = lambda data: data) -> Proxy:
+        proxy = Proxy(target, tap=tap)
+        self._held.callback(proxy.close)
+        return proxy
+
+    def wait_at(self, address: str) -> Standby:
+        standby = self._held.enter_context(Standby(NAME, relayed(address), self.listener.take))
+        until(lambda: standby.waiting == 2)
+        return standby
+
+    def dial(self, routes: Routes, timeout: float = PATIENCE) -> Pipe:
+        return dial(routes, "cut-0", PEER, HOST.fingerprint, timeout, MAX_MESSAGE)
+
+    def accept(self, timeout: float = PATIENCE) -> Pipe:
+        return self.listener.accept("cut-0", timeout, PEER.fingerprint, is_replaceable=True)
+
+    def join(self, routes: Routes, is_lasting: bool = False) -> tuple[End, End]:
+        """The end that accepted, and the one that dialed."""
+        accepted = on_daemon_thread("accept", self.accept)
+        above = self.dial(routes)
+        below = accepted.result(PATIENCE)
+        if is_lasting:
+            below = LastingPipe(below, self.accept, PATIENCE)
+            above = LastingPipe(above, lambda timeout: self.dial(routes, timeout), PATIENCE)
+        for pipe in (above, below):
+            self._held.callback(pipe.close, 0)
+        return End(below), End(above)
+
+    def close(self) -> None:
+        self._held.close()
+
+
+@pytest.fixture
+def ends(listener: Listener) -> Iterator[Ends]:
+    ends = Ends(listener)
+    yield ends
+    ends.close()
+
+
+def direct(address: str) -> Route:
+    return Route(address, "direct", TOKEN)
+
+
+def relayed(address: str) -> Route:
+    return Route(address, "relayed", TOKEN)
+
+
+def exchange(below: End, above: End, size: int = 200_000) -> None:
+    """Different messages both ways at once; each arrives as it was sent."""
+    there, back = random.randbytes(size), random.randbytes(size + 1)
+    below.write(there)
+    above.write(back)
+    assert below.read() == back
+    assert above.read() == there
+
+
+def test_a_link_by_a_door_of_the_accepting_end(ends: Ends) -> None:
+    door = ends.door()
+    door.serve(NAME, ends.listener.take)
+    routes = Routes(NAME, [direct(door.address)])
+    below, above = ends.join(routes)
+    exchange(below, above)
+    assert routes.in_use == direct(door.address)
+    assert below.pipe.comes_from == "127.0.0.1"
+    assert door.traffic()[RUN].relayed_bytes == 0
+    door.cut(RUN, "")  # of whoever showed that token
+    assert above.read() is None and below.read() is None
+
+
+def test_a_relayed_link_outlives_its_relay(ends: Ends) -> None:
+    relay = ends.door()
+    standby = ends.wait_at(relay.address)
+    routes = Routes(NAME, [relayed(relay.address)])
+    below, above = ends.join(routes, is_lasting=True)
+    exchange(below, above)
+    assert routes.in_use == relayed(relay.address)
+    assert relay.traffic()[RUN].relayed_bytes > 400_000
+    relay.close()
+    until(lambda: standby.trouble and above.outages())
+    ends.door(relay.port)
+    exchange(below, above)
+    until(lambda: standby.trouble == "")
+
+
+def test_a_link_goes_from_relayed_to_direct_and_back(ends: Ends) -> None:
+    relay, own = ends.door(), ends.door()
+    ends.wait_at(relay.address)
+    routes = Routes(NAME, [direct(own.address), relayed(relay.address)])
+    below, above = ends.join(routes, is_lasting=True)
+    exchange(below, above)
+    assert routes.in_use == relayed(relay.address)  # nothing is served at the first door yet
+    own.serve(NAME, ends.listener.take)
+    relay.cut(RUN, "")
+    until(above.outages)
+    exchange(below, above)
+    assert routes.in_use == direct(own.address)
+    own.close()
+    until(lambda: above.outages() > 1)
+    exchange(below, above)
+    assert routes.in_use == relayed(relay.address)
+
+
+def test_a_route_that_swallows_dials_does_not_hold_up_the_next(ends: Ends) -> None:
+    door = ends.door()
+    door.serve(NAME, ends.listener.take)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # connects, and never says a word
+        dead = "{}:{}".format(*nobody.getsockname())
+        routes = Routes(NAME, [direct(dead), relayed(door.address)], timeout=0.2)
+        exchange(*ends.join(routes))
+        assert routes.in_use == relayed(door.address)
+
+
+def test_where_no_route_works_each_says_why(ends: Ends) -> None:
+    door = ends.door()
+    wrong = Route(door.address, "relayed", "not the token")
+    routes = Routes(NAME, [direct("127.0.0.1:1"), wrong, relayed(door.address)])
+    with pytest.raises(WireError, match=r"cannot open the link 'cut-0' to 127.0.0.1:1 or") as said:
+        ends.dial(routes, timeout=1)
+    first, second, third = str(said.value).split("; ")
+    assert first.endswith("direct by 127.0.0.1:1: Connection refused")
+    assert f"the door refused: the token shown for run {RUN} is not the right one" in second
+    assert third.endswith(f"{NAME} is not served here, and nobody waits for it")
+    assert routes.in_use is None
+    with pytest.raises(WireError, match="no route is known"):
+        Routes(NAME, []).connect(1)
+    again = Routes.from_plain(routes.to_plain())
+    assert (again.name, again.routes) == (routes.name, routes.routes)
+
+
+def test_a_relay_sees_only_tls(ends: Ends) -> None:
+    seen = bytearray()
+
+    def tap(data: bytes) -> bytes:
+        seen.extend(data)
+        return data
+
+    relay = ends.door()
+    path = ends.proxy(relay.address, tap)
+    ends.wait_at(relay.address)
+    below, above = ends.join(Routes(NAME, [relayed(path.address)]))
+    below.write(SECRET * 1000)
+    assert above.read() == SECRET * 1000
+    above.write(SECRET)
+    assert below.read() == SECRET
+    assert len(seen) > 1000 * len(SECRET)
+    for plain in (SECRET, SECRET[:12], PEER.public.encode(), b"thinwire stream"):
+        assert plain not in seen
+
+
+def test_an_altered_byte_breaks_the_connection_and_not_the_message(ends: Ends) -> None:
+    passed, altered = 0, 0
+
+    def tap(data: bytes) -> bytes:
+        nonlocal passed, altered
+        passed += len(data)
+        if passed > 300_000 and not altered:
+            altered += 1
+            middle = len(data) // 2
+            return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        return data
+
+    relay = ends.door()
+    path = ends.proxy(relay.address, tap)
+    ends.wait_at(relay.address)
+    below, above = ends.join(Routes(NAME, [relayed(path.address)]), is_lasting=True)
+    for _ in range(4):
+        exchange(below, above)
+    assert altered == 1 and above.outages() == 1
+
+
+def test_many_links_at_one_relay(ends: Ends) -> None:
+    relay = ends.door()
+
+    def echo(connection: socket.socket) -> None:
+        with connection:
+            while data := connection.recv(4096):
+                connection.sendall(data)
+
+    def take(connection: socket.socket, home: str):
+        return on_daemon_thread("echo", lambda: echo(connection))
+
+    with ExitStack() as held:
+        names = [f"{RUN}/cut-{number}@1" for number in range(20)]
+        standbys = [held.enter_context(Standby(n, relayed(relay.address), take)) for n in names]
+        until(lambda: all(standby.waiting for standby in standbys))
+        callers = []
+        for name in names:
+            callers.append(call(relayed(relay.address), "reach", name, PATIENCE)[0])
+            callers[-1].sendall(name.encode())
+        for caller, name in zip(callers, names, strict=True):
+            said = b""
+            while len(said) < len(name):
+                said += caller.recv(100)
+            assert said == name.encode()
+            caller.close()
+
+
+def test_closing_ends_every_thread(ends: Ends) -> None:
+    door = ends.door()
+    before = set(threading.enumerate())
+    standby = Standby(NAME, relayed(door.address), ends.listener.take)
+    until(lambda: standby.waiting == 2)
+    standby.close()
+    standby.close()
+    until(lambda: not {t for t in threading.enumerate() if t not in before})
+    until(lambda: door.traffic()[RUN].connections == 0)
+
+
+@pytest.mark.parametrize(
+    ("thief", "reason"),
+    [
+        ("without the key", "only the host of run {run} may wait for {run}/control: the request"),
+        ("another key", "the key shown is not the one of the host of run {run}"),
+        ("another nonce", "the key shown has not signed this request"),
+        ("another name", "the key shown has not signed this request"),
+        ("another token", "the key shown has not signed this request"),
+        ("another's signature", "the key shown has not signed this request"),
+        ("no key", "a public key cannot be read"),
+        ("one word", "the request is not one of reach, wait or ping with a name and a proof"),
+    ],
+)
+def test_only_the_holder_of_its_key_waits_in_the_hosts_place(
+    service: Service, thief: str, reason: str
+) -> None:
+    """Whoever was invited knows the pass, and that is not enough to take the host's calls."""
+    run, other = HOST.fingerprint[:16], Identity.create("other")
+    name = f"{run}/control"
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any(TOKEN)
+        route = Route(relay.address, "relayed", TOKEN)
+        with Standby(name, route, service.take, prover=HOST.prove) as standby:
+            until(lambda: standby.waiting == 2)
+            caller = knock(relay)
+            nonce = line(caller).split(" ")[2]
+            proof = proof_of(TOKEN, nonce, "wait", name)
+            asked = to_sign(nonce, name, proof)
+            elsewhere = proof_of("x", nonce, "wait", name)
+            shown = {
+                "without the key": "",
+                "another key": " " + other.prove(asked),
+                "another nonce": " " + HOST.prove(to_sign("0" * 32, name, proof)),
+                "another name": " " + HOST.prove(to_sign(nonce, f"{run}/enrol", proof)),
+                "another token": " " + HOST.prove(to_sign(nonce, name, elsewhere)),
+                "another's signature": f" {HOST.public} {other.prove(asked).partition(' ')[2]}",
+                "no key": " AAAA ====",
+                "one word": f" {HOST.public}",
+            }[thief]
+            caller.sendall(f"wait {name} - {proof}{shown}\n".encode())
+            assert line(caller).startswith(f"no {reason.format(run=run)}")
+            assert relay.traffic()[run].waiting == 2
+            joining = ask(relay, "reach", name)
+            assert line(joining) == "ok"
+            with service.accept() as served:  # the real host
+                joining.sendall(b"hello")
+                assert served.recv(5) == b"hello"
+
+
+@pytest.mark.parametrize("service_name", ["control", "enrol", "speed"])
+def test_a_standby_without_the_key_gets_no_calls(service: Service, service_name: str) -> None:
+    name = f"{HOST.fingerprint[:16]}/{service_name}"
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any(TOKEN)
+        with Standby(name, Route(relay.address, token=TOKEN), service.take) as thief:
+            until(lambda: "the request lacks its signature" in thief.trouble)
+            assert thief.waiting == 0
+            assert "nobody waits for it" in line(ask(relay, "reach", name))
+
+
+def test_a_signature_is_not_looked_at_before_the_token_is_right() -> None:
+    name = f"{HOST.fingerprint[:16]}/control"
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any(TOKEN)
+        caller = knock(relay)
+        nonce = line(caller).split(" ")[2]
+        proof = proof_of("another", nonce, "wait", name)
+        shown = HOST.prove(to_sign(nonce, name, proof))
+        caller.sendall(f"wait {name} - {proof} {shown}\n".encode())
+        assert "is not the right one" in line(caller)
+        assert relay.traffic() == {}
+
+
+def test_the_longest_name_of_a_service_leaves_room_for_its_proof(service: Service) -> None:
+    name = f"{HOST.fingerprint[:16]}/{'s' * 80}"
+    with Door("127.0.0.1", 0) as relay:
+        relay.admit_any(TOKEN)
+        route = Route(relay.address, token=TOKEN)
+        with Standby(name, route, service.take, prover=HOST.prove) as standby:
+            until(lambda: standby.waiting == 2)

@@ -1,0 +1,478 @@
+"""Streams over TLS: both ends proven by their keys, losses noticed, strangers few."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wiring import HOST, HOURLY, MAX_MESSAGE, MAX_PAYLOAD, PEER, Recorder
+
+from proxy import Proxy
+from thinwire.errors import AdmissionError, BreachError, WireError
+from thinwire.wire import (
+    Frame,
+    FrameKind,
+    Identity,
+    Keepalive,
+    Link,
+    Listener,
+    Meter,
+    Pipe,
+    dial,
+    raise_descriptor_limit,
+    stream,
+)
+from waiting import PATIENCE, wait_until
+
+HASTY = Keepalive(every_s=0.1, timeout_s=0.9)
+Connect = Callable[[str], tuple[Pipe, Pipe]]
+
+# Another process: dials (or listens, and is dialed), echoes every frame, and never closes.
+OTHER = """
+    import json, sys, threading
+    from thinwire.wire import *
+    order = json.loads(sys.stdin.readline())
+    identity = Identity(**order["identity"])
+    keepalive = Keepalive(*order["keepalive"])
+    if "address" in order:
+        pipe = dial(order["address"], "peer", identity, order["whom"], 30, 1 << 25, keepalive)
+    else:
+        listener = Listener(identity, "127.0.0.1", 0, 1 << 25, keepalive)
+        print(listener.address, flush=True)
+        pipe = listener.accept("coordinator", 30)
+    link = Link(pipe, Meter(), None, "echo", 1 << 24)
+    link.start(lambda frame: link.send(frame), lambda error: None)
+    order["wait"] and threading.Event().wait()
+"""
+
+
+def call(address: str, name: str = "peer", who: Identity = PEER, timeout: float = PATIENCE,
+         whom: str = HOST.fingerprint, keepalive: Keepalive = HOURLY) -> Pipe:  # fmt: skip
+    return dial(address, name, who, whom, timeout, MAX_MESSAGE, keepalive)
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., tuple[subprocess.Popen, Pipe]]]:
+    """Start the other process, and join it; it is killed at the end."""
+    held = contextlib.ExitStack()
+
+    def spawn(we: str, keepalive: Keepalive, wait: bool = True) -> tuple[subprocess.Popen, Pipe]:
+        order = {
+            "identity": {"name": "peer", "key_pem": PEER.key_pem},
+            "keepalive": [keepalive.every_s, keepalive.timeout_s],
+            "wait": wait,
+            "whom": HOST.fingerprint,
+        }
+        if we == "listen":
+            listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, keepalive)
+            held.callback(listener.close)
+            order["address"] = listener.address
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(OTHER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        held.callback(process.communicate)
+        held.callback(process.kill)
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        if we == "listen":
+            return process, listener.accept("peer", PATIENCE)
+        address = process.stdout.readline().strip()
+        return process, call(address, "coordinator", HOST, PATIENCE, PEER.fingerprint, keepalive)
+
+    yield spawn
+    held.close()
+
+
+def start(pipe: Pipe) -> tuple[Link, Recorder]:
+    heard = Recorder()
+    link = Link(pipe, Meter(), None, "coordinator-peer", MAX_PAYLOAD)
+    link.start(heard.on_frame, heard.on_broken, heard.on_end)
+    return link, heard
+
+
+@pytest.mark.parametrize("we", ["listen", "dial"])
+@pytest.mark.parametrize(
+    ("stop_with", "keepalive"),
+    [(signal.SIGKILL, HOURLY), (signal.SIGSTOP, HASTY)],
+    ids=["killed", "silent"],
+)
+def test_a_lost_process_is_noticed(spawn, we, stop_with, keepalive):
+    """A killed process is noticed at once; a stopped one says no more that it is alive."""
+    process, pipe = spawn(we, keepalive)
+    link, heard = start(pipe)
+    link.send(Frame(FrameKind.FORWARD, step=5, payload=bytes(1 << 20)))
+    heard.wait(lambda: heard.frames)
+    time.sleep(0 if keepalive is HOURLY else 1.5)  # idle, and alive
+    assert heard.frames[0].step == 5 and heard.errors == []
+    process.send_signal(stop_with)
+    heard.wait(lambda: heard.errors)
+    assert "link coordinator-peer is broken: the other end is gone" in str(heard.errors[0])
+    link.close()
+    assert len(heard.errors) == 1
+
+
+@pytest.mark.parametrize("we", ["listen", "dial"])
+def test_a_process_that_forgets_to_close_still_exits(spawn, we):
+    process, pipe = spawn(we, HOURLY, wait=False)
+    assert process.wait(PATIENCE) == 0
+    pipe.close()
+
+
+def test_an_end_that_does_not_read_is_alive_all_the_same():
+    """A stage that is busy takes nothing for a while: the other end must not give it up."""
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, HASTY)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", PATIENCE)
+        (link, heard) = start(call(listener.address, keepalive=HASTY))
+        for _ in range(20):
+            link.send(Frame(FrameKind.FORWARD, payload=bytes(1 << 20)))
+        time.sleep(3)
+        assert heard.errors == []
+        late, got = start(accepted.result())
+        got.wait(lambda: len(got.frames) == 20)
+    link.close()
+    late.close()
+    listener.close()
+
+
+def test_where_nobody_can_listen_and_who_can_be_dialed(listener, tmp_path):
+    port = int(listener.address.rsplit(":", 1)[1])
+    with pytest.raises(WireError, match=f"port {port} of 127.0.0.1 is in use by another process"):
+        Listener(HOST, "127.0.0.1", port, MAX_MESSAGE)
+    with pytest.raises(WireError, match=r"cannot listen on port 0 of 192\.0\.2\.1: .*link\.listen"):
+        Listener(HOST, "192.0.2.1", 0, MAX_MESSAGE)
+    listener.close()
+    with pytest.raises(WireError, match="Connection refused"):
+        call(listener.address, timeout=1)
+    Listener(HOST, "127.0.0.1", port, MAX_MESSAGE).close()  # it is free again
+    with socket.socket(socket.AF_UNIX) as file:
+        # A host tells a peer where to dial: it must not learn which files are there.
+        file.bind(str(tmp_path / "s"))
+        file.listen()
+        file.settimeout(0.1)
+        with pytest.raises(WireError):
+            call(f"unix:{tmp_path}/s", timeout=0.5)
+        with pytest.raises(TimeoutError):
+            file.accept()
+
+
+def test_names_that_are_expected_and_others(listener, connect):
+    with pytest.raises(WireError, match="'stranger' is not expected there"):
+        call(listener.address, "stranger", timeout=1)
+    with pytest.raises(WireError, match=r"'peer' did not dial .* within 0\.05 s"):
+        listener.accept("peer", 0.05)
+    accepted, dialed = connect("peer")
+    dialed.write(b"x" * 64)
+    assert accepted.read() == b"x" * 64
+    with pytest.raises(WireError, match="'peer' is not expected there"):
+        call(listener.address, timeout=1)  # a second time
+    with pytest.raises(WireError, match="empty message"):
+        dialed.write(b"")
+
+
+def test_peers_are_told_apart_by_name_and_may_dial_before_they_are_expected(listener):
+    with ThreadPoolExecutor(2) as pool:
+        dials = {n: pool.submit(call, listener.address, n) for n in ("ärger", "bliss")}
+        accepted = {name: listener.accept(name, PATIENCE) for name in ("bliss", "ärger")}
+        dialed = {name: future.result(PATIENCE) for name, future in dials.items()}
+    for name, pipe in dialed.items():
+        pipe.write(name.encode())
+        assert accepted[name].read() == name.encode()
+
+
+def test_a_refusal_outweighs_the_silence_of_later_attempts(listener):
+    """A dial cut short by its own deadline said "no answer" though it had been answered before."""
+    path = Proxy(listener.address)
+    with ThreadPoolExecutor(1) as pool:
+        dialing = pool.submit(call, path.address, timeout=2)
+        wait_until(lambda: path.connections > 1)
+        path.fall_silent()
+        with pytest.raises(WireError, match="'peer' is not expected there"):
+            dialing.result()
+    path.close()
+
+
+def refusal(listener: Listener, who: Identity, whom: str = HOST.fingerprint) -> WireError:
+    """Dial a listener that expects the holder of PEER; why it failed."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listener.accept, "peer", 1.5, PEER.fingerprint)
+        with pytest.raises(WireError) as failure:
+            call(listener.address, "peer", who, 1.0, whom)
+        with pytest.raises(WireError, match="did not dial"):
+            waiting.result()
+    return failure.value
+
+
+def test_both_ends_prove_their_keys(listener):
+    other = Identity.create("peer", HOST.public)
+    assert "'peer' is expected from " in str(refusal(listener, other))
+    assert "it has another key" in str(refusal(listener, PEER, whom=other.fingerprint))
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", PATIENCE, PEER.fingerprint)
+        dialed = call(listener.address)
+        dialed.write(b"let in")
+        assert accepted.result().read() == b"let in"
+
+
+def test_who_is_not_on_the_list_is_refused_for_good():
+    members = {PEER.fingerprint: "ada"}
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE, who=members.get)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "lobby", PATIENCE, "ada")
+        with pytest.raises(AdmissionError, match="is not welcome there; its host removed this"):
+            call(listener.address, "lobby", Identity.create("ada"))
+        call(listener.address, "lobby")
+        accepted.result()
+    members.clear()
+    with pytest.raises(AdmissionError):
+        call(listener.address, "lobby")
+    listener.close()
+
+
+def greet(address: str) -> tuple[ssl.SSLSocket, Callable[[], bytes], Callable[[bytes], None]]:
+    """A stranger that speaks TLS, and how it reads and writes messages."""
+    host, port = address.split(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    talk = context.wrap_socket(socket.create_connection((host, int(port)), PATIENCE))
+
+    def read() -> bytes:
+        size = int.from_bytes(talk.recv(4), "little")
+        return talk.recv(size) if size else b""
+
+    return talk, read, lambda said: talk.sendall(len(said).to_bytes(4, "little") + said)
+
+
+@pytest.mark.parametrize("thief", ["no key", "another nonce", "another listener", "another name",
+                                   "another's signature"])  # fmt: skip
+def test_a_signature_counts_at_one_listener_for_one_name_once(listener, thief):
+    """Nobody passes on what a member has signed, neither another member nor who overheard it."""
+    talk, read, write = greet(listener.address)
+    assert talk.version() == "TLSv1.3"
+    nonce, own = read().decode(), HOST.fingerprint
+    other, name = PEER.fingerprint, "peer"
+    signed = {
+        "no key": lambda: "AAAA ====",
+        "another nonce": lambda: PEER.prove(f"thinwire stream {'0' * 32} {own} {name}"),
+        "another listener": lambda: PEER.prove(f"thinwire stream {nonce} {other} {name}"),
+        "another name": lambda: PEER.prove(f"thinwire stream {nonce} {own} another"),
+        "another's signature": lambda: " ".join(
+            (
+                PEER.public,
+                HOST.prove(f"thinwire stream {nonce} {own} {name}").partition(" ")[2],
+            )
+        ),
+    }[thief]()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, name, 1)
+        write(f"{signed}\n{name}".encode())
+        with contextlib.suppress(OSError):
+            assert read() == b""
+        with pytest.raises(WireError, match="did not dial"):
+            accepted.result()
+
+
+def test_the_right_signature_of_a_stranger_written_by_hand_counts(listener):
+    talk, read, write = greet(listener.address)
+    proof = PEER.prove(f"thinwire stream {read().decode()} {HOST.fingerprint} peer")
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", PATIENCE, PEER.fingerprint)
+        wait_until(lambda: "peer" in listener._expected)
+        write(f"{proof}\npeer".encode())
+        assert read() == b"ok"
+        write(b"hello")
+        assert accepted.result().read() == b"hello"
+        write(bytes(1))  # and a message that is longer than agreed
+        talk.sendall((MAX_MESSAGE + 1).to_bytes(4, "little"))
+        assert accepted.result().read() == bytes(1)
+        with pytest.raises(BreachError, match="at most"):
+            accepted.result().read()
+    talk.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
+def test_strangers_hold_few_descriptors_and_not_for_long(monkeypatch):
+    """Idle connections stayed for two minutes, each a descriptor: 1,100 stopped checkpoints."""
+    raise_descriptor_limit()
+    monkeypatch.setattr(stream, "HANDSHAKE_S", 2.0)
+    monkeypatch.setattr(stream, "MOST_STRANGERS", 40)
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
+    host, port = listener.address.split(":")
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
+    time.sleep(0.5)
+    assert open_files() - before - 300 <= 40 + 5
+    with ThreadPoolExecutor(1) as pool:  # who belongs to the run comes in as soon as they are gone
+        accepted = pool.submit(listener.accept, "peer", PATIENCE)
+        dialed = call(listener.address)
+        dialed.write(b"in")
+        assert accepted.result().read() == b"in"
+    for stranger in strangers:
+        stranger.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionError):
+            assert stranger.recv(1000) == b""
+        stranger.close()
+    listener.close()
+    dialed.close()
+
+
+def test_a_stranger_that_drips_has_no_more_time_than_others(monkeypatch):
+    monkeypatch.setattr(stream, "HANDSHAKE_S", 0.5)
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
+    talk, read, _ = greet(listener.address)
+    read()
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        talk.sendall((4000).to_bytes(4, "little"))
+        while time.monotonic() < began + PATIENCE:
+            talk.sendall(b"x")
+            time.sleep(0.05)
+    assert time.monotonic() - began < PATIENCE
+    listener.close()
+
+
+def test_a_writer_is_held_back_when_nobody_reads(connect):
+    accepted, dialed = connect("peer")
+    written, refused = [], threading.Event()
+
+    def write() -> None:
+        try:
+            while True:
+                dialed.write(bytes(1 << 20))
+                written.append(1)
+        except WireError:
+            refused.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    wait_until(lambda: written)
+    time.sleep(0.5)  # unhindered, it would write hundreds in this time
+    assert len(written) < 50
+    accepted.close()
+    assert dialed.read() is None
+    assert refused.wait(PATIENCE)
+
+
+def test_closing_pipe_and_listener_at_once_loses_nothing():
+    listener = Listener(HOST, "127.0.0.1", 0, MAX_MESSAGE)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, "peer", PATIENCE)
+        dialed = call(listener.address)
+        received = pool.submit(lambda: list(iter(dialed.read, None)))
+        for number in range(30):
+            accepted.result().write(bytes([number]) * (1 << 20))
+        accepted.result().close()
+        listener.close()
+        assert [message[0] for message in received.result(PATIENCE)] == list(range(30))
+    dialed.close()
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["accepted", "dialed"])
+def test_closing_without_a_limit_waits_for_a_late_reader(connect, side):
+    ends = connect("peer")
+    closer, reader = ends[side], ends[1 - side]
+
+    def send_and_close() -> None:
+        for number in range(32):
+            closer.write(bytes([number]) * (1 << 20))
+        closer.close(None)
+
+    closing = threading.Thread(target=send_and_close, daemon=True)
+    closing.start()
+    closing.join(6)  # nobody reads, for longer than the usual grace; nothing may be lost by that
+    assert [message[0] for message in iter(reader.read, None)] == list(range(32))
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
+def test_closing_the_listener_ends_waits_and_breaks_what_is_open(connect, listener):
+    accepted, dialed = connect("peer")
+    link, heard = start(dialed)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listener.accept, "other", None)
+        wait_until(lambda: "other" in listener._expected)
+        listener.close()
+        with pytest.raises(WireError, match="closed before 'other' dialed"):
+            waiting.result(PATIENCE)
+    heard.wait(lambda: heard.errors)
+    with pytest.raises(WireError):
+        accepted.read()
+    link.close()
+
+
+def test_no_threads_are_left_behind(listener, connect):
+    def ours() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t is not threading.main_thread()}
+
+    before = ours()
+    accepted, dialed = connect("peer")
+    (here, _), (there, heard) = start(accepted), start(dialed)
+    with pytest.raises(WireError):
+        call(listener.address, "x", timeout=0.3)
+    here.close()
+    heard.wait(lambda: heard.ends)
+    there.close()
+    wait_until(lambda: not ours() - before)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="TCP_INFO is read on Linux only")
+def test_below_the_meter_a_frame_costs_4_bytes_and_22_for_each_record(connect):
+    """What docs/wire.md says: a length, and for each 16 KiB what TLS adds. The kernel counts."""
+    accepted, dialed = connect("peer")
+    (near, heard), (far, got) = start(dialed), start(accepted)
+
+    def sent_by_kernel() -> int:
+        info = dialed._tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        sent, again = (int.from_bytes(info[at : at + 8], sys.byteorder) for at in (200, 208))
+        return sent - again
+
+    for payload, records in ((1024, 1), (1 << 20, 65)):
+        kernel, metered, count = sent_by_kernel(), near.meter.sent_bytes(), len(got.frames)
+        for _ in range(10):
+            near.send(Frame(FrameKind.FORWARD, payload=bytes(payload)))
+        got.wait(lambda count=count: len(got.frames) == count + 10)
+        below = sent_by_kernel() - kernel - (near.meter.sent_bytes() - metered)
+        assert below in (10 * (4 + 22 * records), 10 * (4 + 22 * records) + 26)  # it is alive
+    near.close()
+    far.close()
+    assert heard.errors == []
+
+
+def test_identities_hide_their_keys_and_damaged_ones_are_named():
+    assert "PRIVATE" in PEER.key_pem and "PRIVATE" not in repr(PEER)
+    assert len(PEER.fingerprint) == 64 and PEER.fingerprint != HOST.fingerprint
+    assert Identity("peer", PEER.key_pem).fingerprint == PEER.fingerprint
+    with pytest.raises(WireError, match="the key of 'peer' is damaged"):
+        Identity("peer", PEER.key_pem[:60]).public  # noqa: B018
+    # Both ends make the same token, and nobody else does.
+    assert PEER.door_token == HOST.token_with("peer", PEER.public)
+    assert PEER.door_token != Identity.create("peer", HOST.public).door_token
+
+
+def test_the_soft_limit_of_descriptors_is_raised():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        limit = raise_descriptor_limit()
+        assert limit == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
+        assert raise_descriptor_limit() == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
