@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import io
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,9 @@ import pytest
 
 from thinwire.errors import AdmissionError, WireError
 from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.holding import Terms
 from thinwire.remote.identity import identity_of
 from thinwire.remote.invite import Invite
-from thinwire.remote.member import Member, Place
-from thinwire.remote.messages import TryDoor
-from thinwire.report import PlainDisplay
-from thinwire.run.machine import Machine
-from thinwire.wire import Door, Identity, Tunnel
+from thinwire.wire import Door, Identity
 from thinwire.wire.preamble import Wish, call
 from thinwire.wire.tls import new_key, signing_request
 
@@ -107,18 +101,3 @@ def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host: Hos
     host.book.kick("fay")
     with pytest.raises(AdmissionError, match="this invite was closed"):
         host.call(later.door_token, "reach", "enrol")
-
-
-def test_a_peer_tries_the_addresses_of_its_invite(host: Host, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        shut = "{}:{}".format(*free.getsockname())
-    invite = host.book.invite([host.door.address, shut])
-    ana = host.enrol(invite, "ana")
-    routes = invite.routes(ana.door_token)
-    with Tunnel(invite.service("control"), routes) as way:
-        machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
-        display = PlainDisplay(io.StringIO())
-        member = Member(Place(tmp_path, way), ana, Terms(), machine, display)
-        member._on(TryDoor())
-        answers = member._events.get(timeout=PATIENCE).answers
-    assert answers == {host.door.address: "", shut: f"{shut}: Connection refused"}

@@ -1,4 +1,4 @@
-"""Asking a run that is alive: over a socket that only its user may open, in words and as JSON."""
+"""Asking a run that is alive how it stands: over a socket that only its user may open."""
 
 import json
 import os
@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
+from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.report import EvaluationRecord, MetricsWriter, StepRecord, as_text
+from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord, as_text
 from thinwire.run.claim import claim_folder
 from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.machine import Machine
+from thinwire.run.protocol import LinkDown, Linked, LinkUp, Pulse, StepNews
 from thinwire.run.status import (
     LinkStatus,
     PeerStatus,
+    Standing,
     StatusReport,
     status_from_plain,
     status_table,
@@ -192,6 +195,80 @@ def test_a_report_of_another_version_is_named() -> None:
     for changed in ({"mood": "good"}, {"peers": [{"name": "a"}]}, {"step": "x"}, {"links": [3]}):
         with pytest.raises(WireError, match="does not know"):
             status_from_plain({**REPORT.to_plain(), **changed})
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def standing(clock: Clock) -> Standing:
+    return Standing("code", "0123456789abcdef", "host", _now=clock)
+
+
+def news(step: int) -> StepNews:
+    return StepNews(step, 100, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0)
+
+
+def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock: Clock) -> None:
+    standing.waits("2 more peers")
+    clock.now += 30
+    standing.waits("1 more peer")
+    report = standing.report(0, [], [])
+    assert (report.state, report.waiting_for) == ("waiting", "1 more peer")
+    assert report.waiting_since == 1000.0 and report.time == 1030.0
+    standing.forms()
+    assert standing.report(0, [], []).waiting_for == ""
+    standing.waits("a peer that prepares")
+    standing.stepped(news(7))
+    report = standing.report(1, [], [])
+    assert (report.state, report.waiting_for, report.waiting_since) == ("training", "", 0.0)
+    assert (report.step, report.steps, report.loss, report.tokens_per_s) == (7, 100, 2.5, 700.0)
+
+
+def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
+    """Pulses come every few seconds, steps may come more often."""
+    standing.heard(1, Linked("direct"))
+    standing.heard(2, Linked("relayed"))
+    links = [LinkRecord(1, 3000, 1000, 0.5)]
+    standing.stepped(StepRecord(1, 9, float("nan"), 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
+    clock.now += 5
+    standing.heard(1, Pulse(3, "computes F0 of step 2"))
+    assert standing.last_word(1) == 1005.0 and standing.last_word(0) == 0.0
+    assert standing.doing(1) == "computes F0 of step 2"
+    for done in (6, 7):
+        costs = StageCosts(0.1, 0.1, 0.1)
+        standing.heard(1, Step(done, None, 0.1, 1.0, True, 0.0, 1.0, 0.0, costs, [], {}, {}, 0))
+        assert standing.doing(1) == f"has done step {done + 1}"
+    report = standing.report(1, ["ana", "ben", "cleo"], [])
+    first, second = report.links
+    assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
+    assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
+    assert report.loss is None, "one that is not finite is no number"
+
+
+def test_a_link_that_is_down_is_what_the_run_waits_for(standing: Standing, clock: Clock) -> None:
+    seats = ["ana", "ben"]
+    standing.heard(1, Linked("direct"))
+    standing.stepped(news(3))
+    standing.heard(1, LinkDown(0, "no answer"))
+    clock.now += 9
+    report = standing.report(1, seats, [])
+    assert report.waiting_for == "the link between ana and ben, which is down (no answer)"
+    assert report.waiting_since == 1000.0 and report.links[0].way == ""
+    standing.heard(1, LinkUp(0, 9.0, "relayed"))
+    report = standing.report(1, seats, [])
+    assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
+    standing.forms()
+    assert standing.report(2, seats, []).links[0].way == "", "nothing of before stays"
 
 
 def run(*arguments: str) -> int:

@@ -1,0 +1,223 @@
+"""Hosted runs as people use them: a host and peers that are processes and share no folder."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machines import Machines, assert_same_weights, machines  # noqa: F401
+from thinwire.cli import main
+from thinwire.data import Corpus
+from thinwire.engine import Checkpoint
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.invite import Invite
+from thinwire.settings import Settings
+from trained import trained
+
+# ruff: noqa: F811
+
+UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
+
+Attempt = Callable[[str, str], tuple[object, str]]
+
+
+@pytest.fixture
+def join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Attempt:
+    """Try to join from another home, in this process; the exit code and what was said."""
+
+    def attempt(text: str, home: str) -> tuple[object, str]:
+        monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
+        with pytest.raises(SystemExit) as end:
+            main(["join", text, "--no-listen"])
+        said = capsys.readouterr()
+        return end.value.code, said.out + said.err
+
+    return attempt
+
+
+def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
+    machines: Machines, join: Attempt, tmp_path: Path
+) -> None:
+    machines.config(pipeline__stages=2)
+    host = machines.host("--machines", 1, "--address", "localhost", "--address", "127.0.0.1")
+    host.wait_for("only this machine can use the invite")
+    assert "for the next 24 hours, one machine joins with" in host.text()
+    line = machines.invite
+    good = Invite.parse(line)
+    names, ports = zip(*(address.rsplit(":", 1) for address in good.addresses), strict=True)
+    assert names == ("localhost", "127.0.0.1") and ports[0] == ports[1], "that of the door"
+    other = AuthorityBook(tmp_path / "another run", "test").invite(good.addresses[1:])
+
+    attempts = [join(str(other), "dan")]  # it leads to this host, whose run is another
+    assert attempts[-1][0] == UNREACHED
+    assert f"run {other.run_id} is not known at this door" in attempts[-1][1]
+
+    attempts.append(join(line[:60] + ("A" if line[60] != "A" else "B") + line[61:], "ben"))
+    assert attempts[-1][0] == REFUSED
+    assert "this invite cannot be used: it was altered or cut off" in attempts[-1][1]
+
+    ana = machines.join("ana")
+    ana.wait_for("enrolled as ana")
+    attempts.append(join(line, "eve"))
+    assert attempts[-1][0] == REFUSED
+    assert "this invite was for one machine and has been used" in attempts[-1][1]
+
+    main(["kick", "ana", str(machines.run_folder)])
+    assert ana.wait() == REFUSED, ana.text()
+    attempts.append(join(line, "ana/data"))  # with the key and the certificate that it has
+    assert attempts[-1][0] == REFUSED, attempts[-1]
+    assert "'ana'" in attempts[-1][1]
+
+    said = [ana.text(), *(text for _, text in attempts)]
+    assert not [text for text in said if good.secret in text or line in text]
+    peers = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
+    assert peers == ["ana"]
+
+
+@pytest.mark.slow
+def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Machines) -> None:
+    machines.config(pipeline__stages=2, train__steps=100_000, train__checkpoint_every=0)
+
+    def status(home: str, *where: object) -> dict[str, Any]:
+        """What `thinwire status --json` prints on a machine."""
+        asked = machines.run(home, "status", *where, "--json")
+        assert asked.wait() == 0, asked.text()
+        return json.loads(asked.text())
+
+    def waits_for() -> str:
+        """For whom the run waits, once it does."""
+        while (seen := status("host", machines.run_folder))["state"] != "waiting":
+            assert host.process.poll() is None, host.text()
+        return str(seen["waiting_for"])
+
+    host = machines.host()
+    assert "2 more peers" in waits_for()
+    ana, ben = machines.join("ana"), machines.join("ben")
+    host.wait_for(r"step +2/")
+    assert "split" in host.text() and "a step takes" in host.text()
+
+    seen = status("host", machines.run_folder)
+    assert (seen["role"], seen["state"], seen["epoch"]) == ("host", "training", 1)
+    assert seen["step"] > 0 and seen["loss"] > 0
+    peers = {peer["name"]: peer for peer in seen["peers"]}
+    assert sorted(peer["stage"] for peer in peers.values()) == [0, 1]
+    for peer in peers.values():
+        assert peer["state"] not in ("", "away", "kicked")
+        assert peer["machine"]["device"].startswith("cpu")
+        assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
+        assert 0 <= seen["time"] - peer["last_word"] < 60
+    (link,) = seen["links"]
+    assert link["way"] == "direct" and link["forward_bytes_per_s"] > 0
+
+    own = status("ana")
+    assert (own["role"], own["state"]) == ("member", "training") and own["step"] > 0
+    assert [peer["name"] for peer in own["peers"]] == ["ana"]
+
+    left = machines.run("ana", "leave")
+    assert left.wait() == 0 and "leaves the run after this step" in left.text()
+    assert ana.wait() == 0, ana.text()
+    host.wait_for(r"ana left after step \d+")
+    assert "ana or another" in waits_for()
+
+    kicked = machines.run("host", "kick", "ben", machines.run_folder)
+    assert kicked.wait() == 0 and "ben was removed from the run" in kicked.text()
+    assert ben.wait() != 0 and "the host removed this peer" in ben.text()
+    invited = machines.run("host", "invite", machines.run_folder)
+    assert invited.wait() == 0, invited.text()
+    (machines.invite,) = re.findall(r"tw1-\S+", invited.text())
+    machines.join("cleo").wait_for("enrolled as cleo")
+    states = {p["name"]: p["state"] for p in status("host", machines.run_folder)["peers"]}
+    assert states["ben"] == "kicked" and states["ana"] == "away"
+    unknown = machines.run("host", "kick", "eve", machines.run_folder)
+    assert unknown.wait() == 2 and "no peer of this run is called 'eve'" in unknown.text()
+
+    host.interrupt()
+    assert host.wait() == 130, host.text()
+    assert machines.run("host", "status", machines.run_folder).wait() == NOT_ALIVE
+    assert machines.run("ana", "status").wait() == NOT_ALIVE
+
+
+STEPS = 60
+
+
+def stage_files(home: Path) -> dict[str, int]:
+    """The files of states that a machine has fetched, with their sizes."""
+    found = home.rglob("checkpoints/step-*/stage-*.safetensors")
+    return {path.name: path.stat().st_size for path in found}
+
+
+@pytest.mark.slow
+def test_a_peer_that_takes_a_stage_fetches_it_and_trains_on_bit_for_bit(
+    machines: Machines,
+) -> None:
+    config = machines.config(
+        boundary__mode="projected", boundary__rank=6, boundary__anchor="per-stage",
+        train__steps=STEPS, train__eval_every=30, train__checkpoint_every=20, train__keep=100,
+        link__outage=2.0,
+    )  # fmt: skip
+    alone = machines.run("alone", "train", config, "--set", f"run.out={machines.folder / 'alone'}")
+    host = machines.host()
+    ana, ben = machines.join("ana"), machines.join("ben")
+    host.wait_for(r"checkpoint of step 20 in ")
+    ben.kill()
+    cleo = machines.join("cleo")
+    cleo.wait_for(rf"step +\d+/{STEPS}")
+    fetched = stage_files(cleo.home)
+    assert host.wait() == 0, host.text()
+    for peer in (ana, cleo):
+        assert peer.wait() == 0, peer.text()
+
+    assert alone.wait() == 0, alone.text()
+    run, other = machines.run_folder, machines.folder / "alone" / "test"
+    assert_same_weights(run, other, STEPS)
+    checkpoint = Checkpoint.open(run)
+    checkpoint.verify()
+    whole = {shard.file: shard.bytes for shard in checkpoint.shards}
+    summary, expected = (json.loads((one / "summary.json").read_text()) for one in (run, other))
+    assert summary["valid_losses"] == expected["valid_losses"]
+
+    seat = json.loads((run / "epochs.json").read_text())["seats"].index("cleo")
+    own = f"stage-{seat}.safetensors"
+    assert fetched[own] == whole[own]
+    if seat == 0:
+        assert len(fetched) == 1, "exactly one file"
+    else:
+        assert fetched["stage-0.safetensors"] < 8192, "of the other stage only the shared basis"
+    sent = summary["beside_bytes"]
+    # Ana, who was there before, had her own shard; at most she lacked the basis.
+    assert whole[own] < sent["states"] < whole[own] + 20_000
+    assert sent["checkpoints"] > (STEPS - summary["first_step"]) // 20 * sum(whole.values())
+    tokens = (STEPS - summary["first_step"]) * 8 * (16 + 17) * 2
+    assert tokens < sent["token ids"]
+    assert not list((run / "checkpoints").glob(".[ip]*")), "nothing is left over"
+    assert stage_files(cleo.home) == stage_files(ana.home) == {}, "neither there"
+
+
+@pytest.mark.slow
+def test_peers_fetch_their_stage_of_the_weights_and_a_restarted_host_goes_on(
+    machines: Machines, make_settings: Callable[..., Settings], corpus: Corpus
+) -> None:
+    """They train to the weights of a run on one machine, though the origin is gone by then."""
+    source = trained(make_settings(train__steps=2), corpus, machines.folder / "source")
+    config = machines.config(train__steps=150, train__eval_every=0, train__checkpoint_every=15)
+    start = ("--init-from", source)
+    alone = machines.run(
+        "alone", "train", config, *start, "--set", f"run.out={machines.folder / 'alone'}"
+    )
+    assert alone.wait() == 0, alone.text()
+    host = machines.host(*start)
+    peers = [machines.join(name) for name in ("ana", "ben")]
+    host.wait_for(r"\[save\] +checkpoint of step", times=2)
+    host.kill()
+    source.rename(source.with_name("gone"))
+    again = machines.host(*start)
+    again.wait_for(r"epoch 2 from step [1-9]")
+    assert again.wait() == 0, again.text()
+    for peer in peers:
+        assert peer.wait() == 0, peer.text()
+    assert_same_weights(machines.run_folder, machines.folder / "alone" / "test", 150)
