@@ -33,7 +33,7 @@ from thinwire.run.protocol import (
     Envelope,
     Hello,
     peer_stream,
-)
+)  # fmt: skip
 from thinwire.run.status import SharedDisplay, Standing
 from thinwire.settings import Settings
 from thinwire.wire import Identity, LastingPipe, Listener, Pipe, dial
@@ -131,13 +131,9 @@ class House:
         return {member.name: member.why_unfit for member in self.members.all()}
 
     def console(self, formation: Formation, settings: Any = Settings, *more: Any) -> HostConsole:
-        standing = Standing("test", self.book.run_id, "host")
-        return HostConsole(
-            standing, self.members, self.book, lambda: formation, settings, self.invite_for, *more
-        )
-
-    def invite_for(self, machines: int) -> Any:
-        return self.invite
+        standing, members = Standing("test", self.book.run_id, "host"), self.members
+        invite = lambda machines: self.invite  # noqa: E731
+        return HostConsole(standing, members, self.book, lambda: formation, settings, invite, *more)
 
     def peers(self, formation: Formation, settings: Settings, corpus: Corpus) -> HostedPeers:
         """Members that hold stages, as a coordinator sees them."""

@@ -12,10 +12,13 @@ from machines import Machines, assert_same_weights, machines  # noqa: F401
 from thinwire.cli import main
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
+from thinwire.errors import ConfigError, NotAliveError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.invite import Invite
+from thinwire.run.control_socket import ask
 from thinwire.settings import Settings
 from trained import trained
+from waiting import wait_until
 
 # ruff: noqa: F811
 
@@ -82,31 +85,26 @@ def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
 @pytest.mark.slow
 def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Machines) -> None:
     machines.config(pipeline__stages=2, train__steps=100_000, train__checkpoint_every=0)
+    host = machines.host()
 
-    def status(home: str, *where: object) -> dict[str, Any]:
-        """What `thinwire status --json` prints on a machine."""
-        asked = machines.run(home, "status", *where, "--json")
-        assert asked.wait() == 0, asked.text()
-        return json.loads(asked.text())
+    def asked(question: str, **more: str) -> dict[str, Any]:
+        return ask(machines.run_folder, {"ask": question, **more})
 
     def waits_for() -> str:
         """For whom the run waits, once it does."""
-        while (seen := status("host", machines.run_folder))["state"] != "waiting":
-            assert host.process.poll() is None, host.text()
-        return str(seen["waiting_for"])
+        wait_until(lambda: asked("status")["state"] == "waiting")
+        return str(asked("status")["waiting_for"])
 
-    host = machines.host()
     assert "2 more peers" in waits_for()
     ana, ben = machines.join("ana"), machines.join("ben")
     host.wait_for(r"step +2/")
     assert "split" in host.text() and "a step takes" in host.text()
 
-    seen = status("host", machines.run_folder)
+    seen = asked("status")
     assert (seen["role"], seen["state"], seen["epoch"]) == ("host", "training", 1)
     assert seen["step"] > 0 and seen["loss"] > 0
-    peers = {peer["name"]: peer for peer in seen["peers"]}
-    assert sorted(peer["stage"] for peer in peers.values()) == [0, 1]
-    for peer in peers.values():
+    assert sorted(peer["stage"] for peer in seen["peers"]) == [0, 1]
+    for peer in seen["peers"]:
         assert peer["state"] not in ("", "away", "kicked")
         assert peer["machine"]["device"].startswith("cpu")
         assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
@@ -114,31 +112,30 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Mach
     (link,) = seen["links"]
     assert link["way"] == "direct" and link["forward_bytes_per_s"] > 0
 
-    own = status("ana")
+    status = machines.run("ana", "status", "--json")
+    assert status.wait() == 0, status.text()
+    own = json.loads(status.text())
     assert (own["role"], own["state"]) == ("member", "training") and own["step"] > 0
     assert [peer["name"] for peer in own["peers"]] == ["ana"]
-
     left = machines.run("ana", "leave")
     assert left.wait() == 0 and "leaves the run after this step" in left.text()
     assert ana.wait() == 0, ana.text()
     host.wait_for(r"ana left after step \d+")
     assert "ana or another" in waits_for()
 
-    kicked = machines.run("host", "kick", "ben", machines.run_folder)
-    assert kicked.wait() == 0 and "ben was removed from the run" in kicked.text()
+    assert "ben was removed from the run" in asked("kick", peer="ben")["text"]
     assert ben.wait() != 0 and "the host removed this peer" in ben.text()
-    invited = machines.run("host", "invite", machines.run_folder)
-    assert invited.wait() == 0, invited.text()
-    (machines.invite,) = re.findall(r"tw1-\S+", invited.text())
+    with pytest.raises(ConfigError, match="no peer of this run is called 'eve'"):
+        asked("kick", peer="eve")
+    (machines.invite,) = re.findall(r"tw1-\S+", asked("invite")["text"])
     machines.join("cleo").wait_for("enrolled as cleo")
-    states = {p["name"]: p["state"] for p in status("host", machines.run_folder)["peers"]}
+    states = {peer["name"]: peer["state"] for peer in asked("status")["peers"]}
     assert states["ben"] == "kicked" and states["ana"] == "away"
-    unknown = machines.run("host", "kick", "eve", machines.run_folder)
-    assert unknown.wait() == 2 and "no peer of this run is called 'eve'" in unknown.text()
 
     host.interrupt()
     assert host.wait() == 130, host.text()
-    assert machines.run("host", "status", machines.run_folder).wait() == NOT_ALIVE
+    with pytest.raises(NotAliveError):
+        asked("status")
     assert machines.run("ana", "status").wait() == NOT_ALIVE
 
 

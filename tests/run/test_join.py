@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 from hosting import House
 
 from thinwire.data import Tokenizer, prepare
-from thinwire.errors import ConfigError, DataError, StageError, ThinwireError, WireError, outward
+from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.remote.authority import AuthorityBook
 from thinwire.report import PlainDisplay
 from thinwire.run import join as join_module
@@ -251,17 +250,34 @@ def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
 # What it says of what went wrong
 
 
-def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file() -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DataError("notes, line 7: hunter2"), "it says why there"),
+        (
+            UnicodeDecodeError("utf-8", b"hunter2", 0, 1, "hunter2"),
+            "an unexpected UnicodeDecodeError, which its terminal explains",
+        ),
+    ],
+)
+def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file(
+    error: Exception, told: str, tmp_path: Path, make_settings: MakeSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def fail(*_: object) -> None:
-        raise UnicodeDecodeError("utf-8", b"secret", 0, 1, "a secret line")
+        raise error
 
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    place = SimpleNamespace(host=SimpleNamespace(address=""))
-    peer = SimpleNamespace(_events=events, _dial=nowhere, identity=None, _place=place)
-    JoinedPeer._prepare(peer, SimpleNamespace(prepare=fail))  # type: ignore[arg-type]
-    error = events.get_nowait().result
-    assert isinstance(error, StageError)
-    assert str(error) == "an unexpected UnicodeDecodeError, which its terminal explains"
+    monkeypatch.setattr(Holding, "prepare", fail)
+    said: list[tuple[Any, int]] = []
+    peer = joined_peer(tmp_path, SimpleNamespace(address="", refusal=None))
+    peer._channel = SimpleNamespace(  # type: ignore[assignment]
+        send=lambda message, generation: said.append((message, generation))
+    )
+    peer._on(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
+    peer._on(peer._events.get(timeout=PATIENCE))
+    ((declined, generation),) = said
+    assert isinstance(declined, Declined) and generation == 4 and peer.held is None
+    assert told in declined.reason and "hunter2" not in declined.reason
 
 
 @pytest.mark.parametrize(
@@ -284,19 +300,6 @@ def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(
     peer.order.generation = 0  # on the machine of its coordinator
     Peer.fail(peer, error)  # type: ignore[arg-type]
     assert str(error) in said[1].error
-
-
-def test_the_host_hears_of_data_that_does_not_fit_but_not_what_is_in_it(tmp_path: Path) -> None:
-    shown, said = io.StringIO(), []
-    peer = joined_peer(tmp_path)
-    peer._display = PlainDisplay(shown)
-    peer._channel = SimpleNamespace(  # type: ignore[assignment]
-        send=lambda message, generation: said.append((message, generation))
-    )
-    peer._decline(4, DataError("notes, line 7: hunter2"))
-    ((declined, generation),) = said
-    assert isinstance(declined, Declined) and generation == 4
-    assert "hunter2" in shown.getvalue() and "hunter2" not in declined.reason
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The host's streams to joined machines: who may open which, what a loss costs, who counts."""
 
 import contextlib
+import os
 import random
 import string
 import threading
@@ -14,7 +15,7 @@ from thinwire.run import members as members_module
 from thinwire.run.doctor import check_outside
 from thinwire.run.formation import Formation
 from thinwire.run.host import Streams
-from thinwire.run.members import Down, Gone, Up
+from thinwire.run.members import MOST_STREAMS, SESSION_BYTES, Down, Gone, Up
 from thinwire.run.pacing import AT_ONCE
 from thinwire.run.protocol import (
     FROM_PEER,
@@ -27,14 +28,13 @@ from thinwire.run.protocol import (
     Leaving,
     News,
     Pulse,
-    Release,
     Tried,
     TryDoor,
     pack,
     peer_stream,
     stream_name,
     unpack,
-)
+)  # fmt: skip
 from thinwire.wire import Pipe, dial
 from thinwire.wire.background import on_daemon_thread
 from waiting import PATIENCE, wait_until
@@ -117,9 +117,7 @@ def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house: Ho
     assert len(ana.connections) == 2 and not ana.lost.is_set()
 
 
-def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house: House) -> None:
     house.members._outage = 0.3
     ana = house.join("ana")
     ana.is_cut_off = True
@@ -131,20 +129,24 @@ def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(
     assert ana.lost.wait(PATIENCE), "the host knows nothing of its stream any more"
 
 
-def test_a_process_that_begins_anew_takes_the_place_of_its_stream(house: House) -> None:
-    """The host has not noticed that the first stream is lost."""
-    first = house.join("ana")
+@pytest.mark.parametrize("process", ["one", "two"])
+def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
+    process: str, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has not noticed the loss, and asks whether another process still answers."""
+    monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
+    identity = house.enrol("ana")
+    first = Joined(house.listener.address, identity, "one", is_frozen=True).arrive()
+    wait_until(house.here)
     house.happened.clear()
-    again = Joined(house.listener.address, first.identity).arrive()
+    again = Joined(house.listener.address, identity, process).arrive()
     assert first.lost.wait(PATIENCE)
     wait_until(lambda: len(house.happened) == 2)
     assert [what for _, what in house.happened] == [
-        Gone("it was started anew"), Envelope(hello(), -1, 0)
+        Gone("it was started anew"), Envelope(hello(process=process), -1, 0)
     ]  # fmt: skip
-    house.members.tell("ana", Release("formed again"), generation=3)
-    again.hears(Release("formed again"))
-    first.channel.close()
-    assert house.here() == ["ana"]
+    assert house.members.tell("ana", News("?"))
+    again.hears(News("?"))
 
 
 def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
@@ -171,19 +173,6 @@ def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_live
     first.say(Pulse(1, "works"), 0)
     wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
     assert not first.lost.is_set()
-
-
-def test_a_process_that_was_started_anew_takes_the_place_of_one_that_does_not_answer(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
-    identity = house.enrol("ana")
-    first = Joined(house.listener.address, identity, "one", is_frozen=True).arrive()
-    wait_until(house.here)
-    second = Joined(house.listener.address, identity, "two").arrive()
-    assert first.lost.wait(PATIENCE)
-    wait_until(lambda: house.members.tell("ana", News("?")))
-    second.hears(News("?"))
 
 
 def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
@@ -247,6 +236,26 @@ def test_a_flood_costs_a_peer_its_stream(house: House, arrives: bool, stage: int
     bob.say(Pulse(1, "works"), 0)
     wait_until(lambda: ("bob", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
     assert house.here() == ["bob"]
+
+
+def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house: House) -> None:
+    bob, ada = house.join("bob"), house.enrol("ada")
+
+    def answer() -> bytes | None:
+        name = peer_stream("ada")
+        pipe = dial(house.listener.address, name, ada, "coordinator", PATIENCE, MAX_MESSAGE)
+        pipe.write(os.urandom(SESSION_BYTES))
+        try:
+            return pipe.read()
+        except WireError:
+            return None
+        finally:
+            pipe.close(0)
+
+    answers = [answer() for _ in range(MOST_STREAMS + 2)]
+    assert all(answers[:MOST_STREAMS]) and not any(answers[MOST_STREAMS:])
+    assert house.members.tell("bob", News("?"))
+    bob.hears(News("?"))
 
 
 class Deaf(Joined):

@@ -39,6 +39,7 @@ GOODBYE_SECONDS = 2.0  # for members to hear that the run is over
 LEAST_OUTAGE_S = 10.0  # for which a connection may be lost, also where links may not
 ALIVE_SECONDS = 5.0  # for a member to answer, before another process with its key takes its place
 MOST_UNTAKEN = 1000  # messages to a member that wait to be sent: few of them are large
+MOST_STREAMS = 8  # of one member: one counts, and others begin or may come back
 SESSION_BYTES = 16  # by which a member's process says that a connection goes on with its stream
 
 
@@ -105,6 +106,7 @@ class _Connections:
     """The connections of one stream: the latest, and those that it has not taken up yet."""
 
     latest: Pipe
+    channel: Channel | None = None
     more: "queue.SimpleQueue[Pipe]" = field(default_factory=queue.SimpleQueue)
 
     def add(self, pipe: Pipe) -> None:
@@ -264,19 +266,23 @@ class Members:
             session = pipe.read() or b""
         except WireError:
             session = b""
-        if len(session) != SESSION_BYTES:
-            pipe.close(0)
-            return
         with self._changed:
             known = self._streams.get((name, session))
+            streams = sum(member == name for member, _ in self._streams)
             if known is not None:
                 known.add(pipe)
                 return
-            connections = self._streams[name, session] = _Connections(pipe)
-        self._open(self._members[name], session, connections)
+            if len(session) == SESSION_BYTES and streams < MOST_STREAMS:
+                connections = self._streams[name, session] = _Connections(pipe)
+                self._open(self._members[name], connections)
+                return
+        pipe.close(0)
 
-    def _open(self, member: Member, session: bytes, connections: _Connections) -> None:
-        """Hear a new stream of a member; it counts from its hello on."""
+    def _open(self, member: Member, connections: _Connections) -> None:
+        """Hear a new stream of a member; it counts from its hello on.
+
+        With the lock, so that nothing that it says is heard before it is known.
+        """
         first = connections.latest
         origin = self._origins.get(first.comes_from, "")
 
@@ -298,7 +304,6 @@ class Members:
         def on_lost(error: ThinwireError | None = None) -> None:
             reason, in_breach = str(error or "it ended its stream"), isinstance(error, BreachError)
             with self._changed:
-                self._streams.pop((member.name, session), None)
                 if member.channel is channel and in_breach:
                     member.why_unfit = reason
                 self._lose(member, channel, reason, in_breach)
@@ -314,8 +319,8 @@ class Members:
                 self.on_happening(member.name, Up(seconds))
 
         pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)
-        with self._changed:  # what it says must not be heard before its stream is known
-            channel = Channel(pipe, peer_stream(member.name), FROM_PEER, hear, on_lost, on_lost)
+        channel = Channel(pipe, peer_stream(member.name), FROM_PEER, hear, on_lost, on_lost)
+        connections.channel = channel
 
     def _replace(self, member: Member, channel: Channel, hello: Hello) -> bool:
         """Have another stream of a member count, unless another process holds the one that does.
@@ -344,7 +349,8 @@ class Members:
             "one first, or join as a further peer with another --folder and --name"
         )
         _send(channel, Dismiss(reason, in_order=False))
-        threading.Thread(target=channel.close, daemon=True).start()
+        with self._changed:
+            self._lose(member, channel, reason)
         if self._told.again(member.name, time.monotonic()):
             self.note(
                 f"two processes join with the key of {member.name}: {stays} stays, {refused} was "
@@ -363,6 +369,7 @@ class Members:
         """Give up the stream of a member, once it has what it was told; and then do something."""
         if channel is None:
             return
+        self._streams = {key: c for key, c in self._streams.items() if c.channel is not channel}
         is_its = member.channel is channel
         if is_its:
             member.channel, member.hello, member.since = None, None, time.monotonic()
