@@ -149,34 +149,47 @@ def stage_files(home: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_peer_that_takes_a_stage_fetches_it_and_trains_on_bit_for_bit(
-    machines: Machines,
+def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_for_bit(
+    machines: Machines, make_settings: Callable[..., Settings], corpus: Corpus
 ) -> None:
+    """A run that starts from weights, which are gone when its host and a peer are replaced."""
+    narrow = {
+        "boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"
+    }  # fmt: skip
+    source = trained(make_settings(**narrow, train__steps=2), corpus, machines.folder / "source")
     config = machines.config(
-        boundary__mode="projected", boundary__rank=6, boundary__anchor="per-stage",
-        train__steps=STEPS, train__eval_every=30, train__checkpoint_every=20, train__keep=100,
-        link__outage=2.0,
+        **narrow, train__steps=STEPS, train__eval_every=30, train__checkpoint_every=20,
+        train__keep=100, link__outage=2.0,
     )  # fmt: skip
-    alone = machines.run("alone", "train", config, "--set", f"run.out={machines.folder / 'alone'}")
-    host = machines.host()
+    start = ("--init-from", source)
+    out = machines.folder / "alone"
+    alone = machines.run("alone", "train", config, *start, "--set", f"run.out={out}")
+    assert alone.wait() == 0, alone.text()
+    host = machines.host(*start)
     ana, ben = machines.join("ana"), machines.join("ben")
     host.wait_for(r"checkpoint of step 20 in ")
     ben.kill()
+    host.kill()
+    source.rename(source.with_name("gone"))
+    host = machines.host(*start)
     cleo = machines.join("cleo")
+    host.wait_for(r"epoch 2 from step [1-9]")
     cleo.wait_for(rf"step +\d+/{STEPS}")
     fetched = stage_files(cleo.home)
     assert host.wait() == 0, host.text()
     for peer in (ana, cleo):
         assert peer.wait() == 0, peer.text()
 
-    assert alone.wait() == 0, alone.text()
-    run, other = machines.run_folder, machines.folder / "alone" / "test"
-    assert_same_weights(run, other, STEPS)
+    run = machines.run_folder
+    assert_same_weights(run, out / "test", STEPS)
     checkpoint = Checkpoint.open(run)
     checkpoint.verify()
     whole = {shard.file: shard.bytes for shard in checkpoint.shards}
-    summary, expected = (json.loads((one / "summary.json").read_text()) for one in (run, other))
-    assert summary["valid_losses"] == expected["valid_losses"]
+    summary = json.loads((run / "summary.json").read_text())
+    expected = json.loads((out / "test" / "summary.json").read_text())
+    assert [
+        score for score in expected["valid_losses"] if score not in summary["valid_losses"]
+    ] == []
 
     seat = json.loads((run / "epochs.json").read_text())["seats"].index("cleo")
     own = f"stage-{seat}.safetensors"
@@ -193,28 +206,3 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_trains_on_bit_for_bit(
     assert tokens < sent["token ids"]
     assert not list((run / "checkpoints").glob(".[ip]*")), "nothing is left over"
     assert stage_files(cleo.home) == stage_files(ana.home) == {}, "neither there"
-
-
-@pytest.mark.slow
-def test_peers_fetch_their_stage_of_the_weights_and_a_restarted_host_goes_on(
-    machines: Machines, make_settings: Callable[..., Settings], corpus: Corpus
-) -> None:
-    """They train to the weights of a run on one machine, though the origin is gone by then."""
-    source = trained(make_settings(train__steps=2), corpus, machines.folder / "source")
-    config = machines.config(train__steps=150, train__eval_every=0, train__checkpoint_every=15)
-    start = ("--init-from", source)
-    alone = machines.run(
-        "alone", "train", config, *start, "--set", f"run.out={machines.folder / 'alone'}"
-    )
-    assert alone.wait() == 0, alone.text()
-    host = machines.host(*start)
-    peers = [machines.join(name) for name in ("ana", "ben")]
-    host.wait_for(r"\[save\] +checkpoint of step", times=2)
-    host.kill()
-    source.rename(source.with_name("gone"))
-    again = machines.host(*start)
-    again.wait_for(r"epoch 2 from step [1-9]")
-    assert again.wait() == 0, again.text()
-    for peer in peers:
-        assert peer.wait() == 0, peer.text()
-    assert_same_weights(machines.run_folder, machines.folder / "alone" / "test", 150)
