@@ -139,7 +139,7 @@ def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Mach
     assert machines.run("ana", "status").wait() == NOT_ALIVE
 
 
-STEPS = 60
+STEPS = 80
 
 
 def stage_files(home: Path) -> dict[str, int]:
@@ -167,7 +167,7 @@ def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_f
     assert alone.wait() == 0, alone.text()
     host = machines.host(*start)
     ana, ben = machines.join("ana"), machines.join("ben")
-    host.wait_for(r"checkpoint of step 20 in ")
+    host.wait_for(r"\[save\] +checkpoint of step", times=2)  # a step after the first is proof of it
     ben.kill()
     host.kill()
     source.rename(source.with_name("gone"))
