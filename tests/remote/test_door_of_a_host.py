@@ -1,22 +1,16 @@
 """What peers, invites and those who were removed may at the door of a host."""
 
 import contextlib
-import io
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from thinwire.remote.holding import Terms
-from thinwire.remote.measure import MachineFigures
-from thinwire.remote.member import Member, Place
-from thinwire.remote.messages import TryDoor
 
 from thinwire.errors import AdmissionError, WireError
 from thinwire.remote.authority import AuthorityBook
 from thinwire.remote.invite import Invite
-from thinwire.report import PlainDisplay
 from thinwire.wire import Door, Identity, Route, Traffic
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import Wish, call
@@ -116,16 +110,3 @@ def test_an_invite_opens_the_enrolment_alone_and_only_while_it_is_good(host: Hos
     host.book.kick("fay")
     with pytest.raises(AdmissionError, match="this invite was closed"):
         host.call(later.door_token, "reach", "enrol")
-
-
-def test_a_peer_tries_the_addresses_of_its_invite(host: Host, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        shut = "{}:{}".format(*free.getsockname())
-    invite = host.book.invite([host.door.address, shut])
-    ana = host.enrol(invite, "ana")
-    way = invite.to_service("control", ana.door_token)
-    machine, display = MachineFigures("cpu", 1.0, 1.0, 1, 1), PlainDisplay(io.StringIO())
-    member = Member(Place(tmp_path, way), ana, Terms(), machine, display)
-    member._on(TryDoor())
-    answers = member._events.get(timeout=PATIENCE).answers
-    assert answers == {host.door.address: "", shut: f"{shut}: Connection refused"}

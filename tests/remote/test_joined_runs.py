@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from machines import Machines, assert_same_weights, machines  # noqa: F401
 
+from machines import Machines, assert_same_weights, machines  # noqa: F401
 from thinwire.engine import Checkpoint
 
 

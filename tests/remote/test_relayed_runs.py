@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from machines import Machines, machines  # noqa: F401
 
+from machines import Machines, machines  # noqa: F401
 from thinwire.wire import Door
 
 

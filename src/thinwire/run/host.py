@@ -61,7 +61,7 @@ from thinwire.run.formation import (
     write_formation,
 )
 from thinwire.run.machine import Machine
-from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, one_line
+from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
 from thinwire.run.placement import ChosenSplit, choose_split, share_stages
 from thinwire.run.protocol import (
@@ -507,7 +507,7 @@ class HostedPeers(Peers):
         )
 
     def __exit__(self, *error: object) -> None:
-        self._base.members.on_happening = lambda name, what: None
+        self._base.members.on_happening = ignore
         self._streams.close()
         self.end_states()
         self.collector.close()
@@ -602,18 +602,21 @@ class HostedPeers(Peers):
             pipe = LastingPipe(first, accept, outage) if outage else first
             TokenServer(pipe, self._base.data, self._settings, self._base.beside["token ids"])
 
-    def _on_happening(self, name: str, what: Happening) -> None:
-        """On the thread of a member's stream, which may wait for room in the queue."""
+    def _on_happening(self, name: str, what: Happening) -> bool:
+        """On the thread of a member's stream, which may wait for room in the queue: so no stage of
+        this generation says too much.
+        """
         held = self._formation.held_by(name)
         match what:
             case _ if not held:
-                return
+                pass
             case Envelope(message, stage, said) if stage >= 0 and said == self._formation.epoch:
                 if stage not in held:
                     raise WireError(
                         f"{name} sent a message of stage {stage}, which it does not hold"
                     )
                 self._hear(stage, message)
+                return True
             case Envelope(Leaving()):
                 self.leaving = self.leaving or name
                 if not self.is_stopping:  # asked twice, a coordinator leaves at once
@@ -627,6 +630,7 @@ class HostedPeers(Peers):
                 self.said.note(Away(held[0], reason))
             case Up(seconds):
                 self.said.note(Back(held[0], seconds))
+        return False
 
     def _hear(self, stage: int, message: Any) -> None:
         if isinstance(message, Ended):

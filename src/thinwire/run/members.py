@@ -36,8 +36,10 @@ from thinwire.wire import LastingPipe, Listener, Pipe
 
 LOOK_SECONDS = 0.2  # between two looks for machines that were enrolled meanwhile
 GOODBYE_SECONDS = 2.0  # for members to hear that the run is over
+LEAST_OUTAGE_S = 10.0  # for which a connection may be lost, also where links may not
 ALIVE_SECONDS = 5.0  # for a member to answer, before another process with its key takes its place
 MOST_UNTAKEN = 1000  # messages to a member that wait to be sent: few of them are large
+MOST_STREAMS = 8  # of one member: one counts, and others begin or may come back
 SESSION_BYTES = 16  # by which a member's process says that a connection goes on with its stream
 
 
@@ -99,11 +101,27 @@ Happening = Envelope | Gone | Down | Up
 """What concerns those who train: what a member says of its stages or of itself, and its stream."""
 
 
+@dataclass(eq=False)
+class _Connections:
+    """The connections of one stream: the latest, and those that it has not taken up yet."""
+
+    latest: Pipe
+    channel: Channel | None = None
+    more: "queue.SimpleQueue[Pipe]" = field(default_factory=queue.SimpleQueue)
+
+    def add(self, pipe: Pipe) -> None:
+        """Go on with another: its member knows of a loss that the host may not have noticed."""
+        before, self.latest = self.latest, pipe
+        self.more.put(pipe)
+        threading.Thread(target=before.close, args=(0,), daemon=True).start()
+
+
 class Members:
     """Streams to all enrolled machines. A context manager: leaving it says goodbye to all.
 
-    `on_happening` is called with a member's name on the threads of streams; so is `note`, with what
-    people should know, which must not wait.
+    `on_happening` is called with a member's name on the threads of streams, and says whether it
+    holds back what the member says of its work: the rest counts, so that no flood goes unseen.
+    `note`, with what people should know, is called there too, and must not wait.
     """
 
     def __init__(
@@ -114,14 +132,15 @@ class Members:
         cut: Callable[[str], None] = lambda name: None,
     ):
         """`cut` ends all streams of a member."""
-        self.on_happening: Callable[[str, Happening], None] = lambda name, what: None
+        self.on_happening: Callable[[str, Happening], bool] = ignore
         self.note: Callable[[str], None] = lambda text: None
         self.control_bytes = 0  # of streams that are over
         self._told = Told()
-        self._listener, self._book, self._outage = listener, book, outage
+        self._listener, self._book = listener, book
+        self._outage = max(outage, LEAST_OUTAGE_S)
         self._cut = cut
         self._members: dict[str, Member] = {}
-        self._streams: dict[tuple[str, bytes], queue.SimpleQueue[Pipe]] = {}  # by name, session
+        self._streams: dict[tuple[str, bytes], _Connections] = {}  # by name, session
         self._changed = threading.Condition(threading.RLock())
         self._is_over = False
         self._farewell = Dismiss("the host ended; join again when it is back", in_order=True)
@@ -246,28 +265,28 @@ class Members:
             session = pipe.read() or b""
         except WireError:
             session = b""
-        if len(session) != SESSION_BYTES:
-            pipe.close(0)
-            return
         with self._changed:
             known = self._streams.get((name, session))
+            streams = sum(member == name for member, _ in self._streams)
             if known is not None:
-                known.put(pipe)
+                known.add(pipe)
                 return
-            more: queue.SimpleQueue[Pipe] = queue.SimpleQueue()
-            self._streams[name, session] = more
-        self._open(self._members[name], session, more, pipe)
+            if len(session) == SESSION_BYTES and streams < MOST_STREAMS:
+                connections = self._streams[name, session] = _Connections(pipe)
+                self._open(self._members[name], connections)
+                return
+        pipe.close(0)
 
-    def _open(
-        self, member: Member, session: bytes, more: "queue.SimpleQueue[Pipe]", first: Pipe
-    ) -> None:
-        """Hear a new stream of a member, whose further connections come by `more`; it counts from
-        its hello on.
+    def _open(self, member: Member, connections: _Connections) -> None:
+        """Hear a new stream of a member; it counts from its hello on.
+
+        With the lock, so that nothing that it says is heard before it is known.
         """
+        first = connections.latest
 
         def reopen(timeout: float) -> Pipe:
             try:
-                return more.get(timeout=timeout)
+                return connections.more.get(timeout=timeout)
             except queue.Empty:
                 raise WireError(f"{member.name} did not connect again") from None
 
@@ -277,13 +296,12 @@ class Members:
             if not counts and isinstance(said.message, Hello) and said.stage == OF_NO_STAGE:
                 counts = self._replace(member, channel, said.message)
                 member.origin = first.comes_from if counts else member.origin
-            if counts:
-                self._hear(member, said)
+            if not (counts and self._hear(member, said)):
+                member.pace.count()
 
         def on_lost(error: ThinwireError | None = None) -> None:
             reason, in_breach = str(error or "it ended its stream"), isinstance(error, BreachError)
             with self._changed:
-                self._streams.pop((member.name, session), None)
                 if member.channel is channel and in_breach:
                     member.why_unfit = reason
                 self._lose(member, channel, reason, in_breach)
@@ -298,9 +316,9 @@ class Members:
                 member.is_down = False
                 self.on_happening(member.name, Up(seconds))
 
-        pipe = LastingPipe(first, reopen, self._outage, on_down, on_up) if self._outage else first
-        with self._changed:  # what it says must not be heard before its stream is known
-            channel = Channel(pipe, peer_stream(member.name), FROM_PEER, hear, on_lost, on_lost)
+        pipe = LastingPipe(first, reopen, self._outage, on_down, on_up)
+        channel = Channel(pipe, peer_stream(member.name), FROM_PEER, hear, on_lost, on_lost)
+        connections.channel = channel
 
     def _replace(self, member: Member, channel: Channel, hello: Hello) -> bool:
         """Have another stream of a member count, unless another process holds the one that does.
@@ -329,7 +347,8 @@ class Members:
             "one first, or join as a further peer with another --folder and --name"
         )
         _send(channel, Dismiss(reason, in_order=False))
-        threading.Thread(target=channel.close, daemon=True).start()
+        with self._changed:
+            self._lose(member, channel, reason)
         if self._told.again(member.name, time.monotonic()):
             self.note(
                 f"two processes join with the key of {member.name}: {stays} stays, {refused} was "
@@ -348,6 +367,7 @@ class Members:
         """Give up the stream of a member, once it has what it was told; and then do something."""
         if channel is None:
             return
+        self._streams = {key: c for key, c in self._streams.items() if c.channel is not channel}
         is_its = member.channel is channel
         if is_its:
             member.channel, member.hello, member.since = None, None, time.monotonic()
@@ -364,9 +384,8 @@ class Members:
         if is_its:
             self.on_happening(member.name, Gone(reason, in_breach))
 
-    def _hear(self, member: Member, said: Envelope) -> None:
-        if said.stage == OF_NO_STAGE:
-            member.pace.count()
+    def _hear(self, member: Member, said: Envelope) -> bool:
+        """Note what a member says of itself; whether those who train hold back what it says."""
         with self._changed:
             member.heard = time.monotonic()
             match said.message if said.stage == OF_NO_STAGE else None:
@@ -382,10 +401,15 @@ class Members:
                 case Tried() as tried:
                     member.tried = tried
             self._changed.notify_all()
-        self.on_happening(member.name, said)
+        return self.on_happening(member.name, said)
 
     def _tell_unfit(self, member: Member) -> None:
         self.tell(member.name, News(f"this machine gets no stage: {member.why_unfit}"))
+
+
+def ignore(name: str, what: Happening) -> bool:
+    """For `Members.on_happening` while nobody trains."""
+    return False
 
 
 def _other_version(versions: dict[str, str]) -> str:

@@ -1,0 +1,159 @@
+"""A host's list of machines and the streams of machines to it, in this process, for tests.
+
+All that these tests need of listeners, books and dialling is made here.
+"""
+
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import thinwire
+from thinwire.data import Corpus
+from thinwire.errors import ThinwireError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.report import PlainDisplay
+from thinwire.run.channel import Channel
+from thinwire.run.console import HostConsole
+from thinwire.run.formation import Formation
+from thinwire.run.host import Base, HostedPeers
+from thinwire.run.machine import Machine
+from thinwire.run.members import SESSION_BYTES, Members
+from thinwire.run.protocol import (
+    FROM_COORDINATOR,
+    MAX_MESSAGE,
+    Alive,
+    AskAlive,
+    Envelope,
+    Hello,
+    peer_stream,
+)  # fmt: skip
+from thinwire.run.status import SharedDisplay, Standing
+from thinwire.settings import Settings
+from thinwire.wire import Identity, LastingPipe, Listener, Pipe, dial
+from thinwire.wire.keys import fingerprint_of
+from waiting import wait_until
+
+
+def hello(version: str = thinwire.__version__, process: str = "") -> Hello:
+    machine = Machine(tflops=1.0, memory_gb=1.0)
+    return Hello({"thinwire": version}, machine, "", "", process, f"place {process}")
+
+
+def host_of(identity: Identity) -> str:
+    """The key by which a machine knows its host."""
+    return fingerprint_of(identity.host)
+
+
+class Joined:
+    """A machine's end of its stream to the host, without the rest of a joined peer."""
+
+    def __init__(
+        self, address: str, identity: Identity, process: str = "", is_frozen: bool = False
+    ):
+        self._address, self.identity = address, identity
+        self._process, self._is_frozen = process, is_frozen
+        self._session = os.urandom(SESSION_BYTES)
+        self.connections: list[Pipe] = []
+        self.heard: list[Envelope] = []
+        self.is_cut_off = False
+        self.lost = threading.Event()
+
+        def on_lost(error: ThinwireError | None = None) -> None:
+            self.lost.set()
+
+        pipe = LastingPipe(self._connect(10.0), self._connect, 60.0)
+        self.channel = Channel(pipe, "host", FROM_COORDINATOR, self._hear, on_lost, on_lost)
+
+    def arrive(self, version: str = thinwire.__version__) -> "Joined":
+        """Say hello."""
+        self.channel.send(hello(version, self._process))
+        return self
+
+    def say(self, message: Any, stage: int = -1, generation: int = 1) -> None:
+        self.channel.send(message, stage, generation)
+
+    def hears(self, wanted: object) -> None:
+        """Wait for a message, or for one of a kind."""
+        wait_until(lambda: any(wanted in (m, type(m)) for m, *_ in self.heard))
+
+    def lose_connection(self) -> None:
+        self.connections[-1].close(0)
+
+    def _connect(self, timeout: float) -> Pipe:
+        wait_until(lambda: not self.is_cut_off)
+        name = peer_stream(self.identity.name)
+        pipe = dial(
+            self._address, name, self.identity, host_of(self.identity), timeout, MAX_MESSAGE
+        )
+        pipe.write(self._session)
+        self.connections.append(self.wrap(pipe))
+        return self.connections[-1]
+
+    def wrap(self, pipe: Pipe) -> Pipe:
+        """The connection as this machine uses it."""
+        return pipe
+
+    def _hear(self, said: Envelope) -> None:
+        self.heard.append(said)
+        if said.message == AskAlive() and not self._is_frozen:
+            self.channel.send(Alive())
+
+
+class House:
+    """A host's book, listener and list of members, and machines that are let in."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.book = folder, AuthorityBook(folder / "authority", "test")
+        self.listener = Listener(
+            self.book.identity, "127.0.0.1", 0, MAX_MESSAGE, who=self.book.name_of
+        )
+        self.invite = self.book.invite(["127.0.0.1:1"], machines=9)
+        self.members = Members(self.listener, self.book, outage=60.0)
+        self.happened: list[tuple[str, Any]] = []
+        self.members.on_happening = lambda name, what: self.happened.append((name, what)) or False
+
+    def enrol(self, name: str) -> Identity:
+        identity, invite = Identity.create(name, self.book.identity.public), self.invite
+        self.book.enrol(invite.invite_id, invite.secret, identity.public, name)
+        return identity
+
+    def join(self, name: str, kind: type[Joined] = Joined) -> Joined:
+        """A machine that is enrolled and here."""
+        joined = kind(self.listener.address, self.enrol(name)).arrive()
+        wait_until(lambda: name in self.here())
+        return joined
+
+    def here(self) -> list[str]:
+        return [member.name for member in self.members.here()]
+
+    def unfit(self) -> dict[str, str]:
+        """Why members get no stage."""
+        return {member.name: member.why_unfit for member in self.members.all()}
+
+    def console(self, formation: Formation, settings: Any = Settings, *more: Any) -> HostConsole:
+        standing, members = Standing("test", self.book.run_id, "host"), self.members
+        invite = lambda machines: self.invite  # noqa: E731
+        return HostConsole(standing, members, self.book, lambda: formation, settings, invite, *more)
+
+    def peers(self, formation: Formation, settings: Settings, corpus: Corpus) -> HostedPeers:
+        """Members that hold stages, as a coordinator sees them."""
+        door: Any = SimpleNamespace(listener=self.listener, book=self.book, meeting=lambda name: [])
+        display = SharedDisplay(
+            PlainDisplay(io.StringIO()), self.members.tell_all, Standing("test", "abc", "host")
+        )
+        base = Base(self.members, door, self.folder, corpus, display)
+        return HostedPeers(base, formation, settings, None, lambda done, total: None)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    with made.members:
+        yield made
+    made.listener.close()

@@ -1,0 +1,393 @@
+"""A host's decisions: who holds which stage, whom it blames, and where neighbours meet."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosting import House, hello, house  # noqa: F401
+
+from thinwire.data import Corpus
+from thinwire.errors import ConfigError, DataError, StageError
+from thinwire.report import PlainDisplay
+from thinwire.run import host as host_module
+from thinwire.run.events import Away, Back, Lost, Said, StopAsked, Suspect
+from thinwire.run.formation import (
+    Failures,
+    Formation,
+    fill_seats,
+    lacking_peers,
+    read_formation,
+    write_formation,
+)  # fmt: skip
+from thinwire.run.host import (
+    DoorOf,
+    HostOptions,
+    Ways,
+    as_peer,
+    form,
+    host,
+    probe,
+    who_is_left_out,
+)  # fmt: skip
+from thinwire.run.machine import Machine
+from thinwire.run.members import Member
+from thinwire.run.peers import StageFailedError
+from thinwire.run.protocol import Connect, Declined, Hello, Hold, Leaving, News, Pulse, Start, Way
+from thinwire.schedule import PipelineConfig
+from thinwire.settings import Settings
+from thinwire.wire import Door
+from trained import trained
+from waiting import PATIENCE, wait_until
+
+# ruff: noqa: F811
+
+
+# Who holds which stage
+
+
+@pytest.mark.parametrize(
+    ("before", "present", "least", "after"),
+    [
+        ("ana ben", "dan cleo ben", 2, "dan ben"),
+        ("ana ben", "ben", 2, None),
+        ("ana ben cleo", "ana cleo", 2, "ana ana cleo"),
+        ("ana ben cleo", "cleo", 1, "cleo cleo cleo"),
+        ("ana ben cleo", "cleo", 2, None),
+        ("ana ben cleo", "cleo dan", 2, "dan dan cleo"),
+        ("ana ben cleo", "", 1, None),
+        ("ana ana cleo", "dan cleo", 2, "dan dan cleo"),
+        ("ana ana cleo", "ana cleo", 3, "ana ana cleo"),
+        ("ana ben cleo dan", "ben cleo", 2, "ben ben cleo cleo"),
+    ],
+)
+def test_peers_keep_their_stages_and_those_of_who_is_gone_go_to_others_or_to_neighbours(
+    before: str, present: str, least: int, after: str | None
+) -> None:
+    seats = fill_seats(before.split(), present.split(), least)
+    assert seats == (after.split() if after is not None else None)
+
+
+def test_a_wait_says_for_whom_and_who_is_there_in_vain() -> None:
+    assert lacking_peers([], 2, [], {}) == "waiting for 2 more peers"
+    waits = lacking_peers(["ana", "ben"], 2, ["ben"], {"ben": "", "eve": "no room"})
+    assert waits == (
+        "waiting for 1 more peer (ana or another); here: ben; eve gets no stage: no room"
+    )
+
+
+def test_how_often_a_run_was_formed_survives(tmp_path: Path) -> None:
+    assert read_formation(tmp_path) == Formation()
+    formed = Formation(3, ["ana", "ben", "ben"], [1, 3], 7000, 4)
+    write_formation(tmp_path, formed)
+    formation = read_formation(tmp_path)
+    assert formation == formed
+    assert formation.members() == ["ana", "ben"] and formation.held_by("ben") == [1, 2]
+    pipeline = formation.applied(Settings()).pipeline
+    assert (pipeline.split, pipeline.window) == ([1, 3], 4)
+    unformed, set_by_hand = Settings(), Settings(pipeline=PipelineConfig(window=6))
+    assert Formation().applied(unformed) is unformed
+    assert formation.applied(set_by_hand).pipeline.window == 6, "a change of the settings counts"
+    (tmp_path / "epochs.json").write_text('{"epoch": "many"}')
+    with pytest.raises(ConfigError, match=r"cannot read .*epochs.json"):
+        read_formation(tmp_path)
+
+
+def peer(name: str, tflops: float, bf16: float = 0.0, memory_gb: float = 8.0) -> Machine:
+    machine = Machine("", tflops, memory_gb, 50.0, 100.0, 5.0, bf16_tflops=bf16)
+    member = Member(name, hello=Hello({}, machine, "", ""))
+    return as_peer(member, reachable=False)
+
+
+def test_stages_follow_the_rate_in_which_a_run_computes(
+    make_settings: Callable[..., Settings],
+) -> None:
+    here = [peer("ana", 1e-4, 1e-3), peer("ben", 1e-3, 1e-4)]
+    for precision, fast in (("fp32", "ben"), ("bf16", "ana")):
+        settings = make_settings(
+            model__layers=8, run__precision=precision, codec__forward="bf16", codec__backward="bf16"
+        )
+        split, _ = form(settings, here, False)
+        assert split is not None
+        blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
+        assert max(blocks, key=lambda name: blocks[name]) == fast
+        assert split.settings.pipeline.split == split.counts
+        assert [relayed for *_, relayed in split.crossings()] == [True], "no door was found"
+
+
+def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(
+    make_settings: Callable[..., Settings],
+) -> None:
+    settings = make_settings()
+    split, _ = form(settings, [peer("ana", 0.0, memory_gb=0.0), peer("ben", 5.0)], False)
+    assert split is not None and split.settings == settings.with_window()
+    split, lacking = form(settings, [peer("a", 1, 1, 1e-5), peer("b", 1, 1, 1e-5)], False)
+    assert split is None and "no split fits" in lacking
+
+
+NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"}
+REMEMBERS = {"codec__forward": "int8+ef"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "kept"),
+    [
+        (NARROW, {}, [2, 2]),
+        (NARROW, {"pipeline__split": [3, 1]}, [3, 1]),
+        (REMEMBERS, {}, [2, 2]),
+        ({}, {"pipeline__split": [3, 1]}, [1, 3]),
+    ],
+    ids=["narrow", "narrow and uneven", "codecs with memory", "dense: the fast peer gets more"],
+)
+def test_cuts_stay_where_the_model_learned_them_whoever_comes(
+    changes: dict[str, Any], before: dict[str, Any], kept: list[int], corpus: Corpus,
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One of these peers is fifty times as fast as the other, and the split is left open."""
+    trained(make_settings(**changes, **before, train__steps=2), corpus, tmp_path / "test")
+    write_formation(tmp_path / "test", Formation(epoch=1))
+    splits = []
+
+    class Formed:
+        def __init__(self, settings: Settings, *arguments: Any) -> None:
+            split, lacking = form(settings, [peer("ana", 1e-6), peer("ben", 5e-5)], arguments[-1])
+            assert split is not None, lacking
+            splits.append(split.counts)
+
+        def run(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr(host_module, "_Hosting", Formed)
+    monkeypatch.setattr(host_module, "prepare_data", lambda *_: corpus)
+    host(make_settings(**changes), HostOptions(), PlainDisplay(io.StringIO()))
+    assert splits == [kept]
+
+
+# What members say of their stages
+
+Leads = Callable[..., host_module.HostedPeers]
+
+
+@pytest.fixture
+def leads(house: House, make_settings: Callable[..., Settings], corpus: Corpus) -> Leads:
+    """Starts a generation of members."""
+
+    def start(formation: Formation) -> host_module.HostedPeers:
+        settings = make_settings(pipeline__stages=len(formation.seats))
+        peers = house.peers(formation, settings, corpus)
+        peers.start()
+        return peers
+
+    return start
+
+
+def test_each_member_holds_its_stages_and_hears_what_is_for_them(
+    house: House, leads: Leads
+) -> None:
+    ana, ben = house.join("ana"), house.join("ben")
+    with leads(Formation(3, ["ana", "ana", "ben"])) as peers:
+        ana.hears(Hold)
+        ben.hears(Hold)
+        assert [(said.message.stages, said.generation) for said in ana.heard] == [([0, 1], 3)]
+        assert [(said.message.stages, said.generation) for said in ben.heard] == [([2], 3)]
+        peers.tell(1, Start())
+        ana.hears(Start())
+        assert ana.heard[-1] == (Start(), 1, 3)
+        peers.tell(2, Connect("127.0.0.1:1"))
+        ben.hears(Connect)
+        assert ben.heard[-1].message.seats == ["ana", "ana", "ben"]
+        ben.say(Pulse(1, "works"), 2, 3)
+        assert peers.said.next(PATIENCE) == Said(2, Pulse(1, "works"))
+        ben.say(Leaving())
+        assert peers.said.next(PATIENCE) == StopAsked("ben") and peers.leaving == "ben"
+        ben.lose_connection()
+        away, back = peers.said.next(PATIENCE), peers.said.next(PATIENCE)
+        assert isinstance(away, Away) and isinstance(back, Back) and away.stage == back.stage == 2
+
+
+def test_a_message_of_an_older_generation_is_not_heard(house: House, leads: Leads) -> None:
+    ana = house.join("ana")
+    with leads(Formation(2, ["ana"])) as peers:
+        ana.say(Declined("no room"), generation=1)
+        ana.say(Pulse(1, "works"), 5, generation=1)
+        ana.say(Pulse(2, "works"), 0, generation=1)
+        ana.say(Pulse(3, "works"), 0, generation=2)
+        assert peers.said.next(PATIENCE) == Said(0, Pulse(3, "works"))
+    assert not ana.lost.is_set()
+
+
+def test_a_message_of_a_stage_that_a_member_does_not_hold_costs_its_stream(
+    house: House, leads: Leads
+) -> None:
+    ana = house.join("ana")
+    house.join("ben")
+    with leads(Formation(1, ["ana", "ben"])) as peers:
+        ana.say(Pulse(1, "works"), 1)
+        lost = peers.said.next(PATIENCE)
+        assert isinstance(lost, Lost) and (lost.stage, lost.in_breach) == (0, True)
+        assert "ana sent a message of stage 1, which it does not hold" in lost.error
+    assert ana.lost.wait(PATIENCE) and house.here() == ["ben"]
+    assert "which it does not hold" in house.unfit()["ana"]
+
+
+def test_declined_stages_end_a_generation_at_once_with_the_reason(
+    house: House, leads: Leads
+) -> None:
+    house.join("ana")
+    ben = house.join("ben")
+    with leads(Formation(1, ["ana", "ben", "ben"])) as peers:
+        ben.say(Declined("that is not the\ndata of this run"))
+        why = "it cannot hold its stage: that is not the data of this run"
+        assert [peers.said.next(PATIENCE) for _ in range(2)] == [Lost(1, why), Lost(2, why)]
+    assert house.here() == ["ana"]
+
+
+def test_a_member_that_is_away_when_it_is_to_hold_a_stage_is_lost(
+    house: House, leads: Leads
+) -> None:
+    house.join("ana")
+    house.enrol("ben")
+    with leads(Formation(1, ["ana", "ben"])) as peers:
+        assert peers.said.next(PATIENCE) == Lost(1, "ben is away")
+        house.members.kick("ana")
+        assert peers.said.next(PATIENCE) == Lost(0, "the host removed it from the run")
+
+
+@pytest.fixture
+def hosting(house: House) -> Any:
+    """A host's judgement of the two peers that hold stages, without the rest of a host."""
+    made = object.__new__(host_module._Hosting)
+    made._members, made._failures = house.members, Failures()
+    made._formation = Formation(1, ["ana", "ben"])
+    made._display = PlainDisplay(io.StringIO())  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("deed", "most"), [("failed", 3), ("broke the contract", 3), ("was lost", 10)]
+)
+def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
+    house: House, hosting: Any, make_settings: Callable[..., Settings], deed: str, most: int
+) -> None:
+    """Also with an error of settings or data, which is that machine's as long as others have none.
+
+    Steps that are trained again are no progress; a later checkpoint is.
+    """
+    house.join("ana")
+    ben = house.join("ben")
+    suspect = Suspect(0, 1, deed, "no such device", known=True)
+    for step in (10, *[20] * most):
+        assert house.unfit()["ben"] == "", "it gets its stage again"
+        hosting._failures.start_from(step)
+        hosting._judge(StageFailedError("stage 1 ended", suspect))
+    why = (
+        f"it {deed} {most} times and the run got no further, last: no such device. It gets one "
+        "again when the host is started anew"
+    )
+    assert house.unfit() == {"ana": "", "ben": why}
+    for _ in range(2):
+        ben.hears(News(f"this machine gets no stage: {why}"))
+        ben.heard.clear()
+        ben.arrive()
+    wait_until(lambda: ben.heard)
+    assert house.unfit()["ben"] == why, "arriving anew does not help"
+    status = house.console(Formation(), make_settings).handlers()["status"]({})
+    states = {peer["name"]: peer["state"] for peer in status["peers"]}
+    assert states == {"ana": "waiting for a stage", "ben": f"gets no stage: {why}"}
+    assert house.here() == ["ana"]
+
+
+def test_a_failure_that_no_peer_caused_ends_the_host_when_it_goes_on(hosting: Any) -> None:
+    error = StageError("the two ends of cut 0 no longer remember the same")
+    hosting._judge(error)
+    hosting._judge(error)
+    with pytest.raises(StageError, match="no longer remember"):
+        hosting._judge(error)
+
+
+# Where neighbours meet, and where a host is found
+
+SEATS = ["ana", "ben", "cleo"]
+
+
+def make_ways() -> Ways:
+    doors = [DoorOf("127.0.0.1:1", "192.0.2.1:1"), DoorOf("127.0.0.1:2"), DoorOf("127.0.0.1:3")]
+    meeting = [[Way("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
+    return Ways("ab" * 8, "token", doors, meeting)
+
+
+def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
+    """All stages of a generation are told a word by which its links are called."""
+    ways = make_ways()
+    told = [ways.connect(stage, Connect(""), SEATS) for stage in range(3)]
+    assert [[way.address for way in one.reach] for one in told] == [
+        [],
+        ["192.0.2.1:1", "127.0.0.1:2", "192.0.2.9:9"],
+        ["127.0.0.1:3", "192.0.2.9:9"],
+    ]
+    wait = [[way.address for way in one.wait] for one in told]
+    assert wait == [["127.0.0.1:1", "192.0.2.9:9"], ["127.0.0.1:2", "192.0.2.9:9"], []]
+    assert [one.reach[-1].token for one in told[1:]] == ["ben.secret", "cleo.secret"]
+    assert {one.word for one in told} == {ways.word} != {make_ways().word}
+    assert ways.word not in repr(ways) + repr(told)
+
+
+@pytest.mark.parametrize("outside", ["", "a..b:1", "x" * 70 + ".net:1", "1.2.3.4:" + "9" * 5000])
+def test_a_peer_that_says_nonsense_of_its_door_has_none(outside: str) -> None:
+    """It must not end the host, which tries the address."""
+    said = Hello({}, hello().machine, "127.0.0.1:1", outside)
+    origin = outside.rpartition(":")[0]
+    assert probe(said, origin, "ab" * 8, "token") == DoorOf("127.0.0.1:1")
+
+
+def test_a_peers_door_is_tried_only_where_the_peer_comes_from() -> None:
+    with Door("127.0.0.1", 0) as door:
+        door.admit("ab" * 8, "ben.secret")
+        said = Hello({}, hello().machine, "127.0.0.1:1", door.address)
+        assert probe(said, "127.0.0.1", "ab" * 8, "ben.secret").outside == door.address
+        for origin in ("127.0.0.2", ""):
+            assert probe(said, origin, "ab" * 8, "ben.secret").outside == ""
+
+
+@pytest.mark.parametrize(
+    ("addresses", "relay", "said"),
+    [
+        (("127.0.0.1:7600",), "", "only this machine can use the invite: 127.0.0.1 is its own"),
+        (("localhost:7600", "[::1]:7600"), "", "only this machine can use the invite"),
+        (("127.0.0.1:7600", "192.168.1.5:7600"), "", "is an address of this network alone"),
+        (("192.168.1.5:7600",), "relay.example:4617", ""),
+        (("192.168.1.5:7600", "ana.example.org:7600"), "", ""),
+        (("8.8.8.8:7600",), "", ""),
+    ],
+)
+def test_a_host_says_whom_its_addresses_leave_out(
+    addresses: tuple[str, ...], relay: str, said: str
+) -> None:
+    text = who_is_left_out(addresses, relay)
+    assert said in text and bool(said) == bool(text)
+    assert not text or ("--address" in text and "port 7600" in text and "--relay" in text)
+
+
+def test_a_wrong_address_or_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--address no address: write a name or an address"):
+        HostOptions(addresses=("no address",)).check(4)
+    with pytest.raises(ConfigError, match=r"--peers 9: the 4 stages .* are held by 1 to 4 peers"):
+        HostOptions(peers=9).check(4)
+
+
+def test_a_folder_of_another_run_is_not_hosted_over(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings()
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    with pytest.raises(ConfigError, match="already holds a run"):
+        host(settings, HostOptions(), PlainDisplay(io.StringIO()))
+
+    def reached(*arguments: object) -> None:
+        raise DataError("the folder was taken")
+
+    monkeypatch.setattr(host_module, "prepare_data", reached)
+    with pytest.raises(DataError, match="the folder was taken"):
+        host(settings, HostOptions(resume=True), PlainDisplay(io.StringIO()))

@@ -1,0 +1,208 @@
+"""Hosted runs as people use them: a host and peers that are processes and share no folder."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machines import Machines, assert_same_weights, machines  # noqa: F401
+from thinwire.cli import main
+from thinwire.data import Corpus
+from thinwire.engine import Checkpoint
+from thinwire.errors import ConfigError, NotAliveError
+from thinwire.remote.authority import AuthorityBook
+from thinwire.remote.invite import Invite
+from thinwire.run.control_socket import ask
+from thinwire.settings import Settings
+from trained import trained
+from waiting import wait_until
+
+# ruff: noqa: F811
+
+UNREACHED, REFUSED, NOT_ALIVE = 5, 8, 9
+
+Attempt = Callable[[str, str], tuple[object, str]]
+
+
+@pytest.fixture
+def join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Attempt:
+    """Try to join from another home, in this process; the exit code and what was said."""
+
+    def attempt(text: str, home: str) -> tuple[object, str]:
+        monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / home))
+        with pytest.raises(SystemExit) as end:
+            main(["join", text, "--no-listen"])
+        said = capsys.readouterr()
+        return end.value.code, said.out + said.err
+
+    return attempt
+
+
+def test_whoever_has_no_good_invite_or_was_removed_stays_outside(
+    machines: Machines, join: Attempt, tmp_path: Path
+) -> None:
+    machines.config(pipeline__stages=2)
+    host = machines.host("--machines", 1, "--address", "localhost", "--address", "127.0.0.1")
+    host.wait_for("only this machine can use the invite")
+    assert "for the next 24 hours, one machine joins with" in host.text()
+    line = machines.invite
+    good = Invite.parse(line)
+    names, ports = zip(*(address.rsplit(":", 1) for address in good.addresses), strict=True)
+    assert names == ("localhost", "127.0.0.1") and ports[0] == ports[1], "that of the door"
+    other = AuthorityBook(tmp_path / "another run", "test").invite(good.addresses[1:])
+
+    attempts = [join(str(other), "dan")]  # it leads to this host, whose run is another
+    assert attempts[-1][0] == UNREACHED
+    assert f"run {other.run_id} is not known at this door" in attempts[-1][1]
+
+    attempts.append(join(line[:60] + ("A" if line[60] != "A" else "B") + line[61:], "ben"))
+    assert attempts[-1][0] == REFUSED
+    assert "this invite cannot be used: it was altered or cut off" in attempts[-1][1]
+
+    ana = machines.join("ana")
+    ana.wait_for("enrolled as ana")
+    attempts.append(join(line, "eve"))
+    assert attempts[-1][0] == REFUSED
+    assert "this invite was for one machine and has been used" in attempts[-1][1]
+
+    main(["kick", "ana", str(machines.run_folder)])
+    assert ana.wait() == REFUSED, ana.text()
+    attempts.append(join(line, "ana/data"))  # with the key and the certificate that it has
+    assert attempts[-1][0] == REFUSED, attempts[-1]
+    assert "'ana'" in attempts[-1][1]
+
+    said = [ana.text(), *(text for _, text in attempts)]
+    assert not [text for text in said if good.secret in text or line in text]
+    peers = [peer.name for peer in AuthorityBook(machines.run_folder / "authority").peers()]
+    assert peers == ["ana"]
+
+
+@pytest.mark.slow
+def test_a_run_is_asked_on_its_host_and_on_a_peer_and_peers_leave(machines: Machines) -> None:
+    machines.config(pipeline__stages=2, train__steps=100_000, train__checkpoint_every=0)
+    host = machines.host()
+
+    def asked(question: str, **more: str) -> dict[str, Any]:
+        return ask(machines.run_folder, {"ask": question, **more})
+
+    def waits_for() -> str:
+        """For whom the run waits, once it does."""
+        wait_until(lambda: asked("status")["state"] == "waiting")
+        return str(asked("status")["waiting_for"])
+
+    assert "2 more peers" in waits_for()
+    ana, ben = machines.join("ana"), machines.join("ben")
+    host.wait_for(r"step +2/")
+    assert "split" in host.text() and "a step takes" in host.text()
+
+    seen = asked("status")
+    assert (seen["role"], seen["state"], seen["epoch"]) == ("host", "training", 1)
+    assert seen["step"] > 0 and seen["loss"] > 0
+    assert sorted(peer["stage"] for peer in seen["peers"]) == [0, 1]
+    for peer in seen["peers"]:
+        assert peer["state"] not in ("", "away", "kicked")
+        assert peer["machine"]["device"].startswith("cpu")
+        assert all(peer["machine"][key] > 0 for key in ("tflops", "mbps_up", "memory_gb"))
+        assert 0 <= seen["time"] - peer["last_word"] < 60
+    (link,) = seen["links"]
+    assert link["way"] == "direct" and link["forward_bytes_per_s"] > 0
+
+    status = machines.run("ana", "status", "--json")
+    assert status.wait() == 0, status.text()
+    own = json.loads(status.text())
+    assert (own["role"], own["state"]) == ("member", "training") and own["step"] > 0
+    assert [peer["name"] for peer in own["peers"]] == ["ana"]
+    left = machines.run("ana", "leave")
+    assert left.wait() == 0 and "leaves the run after this step" in left.text()
+    assert ana.wait() == 0, ana.text()
+    host.wait_for(r"ana left after step \d+")
+    assert "ana or another" in waits_for()
+
+    assert "ben was removed from the run" in asked("kick", peer="ben")["text"]
+    assert ben.wait() != 0 and "the host removed this peer" in ben.text()
+    with pytest.raises(ConfigError, match="no peer of this run is called 'eve'"):
+        asked("kick", peer="eve")
+    (machines.invite,) = re.findall(r"tw1-\S+", asked("invite")["text"])
+    machines.join("cleo").wait_for("enrolled as cleo")
+    states = {peer["name"]: peer["state"] for peer in asked("status")["peers"]}
+    assert states["ben"] == "kicked" and states["ana"] == "away"
+
+    host.interrupt()
+    assert host.wait() == 130, host.text()
+    with pytest.raises(NotAliveError):
+        asked("status")
+    assert machines.run("ana", "status").wait() == NOT_ALIVE
+
+
+STEPS = 80
+
+
+def stage_files(home: Path) -> dict[str, int]:
+    """The files of states that a machine has fetched, with their sizes."""
+    found = home.rglob("checkpoints/step-*/stage-*.safetensors")
+    return {path.name: path.stat().st_size for path in found}
+
+
+@pytest.mark.slow
+def test_a_peer_that_takes_a_stage_fetches_it_and_a_restarted_host_goes_on_bit_for_bit(
+    machines: Machines, make_settings: Callable[..., Settings], corpus: Corpus
+) -> None:
+    """A run that starts from weights, which are gone when its host and a peer are replaced."""
+    narrow = {
+        "boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"
+    }  # fmt: skip
+    source = trained(make_settings(**narrow, train__steps=2), corpus, machines.folder / "source")
+    config = machines.config(
+        **narrow, train__steps=STEPS, train__eval_every=30, train__checkpoint_every=20,
+        train__keep=100, link__outage=2.0,
+    )  # fmt: skip
+    start = ("--init-from", source)
+    out = machines.folder / "alone"
+    alone = machines.run("alone", "train", config, *start, "--set", f"run.out={out}")
+    assert alone.wait() == 0, alone.text()
+    host = machines.host(*start)
+    ana, ben = machines.join("ana"), machines.join("ben")
+    host.wait_for(r"\[save\] +checkpoint of step", times=2)  # a step after the first is proof of it
+    ben.kill()
+    host.kill()
+    source.rename(source.with_name("gone"))
+    host = machines.host(*start)
+    cleo = machines.join("cleo")
+    host.wait_for(r"epoch 2 from step [1-9]")
+    cleo.wait_for(rf"step +\d+/{STEPS}")
+    fetched = stage_files(cleo.home)
+    assert host.wait() == 0, host.text()
+    for peer in (ana, cleo):
+        assert peer.wait() == 0, peer.text()
+
+    run = machines.run_folder
+    assert_same_weights(run, out / "test", STEPS)
+    checkpoint = Checkpoint.open(run)
+    checkpoint.verify()
+    whole = {shard.file: shard.bytes for shard in checkpoint.shards}
+    summary = json.loads((run / "summary.json").read_text())
+    expected = json.loads((out / "test" / "summary.json").read_text())
+    assert [
+        score for score in expected["valid_losses"] if score not in summary["valid_losses"]
+    ] == []
+
+    seat = json.loads((run / "epochs.json").read_text())["seats"].index("cleo")
+    own = f"stage-{seat}.safetensors"
+    assert fetched[own] == whole[own]
+    if seat == 0:
+        assert len(fetched) == 1, "exactly one file"
+    else:
+        assert fetched["stage-0.safetensors"] < 8192, "of the other stage only the shared basis"
+    sent = summary["beside_bytes"]
+    # Ana, who was there before, had her own shard; at most she lacked the basis.
+    assert whole[own] < sent["states"] < whole[own] + 20_000
+    assert sent["checkpoints"] > (STEPS - summary["first_step"]) // 20 * sum(whole.values())
+    tokens = (STEPS - summary["first_step"]) * 8 * (16 + 17) * 2
+    assert tokens < sent["token ids"]
+    assert not list((run / "checkpoints").glob(".[ip]*")), "nothing is left over"
+    assert stage_files(cleo.home) == stage_files(ana.home) == {}, "neither there"

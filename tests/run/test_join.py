@@ -1,0 +1,317 @@
+"""A joined machine: its stream to the host, and what it does about stages before they train."""
+
+import contextlib
+import io
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hosting import House
+
+from thinwire.data import Tokenizer, prepare
+from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
+from thinwire.remote.authority import AuthorityBook
+from thinwire.report import PlainDisplay
+from thinwire.run import join as join_module
+from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Place, Terms, join, own_settings
+from thinwire.run.machine import Machine
+from thinwire.run.peer import Peer
+from thinwire.run.protocol import Declined, Envelope, Hold, News, Tried, TryDoor
+from thinwire.settings import Settings
+from thinwire.wire import Door, Identity, Pipe, Route, Routes
+from waiting import PATIENCE, wait_until
+
+MakeSettings = Callable[..., Settings]
+
+
+def nowhere(name: str) -> Pipe:
+    raise AssertionError("nothing is to be fetched")
+
+
+def joined_peer(folder: Path, way: Any = None, identity: Any = None) -> JoinedPeer:
+    machine = Machine(tflops=1.0, memory_gb=1.0, device="cpu")
+    identity = identity or Identity.create("ana", Identity.create("host").public)
+    display = PlainDisplay(io.StringIO())
+    return JoinedPeer(Place(folder, way), identity, Terms(), machine, display)
+
+
+# Its stream to the host
+
+
+def test_a_host_that_was_restarted_has_a_fresh_stream_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long an outage may be: it knows nothing of the stream that it had."""
+    monkeypatch.setattr(join_module, "_OUTAGE_S", 3600.0)
+    monkeypatch.setattr(join_module, "heeding", lambda handler: contextlib.nullcontext())
+    house = House(tmp_path)
+    way = Routes("", house.listener.address)
+    peer = joined_peer(tmp_path / "ana", way, house.enrol("ana"))
+    ending = threading.Thread(target=peer.run, daemon=True)
+    ending.start()
+    wait_until(house.here)
+    house.members.tell("ana", Hold([7], {}, False, ""), generation=1)
+    wait_until(lambda: isinstance(house.happened[-1][1].message, Declined))
+
+    house.listener.close()
+    wait_until(lambda: peer.away_for)
+    again = House(tmp_path)
+    way.routes = (Route(again.listener.address),)
+    wait_until(again.here)
+    wait_until(lambda: peer.away_for is None)
+    assert peer.held is None and again.members.tell("ana", News("back"))
+    peer.leave()
+    ending.join(PATIENCE)
+    assert not ending.is_alive()
+    again.listener.close()
+
+
+def test_a_host_that_is_away_is_named_by_its_own_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_module, "DIAL_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host = f"127.0.0.1:{listening.getsockname()[1]}"
+    peer = joined_peer(tmp_path, Routes("0123456789abcdef/control", [Route(host, "direct", "x")]))
+    thread = threading.Thread(target=peer._keep_in_touch, daemon=True)
+    thread.start()
+    reason = peer._events.get(timeout=PATIENCE).reason
+    peer._is_over = True
+    thread.join()
+    assert reason.startswith("the host cannot be reached") and host in reason
+
+
+def test_a_peer_tries_the_addresses_of_its_invite(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shut = "{}:{}".format(*free.getsockname())
+    with Door("127.0.0.1", 0) as door:
+        door.admit("ab" * 8, "ana.secret")
+        routes = [Route(address, "direct", "ana.secret") for address in (door.address, shut)]
+        peer = joined_peer(tmp_path, Routes(f"{'ab' * 8}/control", routes))
+        peer._on(Envelope(TryDoor()))
+        tried = peer._events.get(timeout=PATIENCE)
+    assert tried == Tried({door.address: "", shut: f"{shut}: Connection refused"})
+
+
+# What it decides itself
+
+
+def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings: MakeSettings) -> None:
+    """Paths, device and threads are the peer's own; plugins only those that it allows."""
+    plain = make_settings(run__out="/etc", run__device="cuda", run__threads=7).to_plain()
+    own = own_settings(plain, Terms("cpu", 2), 1 << 30)
+    assert (own.run.out, own.run.device, own.run.threads) == ("runs", "cpu", 2)
+    assert own.data.path == "" and own.link.emulate is False and own.codec.memory_mb == 128
+    assert own.hash == make_settings().hash
+
+    plain["codec"]["plugins"] = ["os"]
+    with pytest.raises(ConfigError, match=r"plugins, which are code: os\. .* --allow-plugin"):
+        own_settings(plain, Terms(), 1 << 30)
+    plain["train"]["speed"] = "of another version"
+    with pytest.raises(ConfigError, match=r"\"train.speed\".*install the version of thinwire"):
+        own_settings(plain, Terms(), 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (JoinOptions(name="Ben Bright"), "--name Ben Bright: a name has lower-case letters"),
+        (JoinOptions(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
+        (JoinOptions(terms=Terms(data=Path("gone"))), "--data gone: there is no such file or"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(
+    options: JoinOptions, said: str, tmp_path: Path
+) -> None:
+    invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))
+    with pytest.raises(ThinwireError, match=said):
+        join(invite, replace(options, folder=tmp_path / "ben"), PlainDisplay(io.StringIO()))
+    assert not (tmp_path / "ben").exists()
+
+
+# What its stages need
+
+
+def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
+    dial = nowhere if not held.hold.resumes else (lambda name: None)
+    nowhere = Routes("", "127.0.0.1:1")
+    return held.prepare(dial, Identity.create("ana"), nowhere, say)
+
+
+def test_text_is_not_needed_here(tmp_path: Path, make_settings: MakeSettings) -> None:
+    hold = Hold([0], make_settings().to_plain(), False, "abc")
+    order = prepared(Holding(hold, 3, Terms(), tmp_path))
+    assert order.corpus == "" and (order.stages, order.generation) == ([0], 3)
+
+
+@pytest.mark.parametrize("stages", [[], [2], [0, 1, 2]])
+def test_stages_that_the_run_does_not_have_are_declined(
+    stages: list[int], tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    with pytest.raises(ConfigError, match="stages that the run does not have"):
+        Holding(Hold(stages, make_settings().to_plain(), False, "abc"), 1, Terms(), tmp_path)
+
+
+def test_a_fetch_is_given_up_when_nothing_has_come_for_long(
+    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes in all: each attempt that brings something renews its time."""
+    now, attempts = [0.0], []
+
+    def fetch(pipe: None, stage: int, folder: Path, *others: Any) -> Path:
+        attempts.append(now[0])
+        now[0] += 0.9 * join_module.FETCH_SECONDS
+        if len(attempts) <= 4:
+            others[-1](len(attempts), 10)
+        raise WireError("the connection was lost")
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    class Clock:
+        monotonic, sleep = staticmethod(lambda: now[0]), staticmethod(wait)
+
+    monkeypatch.setattr(join_module, "fetch_seat", fetch)
+    monkeypatch.setattr(join_module, "time", Clock)
+    said: list[Any] = []
+    hold = Hold([0], make_settings().to_plain(), True, "abc")
+    with pytest.raises(WireError, match="lost"):
+        prepared(Holding(hold, 1, Terms(), tmp_path), lambda *what: said.append(what))
+    assert said == [("fetch", n, 10) for n in (1, 2, 3, 4)]
+    assert len(attempts) == 4 + 2
+
+
+@pytest.mark.parametrize("key", ["template", "tokenizer", "valid_path"])
+def test_a_path_of_the_host_is_not_opened_here(
+    key: str, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    """A file that exists and one that does not give the same answer, which holds nothing of it."""
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{% hunter2 %} {"text": ')
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
+    answers = set()
+    for path in (secret, tmp_path / "absent"):
+        asked = make_settings(**{"data__source": "chat", f"data__{key}": str(path)})
+        held = Holding(Hold([0], asked.to_plain(), False, ""), 1, Terms(data=chat), tmp_path)
+        assert held.settings.hash == asked.hash, "neighbours agree on it"
+        assert held.settings.data.valid_path == ""
+        with pytest.raises(DataError, match="leave out --data") as refused:
+            prepared(held)
+        answers |= {str(refused.value), outward(refused.value)}
+        assert str(path) not in str(refused.value)
+    assert len(answers) == 2 and "hunter2" not in str(answers)
+
+
+TALK = '{"messages": [{"role": "user", "content": "%d"}, {"role": "assistant", "content": "b"}]}'
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_what_a_peer_names_itself_takes_the_place_of_the_hosts_paths(
+    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+
+    def files_of(machine: str) -> list[Path]:
+        folder = tmp_path / machine
+        folder.mkdir()
+        (folder / "data.jsonl").write_text("\n".join(TALK % n for n in range(99)))
+        (folder / "valid.jsonl").write_text("\n".join(TALK % n for n in range(100, 199)))
+        Tokenizer.train(["a b c"], 270).save(folder / "tokenizer.json")
+        (folder / "own.jinja").write_text(TEMPLATE)
+        names = "data.jsonl", "valid.jsonl", "tokenizer.json", "own.jinja"
+        return [folder / name for name in names]
+
+    data, valid, tokenizer, template = hosts = files_of("host")
+    asked = make_settings(
+        data__source="chat", data__path=str(data), data__valid_path=str(valid), model__vocab=300,
+        data__tokenizer=str(tokenizer), data__template=str(template), train__init_from="/etc",
+    )  # fmt: skip
+    seen = prepare(asked.data, 300, tmp_path / "host" / "cache").fingerprint
+    for path in hosts:
+        path.unlink()
+    terms = Terms("cpu", 1, (), *files_of("peer"))
+    held = Holding(Hold([0], asked.to_plain(), False, seen), 1, terms, tmp_path)
+    assert Path(prepared(held).corpus).is_relative_to(tmp_path / "cache")
+    assert held.settings.hash == asked.hash and held.settings.train.init_from != "/etc"
+
+
+# What it says of what went wrong
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DataError("notes, line 7: hunter2"), "it says why there"),
+        (
+            UnicodeDecodeError("utf-8", b"hunter2", 0, 1, "hunter2"),
+            "an unexpected UnicodeDecodeError, which its terminal explains",
+        ),
+    ],
+)
+def test_whatever_goes_wrong_with_a_stage_is_answered_and_says_nothing_of_a_file(
+    error: Exception, told: str, tmp_path: Path, make_settings: MakeSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Holding, "prepare", fail)
+    said: list[tuple[Any, int]] = []
+    peer = joined_peer(tmp_path, SimpleNamespace(address="", refusal=None))
+    peer._channel = SimpleNamespace(  # type: ignore[assignment]
+        send=lambda message, generation: said.append((message, generation))
+    )
+    peer._on(Envelope(Hold([0], make_settings().to_plain(), False, ""), generation=4))
+    peer._on(peer._events.get(timeout=PATIENCE))
+    ((declined, generation),) = said
+    assert isinstance(declined, Declined) and generation == 4 and peer.held is None
+    assert told in declined.reason and "hunter2" not in declined.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DataError("/home/ana/notes, line 7: hunter2"), "it says why there"),
+        (ValueError("hunter2 is no number"), "ValueError"),
+        (FileNotFoundError(2, "no such file", "hunter2"), "FileNotFoundError"),
+        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
+        (WireError("the neighbour has left"), "the neighbour has left"),
+    ],
+)
+def test_what_a_stage_says_of_its_end_quotes_no_file_of_its_machine(
+    error: Exception, told: str
+) -> None:
+    said: list[Any] = []
+    peer = SimpleNamespace(order=SimpleNamespace(generation=1), _links={}, say=said.append)
+    Peer.fail(peer, error)  # type: ignore[arg-type]
+    assert told in said[0].error and "hunter2" not in str(said[0]) and said[0].trace == ""
+    peer.order.generation = 0  # on the machine of its coordinator
+    Peer.fail(peer, error)  # type: ignore[arg-type]
+    assert str(error) in said[1].error
+
+
+@pytest.mark.parametrize(
+    ("left", "step", "stays"), [(True, 3, False), (False, 9, False), (False, 3, True)]
+)
+def test_a_peer_that_leaves_for_good_takes_its_part_of_the_run_along(
+    left: bool, step: int, stays: bool, tmp_path: Path
+) -> None:
+    """It left, the run is complete, or the host ended and may come back."""
+    fetched = tmp_path / "run" / "checkpoints" / "step-00000003" / "stage-0.safetensors"
+    for path in (fetched, tmp_path / "identity.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    peer = joined_peer(tmp_path)
+    peer._is_leaving = left
+    peer.news = SimpleNamespace(step=step, steps=9)  # type: ignore[assignment]
+    peer._clean_up()
+    assert fetched.exists() == stays and (tmp_path / "identity.json").exists()

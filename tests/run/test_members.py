@@ -1,0 +1,312 @@
+"""The host's streams to joined machines: who may open which, what a loss costs, who counts."""
+
+import contextlib
+import os
+import random
+import string
+import threading
+from types import SimpleNamespace
+
+import pytest
+from hosting import House, Joined, hello, host_of, house  # noqa: F401
+
+from thinwire.errors import AdmissionError, WireError
+from thinwire.run import members as members_module
+from thinwire.run.doctor import check_outside
+from thinwire.run.formation import Formation
+from thinwire.run.host import Streams
+from thinwire.run.members import MOST_STREAMS, SESSION_BYTES, Down, Gone, Up
+from thinwire.run.pacing import AT_ONCE
+from thinwire.run.protocol import (
+    FROM_PEER,
+    MAX_MESSAGE,
+    Alive,
+    Declined,
+    Dismiss,
+    Ended,
+    Envelope,
+    Leaving,
+    News,
+    Pulse,
+    Tried,
+    TryDoor,
+    pack,
+    peer_stream,
+    stream_name,
+    unpack,
+)  # fmt: skip
+from thinwire.wire import Pipe, dial
+from thinwire.wire.background import on_daemon_thread
+from waiting import PATIENCE, wait_until
+
+# ruff: noqa: F811
+
+
+def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house: House) -> None:
+    house.enrol("ana")
+    eve, streams, state = house.enrol("eve"), Streams(house.listener), stream_name("state", 0, 1)
+    waiting = on_daemon_thread("ana", lambda: streams.accept(state, "ana", 30.0))
+
+    def refusal(name: str) -> str:
+        with pytest.raises(WireError) as refused:
+            dial(house.listener.address, name, eve, host_of(eve), 0.5, MAX_MESSAGE)
+        return str(refused.value)
+
+    for name in (peer_stream("ana"), state):
+        # between two looks whether the generation is over, nobody is expected for a moment
+        wait_until(lambda name=name: "is expected from 'ana', not from eve" in refusal(name))
+    wait_until(lambda: "'state-1@1' is not expected there" in refusal(stream_name("state", 1, 1)))
+    streams.close()
+    with pytest.raises(WireError, match="nobody waits for 'state-0@1' any more"):
+        waiting.result(PATIENCE)
+
+
+def test_a_connection_that_is_lost_and_comes_back_loses_nothing(house: House) -> None:
+    ana, count = house.join("ana"), 0
+
+    def talk() -> None:
+        nonlocal count
+        for _ in range(5):
+            ana.say(Pulse(count, "works"), 0)
+            assert house.members.tell("ana", News(str(count)))
+            count += 1
+
+    talk()
+    for _ in range(2):
+        ana.is_cut_off = True
+        ana.lose_connection()
+        wait_until(lambda: isinstance(house.happened[-1][1], Down))
+        talk()
+        ana.is_cut_off = False
+        wait_until(lambda: ("ana", Envelope(Pulse(count - 1, "works"), 0, 1)) in house.happened)
+        talk()
+    wait_until(lambda: len(house.happened) == 1 + count + 4)
+    said = [what for _, what in house.happened if isinstance(what, Envelope)]
+    assert said[1:] == [Envelope(Pulse(n, "works"), 0, 1) for n in range(count)]
+    streams = [type(what) for _, what in house.happened if not isinstance(what, Envelope)]
+    assert streams == [Down, Up, Down, Up]
+    ana.hears(News(str(count - 1)))
+    assert [m for m, *_ in ana.heard] == [News(str(n)) for n in range(count)]
+    assert len(ana.connections) >= 3 and house.here() == ["ana"]
+
+
+class Deserted(Joined):
+    """A machine whose connection is lost at its end, and not at the host's."""
+
+    deserts = False
+
+    def wrap(self, pipe: Pipe) -> Pipe:
+        write, is_first = pipe.write, not self.connections
+
+        def lose(message: bytes) -> None:
+            if self.deserts and is_first:
+                raise WireError("the network is another")
+            write(message)
+
+        if is_first:
+            pipe.write, pipe.close = lose, lambda grace=None: None  # type: ignore[method-assign]
+        return pipe
+
+
+def test_a_machine_that_connects_again_knows_of_a_loss_before_the_host(house: House) -> None:
+    ana = house.join("ana", Deserted)
+    assert isinstance(ana, Deserted)
+    ana.deserts = True
+    ana.say(Pulse(1, "works"), 0)
+    wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
+    assert len(ana.connections) == 2 and not ana.lost.is_set()
+
+
+def test_what_a_machine_held_is_lost_when_it_is_away_for_too_long(house: House) -> None:
+    house.members._outage = 0.3
+    ana = house.join("ana")
+    ana.is_cut_off = True
+    ana.lose_connection()
+    wait_until(lambda: isinstance(house.happened[-1][1], Gone))
+    assert "the connection was down for 0.3 s" in house.happened[-1][1].reason
+    assert house.here() == [] and not house.members.tell("ana", News("?"))
+    ana.is_cut_off = False
+    assert ana.lost.wait(PATIENCE), "the host knows nothing of its stream any more"
+
+
+@pytest.mark.parametrize("process", ["one", "two"])
+def test_a_stream_that_is_begun_anew_takes_the_place_of_one_that_is_lost(
+    process: str, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has not noticed the loss, and asks whether another process still answers."""
+    monkeypatch.setattr(members_module, "ALIVE_SECONDS", 0.1)
+    identity = house.enrol("ana")
+    first = Joined(house.listener.address, identity, "one", is_frozen=True).arrive()
+    wait_until(house.here)
+    house.happened.clear()
+    again = Joined(house.listener.address, identity, process).arrive()
+    assert first.lost.wait(PATIENCE)
+    wait_until(lambda: len(house.happened) == 2)
+    assert [what for _, what in house.happened] == [
+        Gone("it was started anew"), Envelope(hello(process=process), -1, 0)
+    ]  # fmt: skip
+    assert house.members.tell("ana", News("?"))
+    again.hears(News("?"))
+
+
+def test_a_second_process_with_the_key_of_a_peer_is_refused_while_the_first_lives(
+    house: House,
+) -> None:
+    notes: list[str] = []
+    house.members.note = notes.append
+    identity = house.enrol("ana")
+    first = Joined(house.listener.address, identity, "one").arrive()
+    wait_until(house.here)
+    second = Joined(house.listener.address, identity, "two").arrive()
+    assert second.lost.wait(PATIENCE)
+    assert [m for m, *_ in second.heard] == [
+        Dismiss(
+            "ana takes part in this run already (place one; this is place two): end that one "
+            "first, or join as a further peer with another --folder and --name",
+            in_order=False,
+        )
+    ]
+    wait_until(lambda: notes)
+    assert notes == [
+        "two processes join with the key of ana: place one stays, place two was refused"
+    ]
+    first.say(Pulse(1, "works"), 0)
+    wait_until(lambda: ("ana", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
+    assert not first.lost.is_set()
+
+
+def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House) -> None:
+    ana = house.join("ana")
+    house.members.kick("ana")
+    ana.hears(Dismiss("the host removed this peer from the run", in_order=False))
+    assert house.happened[-1] == ("ana", Gone("the host removed it from the run"))
+    assert house.members.all() == []
+    with pytest.raises(AdmissionError, match="'ana' is not welcome there"):
+        Joined(house.listener.address, ana.identity)
+
+
+def test_who_declines_or_leaves_gets_no_stage_until_it_arrives_anew(house: House) -> None:
+    ana, ben = house.join("ana"), house.join("ben")
+    ana.say(Declined("no\nroom"))
+    ben.say(Leaving())
+    wait_until(lambda: not house.here())
+    assert house.unfit() == {"ana": "no room", "ben": ""}
+    ana.arrive()
+    wait_until(lambda: house.here() == ["ana"])
+
+
+def test_a_peer_of_another_version_gets_no_stage_and_hears_why(house: House) -> None:
+    ana = Joined(house.listener.address, house.enrol("ana")).arrive("0.0.9")
+    wait_until(lambda: house.unfit().get("ana"))
+    why = house.unfit()["ana"]
+    assert "it runs thinwire 0.0.9" in why and "install the same version there" in why
+    ana.hears(News(f"this machine gets no stage: {why}"))
+    assert house.here() == []
+
+
+@pytest.mark.parametrize("memory_gb", [1e308, -1.0, float("nan")])
+def test_figures_that_no_machine_measures_are_refused(memory_gb: float) -> None:
+    said = hello()
+    assert unpack(pack(Envelope(said)), FROM_PEER).message == said
+    object.__setattr__(said.machine, "memory_gb", memory_gb)  # as another program could
+    with pytest.raises(WireError, match=r"a Hello message cannot be used: .*from 0 to 1e\+09"):
+        unpack(pack(Envelope(said)), FROM_PEER)
+
+
+@pytest.mark.parametrize("returncode", [0, 1, 3, -9, -15])
+def test_how_a_process_ended_arrives_as_it_was(returncode: int) -> None:
+    assert Ended.by(returncode, "").returncode == returncode
+
+
+@pytest.mark.parametrize(
+    ("arrives", "stage"), [(True, -1), (True, 0), (True, -7), (False, -1)],
+    ids=["of itself", "of a stage that nobody asked for", "of nothing", "before its hello"],
+)  # fmt: skip
+def test_a_flood_costs_a_peer_its_stream(house: House, arrives: bool, stage: int) -> None:
+    ada, bob = Joined(house.listener.address, house.enrol("ada")), house.join("bob")
+    if arrives:
+        ada.arrive()
+        wait_until(lambda: "ada" in house.here())
+    with contextlib.suppress(WireError):
+        for _ in range(20 * AT_ONCE):
+            ada.say(Alive() if stage == -1 else Pulse(1, "floods"), stage)
+    assert ada.lost.wait(PATIENCE)
+    if arrives:
+        wait_until(lambda: "peer 'ada' sent 5" in house.unfit()["ada"])
+    bob.say(Pulse(1, "works"), 0)
+    wait_until(lambda: ("bob", Envelope(Pulse(1, "works"), 0, 1)) in house.happened)
+    assert house.here() == ["bob"]
+
+
+def test_a_machine_has_a_few_streams_at_a_time_however_it_drops_them(house: House) -> None:
+    bob, ada = house.join("bob"), house.enrol("ada")
+
+    def answer() -> bytes | None:
+        name = peer_stream("ada")
+        pipe = dial(house.listener.address, name, ada, host_of(ada), PATIENCE, MAX_MESSAGE)
+        pipe.write(os.urandom(SESSION_BYTES))
+        try:
+            return pipe.read()
+        except WireError:
+            return None
+        finally:
+            pipe.close(0)
+
+    answers = [answer() for _ in range(MOST_STREAMS + 2)]
+    assert all(answers[:MOST_STREAMS]) and not any(answers[MOST_STREAMS:])
+    assert house.members.tell("bob", News("?"))
+    bob.hears(News("?"))
+
+
+class Deaf(Joined):
+    """A machine that answers the transport's pings, but never reads."""
+
+    def _hear(self, said: Envelope) -> None:
+        threading.Event().wait()
+
+
+def test_what_a_peer_does_not_take_piles_up_to_a_bound_only(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = 50
+    monkeypatch.setattr(members_module, "MOST_UNTAKEN", bound)
+    house.join("ana", Deaf)
+    ben = house.join("ben")
+    news = News("".join(random.Random(0).choices(string.ascii_letters, k=200_000)))
+    for _ in range(100 * bound):
+        house.members.tell_all(news)
+        wait_until(lambda: ben.heard)
+        ben.heard.clear()
+        if len(house.here()) == 1:
+            break
+    assert house.here() == ["ben"]
+    assert house.happened[-1] == ("ana", Gone("it takes nothing of what it is told"))
+
+
+def test_a_kick_names_who_came_by_the_same_invite_and_removes_them_if_asked(house: House) -> None:
+    for name in ("ana", "ben", "eve"):
+        house.enrol(name)
+    kick = house.console(Formation(seats=["eve", "ben"])).handlers()["kick"]
+    said = kick({"peer": "ana"})["text"]
+    assert said.startswith("ana was removed") and "and stay: ben, eve" in said
+    assert "`thinwire kick ana --by-invite`" in said and house.book.is_welcome("eve")
+    said = kick({"peer": "ana", "by_invite": True})["text"]
+    assert said.startswith("ana, ben, eve were removed") and "stage 0 waits" in said
+    assert [peer.name for peer in house.book.peers() if not peer.kicked] == []
+
+
+def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> None:
+    ana, published = house.join("ana"), ("192.0.2.7:7600", "192.0.2.8:7600")
+    settings = SimpleNamespace(run=SimpleNamespace(name="test"))
+    outside = house.console(Formation(), lambda: settings, published).handlers()["outside"]
+    asked = on_daemon_thread("doctor", lambda: outside({}))
+    ana.hears(TryDoor())
+    ana.say(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))
+    told = asked.result(PATIENCE)
+    assert told["peers"] == {"ana": {published[0]: "", published[1]: "no answer within 4 s"}}
+    reached, lost = check_outside(told)
+    assert reached.level == "fine" and "at 192.0.2.7:7600: ana did" in reached.what
+    assert lost.level == "note" and "ana tried (no answer within 4 s)" in lost.what
+    assert "--address" in lost.fix and "thinwire relay" in lost.fix
+    (alone,) = check_outside({**told, "addresses": published[:1], "peers": {}})
+    assert "no peer on another machine" in alone.what
