@@ -76,9 +76,9 @@ def _draw_panel(axis: Axes, panel: Panel, colours: dict[str, str]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     for line in panel.lines:
         known = line.colour or COLOURS[len(colours) % len(COLOURS)]
-        style = {"color": colours.setdefault(line.label, known), "markersize": 5}
+        style: dict[str, Any] = {"fmt": line.style, "capsize": 2, "ms": 5, "label": line.label}
         errors = None if line.errors is None else [list(side) for side in line.errors]
-        axis.errorbar(line.x, line.y, errors, fmt=line.style, capsize=2, label=line.label, **style)
+        axis.errorbar(line.x, line.y, errors, color=colours.setdefault(line.label, known), **style)
     for meaning, level in panel.levels.items():
         axis.axhline(level, color="0.5", linestyle=":", linewidth=1)
         axis.annotate(meaning, (0.99, level), xycoords=("axes fraction", "data"), color="0.5",

@@ -82,7 +82,9 @@ def letters(train_count: int = 1024, test_count: int = 512) -> Path:
     path = cache_folder() / "lab" / f"letters-{train_count}-{test_count}.npz"
     if path.exists():
         return path
-    images, labels, first = [], [], CHARACTERS.index("A")
+    images: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    first = CHARACTERS.index("A")
     while sum(map(len, labels)) < train_count + test_count:
         images_B, classes_B = character_batch(1024, seed=0, number=len(labels))
         wanted_B = (classes_B >= first) & (classes_B < first + 10)
