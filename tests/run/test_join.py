@@ -139,8 +139,7 @@ def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(
 
 def prepared(held: Holding, say: Callable[..., None] = lambda *_: None) -> Any:
     dial = nowhere if not held.hold.resumes else (lambda name: None)
-    nowhere = Routes("", "127.0.0.1:1")
-    return held.prepare(dial, Identity.create("ana"), nowhere, say)
+    return held.prepare(dial, Identity.create("ana"), Routes("", "127.0.0.1:1"), say)
 
 
 def test_text_is_not_needed_here(tmp_path: Path, make_settings: MakeSettings) -> None:
