@@ -19,6 +19,7 @@ from thinwire.run.events import Event, Said, Tick
 from thinwire.run.pacing import Pace
 from thinwire.run.protocol import MOST_SAID, OF_NO_STAGE, Chosen, Envelope, Kinds, pack, unpack
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe
+from thinwire.wire.frame import BytesLike
 from thinwire.wire.pipe import CLOSE_GRACE_S
 
 _LENGTH = struct.Struct("!I")
@@ -32,10 +33,10 @@ class SocketPipe(Pipe):
         self._end = end
         self._writing = threading.Lock()
 
-    def write(self, message: bytes) -> None:
+    def write(self, message: BytesLike) -> None:
         try:
             with self._writing:
-                self._end.sendall(_LENGTH.pack(len(message)) + message)
+                self._end.sendall(_LENGTH.pack(len(message)) + bytes(message))
         except OSError as error:
             raise WireError(f"the process at the other end is gone: {error}") from None
 

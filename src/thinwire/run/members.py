@@ -262,7 +262,7 @@ class Members:
     def _attend(self, name: str, pipe: Pipe) -> None:
         """A connection goes on with the stream that its first words name, or begins another."""
         try:
-            session = pipe.read() or b""
+            session = bytes(pipe.read() or b"")
         except WireError:
             session = b""
         with self._changed:

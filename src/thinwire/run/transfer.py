@@ -60,6 +60,7 @@ from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.frame import BytesLike
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
@@ -158,7 +159,7 @@ class Talk:
             reason = printable(str(error), 200)
             raise BreachError(f"what came among files cannot be read: {reason}") from None
 
-    def _read_within(self, timeout: float) -> bytes | None:
+    def _read_within(self, timeout: float) -> BytesLike | None:
         reading = on_daemon_thread("thinwire pieces", self._pipe.read)
         try:
             return reading.result(timeout)
