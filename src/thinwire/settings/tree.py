@@ -280,7 +280,7 @@ def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
         kept[section] = {key: value for key, value in keys.items() if key not in gone}
         for key, value in keys.items():
             has_effect = gone.get(key, value) not in (value, _ANY)
-            if has_effect or GONE_VALUES[section].get(key, _ANY) == value:
+            if has_effect or GONE_VALUES.get(section, {}).get(key, _ANY) == value:
                 raise _gone(f"{section}.{key} = {value!r}")
         if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
             raise _gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
