@@ -86,7 +86,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, P
     calls: list[tuple[Settings, Path | None]] = []
 
     def interrupted(
-        settings: Settings, display: object, resume: Path | None, allow_plugins: bool
+        settings: Settings, display: object, resume: Path | None, allow_plugins: bool, peers: int
     ) -> dict[str, Any]:
         calls.append((settings, resume))
         return {"steps": 3, "interrupted": True, "paths": {"folder": ".", "checkpoint": None}}

@@ -96,8 +96,7 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
     assert resumed.wait() == 0, resumed.text()
     said = resumed.text().replace("\n", " ")
     assert f", from {middle}" in said, "which checkpoint it goes on from"
-    for what in ("stages are running", "stages have their layers"):
-        assert f"2 / 2 {what}" in said, "the start is not silent"
+    assert "2 / 2 stages have their layers" in said, "the start is not silent"
     ends = [Checkpoint.open(tmp_path / name) for name in ("whole", "resumed")]
     assert [end.step for end in ends] == [4, 4]
     names = {n for shard in ends[0].shards for n in shard.tensors}

@@ -299,7 +299,7 @@ def lab_command(options: argparse.Namespace) -> None:
 
 def relay_command(options: argparse.Namespace) -> None:
     """Be a relay until Ctrl-C."""
-    from thinwire.remote.relay import run_relay
+    from thinwire.run.relay import run_relay
 
     run_relay(options.listen, options.mbps, options.pass_file, sys.stdout)
 

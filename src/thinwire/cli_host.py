@@ -154,9 +154,9 @@ def host_command(
     options: argparse.Namespace, show_summary: Callable[[dict[str, Any]], None]
 ) -> None:
     """Host a run to its end."""
-    from thinwire.remote.relay import Relay
     from thinwire.report import open_display
     from thinwire.run.host import HostOptions, host
+    from thinwire.run.relay import Relay
     from thinwire.settings import load_settings
 
     settings = load_settings(options.config, overrides(options), options.allow_plugins)
@@ -188,7 +188,7 @@ def host_command(
 
 def join_command(options: argparse.Namespace) -> None:
     """Take part in a run to its end, or until this machine leaves."""
-    from thinwire.remote.invite import Invite
+    from thinwire.run.invite import Invite
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
     if options.tied:
@@ -217,7 +217,7 @@ def status_command(options: argparse.Namespace) -> None:
     """Print how each run stands that is alive here."""
     from rich.console import Console
 
-    from thinwire.remote.alive import alive_reports
+    from thinwire.run.alive import alive_reports
     from thinwire.run.status import status_table
 
     reports = alive_reports(options.folder)
@@ -256,7 +256,7 @@ def invite_command(options: argparse.Namespace) -> None:
 
 
 def _ask_host(folder: Path | None, request: dict[str, Any]) -> None:
-    from thinwire.remote.alive import host_folder
+    from thinwire.run.alive import host_folder
     from thinwire.run.control_socket import ask
 
     print(ask(host_folder(folder), request)["text"])
@@ -264,7 +264,7 @@ def _ask_host(folder: Path | None, request: dict[str, Any]) -> None:
 
 def leave_command(options: argparse.Namespace) -> None:
     """Have the peer of this machine leave."""
-    from thinwire.remote.alive import member_folder
+    from thinwire.run.alive import member_folder
     from thinwire.run.control_socket import ask
 
     print(ask(member_folder(options.folder), {"ask": "leave"})["text"])

@@ -16,8 +16,8 @@ import pytest
 import thinwire
 from thinwire.data import Corpus
 from thinwire.errors import ThinwireError
-from thinwire.remote.authority import AuthorityBook
 from thinwire.report import PlainDisplay
+from thinwire.run.authority import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.console import HostConsole
 from thinwire.run.formation import Formation

@@ -55,8 +55,7 @@ def test_a_run_from_its_layers_to_the_last_goodbye() -> None:
     ready = [Ready("at-0", "0..1", "cpu", {"torch": "2"}), Ready("", "2..3", "cpu")]
     assert lead.say(0, ready[0]) == [Starting(1, "stages have their layers")]
     assert lead.say(1, ready[1]) == [
-        Starting(2, "stages have their layers"), Tell(0, Connect("", ["", ""])),
-        Tell(1, Connect("at-0", ["", ""])),
+        Starting(2, "stages have their layers"), Tell(0, Connect("")), Tell(1, Connect("at-0")),
     ]  # fmt: skip
     assert lead.all_say(Linked()) == [
         Tell(0, Start()), Tell(1, Start()), Begin(ready, {"torch": "2"}),

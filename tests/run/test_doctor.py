@@ -15,9 +15,7 @@ import pytest
 
 import thinwire
 from thinwire.cli import main
-from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import HostSays, identity_in, serve_enrolment
-from thinwire.remote.invite import Invite
+from thinwire.run.authority import AuthorityBook
 from thinwire.run.doctor import (
     Finding,
     Findings,
@@ -30,6 +28,8 @@ from thinwire.run.doctor import (
     check_torch,
     examine,
 )
+from thinwire.run.enrol import HostSays, identity_in, serve_enrolment
+from thinwire.run.invite import Invite
 from thinwire.wire import Door, Listener, Route, Standby
 from thinwire.wire.speed import SpeedService
 

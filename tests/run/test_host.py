@@ -113,7 +113,7 @@ def test_stages_follow_the_rate_in_which_a_run_computes(
         blocks = dict(zip([peer.name for peer in split.peers], split.counts, strict=True))
         assert max(blocks, key=lambda name: blocks[name]) == fast
         assert split.settings.pipeline.split == split.counts
-        assert [relayed for *_, relayed in split.crossings()] == [True], "no door was found"
+        assert [crossing.is_relayed for crossing in split.crossings] == [True], "no door was found"
 
 
 def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(
@@ -126,7 +126,7 @@ def test_peers_without_figures_count_as_equal_and_what_is_lacking_is_said(
     assert split is None and "no split fits" in lacking
 
 
-NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "trainable"}
+NARROW = {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"}
 REMEMBERS = {"codec__forward": "int8+ef"}
 
 
@@ -196,7 +196,7 @@ def test_each_member_holds_its_stages_and_hears_what_is_for_them(
         assert ana.heard[-1] == (Start(), 1, 3)
         peers.tell(2, Connect("127.0.0.1:1"))
         ben.hears(Connect)
-        assert ben.heard[-1].message.seats == ["ana", "ana", "ben"]
+        assert ben.heard[-1].message.seats == [*map(house.book.key_of, ("ana", "ana", "ben"))]
         ben.say(Pulse(1, "works"), 2, 3)
         assert peers.said.next(PATIENCE) == Said(2, Pulse(1, "works"))
         ben.say(Leaving())
@@ -314,13 +314,13 @@ SEATS = ["ana", "ben", "cleo"]
 def make_ways() -> Ways:
     doors = [DoorOf("127.0.0.1:1", "192.0.2.1:1"), DoorOf("127.0.0.1:2"), DoorOf("127.0.0.1:3")]
     meeting = [[Way("192.0.2.9:9", "relayed", f"{name}.secret")] for name in SEATS]
-    return Ways("ab" * 8, "token", doors, meeting)
+    return Ways("ab" * 8, "token", doors, meeting, SEATS)
 
 
 def test_a_link_is_direct_where_either_end_can_be_reached() -> None:
     """All stages of a generation are told a word by which its links are called."""
     ways = make_ways()
-    told = [ways.connect(stage, Connect(""), SEATS) for stage in range(3)]
+    told = [ways.connect(stage, Connect("")) for stage in range(3)]
     assert [[way.address for way in one.reach] for one in told] == [
         [],
         ["192.0.2.1:1", "127.0.0.1:2", "192.0.2.9:9"],

@@ -54,7 +54,7 @@ def test_nobody_opens_the_stream_of_another_or_what_it_opens_for_its_stage(house
 
     for name in (peer_stream("ana"), state):
         # between two looks whether the generation is over, nobody is expected for a moment
-        wait_until(lambda name=name: "is expected from 'ana', not from eve" in refusal(name))
+        wait_until(lambda name=name: "is expected from ana, not from eve" in refusal(name))
     wait_until(lambda: "'state-1@1' is not expected there" in refusal(stream_name("state", 1, 1)))
     streams.close()
     with pytest.raises(WireError, match="nobody waits for 'state-0@1' any more"):
@@ -181,7 +181,7 @@ def test_a_removed_peer_hears_it_and_its_certificate_opens_nothing(house: House)
     ana.hears(Dismiss("the host removed this peer from the run", in_order=False))
     assert house.happened[-1] == ("ana", Gone("the host removed it from the run"))
     assert house.members.all() == []
-    with pytest.raises(AdmissionError, match="'ana' is not welcome there"):
+    with pytest.raises(AdmissionError, match="is not welcome there"):
         Joined(house.listener.address, ana.identity)
 
 
@@ -299,6 +299,7 @@ def test_a_host_learns_from_its_peers_whether_others_reach_it(house: House) -> N
     ana, published = house.join("ana"), ("192.0.2.7:7600", "192.0.2.8:7600")
     settings = SimpleNamespace(run=SimpleNamespace(name="test"))
     outside = house.console(Formation(), lambda: settings, published).handlers()["outside"]
+    house.members.all()[0].origin = "192.0.2.9"
     asked = on_daemon_thread("doctor", lambda: outside({}))
     ana.hears(TryDoor())
     ana.say(Tried({published[0]: "", published[1]: "no answer within 4 s", "x:1": "no"}))

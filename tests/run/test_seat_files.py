@@ -73,8 +73,8 @@ def fetch(server: SeatServer, stage: int, folder: Path, **options: Any) -> tuple
     """The folder of a seat, and how many bytes of files were sent for it."""
     here, there = memory_pair()
     before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
-    serving = on_daemon_thread("host", lambda: server.serve(here, stage))
-    path = fetch_seat(there, stage, folder, most_shard_bytes(server._settings, stage), **options)
+    serving = on_daemon_thread("host", lambda: server.serve(here, (stage,)))
+    path = fetch_seat(there, [stage], folder, most_shard_bytes(server._settings, stage), **options)
     serving.result(30)
     after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     return path, after - before
@@ -163,7 +163,7 @@ def test_a_lost_connection_loses_nothing_that_has_come(
     settings, _, checkpoint = trained()
     server, seen = SeatServer(checkpoint, settings), []
     here, there = memory_pair(1)
-    on_daemon_thread("host", lambda: server.serve(here, 0))
+    on_daemon_thread("host", lambda: server.serve(here, (0,)))
 
     def lose(done: int, total: int) -> None:
         seen.append(total)
@@ -171,7 +171,7 @@ def test_a_lost_connection_loses_nothing_that_has_come(
             here.close()
 
     with pytest.raises(WireError):
-        fetch_seat(there, 0, tmp_path / "peer", MOST, progress=lose)
+        fetch_seat(there, [0], tmp_path / "peer", MOST, progress=lose)
     path, sent = fetch(server, 0, tmp_path / "peer")
     assert set(seen) == {checkpoint.shards[0].bytes}
     assert sent <= checkpoint.shards[0].bytes - 5 * 1024
@@ -182,7 +182,7 @@ def test_a_seat_is_for_the_one_who_holds_it(trained: Callable, tmp_path: Path) -
     settings, _, checkpoint = trained()
     server = SeatServer(checkpoint, settings)
     here, there = memory_pair()
-    serving = on_daemon_thread("host", lambda: server.serve(here, 1))
+    serving = on_daemon_thread("host", lambda: server.serve(here, (1,)))
     talk, theirs = Talk(there), checkpoint.shards[0]
     assert isinstance(talk.hear(30), SeatFiles)
     talk.say(Want(3, 0, theirs.sha256, theirs.bytes))
@@ -233,7 +233,7 @@ def test_a_manifest_cannot_lead_a_peer_astray(
     on_daemon_thread("host", lie)
     before = {path for path in tmp_path.rglob("*") if "peer" not in path.parts}
     with pytest.raises(CheckpointError, match=words):
-        fetch_seat(there, 0, tmp_path / "peer", MOST)
+        fetch_seat(there, [0], tmp_path / "peer", MOST)
     assert {path for path in tmp_path.rglob("*") if "peer" not in path.parts} == before
 
 
@@ -257,6 +257,6 @@ def test_a_checkpoint_that_is_gone_is_named(trained: Callable, tmp_path: Path) -
     (checkpoint.folder / "stage-0.safetensors").unlink()
     here, there = memory_pair()
     server = SeatServer(checkpoint, settings)
-    on_daemon_thread("host", lambda: server.serve(here, 1))
+    on_daemon_thread("host", lambda: server.serve(here, (1,)))
     with pytest.raises(CheckpointError, match="the host cannot read its checkpoint"):
-        fetch_seat(there, 1, tmp_path / "peer", MOST)
+        fetch_seat(there, [1], tmp_path / "peer", MOST)

@@ -127,8 +127,6 @@ def crossing_settings(method: Method, base: Values) -> Settings:
         return max(1, size * width // trained.model.dim) if size else 0
 
     cut = dict(plain["boundary"])
-    pairs = [text.split(":") for text in cut["ranks"]]
-    cut["ranks"] = [f"{place}: {scaled(int(rank))}" for place, rank in pairs]
     cut |= {key: scaled(cut[key]) for key in ("rank", "table")}
     changes = {"boundary": cut, "codec": plain["codec"], "optim": {"name": trained.optim.name}}
     return Settings.from_plain(merged(base, changes))

@@ -70,6 +70,10 @@ class Sightings:
         self._places: dict[int, set[str]] = {}
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: object) -> "Sightings":
+        """A copied chain has seen nothing yet; a lock cannot be copied."""
+        return Sightings()
+
     def note(self, step: int, place: str) -> None:
         """Values that are not finite were seen here."""
         with self._lock:

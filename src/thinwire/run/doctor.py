@@ -19,11 +19,11 @@ from typing import Any, Literal
 import thinwire
 from thinwire.errors import AdmissionError, ThinwireError, WireError
 from thinwire.paths import peer_folder
-from thinwire.remote.enrol import HostSays, saved_identity
-from thinwire.remote.enrol import ask as ask_host
-from thinwire.remote.invite import Invite
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.control_socket import ask
+from thinwire.run.enrol import HostSays, saved_identity
+from thinwire.run.enrol import ask as ask_host
+from thinwire.run.invite import Invite
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
 from thinwire.wire import Door, Identity, Route, Routes, Seen, ping, raise_descriptor_limit
 from thinwire.wire.sockets import address_text, split_address
@@ -214,7 +214,7 @@ def _dotted(version: tuple[int, int]) -> str:
 def _check_hosted() -> Iterator[Finding]:
     """Have the peers of each run that is hosted here look from outside."""
     with contextlib.suppress(ImportError, OSError):  # without torch none is hosted
-        from thinwire.remote.alive import hosted_folders
+        from thinwire.run.alive import hosted_folders
 
         for folder in hosted_folders():
             with contextlib.suppress(ThinwireError):  # a run of this machine alone

@@ -30,17 +30,15 @@ from thinwire.engine.reports import ShardFailed, ShardWritten
 from thinwire.engine.shard_check import ShardCheck, most_shard_bytes
 from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
 from thinwire.folders import replace_private_file
-from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import ENROL, serve_enrolment
-from thinwire.remote.invite import Invite, is_address
-from thinwire.remote.relay import is_public, outside_address
 from thinwire.report import Display
 from thinwire.report.human import elapsed
+from thinwire.run.authority import AuthorityBook
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.conduct import Course
 from thinwire.run.console import HostConsole
 from thinwire.run.control_socket import ControlSocket
 from thinwire.run.coordinator import Coordinator, Phase
+from thinwire.run.enrol import ENROL, serve_enrolment
 from thinwire.run.events import (
     Away,
     Back,
@@ -60,6 +58,7 @@ from thinwire.run.formation import (
     read_formation,
     write_formation,
 )
+from thinwire.run.invite import Invite, is_address
 from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
@@ -80,6 +79,7 @@ from thinwire.run.protocol import (
     stream_name,
 )
 from thinwire.run.record import RunRecord
+from thinwire.run.relay import is_public, outside_address
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
 from thinwire.run.start import (
     adopted,

@@ -15,7 +15,7 @@ from typing import Any
 
 import thinwire
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.remote.authority import AuthorityBook
+from thinwire.run.authority import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.pacing import Pace, Told
 from thinwire.run.protocol import (
@@ -174,7 +174,8 @@ class Members:
 
     def here(self) -> list[Member]:
         """Those who are here and can hold a stage, in order of arrival."""
-        return [m for m in self.all() if m.is_here and not (m.is_unfit or m.is_leaving)]
+        able = [m for m in self.all() if m.is_here and not (m.is_unfit or m.is_leaving)]
+        return [m for m in able if not m.is_down]  # it may come back, and counts again then
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something holds that depends on members; False if it does not in time."""

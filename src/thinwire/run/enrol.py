@@ -23,8 +23,8 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import replace_private_file
-from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.invite import Invite, is_address
+from thinwire.run.authority import AuthorityBook
+from thinwire.run.invite import Invite, is_address
 from thinwire.wire import Identity, Listener, Pipe, Route, Routes, ping
 from thinwire.wire.keys import fingerprint_of, is_name
 from thinwire.wire.sockets import split_address

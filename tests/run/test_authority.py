@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import AdmissionError, ConfigError, WireError
-from thinwire.remote import authority as book_module
-from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.invite import Invite
+from thinwire.run import authority as book_module
+from thinwire.run.authority import AuthorityBook
+from thinwire.run.invite import Invite
 from thinwire.wire import Identity
 from thinwire.wire.keys import dialing_context
 

@@ -21,7 +21,7 @@ import msgspec
 
 from thinwire.errors import AdmissionError, ConfigError, ThinwireError, WireError
 from thinwire.folders import private_folder, replace_private_file
-from thinwire.remote.invite import (
+from thinwire.run.invite import (
     ID_BYTES,
     LONGEST_NAME,
     MOST_ADDRESSES,

@@ -7,7 +7,7 @@ import string
 import pytest
 
 from thinwire.errors import AdmissionError
-from thinwire.remote.invite import Invite, door_token, hash_of, is_address
+from thinwire.run.invite import Invite, door_token, hash_of, is_address
 
 SECRET = "00112233445566778899aabbccddeeff"
 INVITE = Invite(

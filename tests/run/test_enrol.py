@@ -14,8 +14,8 @@ import pytest
 
 import thinwire
 from thinwire.errors import AdmissionError, ConfigError, WireError
-from thinwire.remote.authority import AuthorityBook
-from thinwire.remote.enrol import (
+from thinwire.run.authority import AuthorityBook
+from thinwire.run.enrol import (
     HostSays,
     ask,
     enrol,
@@ -24,7 +24,7 @@ from thinwire.remote.enrol import (
     saved_identity,
     serve_enrolment,
 )
-from thinwire.remote.invite import Invite
+from thinwire.run.invite import Invite
 from thinwire.wire import Door, Identity, Listener, Route, Routes, Standby, dial
 from thinwire.wire.stream import Stream
 from waiting import wait_until

@@ -11,7 +11,7 @@ import pytest
 
 from programs import Program
 from thinwire.errors import ConfigError
-from thinwire.remote.relay import Relay, run_relay
+from thinwire.run.relay import Relay, run_relay
 from thinwire.wire import Route, Standby, ping
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import call
