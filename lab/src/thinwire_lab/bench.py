@@ -73,12 +73,13 @@ def bench_runtime(scratch: str) -> list[Row]:
     print("seconds per step, links unlimited, and their ratio to a plain loop (0 stages)\n")
     values: Values = CASES["runtime"]
     settings = settings_of(scratch, "plain", values)
-    seconds = {0: plain_step_seconds(settings, prepare_data(settings, PlainDisplay(io.StringIO())))}
+    quiet = PlainDisplay(io.StringIO())
+    seconds = {0: plain_step_seconds(settings, prepare_data(settings, quiet))}
     for stages in (1, 2, 4):
-        changed = merged(values, {"pipeline": {"stages": stages}})
-        summary = train(
-            settings_of(scratch, f"stages-{stages}", changed), PlainDisplay(io.StringIO())
+        changed = settings_of(
+            scratch, f"{stages}", merged(values, {"pipeline": {"stages": stages}})
         )
+        summary = train(settings_of(scratch, f"stages-{stages}", named), quiet)
         seconds[stages] = summary["step_seconds_median"]
     rows: list[Row] = [
         {

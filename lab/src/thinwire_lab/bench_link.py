@@ -208,15 +208,10 @@ def _two_ends(
 
 
 def _bytes_sent() -> int:
-    """Stream bytes that left the TCP sockets of this process, as the kernel counts them.
-
-    Without repetitions; 0 where Linux is not below.
-    """
+    """Stream bytes that left the TCP sockets of this process, as Linux counts them; else 0."""
     counts: dict[tuple[Any, Any], int] = {}  # by both ends: descriptors may share a connection
     for entry in os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else ():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as copy:
-            if copy.type != socket.SOCK_STREAM or copy.family != socket.AF_INET:
-                continue
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             sent, again = struct.unpack_from("=QQ", info, _SENT_AT)
             counts[copy.getsockname(), copy.getpeername()] = sent - again
