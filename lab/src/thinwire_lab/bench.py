@@ -76,10 +76,8 @@ def bench_runtime(scratch: str) -> list[Row]:
     quiet = PlainDisplay(io.StringIO())
     seconds = {0: plain_step_seconds(settings, prepare_data(settings, quiet))}
     for stages in (1, 2, 4):
-        changed = settings_of(
-            scratch, f"{stages}", merged(values, {"pipeline": {"stages": stages}})
-        )
-        summary = train(settings_of(scratch, f"stages-{stages}", named), quiet)
+        changed = merged(values, {"pipeline": {"stages": stages}})
+        summary = train(settings_of(scratch, f"stages-{stages}", changed), quiet)
         seconds[stages] = summary["step_seconds_median"]
     rows: list[Row] = [
         {
