@@ -15,7 +15,7 @@ from thinwire.run.checkpoints import claim_folder
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
-from thinwire.run.peers import LocalPeers, lead, neighbours
+from thinwire.run.peers import LocalPeers, lead, neighbours, placement, recording
 from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding, leave_at_once, stopping
@@ -74,6 +74,7 @@ def train(
             else f"{stages} stages in {peers} processes"
         )
         display.phase("start", f"{processes}, links under mutual TLS{source}")
+        began = checkpoint.step if checkpoint else 0
         order = Order(
             stages=[],
             identity={},
@@ -88,17 +89,18 @@ def train(
             settings.pipeline.microbatches,
             outage=settings.link.outage,
             losses=watch_losses(settings, folder, checkpoint),
-            course=Course(settings, checkpoint.step if checkpoint else 0, stages),
+            course=Course(settings, began, stages),
+            placement=placement(settings, neighbours(stages, peers or stages)),
         )
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
-            LocalPeers(settings, folder, order, peers) as local,
+            LocalPeers(settings, folder, order, peers, began=began) as local,
             stopping(local.ask_to_stop, record),
         ):
             local.start()
             try:
-                lead(coordinator, local, record.carry_out)
+                lead(coordinator, local, recording(record, local))
             finally:
                 record.close()
             return record.finish(local.control_bytes(), coordinator.stop_asked, started)

@@ -20,7 +20,7 @@ from thinwire.engine.step_end import TALLY_BYTES, VERDICT_BYTES, Verdict, unpack
 from thinwire.engine.trace import BACKWARD, FORWARD, GRADIENT, INPUT, NORMS, Sightings
 from thinwire.errors import ThinwireError, WireError
 from thinwire.schedule import Kind, Schedule
-from thinwire.wire import Frame, FrameKind, Link
+from thinwire.wire import Frame, FrameKind, Link, LoggedPipe
 
 Key = tuple[Any, ...]
 
@@ -198,6 +198,17 @@ class Mailbox:
             )
             return other if other in self._items and key not in self._items else key
 
+    def changed(self) -> None:
+        """Something that `wait_until` may wait for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """On a link thread: wait until something holds; False if a failure comes first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or condition())
+            return self._failure is None
+
     def close_step(self, step: int) -> None:
         """Frames of this step and of earlier ones are late from now on.
 
@@ -216,6 +227,11 @@ class Mailbox:
             self._changed.notify_all()
 
 
+def decision_number(kind: FrameKind, step: int) -> int:
+    """The number of a decision of the first stage; a validation comes before the step."""
+    return 2 * step + (kind is FrameKind.VERDICT)
+
+
 class Port:
     """Sends tensors to one neighbour and receives the neighbour's.
 
@@ -227,6 +243,9 @@ class Port:
     A neighbour may be a step ahead while this stage still saves the step before. A codec that
     remembers must not have seen that step yet, so its frames are held until `open_step`. Nor may it
     see a tensor twice, or one that is not due: that would change what it remembers for good.
+
+    A stage that takes the place of a lost one gets what its neighbours have sent since its state as
+    fast as it can take it: such frames wait here until they are due, and are no error.
 
     Tensors that are not finite are let through, for all stages refuse such a step; `sightings`
     notes on which side of the cut they were first seen.
@@ -254,6 +273,10 @@ class Port:
         self._seen: set[tuple[FrameKind, int, int]] = set()
         self._sent: dict[int, set[int]] = {}
         self._held: list[Frame] = []
+        self._decided, self._stops = -1, False  # the last decision from below
+        self._logged = link.pipe if isinstance(link.pipe, LoggedPipe) else None
+        if self._logged is not None:
+            self._logged.about = lambda: (self._decided, self._stops)
         link.start(self._on_frame, mailbox.fail, self._on_end)
 
     def send_tensor(
@@ -268,6 +291,7 @@ class Port:
             self.link.wait_for_room(EVALUATION_WINDOW)
         elif kind in _TRAINING:  # before it leaves: the neighbour may answer at once
             self._sent.setdefault(step, set()).add(microbatch)
+            self._mailbox.changed()
 
         def packed() -> Frame:
             if kind in _MADE:
@@ -326,8 +350,22 @@ class Port:
             held, self._held = self._held, []
             for frame in held:
                 self._admit(frame)
+        self._mailbox.changed()
+
+    def past_decision(self, number: int) -> bool | None:
+        """Whether the first stage, as its lost self, ended the run with this decision.
+
+        None if nobody has heard of it: then it is to be made now. Known on the first stage alone.
+        """
+        theirs = self._logged.theirs if self._logged is not None else None
+        if theirs is None or number > theirs.decided:
+            return None
+        return number == theirs.decided and theirs.stops
 
     def _on_frame(self, frame: Frame) -> None:
+        if self._logged is not None and frame.step <= self._logged.sent_again:
+            if not self._mailbox.wait_until(lambda: self._is_due(frame)):
+                return  # nobody will take it
         if frame.kind not in self._due.kinds:
             raise WireError(f"{self.link.name}: an unexpected {frame.kind.name} frame arrived")
         if frame.sender != self._due.sender:
@@ -350,6 +388,19 @@ class Port:
                 with self._gate:
                     self._check_first(frame)
                 self._receive(frame)
+
+    def _is_due(self, frame: Frame) -> bool:
+        """Whether it would not be too early: the checks below refuse what is."""
+        ahead = frame.step - self._open_step
+        if frame.kind in (FrameKind.EVALUATE, FrameKind.VALIDATED):
+            return ahead <= 1
+        sent, before = self._sent.get(frame.step, set()), self._due.answers_before
+        is_answered = True
+        if frame.kind is FrameKind.BACKWARD:
+            is_answered = frame.microbatch in sent
+        elif frame.kind is FrameKind.FORWARD and before and frame.microbatch < len(before):
+            is_answered = len(sent) >= before[frame.microbatch]
+        return ahead <= self._due.steps_ahead and is_answered
 
     def _check_step(self, frame: Frame) -> None:
         ahead = frame.step - self._open_step
@@ -395,6 +446,8 @@ class Port:
                 self._check_basis(content)
             elif kind is not FrameKind.ROWS:  # whose size the stage itself knows at the step's end
                 said = _MESSAGE_CHECKS[kind](content)
+                if isinstance(said, Verdict):
+                    self._decided, self._stops = decision_number(kind, step), said.stop
                 if isinstance(said, list) and not all(map(math.isfinite, said)):
                     self._sightings.note(step, NORMS)
         except WireError as error:

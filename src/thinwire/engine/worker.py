@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from thinwire.engine.build import StageBuilder, autocast_for, choose_device, pre
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import FarCorpus, Feed
-from thinwire.engine.port import Due, Mailbox, Port
+from thinwire.engine.port import Due, Mailbox, Port, decision_number
 from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step, meters_of
 from thinwire.engine.runner import Runner
 from thinwire.engine.state import StageState
@@ -30,7 +31,7 @@ from thinwire.engine.trace import Progress, Sightings
 from thinwire.errors import CheckpointError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
-from thinwire.wire import Link, Span
+from thinwire.wire import FrameKind, Link, Span
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
 PATIENCE = 5  # steps in a row without a finite gradient before a run gives up
@@ -65,6 +66,8 @@ class Assignment:
     corpus: Path
     run_folder: Path
     resume: Path | None = None
+    began: int | None = None
+    """Where the run began, if this stage takes the place of one that was lost."""
 
 
 class Worker:
@@ -82,6 +85,7 @@ class Worker:
         self.settings = settings = assignment.settings
         self.index = assignment.stage
         self.last = settings.pipeline.stages - 1
+        shutil.rmtree(self._scratch, ignore_errors=True)  # of a lost process in whose place it is
         self.stop_requested = threading.Event()
         self.device = choose_device(settings.run.device, self.index)
         self.data = far or Corpus.open(assignment.corpus)
@@ -101,15 +105,18 @@ class Worker:
         self._misses = 0
         self._sightings = Sightings()
         self._ports: list[Port] = []
+        self._first_step = self.state.step if assignment.began is None else assignment.began
 
     def describe(self) -> dict[str, str]:
         """What the display shows of this stage."""
         return {"layers": self.stage.describe(), "device": str(self.device)}
 
-    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]:
+    def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame.
 
-        On other machines, where a run has epochs, that is also the release of thinwire.
+        On other machines, where a run has epochs, that is also the release of thinwire. A stage
+        that takes the place of a lost one is at another step than its neighbours: with `at_start`
+        False, what changes from step to step is left out.
         """
         end = self.above if cut == self.index else self.below
         assert end is not None, f"stage {self.index} has no part in cut {cut}"
@@ -118,13 +125,27 @@ class Worker:
             "config_hash": self.settings.hash,
             "cut": cut,
             **{f"{leg}_codec": name for leg, name in end.names().items()},
-            **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
             "wire_shape": list(end.spec.shape),
             "corpus": self.data.fingerprint,
+            **(self._state_terms(end) if at_start else {}),
+        }
+
+    def _state_terms(self, end: CutEnd) -> dict[str, Any]:
+        """That part of a contract which follows from the step."""
+        return {
+            **{f"{leg}_codec_memory": seen for leg, seen in end.agreements().items()},
             "first_step": self.state.step,
             **(self.builder.space.fingerprints() if self.builder.space else {}),
             **({"token_table": self.update.rows.fingerprint()} if self.update.rows else {}),
         }
+
+    def log_folder(self, cut: int) -> Path:
+        """Where what is sent over a cut is logged."""
+        return self._scratch / f"sent-{cut}"
+
+    @property
+    def _scratch(self) -> Path:
+        return scratch_folder(self.assignment.run_folder) / f"stage-{self.index}"
 
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
@@ -140,10 +161,10 @@ class Worker:
         request to stop cuts a validation short, and none begins after it.
         """
         runner = self._runner(below, above)
-        first_step = done = self.state.step
+        done = self.state.step
         stop = unsaved = False
         while done < self.settings.train.steps and not stop:
-            if done == first_step or self.settings.is_evaluation_step(done):
+            if done == self._first_step or self.settings.is_evaluation_step(done):
                 stop = self._evaluate(runner, done, tell)
                 if stop and unsaved:
                     self._checkpoint(done, tell)
@@ -205,15 +226,21 @@ class Worker:
         of an earlier checkpoint.
         """
         self._misses = 0 if commit else self._misses + 1
-        stop = self._misses >= PATIENCE or self.stop_requested.is_set()
+        stop = self._misses >= PATIENCE or self._stops_at(FrameKind.VERDICT, step)
         checkpoint = self.settings.is_checkpoint_step(step + 1) or stop
         return checkpoint and commit, stop
+
+    def _stops_at(self, kind: FrameKind, step: int) -> bool:
+        """Whether to stop now; the first stage does as its lost self did where that is known."""
+        past = self._ports[0].past_decision(decision_number(kind, step)) if self._ports else None
+        return self.stop_requested.is_set() if past is None or self.index else past
 
     def _evaluate(self, runner: Runner, done: int, tell: Tell) -> bool:
         """Validate and report the score; whether all stages leave now, as was asked meanwhile."""
         start = time.monotonic()
         batches = self.feed.validation_count
-        score, stop = runner.evaluate(done, batches, self.stop_requested.is_set)
+        leaves = partial(self._stops_at, FrameKind.VALIDATED, done)
+        score, stop = runner.evaluate(done, batches, leaves)
         if score is not None:
             tell(Evaluation(done, score.loss, time.monotonic() - start, score.count))
         return stop
@@ -260,9 +287,8 @@ class Worker:
         """This stage's end of a cut, or None where there is no such cut."""
         if not 0 <= cut < self.last:
             return None
-        scratch = scratch_folder(self.assignment.run_folder) / f"stage-{self.index}"
         spec = self.builder.wire_spec(cut)
-        return CutEnd.build(self.settings, cut, cut == self.index, spec, self.feed, scratch)
+        return CutEnd.build(self.settings, cut, cut == self.index, spec, self.feed, self._scratch)
 
     def _ends(self) -> list[CutEnd]:
         return [end for end in (self.below, self.above) if end is not None]

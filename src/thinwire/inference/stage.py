@@ -65,7 +65,7 @@ class TextStage:
         )
         return max(limits, default=0) + 65536
 
-    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]:
+    def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame."""
         end, space = self._ends[cut], self._builder.space
         return {

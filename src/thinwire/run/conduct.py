@@ -66,6 +66,10 @@ class PeerConduct:
             case Failed() if not {*message.accuses, *message.convicts} <= self._others:
                 self._refuse(name, "that blames an unknown stage")
 
+    def begin_anew(self) -> None:
+        """Another process is this stage: it goes on where the lost one was."""
+        self._is_down = False
+
     def _check_meters(self, name: str, meters: Meters) -> None:
         if meters.keys() != self._links:
             self._refuse(name, f"with meters of {_listed(meters)}")

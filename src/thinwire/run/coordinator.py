@@ -4,11 +4,22 @@ It is told what happens and answers what to do. It has no threads, no clock and 
 own, and it does not know how peers are started: peers.py carries out what it says.
 """
 
+import dataclasses
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
-from thinwire.engine.reports import Agreements, Evaluation, Report, ShardFailed, ShardWritten, Step
+from thinwire.engine.reports import (
+    Agreements,
+    Evaluation,
+    Meters,
+    Report,
+    ShardFailed,
+    ShardWritten,
+    Step,
+)
 from thinwire.errors import StageError, WireError
 from thinwire.run.blame import Evidence, blame
 from thinwire.run.conduct import MOST_MICROBATCHES, Course, PeerConduct
@@ -18,6 +29,7 @@ from thinwire.run.events import (
     Begin,
     Command,
     Commit,
+    Completed,
     Discard,
     End,
     Event,
@@ -28,6 +40,7 @@ from thinwire.run.events import (
     PartLost,
     PartRefused,
     Record,
+    Replace,
     Said,
     Say,
     Starting,
@@ -39,16 +52,20 @@ from thinwire.run.events import (
 from thinwire.run.explosion import LossWatch
 from thinwire.run.pacing import TOLD_A_MINUTE, Told
 from thinwire.run.protocol import (
+    Await,
     Connect,
     Ended,
     Failed,
     Finished,
+    Leave,
     LinkDown,
     Linked,
     LinkUp,
     OfStage,
     Pulse,
     Ready,
+    Relink,
+    Saved,
     Start,
     Stop,
     ToStage,
@@ -60,6 +77,9 @@ MOST_AHEAD = 4096
 """Steps that a stage may report before the others do. Training keeps stages together, but a control
 stream may be down for a while and its reports come later."""
 SETTLE_SECONDS = 1.5  # after a failure, how long to listen for the stage that caused it
+MOST_DEATHS = 3  # of a stage, without a step that is new, before the run ends
+REPLACEABLE = ("died", "was lost", "got stuck")
+"""The deeds of a stage after which another process may take its place: it did nothing wrong."""
 
 
 class Phase(Enum):
@@ -70,7 +90,6 @@ class Phase(Enum):
     TRAINING = "trains"
     STOPPING = "stops after this step"
     COLLECTING = "waits for the last checkpoint to arrive"
-    SETTLING = "looks for the cause of a failure"
     FINISHED = "is over"
 
 
@@ -89,6 +108,10 @@ class Coordinator:
     PartArrived follows its ShardWritten, and the run ends after the last of them. A stage whose
     part is refused is at fault, also when it has finished. With a `course`, whoever saves or ends
     at another time than is due is at fault.
+
+    `placement` lists the stages that share a process. With it, a stage that is lost while the run
+    trains is replaced: another process begins at the last complete checkpoint, and computes
+    what is lost from what its neighbours sent since. What it reports again is not heard twice.
     """
 
     def __init__(
@@ -100,6 +123,7 @@ class Coordinator:
         outage: float = 0.0,
         losses: LossWatch | None = None,
         course: Course | None = None,
+        placement: Sequence[Sequence[int]] = (),
     ):
         self.phase = Phase.BUILDING
         self.stop_asked = False
@@ -120,7 +144,17 @@ class Coordinator:
         self._parts_travel = parts_travel
         self._travelling: set[tuple[int, int]] = set()  # steps and stages of parts on their way
         self._evidence: list[Evidence] = []
-        self._settled_at = 0.0
+        self._settled_at: float | None = None  # when it is clear who caused a failure
+        self._together = {stage: list(group) for group in placement for stage in group}
+        self._lost: dict[int, Phase] = {}  # stages that are replaced, and how far that is
+        self._lost_at: dict[int, float] = {}  # ... and since when, until they have caught up
+        self._deaths: Counter[int] = Counter()  # since the last step that is new
+        self._links = [0] * max(0, stages - 1)  # how often the link over each cut was opened anew
+        self._saved = 0  # the step of the last complete checkpoint, as stages were told
+        self._complete = 0  # ... and as it is
+        self._heard: dict[tuple[int, type], int] = {}  # the last step of each kind of report
+        self._moved: dict[int, Meters] = {}  # what lost processes of a stage had moved
+        self._moving: dict[int, Meters] = {}  # what its process has, by its last report
 
     def on(self, event: Event, now: float) -> list[Command]:
         """What to do about an event. There is one at least every `rest` seconds, if only a Tick."""
@@ -128,14 +162,16 @@ class Coordinator:
         if self.is_over:
             return []
         commands = self._respond(event, now)
-        if self.phase is Phase.SETTLING:
-            return [self._explain()] if now >= self._settled_at else []
+        if self._settled_at is not None and not self.is_over:
+            return commands + (self._settle(now) if now >= self._settled_at else [])
         if not self.is_over:
             if complaint := self._watch.complaint():
                 commands.append(Say(complaint))
             verdict, stuck = self._watch.verdict()
             if verdict:
                 culprit = None if stuck is None else Suspect(3, stuck, "got stuck", verdict, True)
+                if culprit is not None and self._may_replace(culprit):
+                    return [*commands, *self._replace({culprit.stage}, culprit, now)]
                 commands.append(self._end(StageError(verdict), culprit))
         return commands
 
@@ -146,7 +182,7 @@ class Coordinator:
 
     def rest(self, now: float) -> float:
         """Seconds until it needs the next event."""
-        left = self._settled_at - now if self.phase is Phase.SETTLING else self._watch.tick
+        left = self._watch.tick if self._settled_at is None else self._settled_at - now
         return max(0.0, min(left, self._watch.tick))
 
     def waiting_for(self) -> list[int]:
@@ -156,7 +192,8 @@ class Coordinator:
 
     def reasons(self) -> list[str]:
         """The phase of the run and since when; then what each stage does that it waits for."""
-        since = f"the run {self.phase.value}, for {self._watch.now - self._since:.0f} s"
+        phase = self.phase.value if self._settled_at is None else "looks for the cause of a failure"
+        since = f"the run {phase}, for {self._watch.now - self._since:.0f} s"
         lacking = self.waiting_for() if self.phase in _ROUNDS else []
         if self.phase is Phase.COLLECTING:
             lacking = sorted({stage for _, stage in self._travelling})
@@ -186,6 +223,9 @@ class Coordinator:
                 return self._on_travelled(event)
             case PartRefused(stage=stage, error=error):
                 self._suspect(Lost(stage, error, in_breach=True), now)
+            case Completed(step):
+                self._complete = step
+                return self._tell_saved()
             case StopAsked(who):
                 return self._on_stop(who)
             case Tick():
@@ -194,27 +234,33 @@ class Coordinator:
         return []
 
     def _on_message(self, stage: int, message: OfStage, now: float) -> list[Command]:
+        if self._is_repeated(stage, message):
+            return []
+        evidence = len(self._evidence)
         try:
             self._conduct[stage].check(message)
             if isinstance(message, Failed):
                 self._suspect(Said(stage, message), now)
-            elif self.phase is not Phase.SETTLING:
+            else:
                 self._check_due(stage, message)
                 self._check_ahead(stage, message)
                 self._check_course(stage, message, now)
         except WireError as error:
             self._suspect(Lost(stage, str(error), in_breach=True), now)
-        if self.phase is Phase.SETTLING:
+        if len(self._evidence) > evidence:
             return []
+        if stage in self._lost:
+            return self._on_replaced(stage, message)
         if self.phase in _ROUNDS:
             return self._on_arrival(stage, message)
+        message = self._with_all_moved(stage, message)
         if isinstance(message, ShardWritten | ShardFailed):
             return self._on_part(stage, message)
         if isinstance(message, Step):
             self._last_step[stage] = message.step + 1
         assert isinstance(message, Step | Evaluation | Finished), "all else was not due"
         self._watch.result()
-        commands: list[Command] = [Record(stage, message)]
+        commands: list[Command] = [*self._caught_up(stage, now), Record(stage, message)]
         if not isinstance(message, Finished):
             commands += self._on_loss(message)
         else:
@@ -238,17 +284,21 @@ class Coordinator:
         """The end of the run, once all stages have finished and no part is on its way."""
         if len(self._finished) < len(self._all):
             return []
+        leave = self._tell_all(Leave())
         if not self._travelling:
-            return [self._end()]
+            return [*leave, self._end()]
         self._enter(Phase.COLLECTING)
         stages = sorted({stage for _, stage in self._travelling})
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        return [Say(f"all stages have stopped; the host waits for the checkpoint of {which}")]
+        return [
+            *leave,
+            Say(f"all stages have stopped; the host waits for the checkpoint of {which}"),
+        ]
 
     def _check_due(self, stage: int, message: OfStage) -> None:
         """Refuse what belongs to another phase, or comes from a stage that is done with this."""
-        if self.phase in _ROUNDS:
-            is_due = type(message) is _ROUNDS[self.phase][0]
+        if (phase := self._lost.get(stage, self.phase)) in _ROUNDS:
+            is_due = type(message) is _ROUNDS[phase][0]
         else:
             is_due = isinstance(message, Report | Finished)
         if not is_due or stage not in self.waiting_for():
@@ -284,8 +334,7 @@ class Coordinator:
         if self.phase is Phase.BUILDING:
             self._enter(Phase.LINKING)
             self._ready = arrived
-            addresses = ["", *(ready.address for ready in arrived)]
-            return [*commands, *(Tell(s, Connect(addresses[s])) for s in self._all)]
+            return [*commands, *(Tell(s, self._connect(s)) for s in self._all)]
         self._enter(Phase.TRAINING)
         self._watch.begin_training()
         return [*self._tell_all(Start()), Begin(self._ready, self._ready[0].versions)]
@@ -299,7 +348,7 @@ class Coordinator:
 
     def _on_travelled(self, event: PartArrived | PartLost) -> list[Command]:
         """A part that a stage has written is here, or will never be."""
-        if (event.step, event.stage) not in self._travelling or self.phase is Phase.SETTLING:
+        if (event.step, event.stage) not in self._travelling:
             return []
         self._travelling.discard((event.step, event.stage))
         if isinstance(event, PartLost):
@@ -362,7 +411,7 @@ class Coordinator:
         if self.phase in _ROUNDS or self.stop_asked:
             return [self._end(Interrupted())]
         self.stop_asked = True
-        if self.phase is Phase.SETTLING or 0 in self._finished:
+        if 0 in self._finished:
             return []  # too late to ask, and the end is near
         self._enter(Phase.STOPPING)
         told = self._tell_all(Stop())
@@ -376,20 +425,135 @@ class Coordinator:
         """Something is wrong: listen a moment before blaming anyone.
 
         A stage that dies takes its neighbours' links down, and they may complain before its death
-        is seen.
+        is seen. A process that was killed is evidence enough.
         """
-        if self.phase is not Phase.SETTLING:
-            self._enter(Phase.SETTLING)
+        if self._settled_at is None:
             self._settled_at = now + SETTLE_SECONDS
+        if self._together and isinstance(evidence, Exited) and evidence.code < 0:
+            self._settled_at = now
         self._evidence.append(evidence)
 
-    def _explain(self) -> End:
+    def _settle(self, now: float) -> list[Command]:
+        """What follows from a failure: the end of the run, or others in the place of the lost."""
+        evidence, self._evidence, self._settled_at = self._evidence, [], None
+        culprit = blame(evidence)
+        if self._may_replace(culprit):
+            return self._replace({one.stage for one in evidence} | {culprit.stage}, culprit, now)
+        return [self._explain(culprit)]
+
+    def _explain(self, culprit: Suspect) -> End:
         """The end of the run with the error of the stage that really failed first."""
-        culprit = blame(self._evidence)
+        error = StageError(self._described(culprit))
+        return self._end(error, culprit)
+
+    def _described(self, culprit: Suspect) -> str:
         step = self._last_step[culprit.stage]
         where = f"at step {step}" if step else "at the start"
-        error = StageError(f"stage {culprit.stage} {culprit.deed} {where}: {culprit.reason}")
-        return self._end(error, culprit)
+        return f"stage {culprit.stage} {culprit.deed} {where}: {culprit.reason}"
+
+    # Stages that are lost and replaced
+
+    def _may_replace(self, culprit: Suspect) -> bool:
+        is_innocent = culprit.deed in REPLACEABLE or (
+            culprit.deed == "failed" and not culprit.known and culprit.doubt == 2
+        )
+        return (
+            is_innocent
+            and bool(self._together)
+            and self.phase in (Phase.TRAINING, Phase.STOPPING)
+            and self._deaths[culprit.stage] < MOST_DEATHS
+        )
+
+    def _replace(self, stages: set[int], culprit: Suspect, now: float) -> list[Command]:
+        """Have others take the place of these stages, and all who share their processes."""
+        lost = {other for stage in stages for other in self._together[stage]}
+        # Whoever was linking to one of them would wait in vain, and begins anew.
+        linking = {s for s, phase in self._lost.items() if phase is Phase.LINKING}
+        lost |= {other for stage in linking for other in self._together[stage]}
+        self._deaths[culprit.stage] += 1
+        for stage in lost:
+            self._lost[stage] = Phase.BUILDING
+            self._lost_at.setdefault(stage, now)
+            self._finished.discard(stage)
+            self._left.discard(stage)
+            self._arrived.pop(stage, None)
+            self._conduct[stage].begin_anew()
+            self._watch.replace(stage)
+            self._moved[stage] = _sum(self._moved.get(stage), self._moving.pop(stage, None))
+        cuts = {cut for stage in lost for cut in (stage - 1, stage)} & {*range(len(self._links))}
+        for cut in cuts:
+            self._links[cut] += 1
+            self._watch.down(f"cut-{cut}", is_down=False)
+        groups = sorted({tuple(self._together[stage]) for stage in lost})
+        told = [Tell(s, Await(cut)) for s, cut in self._ends_alive(cuts)]
+        note = f"{self._described(culprit)}; another process takes its place, and the rest waits"
+        return [*told, Say(note), *(Replace(list(group)) for group in groups)]
+
+    def _ends_alive(self, cuts: set[int]) -> list[tuple[int, int]]:
+        """The ends of these cuts that are not lost: stage and cut."""
+        ends = [(stage, cut) for cut in sorted(cuts) for stage in (cut, cut + 1)]
+        return [(stage, cut) for stage, cut in ends if stage not in self._lost]
+
+    def _on_replaced(self, stage: int, message: OfStage) -> list[Command]:
+        """A stage that takes a lost one's place is built, or linked; when all are, it goes on."""
+        self._arrived[stage] = message
+        phase = self._lost[stage]
+        if isinstance(message, Ready):
+            self._ready[stage] = message
+        if not all(self._lost[s] is phase and s in self._arrived for s in self._lost):
+            return []
+        self._arrived.clear()
+        lost = sorted(self._lost)
+        if phase is Phase.LINKING:
+            self._lost.clear()
+            stop = [Tell(s, Stop()) for s in lost if self.stop_asked]
+            return [*(Tell(stage, Start()) for stage in lost), *stop]
+        cuts = {cut for s in lost for cut in (s - 1, s)} & {*range(len(self._links))}
+        relinks = [Tell(s, Relink(cut, self._connect(s))) for s, cut in self._ends_alive(cuts)]
+        self._lost = dict.fromkeys(lost, Phase.LINKING)
+        return [*relinks, *(Tell(s, self._connect(s)) for s in lost)]
+
+    def _connect(self, stage: int) -> Connect:
+        """Where its neighbours are, for a stage that links."""
+        below = self._ready[stage - 1].address if stage else ""
+        return Connect(below, list(self._links) if any(self._links) else [])
+
+    def _is_repeated(self, stage: int, message: OfStage) -> bool:
+        """Whether a stage that was replaced reports again what its lost self had reported."""
+        if not isinstance(message, Step | Evaluation | ShardWritten | ShardFailed):
+            return False
+        kind = ShardWritten if isinstance(message, ShardFailed) else type(message)
+        if stage in self._lost_at and message.step <= self._heard.get((stage, kind), -1):
+            return True
+        self._heard[stage, kind] = message.step
+        return False
+
+    def _with_all_moved(self, stage: int, message: OfStage) -> OfStage:
+        """A report with the bytes of all processes that this stage had."""
+        if isinstance(message, Step | Finished):
+            self._moving[stage] = message.meters
+            if stage in self._moved:
+                whole = _sum(self._moved[stage], message.meters)
+                return dataclasses.replace(message, meters=whole)
+        return message
+
+    def _caught_up(self, stage: int, now: float) -> list[Command]:
+        """A stage that was replaced reports something new."""
+        if stage not in self._lost_at:
+            if not self._lost_at:
+                self._deaths.clear()
+            return []
+        seconds = now - self._lost_at.pop(stage)
+        self._watch.caught_up(stage)
+        note = f"stage {stage} is back after {seconds:.1f} s; no other stage trained a step again"
+        return [Say(note), *self._tell_saved()]
+
+    def _tell_saved(self) -> list[Command]:
+        """What stages sent before a complete checkpoint is needed no more, unless one is behind."""
+        if self._lost_at or self._complete <= self._saved or not self._together:
+            return []
+        self._saved = self._complete
+        return self._tell_all(Saved(self._saved))
 
     def _end(self, error: BaseException | None = None, culprit: Suspect | None = None) -> End:
         self._enter(Phase.FINISHED)
@@ -400,6 +564,27 @@ class Coordinator:
 
     def _tell_all(self, message: ToStage) -> list[Command]:
         return [Tell(stage, message) for stage in self._all]
+
+
+def _sum(one: Meters | None, other: Meters | None) -> Meters:
+    """What two processes of a stage have moved together; they have the same links."""
+    if not one or not other:
+        return one or other or {}
+    nothing: dict[str, int] = {}
+
+    def add(link: str, way: str) -> dict[str, dict[str, int]]:
+        a, b = (cast(dict[str, Any], meters[link])[way] for meters in (one, other))
+        return {
+            kind: {
+                what: a.get(kind, nothing).get(what, 0) + b.get(kind, nothing).get(what, 0)
+                for what in {**a.get(kind, nothing), **b.get(kind, nothing)}
+            }
+            for kind in {**a, **b}
+        }
+
+    return cast(
+        Meters, {link: {way: add(link, way) for way in moved} for link, moved in one.items()}
+    )
 
 
 def disagreement(step: int, agreements: list[Agreements]) -> str:

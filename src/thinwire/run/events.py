@@ -74,6 +74,13 @@ class PartRefused:
 
 
 @dataclass(frozen=True)
+class Completed:
+    """The checkpoint of a step is complete, on this machine."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """The user asks the run to end, or a peer that leaves it (`who`)."""
 
@@ -85,7 +92,19 @@ class Tick:
     """Time passes, and nothing else happened."""
 
 
-Event = Said | Exited | Lost | PartArrived | PartLost | PartRefused | Away | Back | StopAsked | Tick
+Event = (
+    Said
+    | Exited
+    | Lost
+    | PartArrived
+    | PartLost
+    | PartRefused
+    | Away
+    | Back
+    | Completed
+    | StopAsked
+    | Tick
+)
 
 
 @dataclass(frozen=True)
@@ -162,6 +181,13 @@ class Discard:
 
 
 @dataclass(frozen=True)
+class Replace:
+    """Have others hold these stages, which are lost: from the last complete checkpoint on."""
+
+    stages: list[int]
+
+
+@dataclass(frozen=True)
 class Suspect:
     """A stage that may be the cause of a failure, and how unsure the evidence leaves us of that.
 
@@ -184,4 +210,6 @@ class End:
     culprit: Suspect | None = None
 
 
-Command = Tell | Say | Starting | Begin | Record | Exploded | Recovered | Commit | Discard | End
+Command = (
+    Tell | Say | Starting | Begin | Record | Exploded | Recovered | Commit | Discard | Replace | End
+)

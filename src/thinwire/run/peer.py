@@ -42,10 +42,13 @@ from thinwire.run.protocol import (
     FROM_COORDINATOR,
     MAX_MESSAGE,
     OF_NO_STAGE,
+    OF_NO_STEP,
+    Await,
     Connect,
     Envelope,
     Failed,
     Finished,
+    Leave,
     LinkDown,
     Linked,
     LinkUp,
@@ -53,6 +56,8 @@ from thinwire.run.protocol import (
     Order,
     Pulse,
     Ready,
+    Relink,
+    Saved,
     Start,
     Stop,
     Way,
@@ -62,10 +67,12 @@ from thinwire.run.tokens import FetchedCorpus
 from thinwire.run.watch import pulse_seconds
 from thinwire.settings import Settings
 from thinwire.wire import (
+    FrameLog,
     Identity,
     LastingPipe,
     Link,
     Listener,
+    LoggedPipe,
     Meter,
     Nic,
     Pipe,
@@ -77,6 +84,7 @@ from thinwire.wire import (
     handshake,
     memory_pair,
 )
+from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.keys import fingerprint_of
 from thinwire.wire.routes import Kind
 
@@ -107,7 +115,7 @@ class Linkable(Protocol):
     def max_payload(self) -> int:
         """The largest payload that a neighbour may send."""
 
-    def contract(self, cut: int, epoch: int = 0) -> dict[str, Any]:
+    def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame."""
 
 
@@ -136,6 +144,10 @@ class Peer:
         self.hear = self._inbox.put
         self._links: dict[int, Link] = {}  # by the neighbouring stage
         self._lasting: dict[int, LastingPipe] = {}  # what these go over, if they may be down
+        self._logged: dict[int, LoggedPipe] = {}  # by cut: where the other end may be replaced
+        self._relinks: dict[int, Relink | None] = {}  # by cut: the latest that counts
+        self._down_since = 0.0  # of the connection to the stage below
+        self._is_new = self.order.began != OF_NO_STEP  # takes the place of one that was lost
         self._listener: Listener | None = None  # for the stage above
         self._routes: Routes | None = None  # to the stage below, on another machine
         self._standbys: list[Standby] = []  # for the stage above, on another machine
@@ -152,13 +164,15 @@ class Peer:
             corpus=Path(self.order.corpus),
             run_folder=Path(self.order.run_folder),
             resume=Path(self.order.resume) if self.order.resume else None,
+            began=self.order.began if self._is_new else None,
         )
         worker = Worker(assignment, self._progress, self._far_corpus(settings))
         self._link(worker, self._introduce(worker))
-        threading.Thread(target=self._obey, args=(worker,), daemon=True).start()
+        may_leave = threading.Event()
+        threading.Thread(target=self._obey, args=(worker, may_leave), daemon=True).start()
         below, above = self._links.get(self.stage - 1), self._links.get(self.stage + 1)
         worker.run(below, above, self.say)
-        self._leave()
+        self._leave(may_leave.wait)
 
     def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message for this stage, which must be of the wanted type."""
@@ -187,9 +201,11 @@ class Peer:
         self.say(Linked(self._way_below()))
         self.receive(Start)
 
-    def _leave(self) -> None:
-        """Say what the links have moved, and goodbye."""
+    def _leave(self, wait: Callable[[], Any] = lambda: None) -> None:
+        """Say what the links have moved, and goodbye; and wait until nobody needs this stage."""
         self.say(Finished(meters_of(self._links.values())))
+        self._progress.begin("waits for the other stages to finish")
+        wait()
         if self._listener:
             self._listener.close()
 
@@ -201,7 +217,7 @@ class Peer:
         """
         known, is_wire = isinstance(error, ThinwireError), isinstance(error, WireError)
         told, trace = str(error) if known else f"{type(error).__name__}: {error}", ""
-        if self.order.generation:  # to another machine
+        if self.order.host:  # to another machine
             told = outward(error)
         elif not known:
             trace = "".join(traceback.format_exception(error)[-_TRACE_PARTS:])
@@ -235,53 +251,95 @@ class Peer:
     def _join(self, worker: Linkable, connect: Connect) -> None:
         """Dial the stage below, accept the stage above, and agree with both on the contract."""
         nic = worker.settings.link.nic(seed=worker.settings.run.seed * 1000 + self.stage)
-        below, above, inner = self.stage - 1, self.stage + 1, self.house.inner
-        generation = self.order.generation
-        if below in inner:
-            self._links[below] = self._agree(worker, inner[below][1], below, None)
-        elif self.stage > 0:
-            name, limit = stream_name("cut", below, generation), worker.max_payload() + 64
-            if connect.reach:
-                self._routes = Routes(_at_doors(connect, name), _routes(connect.reach))
+        for neighbour in (self.stage - 1, self.stage + 1):
+            if not 0 <= neighbour <= worker.last:
+                continue
+            cut, is_above = min(self.stage, neighbour), neighbour > self.stage
+            if cut in self.house.inner:
+                pipe, card = self.house.inner[cut][not is_above], None
+                meter: Meter = Unmetered()
+            else:
+                pipe, meter, card = self._open(worker, neighbour, connect), Meter(), nic
+                self._agree(worker, pipe, cut, meter)
+                pipe = self._logged_pipe(worker, pipe, cut, nic)
+            self._links[neighbour] = Link(pipe, meter, card, f"cut-{cut}", worker.max_payload())
+
+    def _open(self, worker: Linkable, neighbour: int, connect: Connect) -> Pipe:
+        """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
+        cut, key = min(self.stage, neighbour), connect.seats[neighbour]
+        again = connect.links[cut] if connect.links else 0
+        name = stream_name("cut", cut, self.order.generation, again)
+        outage, limit = worker.settings.link.outage, worker.max_payload() + 64
+        listener = self._listener
+
+        def dial_below(timeout: float) -> Pipe:
             to = self._routes or connect.below
+            return dial(to, name, self.identity, key, timeout, limit)
 
-            def call(timeout: float) -> Pipe:
-                return dial(to, name, self.identity, connect.seats[below], timeout, limit)
+        def accept_above(timeout: float) -> Pipe:
+            assert listener is not None, "it is opened where there is a stage above elsewhere"
+            return listener.accept(name, timeout, key, is_replaceable=True)
 
-            pipe = self._open(worker, below, call)
-            self._links[below] = self._agree(worker, pipe, below, nic)
-        if self.stage in inner:
-            self._links[above] = self._agree(worker, inner[self.stage][0], self.stage, None)
-        elif (listener := self._listener) is not None:
-            own, dialer = stream_name("cut", self.stage, generation), connect.seats[above]
+        if neighbour > self.stage:  # it dials, and so knows best when there is a connection
+            for standby in self._standbys:
+                on_daemon_thread("thinwire close", standby.close)
+            assert listener is not None
             self._standbys = [
-                Standby(_at_doors(connect, own), route, listener.take)
+                Standby(_at_doors(connect, name), route, listener.take)
                 for route in _routes(connect.wait)
             ]
-
-            def accept(timeout: float) -> Pipe:
-                return listener.accept(own, timeout, dialer, is_replaceable=True)
-
-            pipe = self._open(worker, above, accept)
-            self._links[above] = self._agree(worker, pipe, self.stage, nic)
-
-    def _open(self, worker: Linkable, neighbour: int, connect: Callable[[float], Pipe]) -> Pipe:
-        """A pipe to a neighbour that is connected again when it is lost, if settings allow that."""
-        first, outage = connect(JOIN_SECONDS), worker.settings.link.outage
-        if not outage:
-            return first
-        if neighbour > self.stage:  # it dials, and so knows best when there is a connection
-            pipe = LastingPipe(first, connect, outage)
+            first = accept_above(JOIN_SECONDS)
+            pipe = LastingPipe(first, accept_above, outage) if outage else None
         else:
-            pipe = LastingPipe(
-                first,
-                connect,
-                outage,
-                on_down=lambda reason: self._mention(LinkDown(neighbour, reason)),
-                on_up=lambda seconds: self._mention(LinkUp(neighbour, seconds, self._way_below())),
-            )
+            if connect.reach:
+                self._routes = Routes(_at_doors(connect, name), _routes(connect.reach))
+            first = dial_below(JOIN_SECONDS)
+            told = (self._on_down, self._on_up)
+            pipe = LastingPipe(first, dial_below, outage, *told) if outage else None
+        if pipe is None:
+            return first
         self._lasting[neighbour] = pipe
         return pipe
+
+    def _on_down(self, reason: str) -> None:
+        """The connection to the stage below is lost."""
+        self._down_since = self._down_since or time.monotonic()
+        self._mention(LinkDown(self.stage - 1, reason))
+
+    def _on_up(self, seconds: float) -> None:
+        self._down_since = 0.0
+        self._mention(LinkUp(self.stage - 1, seconds, self._way_below()))
+
+    def _logged_pipe(self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None) -> Pipe:
+        """The same pipe with a log of what is sent, so that whoever is at its other end may be
+        replaced; or, where this stage is such a replacement, what goes on with the log there.
+        """
+        most = worker.settings.train.log_mb << 20
+        if not isinstance(worker, Worker) or not most or not worker.settings.link.outage:
+            return pipe
+        log = FrameLog(worker.log_folder(cut), most)
+        logged = LoggedPipe(None if self._is_new else pipe, log, nic, worker.state.step)
+        self._logged[cut] = logged
+        if self._is_new:
+            logged.go_on(pipe)
+        return logged
+
+    def _relink(self, worker: Worker, message: Relink) -> None:
+        """On a thread of its own: go on with another process at the other end of a cut."""
+        cut = message.cut
+        logged, neighbour = self._logged[cut], cut if cut < self.stage else cut + 1
+        try:
+            pipe = self._open(worker, neighbour, message.connect)
+            self._agree(worker, pipe, cut, self._links[neighbour].meter, at_start=False)
+            if message is not self._relinks[cut]:
+                pipe.close(0)
+                return
+            if neighbour < self.stage and self._down_since:
+                self._on_up(time.monotonic() - self._down_since)
+            logged.go_on(pipe)
+        except WireError as error:
+            if message is self._relinks[cut]:  # else that one is lost too, and another comes
+                self.fail(error)
 
     def _way_below(self) -> str:
         route = self._routes.in_use if self._routes else None
@@ -291,13 +349,13 @@ class Peer:
         with suppress(WireError):  # the coordinator is gone: that shows elsewhere
             self.say(message)
 
-    def _agree(self, worker: Linkable, pipe: Pipe, cut: int, nic: Nic | None) -> Link:
-        contract, meter = worker.contract(cut, self.order.generation), Meter()
-        if cut in self.house.inner:
-            meter = Unmetered()
-        else:
-            handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
-        return Link(pipe, meter, nic, f"cut-{cut}", worker.max_payload())
+    def _agree(
+        self, worker: Linkable, pipe: Pipe, cut: int, meter: Meter, at_start: bool = True
+    ) -> None:
+        """Hold this end's contract against that of the other end."""
+        epoch = self.order.generation if self.order.host else 0
+        contract = worker.contract(cut, epoch, at_start and not self._is_new)
+        handshake(pipe, contract, contract, JOIN_SECONDS, meter, remedy)
 
     def _pulse(self, patience: float) -> None:
         """Say now and then what this stage is doing, for as long as the coordinator listens."""
@@ -314,13 +372,25 @@ class Peer:
         links = [f"link to stage {s} is down for {t:.0f} s" for s, t in down.items() if t]
         return self._progress.doing + (f" ({', '.join(links)})" if links else "")
 
-    def _obey(self, worker: Worker) -> None:
-        """While training, the only message a coordinator sends is to stop after this step."""
-        try:
-            self.receive(Stop)
-        except ThinwireError:
-            return
-        worker.stop_requested.set()
+    def _obey(self, worker: Worker, may_leave: threading.Event) -> None:
+        """Hear what the coordinator says while the stage trains."""
+        while True:
+            match self._inbox.get():
+                case Stop():
+                    worker.stop_requested.set()
+                case Saved(step):
+                    for logged in self._logged.values():
+                        logged.trim(step)
+                case Await(cut) if cut in self._logged:
+                    self._relinks[cut] = None
+                    self._logged[cut].await_another()
+                case Relink(cut=cut) as relink if cut in self._logged:
+                    self._relinks[cut] = relink
+                    relinking = threading.Thread(target=self._relink, args=(worker, relink))
+                    relinking.daemon = True
+                    relinking.start()
+                case Leave():
+                    may_leave.set()
 
 
 def _at_doors(connect: Connect, name: str) -> str:

@@ -11,16 +11,36 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run.channel import Channel, Hearing, SocketPipe
 from thinwire.run.coordinator import Coordinator
-from thinwire.run.events import Command, End, Event, Exited, Lost, StopAsked, Suspect, Tell
+from thinwire.run.events import (
+    Command,
+    Commit,
+    Completed,
+    End,
+    Event,
+    Exited,
+    Lost,
+    Replace,
+    StopAsked,
+    Suspect,
+    Tell,
+)
 from thinwire.run.processes import TRAINING, StageProcess, forks, start_processes
-from thinwire.run.protocol import FROM_PEER, Connect, Envelope, Failed, Order, ToStage
+from thinwire.run.protocol import (
+    FROM_PEER,
+    Connect,
+    Envelope,
+    Failed,
+    Order,
+    Relink,
+    ToStage,
+)
+from thinwire.run.record import RunRecord
 from thinwire.settings import Settings
 from thinwire.wire import Identity, raise_descriptor_limit
 
@@ -59,8 +79,22 @@ def heed(
                 if error is not None:
                     raise error
                 peers.wait_for_exits()
+            case Replace(stages):
+                peers.replace(stages)
             case _:
                 carry_out(command)
+
+
+def recording(record: RunRecord, peers: "Peers") -> Callable[[Command], None]:
+    """Carries commands out in the record of a run; a checkpoint that is complete is told."""
+
+    def carry_out(command: Command) -> None:
+        record.carry_out(command)
+        if isinstance(command, Commit) and command.step not in record.checkpoints.failed:
+            peers.saved = record.checkpoints.latest
+            peers.said.note(Completed(command.step))
+
+    return carry_out
 
 
 class Peers(contextlib.AbstractContextManager[Any]):
@@ -69,6 +103,7 @@ class Peers(contextlib.AbstractContextManager[Any]):
     def __init__(self, stages: int):
         self._stages = range(stages)
         self.said = Hearing(stages)
+        self.saved: Path | None = None  # the newest complete checkpoint of this life
 
     @abstractmethod
     def start(self) -> None:
@@ -77,6 +112,10 @@ class Peers(contextlib.AbstractContextManager[Any]):
     @abstractmethod
     def tell(self, stage: int, message: ToStage) -> None:
         """Send a message to a stage."""
+
+    @abstractmethod
+    def replace(self, stages: list[int]) -> None:
+        """Have another process hold these stages, which shared one that is lost."""
 
     @abstractmethod
     def wait_for_exits(self) -> None:
@@ -149,14 +188,22 @@ class StagesHere:
         self._on_said(said.stage, said.message)
 
     def _lose(self, error: ThinwireError) -> None:
-        self._all_heard.set()
         self._on_lost(error)
+        self._all_heard.set()
 
     def _await_exit(self) -> None:
         """Its last words come first: they say more than how it ended."""
         code = self.process.wait()
         self._all_heard.wait(LAST_WORDS_SECONDS)
         self._on_exit(self._failed or self.stages, code)
+
+
+def placement(settings: Settings, held: list[list[int]]) -> list[list[int]]:
+    """Which stages share a process, if one that is lost can be replaced; nothing if it cannot.
+
+    Frames are logged where links outlive a connection, and one process alone has no neighbours.
+    """
+    return held if settings.train.log_mb and settings.link.outage and len(held) > 1 else []
 
 
 class LocalPeers(Peers):
@@ -172,7 +219,9 @@ class LocalPeers(Peers):
         order: Order,
         peers: int = 0,
         module: str = TRAINING,
+        began: int = 0,
     ):
+        """`began`: the step from which the run goes on, for those who replace a lost process."""
         stages = settings.pipeline.stages
         super().__init__(stages)
         held = neighbours(stages, peers or stages)
@@ -189,6 +238,8 @@ class LocalPeers(Peers):
         self._logs, self._module = run_folder / "logs", module
         self._fork = forks(settings.run.device)
         self._here: list[StagesHere] = []
+        self._replaced: set[StagesHere] = set()  # of which nothing more is heard
+        self._began = began
         raise_descriptor_limit()  # for the stages too, which inherit it
 
     def __exit__(self, *error: object) -> None:
@@ -198,24 +249,27 @@ class LocalPeers(Peers):
             here.process.end()
 
     def start(self) -> None:
-        logs = [
-            self._logs / f"stage-{'-'.join(map(str, order.stages))}.log" for order in self._orders
-        ]
+        logs = [self._log(order) for order in self._orders]
         started = start_processes(logs, self._module, self._fork)
         for order, process in zip(self._orders, started, strict=True):
-            self._here.append(
-                StagesHere(
-                    order,
-                    process,
-                    self.said.hear,
-                    partial(self._on_lost, order.stages),
-                    self._on_exit,
-                )
-            )
+            self._here.append(self._attended(order, process))
+
+    def replace(self, stages: list[int]) -> None:
+        place = next(i for i, here in enumerate(self._here) if here.stages == stages)
+        lost, order = self._here[place], self._orders[place]
+        self._replaced.add(lost)
+        lost.process.end()  # it may be frozen
+        resume = str(self.saved.resolve()) if self.saved else order.resume
+        order = dataclasses.replace(order, resume=resume, began=self._began)
+        (process,) = start_processes([self._log(order)], self._module)
+        self._here[place] = self._attended(order, process)
 
     def tell(self, stage: int, message: ToStage) -> None:
         if isinstance(message, Connect):
             message = dataclasses.replace(message, seats=self._seats)
+        elif isinstance(message, Relink):
+            connect = dataclasses.replace(message.connect, seats=self._seats)
+            message = dataclasses.replace(message, connect=connect)
         self._with(stage).tell(stage, message)
 
     def wait_for_exits(self) -> None:
@@ -236,10 +290,17 @@ class LocalPeers(Peers):
     def _with(self, stage: int) -> StagesHere:
         return next(here for here in self._here if stage in here.stages)
 
-    def _on_lost(self, stages: list[int], error: ThinwireError) -> None:
-        for stage in stages:
-            self.said.note(Lost(stage, str(error), isinstance(error, BreachError)))
+    def _log(self, order: Order) -> Path:
+        return self._logs / f"stage-{'-'.join(map(str, order.stages))}.log"
 
-    def _on_exit(self, stages: list[int], code: int) -> None:
-        for stage in stages:
-            self.said.note(Exited(stage, code))
+    def _attended(self, order: Order, process: StageProcess) -> StagesHere:
+        def on_lost(error: ThinwireError) -> None:
+            for stage in order.stages if here not in self._replaced else ():
+                self.said.note(Lost(stage, str(error), isinstance(error, BreachError)))
+
+        def on_exit(stages: list[int], code: int) -> None:
+            for stage in stages if here not in self._replaced else ():
+                self.said.note(Exited(stage, code))
+
+        here = StagesHere(order, process, self.said.hear, on_lost, on_exit)
+        return here

@@ -12,8 +12,10 @@ in one generation of the placement:
     Linked                ->
                           <-     Start
     Step, Evaluation,
-    ShardWritten, ...     ->     (Stop)            training; a step never waits for this stream
+    ShardWritten, ...     ->     (Stop, Saved)     training; a step never waits for this stream
+                          <-     Await, Relink     a neighbour is lost, another takes its place
     Finished or Failed    ->
+                          <-     Leave             all stages have finished
     Ended                 ->                       the process of the stages has ended
                           <-     Release, Dismiss
 
@@ -37,6 +39,7 @@ MOST_SAID = 1 << 20
 """Bytes of the largest message, before it is deflated and after it is inflated."""
 MAX_MESSAGE = 16 << 20
 """The largest message of any stream to a coordinator: also one of token ids."""
+OF_NO_STEP = -1
 _SIGNALLED = 256  # added to the number of the signal that ended a process
 
 
@@ -214,6 +217,7 @@ class Order:
     corpus: str
     run_folder: str
     resume: str = ""
+    began: int = OF_NO_STEP  # where the run began, for stages that take the place of lost ones
     generation: int = 0
     host: dict[str, Any] = field(default_factory=dict)
 
@@ -288,10 +292,12 @@ class Connect:
     Between machines a stage below is reached by one of the ways in `reach`, the first that works,
     and a stage waits at the doors in `wait` for the one above it. `run` is by what doors know the
     run, and `word` ends the names of its links there: who is not told it, such as a peer that was
-    removed from the run, cannot wait in another's place.
+    removed from the run, cannot wait in another's place. `links` says of each cut how often its
+    link was opened anew, for another process at one of its ends.
     """
 
     below: str
+    links: list[int] = field(default_factory=list)
     seats: list[str] = field(default_factory=list)
     run: str = ""
     word: str = field(default="", repr=False)
@@ -302,6 +308,33 @@ class Connect:
 @dataclass(frozen=True)
 class Start:
     """All stages are linked: train."""
+
+
+@dataclass(frozen=True)
+class Await:
+    """The stage at the other end of a cut is lost, and another process will take its place."""
+
+    cut: int
+
+
+@dataclass(frozen=True)
+class Relink:
+    """It has: link to it; `connect` as at the start."""
+
+    cut: int
+    connect: Connect
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of this step is complete: what was sent before is needed no more."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """All stages have finished: the process may end."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +361,7 @@ class Read:
 OfPeer = Hello | Alive | Leaving | Tried | Declined
 OfStage = Pulse | Ready | Linked | LinkDown | LinkUp | Report | Finished | Failed | Ended | Chosen
 ToPeer = AskAlive | Hold | Order | Release | News | StepNews | ScoreNews | TryDoor | Dismiss
-ToStage = Connect | Start | Stop | Read
+ToStage = Connect | Start | Await | Relink | Saved | Stop | Leave | Read
 FromPeer = OfPeer | OfStage
 FromCoordinator = ToPeer | ToStage
 Message = FromPeer | FromCoordinator
@@ -471,9 +504,10 @@ def _counts(kinds: list[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
 # What streams beside that of a peer are called
 
 
-def stream_name(what: str, number: int, generation: int) -> str:
-    """A stream of a stage or a cut: `cut`, `tokens`, `state`."""
-    return f"{what}-{number}@{generation}" if generation else f"{what}-{number}"
+def stream_name(what: str, number: int, generation: int, again: int = 0) -> str:
+    """A stream of a stage or a cut: `cut`, `tokens`, `state`; and how often it was opened anew."""
+    name = f"{what}-{number}@{generation}" if generation else f"{what}-{number}"
+    return f"{name}.{again}" if again else name
 
 
 def peer_stream(peer: str, session: str = "") -> str:

@@ -55,6 +55,8 @@ class Watch:
         self._is_training = False
         self._outage = outage
         self._down: set[object] = set()  # links and control streams
+        self._unheard: set[int] = set()  # stages that are replaced, until they speak
+        self._behind: set[int] = set()  # ... and until they have caught up
         self._longest = 0.0  # wait of the training that ended well
         self._longest_alone = 0.0  # ... in which one stage worked and no other
         self._longest_step = 0.0  # time between two results
@@ -69,12 +71,15 @@ class Watch:
     def pass_time(self, now: float) -> None:
         """Called at least once a `tick`: what took much longer was not the stages' time."""
         passed = 0.0 if self._last_tick is None else now - self._last_tick
-        self.now += min(passed, 3 * self.tick)
+        self.now += 0.0 if self._unheard else min(passed, 3 * self.tick)
         self._last_tick = now
+        if self._behind and self._result_at is not None:
+            self._result_at = self.now
 
     def heard(self, stage: int, begun: int | None = None, doing: str = "") -> None:
         """A stage has spoken: of its progress, if that is told, or with a result of its work."""
         seen = self._seen.get(stage)
+        self._unheard.discard(stage)
         if seen is None:
             return
         seen.gap = max(self.now - seen.heard, 0.9 * seen.gap) if seen.heard else 0.0
@@ -101,6 +106,19 @@ class Watch:
             self._down.add(what)
         else:
             self._down.discard(what)
+
+    def replace(self, stage: int) -> None:
+        """Another process takes the place of this stage. Until it speaks no time counts, for it may
+        take a while to find a machine; and until it has caught up, it works and the others wait.
+        """
+        self._seen[stage] = _Seen(doing="is lost, and waits for a peer", advanced=self.now)
+        self._unheard.add(stage)
+        self._behind.add(stage)
+
+    def caught_up(self, stage: int) -> None:
+        """It has."""
+        self._behind.discard(stage)
+        self._result_at = self.now
 
     def dismiss(self, stage: int) -> None:
         """A stage has finished: nobody waits for it any more."""
@@ -191,7 +209,7 @@ class Watch:
     def _alone_for(self, stage: int) -> float:
         """Seconds for which this stage alone has begun anything, with all others in earshot."""
         others = [seen for other, seen in self._seen.items() if other != stage]
-        if not others or any(map(self._silence, others)):
+        if not others or self._behind or any(map(self._silence, others)):
             return 0.0
         since = max(seen.advanced for seen in others)
         return max(0.0, self._seen[stage].advanced - since)

@@ -108,6 +108,15 @@ class TrainConfig:
         most=10**9,
         scope="keeping",
     )
+    log_mb: int = option(
+        4096,
+        "megabytes of frames that each end of a link keeps on disk since the last checkpoint, so "
+        "that a lost stage is computed again and nothing else; a checkpoint is saved before they "
+        "are full; 0 = none: a lost stage costs the steps since the last checkpoint",
+        least=0,
+        most=10**9,
+        scope="keeping",
+    )
     keep: int = option(
         3,
         "checkpoints to keep; older ones are deleted, but never the last known good one or that "

@@ -10,6 +10,7 @@ from thinwire.wire.handshake import handshake
 from thinwire.wire.keys import Identity
 from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span
+from thinwire.wire.logged import FrameLog, LoggedPipe, Position
 from thinwire.wire.meter import Meter, Unmetered
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.routes import Route, Routes, Seen, Standby, ping
@@ -22,6 +23,7 @@ __all__ = [
     "Door",
     "Frame",
     "FrameKind",
+    "FrameLog",
     "Grant",
     "Identity",
     "Keepalive",
@@ -30,9 +32,11 @@ __all__ = [
     "Link",
     "LinkConfig",
     "Listener",
+    "LoggedPipe",
     "Meter",
     "Nic",
     "Pipe",
+    "Position",
     "Route",
     "Routes",
     "Seen",

@@ -93,6 +93,14 @@ def encode(frame: Frame) -> bytes:
     return b"".join((head, _CHECKSUM.pack(checksum), payload))
 
 
+def kind_and_step(message: BytesLike) -> tuple[int, int]:
+    """What a frame is for, and the step that it belongs to, by its header alone."""
+    if len(message) < HEADER_BYTES:
+        raise _malformed("length", f"{len(message)} bytes, a header alone has {HEADER_BYTES}")
+    _, _, kind, _, step, *_ = _HEAD.unpack_from(message)
+    return kind, step
+
+
 def decode(message: BytesLike, max_payload: int) -> Frame:
     """The frame of a message, its payload a view into it; WireError names what is malformed.
 

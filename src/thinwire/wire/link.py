@@ -154,6 +154,11 @@ class Link:
             self._queue(item)
 
     @property
+    def pipe(self) -> Pipe:
+        """The pipe that it goes over."""
+        return self._pipe
+
+    @property
     def unsent(self) -> int:
         """Frames that the transport has not taken yet."""
         return self._unsent
@@ -221,6 +226,12 @@ class Link:
             except Exception as error:  # whatever packing raised belongs to the run, not to us
                 self._break(f"packing a frame failed: {error!r}", error, here=True)
                 return
+            if not self._pipe.keep(message):
+                with self._state:
+                    self._unsent -= 1
+                    self._unpacked -= 1
+                    self._state.notify_all()
+                continue
             self.meter.count_sent(frame.kind, len(message) - HEADER_BYTES)
             start = time.monotonic()
             if self._nic is not None and self._out_line is not None:

@@ -23,6 +23,10 @@ class Pipe(ABC):
     def write(self, message: BytesLike) -> None:
         """Hand a message over; may block while the transport is full. WireError if it broke."""
 
+    def keep(self, message: BytesLike) -> bool:
+        """Called with each frame before it is written; False if it need not be."""
+        return True
+
     @abstractmethod
     def read(self) -> BytesLike | None:
         """Wait for the next message; None once either end closed in good order."""

@@ -1,0 +1,313 @@
+"""A pipe that outlives the process at its other end: what was sent since a state is kept in a log.
+
+A stage that is lost is built again elsewhere from its last saved state, and computes the steps
+since then anew. All that it needs for that are the frames that its neighbours sent to it. So each
+end of a cut keeps what it has sent, by step. When another process takes the place of the one
+at the other end, both say where they stand (`Position`): this end sends its log again from the step
+of that state on, and of what the other computes anew it drops what has arrived here before. Frames
+follow from the state and from each other, so nobody else notices.
+"""
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from thinwire.errors import BreachError, WireError
+from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.emulate import STAMP_BYTES, Nic, stamp
+from thinwire.wire.frame import BytesLike, FrameKind, kind_and_step
+from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
+
+SEGMENT_BYTES = 16 << 20  # of a file of the log: what is no longer needed goes file by file
+MOST_SAID = 1 << 20  # bytes of a position
+_ANSWER_S = 30.0
+GOODBYE = -1  # instead of a step, for the last frame of a link
+
+
+class Entry(NamedTuple):
+    """Where the log has a frame."""
+
+    step: int
+    file: Path
+    offset: int
+    length: int
+
+
+class FrameLog:
+    """Frames in the order in which they were sent, in files of a folder; an index in memory.
+
+    A disk that is full costs the log, not the training: `reaches` then says that it is no use until
+    a later state is saved.
+    """
+
+    def __init__(self, folder: Path, limit: int):
+        """`limit`: bytes that it may have; one more, and it begins anew as after a full disk."""
+        self._folder, self._limit = folder, limit
+        self._entries: deque[Entry] = deque()
+        self._lock = threading.Lock()
+        self._number, self._size, self.bytes = 0, 0, 0
+        self._step = 0  # of the latest
+        self._from = 0  # it has all frames of this step and later ones
+        self.trouble = ""
+        with contextlib.suppress(OSError):
+            for old in folder.glob("*.frames"):
+                old.unlink()
+
+    def add(self, step: int, message: BytesLike) -> None:
+        """Keep one more; a goodbye belongs to the last step."""
+        with self._lock:
+            self._step = max(step, self._step)
+            try:
+                if self.bytes + len(message) > self._limit:
+                    raise OSError(f"it would be larger than {self._limit >> 20} MB")
+                self._folder.mkdir(parents=True, exist_ok=True)
+                if self._size >= SEGMENT_BYTES:
+                    self._number, self._size = self._number + 1, 0
+                file = self._folder / f"{self._number:06d}.frames"
+                with file.open("ab") as end:
+                    offset = end.tell()
+                    end.write(message)
+            except OSError as error:
+                self.trouble, self._from = str(error), self._step + 1
+                self._drop(lambda entry: True)
+                return
+            self._entries.append(Entry(step, file, offset, len(message)))
+            self._size = offset + len(message)
+            self.bytes += len(message)
+
+    def reaches(self, step: int) -> bool:
+        """Whether it has all frames of this step and later ones."""
+        return step >= self._from
+
+    @property
+    def latest(self) -> int:
+        """The last step of which it has a frame."""
+        return self._step
+
+    def since(self, step: int) -> list[Entry]:
+        """The frames of this step and later ones, in order; the goodbye too, if there was one."""
+        with self._lock:
+            return [entry for entry in self._entries if entry.step >= step or entry.step == GOODBYE]
+
+    def read(self, entry: Entry) -> bytes:
+        """A frame as it was sent; WireError if the disk does not give it back."""
+        try:
+            with entry.file.open("rb") as file:
+                file.seek(entry.offset)
+                message = file.read(entry.length)
+        except OSError as error:
+            raise WireError(f"the log cannot be read: {error}") from error
+        if len(message) != entry.length:
+            raise WireError("the log was cut off")
+        return message
+
+    def trim(self, step: int) -> None:
+        """A state of this step is safe: frames of earlier steps are needed no more."""
+        with self._lock:
+            self._from = max(self._from, step)
+            self._drop(lambda entry: entry.step < step and entry.step != GOODBYE)
+
+    def _drop(self, is_old: Callable[[Entry], bool]) -> None:
+        files = {entry.file for entry in self._entries}
+        while self._entries and is_old(self._entries[0]):
+            self.bytes -= self._entries.popleft().length
+        current = self._folder / f"{self._number:06d}.frames"
+        for file in files - {entry.file for entry in self._entries} - {current}:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where one end of a link stands when the other is replaced."""
+
+    start: int  # the step of the state from which it computes; of one that was not replaced: 0
+    latest: int  # the last step that it has sent frames of
+    received: dict[int, int]  # by step: how many frames have arrived
+    decided: int = -1  # the last decision of the first stage that has arrived, and whether it
+    stops: bool = False  # ended the run (engine/port.py numbers them)
+
+
+class LoggedPipe(Pipe):
+    """Joins successive processes at the other end into one pipe.
+
+    It begins with `pipe`. When that is lost, reading waits once `await_another` was called, and
+    `go_on` continues with the pipe to whoever took the place; without that, the loss is the end.
+    `start` is the step of the state that this end was built from.
+    """
+
+    def __init__(self, pipe: Pipe | None, log: FrameLog, nic: Nic | None = None, start: int = 0):
+        """Without a pipe, this end is the one that was replaced: `go_on` gives it one."""
+        self.log, self.start, self._is_new = log, start, pipe is None
+        self.theirs: Position | None = None  # once either end was replaced
+        self.replayed_bytes = 0
+        self.about: Callable[[], tuple[int, bool]] = lambda: (-1, False)
+        self._nic = nic
+        self._skip: Counter[int] = Counter()  # by step: frames of ours that the other end has
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()  # guards all that follows
+        self._pipe = pipe
+        self._awaits = False
+        self._received: Counter[int] = Counter()
+        self._unwritten = 0  # that were logged, and not written yet
+        self._said_bye = self._heard_bye = self._closed = False
+
+    @property
+    def sent_again(self) -> int:
+        """The last step whose frames come from the log of the other end: as fast as it can."""
+        return self.theirs.latest if self._is_new and self.theirs is not None else -1
+
+    def keep(self, message: BytesLike) -> bool:
+        """Log a frame that is to be written; False if the other end has it, so it need not be."""
+        kind, step = kind_and_step(message)
+        step = GOODBYE if kind == FrameKind.BYE else step
+        with self._changed:
+            self.log.add(step, message)
+            if kind == FrameKind.BYE:
+                self._said_bye = True
+                self._changed.notify_all()
+            if self._skip[step] > 0:
+                self._skip[step] -= 1
+                return False
+            self._unwritten += 1
+            return True
+
+    def write(self, message: BytesLike) -> None:
+        with self._writing:
+            with self._changed:
+                self._unwritten -= 1
+                pipe = self._pipe
+            if pipe is None:
+                return
+            try:
+                pipe.write(message)
+            except WireError:
+                with self._changed:
+                    # Whoever reads sees the loss too, and knows its reason.
+                    if not self._awaits and pipe is self._pipe:
+                        raise
+
+    def read(self) -> BytesLike | None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pipe or self._closed)
+                pipe = self._pipe
+            if pipe is None:
+                return None
+            failure: WireError | None = None
+            try:
+                message = pipe.read()
+            except WireError as error:
+                message, failure = None, error
+            with self._changed:
+                if message is not None:
+                    if pipe is not self._pipe:
+                        continue  # of a process that was replaced meanwhile
+                    if (message := self._receive(message)) is not None:
+                        return message
+                    continue
+                if pipe is not self._pipe:
+                    continue
+                if self._heard_bye or self._closed:
+                    return None
+                if not self._awaits:
+                    if failure is not None:
+                        raise failure
+                    return None
+                self._pipe = None
+
+    def _receive(self, message: BytesLike) -> BytesLike | None:
+        frame = memoryview(message)[STAMP_BYTES if self._nic is not None else 0 :]
+        kind, step = kind_and_step(frame)
+        if kind == FrameKind.BYE:
+            step, self._heard_bye = GOODBYE, True
+            # In a log that is sent again it comes long before this end is done.
+            self._changed.wait_for(lambda: self.theirs is None or self._said_bye or self._closed)
+        self._received[step] += 1
+        return message
+
+    def await_another(self) -> None:
+        """The process at the other end is gone, and another will come in its place."""
+        with self._changed:
+            self._awaits = True
+            before, self._pipe = self._pipe, None
+            self._changed.notify_all()
+        if before is not None:
+            on_daemon_thread("thinwire close", lambda: before.close(0))
+
+    def go_on(self, pipe: Pipe) -> None:
+        """Continue with another process at the other end, or as one; both say where they stand.
+
+        WireError where the log does not reach back to its state, or the new one is lost too.
+        """
+        with self._writing:
+            theirs = self._exchange(pipe)
+            if not self.log.reaches(theirs.start):
+                raise WireError(
+                    f"the log of what was sent does not reach back to step {theirs.start}"
+                    + (f": {self.log.trouble}" if self.log.trouble else "")
+                )
+            with self._changed:
+                self.theirs, self._skip = theirs, Counter(theirs.received)
+                entries = self.log.since(theirs.start)
+                # What waits for its time on an emulated uplink will be written by itself.
+                entries = entries[: len(entries) - self._unwritten]
+                self._pipe, self._awaits = pipe, False
+                self._changed.notify_all()
+            for entry in entries:
+                if self._skip[entry.step] > 0:
+                    self._skip[entry.step] -= 1
+                    continue
+                message = self.log.read(entry)
+                self.replayed_bytes += len(message)
+                if self._nic is not None:
+                    passage = self._nic.reserve_up(len(message), time.monotonic())
+                    message = stamp(message, passage.arrival)
+                pipe.write(message)
+        if self._closed:
+            on_daemon_thread("thinwire close", lambda: _read_out(pipe))
+
+    def _exchange(self, pipe: Pipe) -> Position:
+        with self._changed:
+            decided, stops = self.about()
+            mine = Position(self.start, self.log.latest, dict(self._received), decided, stops)
+        pipe.write(msgspec.msgpack.encode(mine))
+        try:
+            raw = on_daemon_thread("thinwire position", pipe.read).result(_ANSWER_S)
+        except futures.TimeoutError:
+            raw = None
+        if raw is None or len(raw) > MOST_SAID:
+            raise WireError("the other end did not say where it stands")
+        try:
+            return msgspec.msgpack.decode(raw, type=Position)
+        except msgspec.MsgspecError as error:
+            raise BreachError(f"the other end did not say where it stands: {error}") from None
+
+    def trim(self, step: int) -> None:
+        """A state of this step is safe everywhere: earlier frames are needed no more."""
+        self.log.trim(step)
+        with self._changed:
+            for old in [one for one in self._received if GOODBYE < one < step]:
+                del self._received[old]
+
+    def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
+        with self._changed:
+            self._closed = True
+            pipe = self._pipe
+            self._changed.notify_all()
+        if pipe is not None:
+            pipe.close(grace)
+
+
+def _read_out(pipe: Pipe) -> None:
+    """Hear the rest of what nobody needs, and close."""
+    with contextlib.suppress(WireError):
+        while pipe.read() is not None:
+            pass
+    pipe.close(None)
