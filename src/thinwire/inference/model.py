@@ -136,7 +136,8 @@ class Model(Joined, TextModel):
             "step": self.checkpoint.step,
             "compression": "on" if self.compression else "off",
             "valid_loss": score.loss,
-            "perplexity": _perplexity(score.loss),
+            # A float holds no more.
+            "perplexity": math.exp(score.loss) if score.loss < 709 else math.inf,
             "bits_per_byte": bits_per_byte(score.loss, tokens, size),
             "tokens": score.count,
         }
@@ -154,11 +155,3 @@ class Model(Joined, TextModel):
             return choose(logits_BTV[0, -1].float().cpu())
 
         return read
-
-
-def _perplexity(loss: float) -> float:
-    """e to the loss; infinite where a float cannot hold it."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
