@@ -70,9 +70,13 @@ def test_a_payload_of_another_size_is_refused_and_every_kind_of_bytes_is_read(na
     sender, place = made(name, tensor), at(0, tensor)
     payload = bytes(sender.pack(tensor, place))
     receiver = made(name, tensor)
+    before = receiver.agreement()
     for wrong in (payload[:-1], payload + b"\0", b""):
         with pytest.raises(WireError):
             receiver.unpack(wrong, spec_of(tensor), place)
+    assert receiver.agreement() == before, "and remembers nothing of it"
+    receiver.unpack(payload, spec_of(tensor), place)
+    assert receiver.agreement() == sender.agreement()
     got, owned = [], bytearray(payload)
     for same in (payload, owned, memoryview(payload)):
         got.append(made(name, tensor).unpack(same, spec_of(tensor), place))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import tensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from thinwire.codec.feedback import AQSGD, EF21, ErrorFeedback, Feedback, MixedE
 from thinwire.codec.lowrank import LowRank
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
-from thinwire.errors import ConfigError, WireError
+from thinwire.errors import ConfigError
 
 SHAPE = (3, 6, 8)
 BUDGETED: dict[str, Callable[[], Codec]] = {
@@ -55,8 +56,7 @@ few = settings(deadline=None, max_examples=40)
 
 
 def normal(seed: int, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return tensors.normal(shape, seed, dtype)
 
 
 class Ends:
@@ -172,12 +172,6 @@ def test_feedback_delivers_a_constant_tensor_in_the_end(
     assert (mean - sent).norm() < 0.35 * (alone - sent).norm() + 1e-6
 
 
-def test_what_arrived_from_ef21_may_be_changed_by_its_owner() -> None:
-    ends = ends_of((EF21, "topk"))
-    ends.send(normal(0), Place(Leg.FORWARD, 0, 0)).zero_()
-    assert ends.sender.agreement() == ends.receiver.agreement()
-
-
 def test_the_wrong_state_is_refused() -> None:
     for wrapper in WRAPPERS:
         codec = wrapper(TopK(0.2))
@@ -206,22 +200,11 @@ def test_another_shape_or_type_is_refused(wrapper: type[Feedback]) -> None:
             codec.pack(other, place)
     codec.pack(normal(0, shape=(2, 6, 8)), replace(place, training=False))
     codec.pack(normal(0, torch.bfloat16), place)
-
-
-def test_a_refused_payload_changes_nothing() -> None:
-    ends = ends_of((EF21, "topk"))
-    ends.send(normal(0), Place(Leg.FORWARD, 0, 0))
-    place = Place(Leg.FORWARD, 1, 0)
-    payload = bytearray(ends.sender.pack(normal(1), place))
-    before = ends.receiver.agreement()
-    payload[0] ^= 1
-    for wrong in (payload, payload[:-1], payload + b"\0"):
-        with pytest.raises(WireError):
-            ends.receiver.unpack(wrong, spec_of(normal(1)), place)
-    assert ends.receiver.agreement() == before
-    payload[0] ^= 1
-    ends.receiver.unpack(payload, spec_of(normal(1)), place)
-    assert ends.receiver.agreement() == ends.sender.agreement()
+    loaded = wrapper(TopK(0.2))
+    loaded.prepare(spec_of(normal(0)), Surroundings(examples=0, limit_bytes=0))
+    with pytest.raises(ValueError, match="size of microbatches cannot change"):
+        loaded.load_state_tensors({"buffer": torch.zeros(2, 6, 8)})
+    loaded.load_state_tensors({"buffer": torch.zeros(SHAPE)})
 
 
 def test_mixed_feedback_spends_half_on_the_error() -> None:
@@ -242,12 +225,6 @@ def test_mixed_feedback_spends_half_on_the_error() -> None:
     assert not torch.equal(arrived - cross(RandK(0.125), RandK(0.125), buffer, place), second)
 
 
-@pytest.mark.parametrize("inner", [Cast("bf16"), Integer(4)])
-def test_mixed_feedback_needs_a_budget_to_halve(inner: Codec) -> None:
-    with pytest.raises(ConfigError, match=f"{inner.name} has no budget to halve; topk, randk"):
-        MixedErrorFeedback(inner)
-
-
 @pytest.mark.parametrize("outer", [*WRAPPERS, AQSGD])
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, AQSGD])
 def test_feedback_around_feedback_is_refused(
@@ -257,13 +234,3 @@ def test_feedback_around_feedback_is_refused(
         outer(wrapper(TopK(0.2)))
     with pytest.raises(ConfigError, match="only one kind of feedback"):
         outer(Zstd(wrapper(TopK(0.2))))
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_buffer_of_another_shape_is_refused_when_it_is_loaded(wrapper: type[Feedback]) -> None:
-    saved = {"buffer": torch.zeros(2, 6, 8)}
-    codec = wrapper(TopK(0.2))
-    codec.prepare(spec_of(normal(0)), Surroundings(examples=0, limit_bytes=0))
-    with pytest.raises(ValueError, match="size of microbatches cannot change"):
-        codec.load_state_tensors(saved)
-    codec.load_state_tensors({"buffer": torch.zeros(SHAPE)})

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from tensors import PLACE, normal, round_trip
 from torch import Tensor
 
-from thinwire.codec import Leg, Place
 from thinwire.codec.base import spec_of
 from thinwire.codec.lowrank import LowRank
 from thinwire.errors import ConfigError
-
-EVALUATION = Place(Leg.FORWARD, step=3, microbatch=1, training=False)
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 ranks = st.integers(1, 4)
@@ -122,15 +119,6 @@ def test_a_break_in_rank_heals() -> None:
     for _ in range(2):
         got = round_trip(codec, sent)
     assert relative_error(sent, got) < 2**-6
-
-
-def test_evaluation_remembers_nothing_and_needs_no_memory() -> None:
-    used, fresh = LowRank(2), LowRank(2)
-    round_trip(used, normal((9, 11), 0))
-    before = used.state_tensors()["q"].clone()
-    sent = normal((9, 11), 1)
-    assert torch.equal(round_trip(used, sent, EVALUATION), round_trip(fresh, sent, EVALUATION))
-    assert torch.equal(used.state_tensors()["q"], before) and fresh.state_tensors() == {}
 
 
 def test_a_width_that_changes_is_refused() -> None:

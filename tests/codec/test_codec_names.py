@@ -134,10 +134,12 @@ def test_a_name_unlike_any_is_answered_with_all_of_them() -> None:
         ("randk(1.5)", "above 0 and at most 1"),
         ("lowrank(1.5)", "lowrank takes rank=integer"),
         ("int4+zstd(0)", "between 1"),
+        ("int4+zstd(23)", "between 1"),
+        ("int4+zstd+ef+zstd", "compressing twice"),
         ("int4+zstd(fast)", "zstd takes level=integer, not (fast)"),
         ("int4+ef(3)", "ef takes no arguments"),
         ("int4+ef+ef21", "one kind of feedback"),
-        ("int4+ef-mixed", "no budget to halve"),
+        ("int4+ef-mixed", "int4 has no budget to halve; topk, randk"),
     ],
 )
 def test_a_wrong_part_is_named_with_what_is_allowed(wrong: str, said: str) -> None:

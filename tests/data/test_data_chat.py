@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thinwire.data.chat import CHATML, CHATML_TOKENS, Chat, ChatTemplate
-from thinwire.data.conversations import Conversation, NotAConversation, conversation_of
-from thinwire.data.encode import LostCharacters, encode_conversations
+from thinwire.data.chat import (
+    CHATML,
+    CHATML_TOKENS,
+    Chat,
+    ChatTemplate,
+    Conversation,
+    NotAConversation,
+    conversation_of,
+)
+from thinwire.data.documents import Conversations, LostCharacters
 from thinwire.data.rendering import RENDERER
 from thinwire.data.tokenizer import END_OF_TEXT, RESERVED, Tokenizer
 from thinwire.errors import DataError
@@ -180,7 +187,8 @@ def test_a_tokenizer_without_an_end_of_text(tmp_path: Path) -> None:
     assert chat.tokenizer.end_of_text is None
     assert chat.end_ids == {chat.tokenizer.id_of("<|im_end|>")}
     passages = [("train", Conversation(TALK).json())] * 2
-    chunks = list(encode_conversations(chat, passages, False, LostCharacters()))
+    documents = Conversations([], chat.template, learn_all=False)
+    chunks = list(documents.encode(chat.tokenizer, passages, LostCharacters()))
     (once,) = chat.encode_all([Conversation(TALK)], learn_all=False)
     assert all(np.array_equal(chunk.ids, once.ids) for chunk in chunks) and len(chunks) == 2
 

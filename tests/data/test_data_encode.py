@@ -5,9 +5,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from thinwire.data import Tokenizer, encode
+from thinwire.data import Tokenizer, documents
 from thinwire.data import tokenizer as tokenizer_module
-from thinwire.data.encode import LostCharacters, encode_passages
+from thinwire.data.documents import LostCharacters, Texts
 from thinwire.data.tokenizer import END_OF_TEXT
 from thinwire.errors import DataError
 
@@ -24,9 +24,9 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
     tokenizer = Tokenizer.train(texts, 400)
     expected = [tokenizer.encode(text) for text in texts]
     monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 700)
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 1500)
     found: list[list[int]] = [[]]
-    for chunk in encode_passages(tokenizer, ((side, text) for text in texts), LostCharacters()):
+    for chunk in Texts([]).encode(tokenizer, ((side, text) for text in texts), LostCharacters()):
         assert chunk.side == side
         for token in chunk.ids.tolist():
             if token == tokenizer.end_of_text:
@@ -42,11 +42,11 @@ def test_passages_in_batches_equal_single_ones(texts, monkeypatch, side):
 
 
 def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 1500)
     tokenizer = Tokenizer.train(texts, 400)
     passages = [("valid" if i % 3 else "train", text) for i, text in enumerate(texts)]
     losses = LostCharacters()
-    encoded = list(encode_passages(tokenizer, passages, losses))
+    encoded = list(Texts([]).encode(tokenizer, passages, losses))
     assert [tokenizer.decode(chunk.ids) for chunk in encoded] == [t + END_OF_TEXT for t in texts]
     for chunk, (side, text) in zip(encoded, passages, strict=True):
         assert chunk.side == side
@@ -59,7 +59,7 @@ def test_sides_keep_their_order_and_validation_is_measured(texts, monkeypatch):
 
 
 def test_no_more_is_held_than_a_batch(texts, monkeypatch):
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1500)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 1500)
     taken = 0
 
     def endless():
@@ -68,7 +68,7 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
             taken += 100
             yield ("train", "x" * 99 + "\n")
 
-    encoded = encode_passages(Tokenizer.train(texts, 300), endless(), LostCharacters())
+    encoded = Texts([]).encode(Tokenizer.train(texts, 300), endless(), LostCharacters())
     for _ in range(40):
         next(encoded)
     assert taken == 4500
@@ -76,7 +76,7 @@ def test_no_more_is_held_than_a_batch(texts, monkeypatch):
 
 def lost(backend: tokenizers.Tokenizer, text: str) -> str:
     losses = LostCharacters()
-    list(encode_passages(Tokenizer(backend), [("train", text)], losses))
+    list(Texts([]).encode(Tokenizer(backend), [("train", text)], losses))
     return losses.summary()
 
 
@@ -96,11 +96,11 @@ def test_characters_without_a_token_are_counted():
 def test_what_loses_most_of_the_text_is_refused(monkeypatch):
     with pytest.raises(DataError, match=r"does not fit this text: it loses 6 of 10 characters"):
         lost(byte_level("a"), "aaaabbbbbb")
-    monkeypatch.setattr(encode, "_JUDGED_CHARACTERS", 100)
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(documents, "_JUDGED_CHARACTERS", 100)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 100)
     endless = itertools.repeat(("train", "b" * 50))
     with pytest.raises(DataError, match="loses 100 of 100 characters"):
-        list(encode_passages(Tokenizer(byte_level("a")), endless, LostCharacters()))
+        list(Texts([]).encode(Tokenizer(byte_level("a")), endless, LostCharacters()))
 
 
 def test_a_tokenizer_that_fails_at_a_text():

@@ -15,14 +15,15 @@ import zstandard
 
 from thinwire.data import Tokenizer, sources
 from thinwire.data.shards import find_shards
-from thinwire.data.sources import kind_and_packing, read_texts, stdlib_files, text_files
+from thinwire.data.sources import kind_and_packing, read_records, stdlib_files, text_files, text_of
 from thinwire.errors import ConfigError, DataError, MissingPackageError
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
 def texts(path: Path, key: str = "text") -> list[str]:
-    return [each.text for each in read_texts(text_files(str(path)), key) if each.text.strip()]
+    records = read_records(text_files(str(path)), key)
+    return [text for record in records if (text := text_of(record, key)).strip()]
 
 
 def parquet_bytes(tmp_path: Path, values: dict) -> bytes:
@@ -116,7 +117,7 @@ def test_consumed_grows_to_the_size_on_disk(tmp_path, packing):
         (tmp_path / f"{i}.txt{packing}").write_bytes(PACK[packing](b"words\n" * 1000))
     (tmp_path / "4.parquet").write_bytes(parquet_bytes(tmp_path, {"text": ["a", "b", "c"]}))
     files = [file for file in text_files(str(tmp_path)) if file.name != "made.bin"]
-    consumed = [document.position for document in read_texts(files)]
+    consumed = [record.position for record in read_records(files, "text")]
     assert consumed == sorted(consumed)
     assert consumed[-1] == sum(file.size for file in files)
 
@@ -144,7 +145,8 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8"):
         texts(tmp_path)
     files = text_files(str(tmp_path))
-    assert [document.text for document in read_texts(files, skip_undecodable=True)] == ["fine"]
+    found = read_records(files, "text", skip_undecodable=True)
+    assert [record.values for record in found] == [{"text": "fine"}]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path, packing):
         "from thinwire.errors import DataError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n"
-        "    for _ in sources.read_texts(sources.text_files(sys.argv[1])): pass\n"
+        "    for _ in sources.read_records(sources.text_files(sys.argv[1]), 'text'): pass\n"
         "except DataError as error: print(error)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
@@ -229,7 +231,7 @@ def test_parquet_without_the_column_or_with_another_type(tmp_path):
     with pytest.raises(DataError, match=r'a\.parquet has no column "text".*content'):
         texts(path)
     path.write_bytes(parquet_bytes(tmp_path, {"text": [1, 2]}))
-    with pytest.raises(DataError, match=r'a\.parquet: column "text" holds int'):
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: .* holds a number"):
         texts(path)
 
 
@@ -321,7 +323,7 @@ def test_files_without_permission_are_named(tmp_path):
     for path in tmp_path.iterdir():
         path.chmod(0)
     with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
-        list(read_texts(text_files(str(tmp_path / "a.txt"))))
+        texts(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"cannot read .*a\.bin"):
         find_shards(str(tmp_path / "a.bin"))
     with pytest.raises(DataError, match=r"cannot read the tokenizer .*t\.json"):

@@ -15,8 +15,7 @@ import pytest
 
 from thinwire.errors import ThinwireError
 from thinwire.report import EvaluationRecord, MetricsWriter, read_metrics
-from thinwire.report.losses import Losses
-from thinwire.report.metrics import ID_FILE, WandbLog, losses_of, metrics_of
+from thinwire.report.metrics import ID_FILE, Losses, WandbLog, losses_of
 from waiting import wait_until
 
 
@@ -185,7 +184,8 @@ def test_losses_alone_are_those_of_the_records(tmp_path, make_record, without_te
         writer.evaluation(EvaluationRecord(0, 9.0))
         writer.step(make_record(1, loss=8.0))
         writer.step(make_record(2, loss=math.nan))
-    whole, quick = Losses(metrics_of(tmp_path)), Losses.read(tmp_path)
+    steps, evaluations = read_metrics(tmp_path)
+    whole, quick = Losses([*evaluations, *steps]), Losses.read(tmp_path)
     assert str(vars(quick)) == str(vars(whole)), "NaN does not equal itself"
     assert (quick.steps, quick.valid) == ([1, 2], [9.0])
 

@@ -15,15 +15,15 @@ from thinwire.report import (
     read_timeline,
     write_timeline,
 )
-from thinwire.report.losses import Curve, Losses, sparkline
+from thinwire.report.human import sparkline
+from thinwire.report.metrics import Curve, Losses
 from thinwire.report.plots import (
     DPI,
-    comparison_figure,
     loss_figure,
     plot_loss,
     plot_steps_side_by_side,
     running_mean,
-    step_figure,
+    steps_figure,
 )
 
 
@@ -118,7 +118,7 @@ def test_running_mean_smooths_skips_gaps_and_keeps_lines_straight():
 
 
 def test_every_span_is_a_bar_at_its_place():
-    bars = bars_of(step_figure(timeline()))
+    bars = bars_of(steps_figure([timeline()]))
     assert {name: len(group) for name, group in bars.items()} == {
         "wait": 3,
         "forward": 3,
@@ -138,7 +138,7 @@ def test_every_span_is_a_bar_at_its_place():
 
 def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
     quick = timeline([TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
-    figure = comparison_figure([timeline(run="dense"), quick], "One step of each run")
+    figure = steps_figure([timeline(run="dense"), quick], "One step of each run")
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim() == (0, 10)
     assert first.get_position().x0 == second.get_position().x0
@@ -154,7 +154,7 @@ def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
 
 
 def test_nothing_in_a_comparison_covers_anything_else():
-    figure = comparison_figure([timeline(run="dense"), timeline(run="thin")], "One step")
+    figure = steps_figure([timeline(run="dense"), timeline(run="thin")], "One step")
     figure.draw_without_rendering()
     boxes = [axes.get_tightbbox() for axes in figure.axes]
     boxes += [text.get_window_extent() for text in figure.texts]

@@ -4,6 +4,17 @@
     ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])   # the model answers behind them
     ids[-1] in chat.end_ids                        # an answer ends with one of these
 
+Records hold conversations in the forms that people keep them in, recognised by their keys:
+
+| form | keys |
+|---|---|
+| messages | `messages`: a list of `role` and `content` |
+| sharegpt | `conversations`: a list of `from` and `value` |
+| prompt | `prompt` and `completion` (or `response`), each a text or a list of messages |
+| alpaca | `instruction`, perhaps `input`, and `output` |
+
+All become one: messages with a role and a content. A `system` text beside any of them comes first.
+
 A chat template is Jinja2 text that turns messages into one text, as tokenizers are published with.
 It comes from others, so it runs in Jinja's sandbox, where it can compute text and nothing else, and
 in a process that has little time and memory for it (data/rendering.py). The messages come from
@@ -23,24 +34,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.conversations import (
-    ASSISTANT,
-    Conversation,
-    NotAConversation,
-    checked,
-    is_learned,
-)
 from thinwire.data.rendering import BEGIN, END, RENDERER, InvalidTemplate, RenderError
 from thinwire.data.sources import reading
-from thinwire.data.tokenizer import PIECE_CHARACTERS, Measured, Tokenizer, pieces_of
+from thinwire.data.tokenizer import PIECE_CHARACTERS, Tokenizer, pieces_of
 from thinwire.errors import DataError
 
 CONFIG = "tokenizer_config.json"
 JINJA = "chat_template.jinja"
 # Such as those two, one of the characters that Unicode reserves for use inside of programs.
 GUARD = "\ufdd0"
-MARKS = GUARD, BEGIN, END
-_REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
+_REPLACED = str.maketrans(dict.fromkeys((GUARD, BEGIN, END), "\ufffd"))
+
+ASSISTANT = "assistant"
+ROLES = {
+    **{name: name for name in ("system", "developer", "user", ASSISTANT, "tool", "function")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), ASSISTANT),
+    **dict.fromkeys(("function_response", "observation"), "tool"),
+    "ipython": "ipython",
+}
+FORMS = {
+    "messages": ("messages", ()),
+    "conversations": ("ShareGPT", ()),
+    "prompt": ("prompt and completion", ("completion", "response")),
+    "instruction": ("Alpaca", ("output", "response")),
+}
+"""By the key that each form is recognised by: its name, and the keys of which it has one for the
+answer. The first form that a record has decides."""
 
 TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -56,6 +76,127 @@ CHATML = (
 )
 
 
+class NotAConversation(ValueError):
+    """A record that has none of the forms, or not as it should; the text says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in turn, and the tools that the assistant may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    form: str = "messages"
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is anything to learn in it."""
+        return any(is_learned(message) for message in self.messages)
+
+    @property
+    def texts(self) -> list[str]:
+        """What was said."""
+        return [message["content"] for message in self.messages]
+
+    def json(self) -> str:
+        """One line of text: the same for the same conversation, in whatever form it was kept."""
+        content = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
+        # A date or the like, which a table may hold beside the texts, is kept as its text.
+        return json.dumps(content, ensure_ascii=False, sort_keys=True, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Conversation":
+        """The inverse of `json`; the form is not kept."""
+        content = json.loads(text)
+        return cls(content["messages"], content.get("tools"))
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer to learn: not an empty one, nor one of weight 0."""
+    says = bool(message["content"].strip()) or bool(message.get("tool_calls"))
+    return message["role"] == ASSISTANT and says and message.get("weight", 1) != 0
+
+
+def form_of(record: Mapping[str, Any]) -> str | None:
+    """The key that a record is recognised by, or None."""
+    for key, (_, answers) in FORMS.items():
+        if record.get(key) is not None and (not answers or _answer(record, key) is not None):
+            return key
+    return None
+
+
+def _answer(record: Mapping[str, Any], key: str) -> Any:
+    return next((record[k] for k in FORMS[key][1] if record.get(k) is not None), None)
+
+
+def conversation_of(record: Mapping[str, Any]) -> Conversation:
+    """A record as a conversation; NotAConversation says what keeps it from being one."""
+    key = form_of(record)
+    if key is None:
+        names = ", ".join(f'"{name}"' for name in list(record)[:12])
+        raise NotAConversation(
+            f'it has the keys {names or "of nothing"}; a conversation has "messages", '
+            '"conversations", "prompt" and "completion", or "instruction" and "output"'
+        )
+    asked, said = record[key], _answer(record, key)
+    if key == "instruction":
+        given = record.get("input") or record.get("context") or ""
+        if not all(isinstance(text, str) for text in (asked, given, said)):
+            raise NotAConversation('"instruction", "input" and "output" must be text')
+        asked = f"{asked}\n\n{given}" if given.strip() else asked
+    if said is None:
+        messages = checked(asked)
+    else:
+        before = checked([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
+        after = checked([{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said)
+        # Answers that belong to the prompt are there to be read, not to be learned.
+        messages = [m | {"weight": 0} if m["role"] == ASSISTANT else m for m in before] + after
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    tools = record.get("tools")
+    if isinstance(tools, str):  # some keep them as JSON within JSON
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise NotAConversation('"tools" is text, but not valid JSON') from None
+    tools = list(tools) if isinstance(tools, Sequence) and len(tools) else None
+    return Conversation(messages, tools, FORMS[key][0])
+
+
+def checked(messages: Any) -> list[dict[str, Any]]:
+    """Messages with known roles and contents of text; NotAConversation names what is wrong."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
+        raise NotAConversation("it has no list of messages")
+    return [_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise NotAConversation(f"{where} is not an object")
+    role = message.get("role", message.get("from"))
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise NotAConversation(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
+    content = message.get("content", message.get("value"))
+    content = "" if content is None else content
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise NotAConversation(f"{where} holds something else than text, such as an image")
+        content = "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise NotAConversation(f"the content of {where} is not text")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
+        why = f"the content of {where} is not valid Unicode ({error.reason})"
+        raise NotAConversation(why) from None
+    # A table of Arrow has every key in every row, and None where there was none.
+    left_out = ("role", "from", "content", "value")
+    rest = {k: v for k, v in message.items() if v is not None and k not in left_out}
+    return {"role": ROLES[role.lower()], "content": content, **rest}
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The text of a template, and what else a tokenizer_config.json says."""
@@ -68,22 +209,27 @@ class ChatTemplate:
     @classmethod
     def beside(cls, tokenizer: Path) -> "ChatTemplate | None":
         """The template that was published with a tokenizer.json, if there is one."""
-        config = _read_config(tokenizer.with_name(CONFIG))
-        own = tokenizer.with_name(JINJA)
+        path, own, config = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA), {}
+        if path.is_file():
+            try:
+                config = json.loads(_read_text(path))
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{path} is not valid JSON ({error}): repair or remove it"
+                ) from error
+            if not isinstance(config, dict):
+                raise DataError(f"{path} holds no object: repair or remove it")
         if own.is_file():
             return cls(_read_text(own), str(own), config, is_own=True)
         source = config.get("chat_template")
         if isinstance(source, list):  # several, by name
             named = {entry.get("name"): entry for entry in source if isinstance(entry, dict)}
             source = named.get("default", {}).get("template")
-        if source is None:
-            return None
-        if not isinstance(source, str):
+        if source is not None and not isinstance(source, str):
             raise DataError(
-                f"{tokenizer.with_name(CONFIG)} has a chat_template that is not text: correct it, "
-                "or set data.template"
+                f"{path} has a chat_template that is not text: correct it, or set data.template"
             )
-        return cls(source, str(tokenizer.with_name(CONFIG)), config, is_own=True)
+        return None if source is None else cls(source, str(path), config, is_own=True)
 
     @classmethod
     def chosen(cls, name: str, tokenizer: Path | None) -> "ChatTemplate":
@@ -174,9 +320,9 @@ class Specials:
         starts = {token[:length] for token in long for length in range(1, len(token))}
         self._starts = tuple(start.lower() for start in starts)
         self._longest = max(map(len, long), default=1)
-        # Some tokenizers do not care for upper and lower case.
-        self._spelled = re.compile("|".join(map(re.escape, long)) or r"(?!)", re.IGNORECASE)
         names = "|".join(map(re.escape, long)) or "(?!)"
+        # Some tokenizers do not care for upper and lower case.
+        self._spelled = re.compile(names, re.IGNORECASE)
         self._exact, self._next = re.compile(f"({names})"), re.compile(rf"\s*(?:{names})")
 
     def guard(self, value: Any) -> Any:
@@ -220,21 +366,6 @@ class Specials:
 def _read_text(path: Path) -> str:
     with reading(path, (OSError, ValueError), "correct data.template or data.tokenizer"):
         return path.read_text(encoding="utf-8")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}): repair or remove it") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} holds no object: repair or remove it")
-    return config
-
-
-Span = tuple[int, int]
 
 
 class Encoded(NamedTuple):
@@ -310,33 +441,28 @@ class Chat:
             for span in spans:
                 start, stop = (place - text.count(GUARD, 0, place) for place in span)
                 is_answer[start:stop] = True
-            found.append(self._joined(plain, own, [next(flat) for _ in own], is_answer))
+            starts, encoded = np.cumsum([0, *map(len, own)]), [next(flat) for _ in own]
+            ids = np.concatenate([np.empty(0, np.uint32), *(part.ids for part in encoded)])
+            sizes = np.concatenate([np.empty(0, np.uint32), *(part.sizes for part in encoded)])
+            # A token belongs to where its last character stands.
+            lasts = [start + part.ends - 1 for start, part in zip(starts, encoded, strict=False)]
+            learned = is_answer[np.concatenate([np.empty(0, np.int64), *lasts])].astype(np.uint8)
+            sizes[np.isin(ids, self.tokenizer.special_ids)] = 0
+            found.append(Encoded(ids, learned, sizes, plain))
         return found
-
-    def _joined(
-        self, plain: str, parts: list[str], encoded: list[Measured], is_answer: np.ndarray
-    ) -> Encoded:
-        starts = np.cumsum([0, *map(len, parts)])
-        ids = np.concatenate([np.empty(0, np.uint32), *(part.ids for part in encoded)])
-        sizes = np.concatenate([np.empty(0, np.uint32), *(part.sizes for part in encoded)])
-        # A token belongs to where its last character stands.
-        lasts = [start + part.ends - 1 for start, part in zip(starts, encoded, strict=False)]
-        learned = is_answer[np.concatenate([np.empty(0, np.int64), *lasts])].astype(np.uint8)
-        sizes[np.isin(ids, self.tokenizer.special_ids)] = 0
-        return Encoded(ids, learned, sizes, plain)
 
     def _parts(self, text: str) -> list[str]:
         """Parts of a rendered text to encode one by one: split at guards, and where it is long."""
-        found = []
+        found: list[str] = []
         for part in text.split(GUARD):
-            if len(part) <= PIECE_CHARACTERS:
-                found.append(part)
-                continue
-            for piece in self._specials.split(part):
-                found += [text for text, _ in pieces_of(piece)]
-        return [part for part in found if part]
+            is_long = len(part) > PIECE_CHARACTERS
+            for own in self._specials.split(part) if is_long else [part]:
+                found += [piece for piece, _ in pieces_of(own) if piece]
+        return found
 
-    def _rendered(self, conversation: Conversation, marked: bool = True) -> tuple[str, list[Span]]:
+    def _rendered(
+        self, conversation: Conversation, marked: bool = True
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text with its guards, and where in it the answers are that shall be learned."""
         messages = self._specials.guard(conversation.messages)
         tools = self._specials.guard(conversation.tools)
@@ -345,14 +471,24 @@ class Chat:
             return _without_marks(text), []
         if self.template.marks_answers:
             return self._marked(text, messages)
-        spans = [
-            self._span(text, messages, tools, number)
-            for number, message in enumerate(conversation.messages)
-            if is_learned(message)
-        ]
+        spans = []
+        for number, message in enumerate(conversation.messages):
+            if not is_learned(message):
+                continue
+            # From behind the prompt of the answer to the token that ends it.
+            before = self.template.render(messages[:number], tools, prompts=True)
+            if not text.startswith(before):
+                raise self._unclear("what it writes ahead of an answer changes with what follows")
+            stop = self._end_of_content(text, messages, tools, number)
+            if stop is None or stop <= len(before):
+                through = self.template.render(messages[: number + 1], tools)
+                stop = self._end_of_message(text, through, len(before))
+            spans.append((len(before), stop))
         return text, spans
 
-    def _marked(self, text: str, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+    def _marked(
+        self, text: str, messages: list[dict[str, Any]]
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Answers as the template marks them."""
         answers = [message for message in messages if message["role"] == ASSISTANT]
         pieces = text.split(BEGIN)
@@ -370,19 +506,6 @@ class Chat:
             plain += answer + rest
         return plain, spans
 
-    def _span(
-        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, number: int
-    ) -> Span:
-        """Where message `number` stands: from behind its prompt to the token that ends it."""
-        before = self.template.render(messages[:number], tools, prompts=True)
-        if not text.startswith(before):
-            raise self._unclear("what it writes ahead of an answer changes with what follows")
-        start = len(before)
-        stop = self._end_of_content(text, messages, tools, number)
-        if stop is None or stop <= start:
-            stop = self._end_of_message(text, messages, tools, number, start)
-        return start, stop
-
     def _end_of_content(
         self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, number: int
     ) -> int | None:
@@ -395,23 +518,14 @@ class Chat:
         if message.get("tool_calls"):
             return None
         marked = {**message, "content": message["content"].rstrip() + END}
-        others = messages[:number], messages[number + 1 :]
-        shown = self.template.render([*others[0], marked, *others[1]], tools)
+        shown = self.template.render([*messages[:number], marked, *messages[number + 1 :]], tools)
         at = shown.find(END)
         if at < 0 or shown[:at] != text[:at]:
             return None
         return self._specials.end_of_next(text, at)
 
-    def _end_of_message(
-        self,
-        text: str,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        number: int,
-        start: int,
-    ) -> int:
-        """Where a message ends by what the conversation up to it has in common with all of it."""
-        through = self.template.render(messages[: number + 1], tools)
+    def _end_of_message(self, text: str, through: str, start: int) -> int:
+        """Where an answer ends by what the conversation through it has in common with all of it."""
         pairs = enumerate(zip(text, through, strict=False))
         common = text[: next((at for at, (a, b) in pairs if a != b), len(through))]
         last = self._specials.last(common[start:])

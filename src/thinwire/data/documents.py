@@ -1,12 +1,12 @@
-"""What a corpus is made of: documents, each one text that is read as often as is needed.
+"""What a corpus is made of: documents, each one text that is read as often as is needed, and their
+token ids, made in batches on all cores and in bounded memory.
 
-A conversation is a document too: its text is a line of JSON (data/conversations.py), so that what
-is counted, split and found again is the same for both. They come from files, or from the Hugging
-Face `datasets` library, which streams: a dataset may be far larger than the disk.
+A conversation is a document too: its text is a line of JSON, so that what is counted, split and
+found again is the same for both. They come from files, or from the Hugging Face `datasets` library,
+which streams: a dataset may be far larger than the disk.
 """
 
 import os
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,17 +14,64 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.data.chat import Chat, ChatTemplate
-from thinwire.data.conversations import Conversation, NotAConversation, conversation_of
+import numpy as np
+
+from thinwire.data.chat import (
+    Chat,
+    ChatTemplate,
+    Conversation,
+    NotAConversation,
+    conversation_of,
+)
 from thinwire.data.corpus import TokenChunk
-from thinwire.data.encode import LostCharacters, encode_conversations, encode_passages
-from thinwire.data.sources import SourceFile, SourceRecord, SourceText, source_file, text_of, walk
-from thinwire.data.tokenizer import Tokenizer
+from thinwire.data.sources import SourceFile, SourceRecord, source_file, text_of, walk
+from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
 from thinwire.errors import DataError, ThinwireError
 from thinwire.lazy import needs
 from thinwire.paths import expanded
 
+BATCH_CHARACTERS = 1_000_000
+_JUDGED_CHARACTERS = 10_000_000  # enough to know a tokenizer that loses most of a text
 _SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk leaves
+
+
+class LostCharacters:
+    """Counts the characters that a tokenizer loses: those that do not come back from its ids.
+
+    A tokenizer may lack some characters or bytes, and leaves them out silently.
+    """
+
+    def __init__(self) -> None:
+        self.characters = 0  # of all texts
+        self._lost: Counter[str] = Counter()
+
+    def add(self, texts: Iterable[str], decoded: Iterable[str]) -> None:
+        """Compare texts with what their ids decode to; losing most of a text is an error."""
+        for text, back in zip(texts, decoded, strict=True):
+            self.characters += len(text)
+            if back != text:
+                self._lost += Counter(text) - Counter(back)
+        if self.characters >= _JUDGED_CHARACTERS:
+            self.check()
+
+    def check(self) -> None:
+        """Refuse a tokenizer that loses more than half of the text."""
+        if 2 * self._lost.total() > self.characters:
+            raise DataError(f"the tokenizer does not fit this text: it {self.summary()}")
+
+    def summary(self) -> str:
+        """What is lost, for the user; empty if nothing is."""
+        lost = self._lost.total()
+        if not lost:
+            return ""
+        most = ", ".join(
+            f"{character!r} {count:,}" for character, count in self._lost.most_common(5)
+        )
+        return (
+            f"loses {lost:,} of {self.characters:,} characters ({lost / self.characters:.2%}), "
+            f"most often {most}: decoding its ids does not restore them. A byte-level "
+            "tokenizer loses none; leave data.tokenizer empty to train one"
+        )
 
 
 class Document(NamedTuple):
@@ -35,18 +82,37 @@ class Document(NamedTuple):
     consumed: int
 
 
-Group = tuple[Callable[[], Iterator[Any]], int]
+class Passage(NamedTuple):
+    """A text for one side of the corpus, or a part of one."""
+
+    side: str
+    text: str
+    is_end: bool = True  # whether its text ends here
+
+
+class EncodedText(NamedTuple):
+    """What became of a passage, the text that its ids stand for, and whether it must be ended."""
+
+    chunk: TokenChunk
+    text: str
+    is_open: bool
+
+
+Group = tuple[Callable[[], Iterator[SourceRecord]], int]
 """Where to read records, and how far that goes, in whatever their positions count."""
 
 
-class Documents(ABC):
-    """The documents of a source: of one group of records to train on, and of one to validate on."""
+class Texts:
+    """Plain texts: of one group of records to train on, and of one to validate on. White space
+    alone is none.
+    """
 
     whole = False
     """Whether a document must stay in one piece."""
 
-    def __init__(self, groups: list[Group]) -> None:
+    def __init__(self, groups: list[Group], key: str = "text") -> None:
         self._groups = groups
+        self._key = key
         self.size = sum(size for _, size in groups)  # how far reading goes; 0 if not known
 
     def read(self) -> Iterator[Document]:
@@ -58,50 +124,63 @@ class Documents(ABC):
                     yield Document(text, number == 1, before + record.position)
             before += size
 
-    @abstractmethod
-    def _text(self, record: Any) -> str:
+    def _text(self, record: SourceRecord) -> str:
         """The document in a record; empty: it is left out."""
-
-    @abstractmethod
-    def texts(self, document: str) -> Iterable[str]:
-        """What a tokenizer is trained on."""
-
-    @abstractmethod
-    def encode(
-        self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
-    ) -> Iterator[TokenChunk]:
-        """The ids of every (side, document)."""
-
-    @abstractmethod
-    def remarks(self) -> list[str]:
-        """What the user should know of them, once all have been read."""
-
-
-class Texts(Documents):
-    """Plain text, from files or, by its key, from records; white space alone is none."""
-
-    def __init__(self, groups: list[Group], key: str = "text") -> None:
-        super().__init__(groups)
-        self._key = key
-
-    def _text(self, record: SourceText | SourceRecord) -> str:
-        text = record.text if isinstance(record, SourceText) else text_of(record, self._key)
+        text = text_of(record, self._key)
         return "" if text.isspace() else text
 
-    def texts(self, document: str) -> Iterable[str]:
+    def texts(self, document: str) -> list[str]:
+        """What a tokenizer is trained on."""
         return [document]
+
+    def remarks(self) -> list[str]:
+        """What the user should know of them, once all have been read."""
+        return []
 
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
     ) -> Iterator[TokenChunk]:
-        return encode_passages(tokenizer, passages, losses)
+        """The ids of every (side, document) in turn, each followed by the end of text.
 
-    def remarks(self) -> list[str]:
-        return []
+        What is lost on the way is counted. A text over 128,000 characters comes in pieces that
+        meet at line ends.
+        """
+
+        def encoded(batch: Iterator[Passage]) -> list[TokenChunk]:
+            found = self._encoded(tokenizer, list(batch))
+            decoded = tokenizer.decode_all([each.chunk.ids for each in found])
+            losses.add([each.text for each in found], decoded)
+            return [_ended(e.chunk, tokenizer) if e.is_open else e.chunk for e in found]
+
+        batch: list[Passage] = []
+        size = 0
+        for passage in self._pieces(passages):
+            batch.append(passage)
+            size += len(passage.text)
+            if size >= BATCH_CHARACTERS:
+                yield from interruptible(encoded, batch)
+                batch, size = [], 0
+        if batch:
+            yield from interruptible(encoded, batch)
+        losses.check()
+
+    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[Passage]:
+        for side, text in passages:
+            for piece, is_end in pieces_of(text):
+                yield Passage(side, piece, is_end)
+
+    def _encoded(self, tokenizer: Tokenizer, batch: list[Passage]) -> list[EncodedText]:
+        train = iter(tokenizer.encode_all([p.text for p in batch if p.side == "train"]))
+        valid = iter(tokenizer.encode_measured([p.text for p in batch if p.side == "valid"]))
+        found = []
+        for side, text, is_end in batch:
+            chunk = TokenChunk(side, *((next(train),) if side == "train" else next(valid)[:2]))
+            found.append(EncodedText(chunk, text, is_end))
+        return found
 
 
-class Conversations(Documents):
-    """Conversations, from files or from a dataset, with the template that renders them."""
+class Conversations(Texts):
+    """Conversations, with the template that renders them."""
 
     whole = True
 
@@ -136,14 +215,8 @@ class Conversations(Documents):
         self._forms[conversation.form] += 1
         return conversation.json()
 
-    def texts(self, document: str) -> Iterable[str]:
+    def texts(self, document: str) -> list[str]:
         return Conversation.from_json(document).texts
-
-    def encode(
-        self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]], losses: LostCharacters
-    ) -> Iterator[TokenChunk]:
-        chat = Chat(tokenizer, self._template)
-        return encode_conversations(chat, passages, self._learn_all, losses)
 
     def remarks(self) -> list[str]:
         forms = ", ".join(f"{count:,} {form}" for form, count in self._forms.most_common())
@@ -154,6 +227,32 @@ class Conversations(Documents):
                 "out: there is nothing to learn from them"
             )
         return found
+
+    def _pieces(self, passages: Iterable[tuple[str, str]]) -> Iterator[Passage]:
+        return (Passage(side, text) for side, text in passages)
+
+    def _encoded(self, tokenizer: Tokenizer, batch: list[Passage]) -> list[EncodedText]:
+        """With which of the ids are learned. The end of text follows a conversation unless it ends
+        with that already. It is not learned: an answer has an end of its own.
+        """
+        talks = [Conversation.from_json(passage.text) for passage in batch]
+        encoded = Chat(tokenizer, self._template).encode_all(talks, self._learn_all)
+        found = []
+        for (side, *_), (ids, learned, sizes, text) in zip(batch, encoded, strict=True):
+            measured = sizes if side == "valid" else None
+            chunk = TokenChunk(side, ids, measured, None if self._learn_all else learned)
+            is_open = ids[-1:].tolist() != [tokenizer.end_of_text]
+            found.append(EncodedText(chunk, text, is_open))
+        return found
+
+
+def _ended(chunk: TokenChunk, tokenizer: Tokenizer) -> TokenChunk:
+    if tokenizer.end_of_text is None:
+        return chunk
+    ids = np.append(chunk.ids, np.uint32(tokenizer.end_of_text))
+    sizes = None if chunk.sizes is None else np.append(chunk.sizes, np.uint32(0))
+    learned = None if chunk.learned is None else np.append(chunk.learned, np.uint8(0))
+    return chunk._replace(ids=ids, sizes=sizes, learned=learned)
 
 
 @dataclass(frozen=True)

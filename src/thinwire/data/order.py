@@ -37,11 +37,19 @@ class Windows:
     def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):
         self.tokens = tokens
         self.context = context
-        self.all = _count_windows(tokens, context)
-        self.count = self.all
+        if context < 1:
+            raise ConfigError(f"the context is {context} tokens: it must be at least 1")
+        # The last window, too, needs one token after its end as a target.
+        self.all = self.count = max(0, len(tokens) - 1) // context
         self._learned = learned
         if learned is not None:
-            counts = _learned_counts(learned, self.all, context)
+            targets = learned[1 : self.all * context + 1].reshape(self.all, context)
+            at_once = max(1, _COUNTED // context)
+            parts = [
+                np.count_nonzero(targets[first : first + at_once], axis=1)
+                for first in range(0, self.all, at_once)
+            ]
+            counts = np.concatenate([np.empty(0, np.int64), *parts])
             self._numbers = np.flatnonzero(counts)
             self._counts = counts[self._numbers]
             self.count = len(self._numbers)
@@ -166,16 +174,11 @@ class Validation:
             raise ConfigError(f"a batch needs at least one sequence, not {batch}")
         self._windows = Windows(tokens, context, learned)
         windows = self._windows.count
-        if self._windows.all and not windows:
-            raise DataError(
-                f"nothing to validate on: {self._windows}; raise data.valid_fraction, or use a "
-                "larger corpus"
-            )
         if windows < 1:
+            short = f"it has {len(tokens)} tokens, {context + 1} are needed; lower the context or"
+            why = f"{self._windows};" if self._windows.all else short
             raise DataError(
-                f"the validation part is shorter than one window: it has {len(tokens)} tokens, "
-                f"{context + 1} are needed; lower the context, raise data.valid_fraction, or use "
-                "a larger corpus"
+                f"nothing to validate on: {why} raise data.valid_fraction, or use a larger corpus"
             )
         self.size = min(batch, windows)
         count = windows // self.size
@@ -201,17 +204,6 @@ class Validation:
     def total_of_targets(self, values: np.ndarray) -> int:
         """The sum over all learned targets of a value that each token of the side has."""
         return self._windows.total_of_targets(values, self._examples_N)
-
-
-def _learned_counts(learned: np.ndarray, windows: int, context: int) -> np.ndarray:
-    """The learned targets of each window, counted a part of the file at a time."""
-    targets = learned[1 : windows * context + 1].reshape(windows, context)
-    at_once = max(1, _COUNTED // context)
-    parts = [
-        np.count_nonzero(targets[first : first + at_once], axis=1)
-        for first in range(0, windows, at_once)
-    ]
-    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def shuffled(place: int, count: int, size: int, seed: int) -> np.ndarray:
@@ -261,10 +253,3 @@ def _feistel(values_N: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
         # The high half of a product depends on all bits below it, the low half does not.
         left_N, right_N = right_N, left_N ^ ((mixed_N >> np.uint64(32)) & mask)
     return (left_N << shift) | right_N
-
-
-def _count_windows(tokens: np.ndarray, context: int) -> int:
-    """The last window, too, needs one token after its end as a target."""
-    if context < 1:
-        raise ConfigError(f"the context is {context} tokens: it must be at least 1")
-    return max(0, len(tokens) - 1) // context

@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate
-from thinwire.data.conversations import form_of
+from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
-from thinwire.data.documents import Conversations, Documents, Group, HubDataset, Texts
-from thinwire.data.encode import LostCharacters
+from thinwire.data.documents import Conversations, HubDataset, LostCharacters, Texts
 from thinwire.data.shards import ShardScan, changed, find_shards, scan_shards
-from thinwire.data.sources import SourceFile, read_records, read_texts, stdlib_files, text_files
+from thinwire.data.sources import SourceFile, read_records, stdlib_files, text_files
 from thinwire.data.split import Scan, ValidationSplit, scan_documents
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
@@ -82,11 +80,10 @@ def prepare(
     return build(config, vocab, Path(cache), tokenizer, report)
 
 
-@dataclass(frozen=True)
-class _CorpusSource:
-    """Where documents come from: the files that are read, how, and what is in them."""
+class _CorpusSource(NamedTuple):
+    """Where documents come from: what is in the files that are read, and how they are."""
 
-    documents: Documents
+    documents: Texts
     files: list[list[SourceFile]]
     how: Any
     given: str  # the name of what is given for validation, if anything is
@@ -94,40 +91,39 @@ class _CorpusSource:
 
 
 def _source_of(config: DataConfig) -> _CorpusSource:
-    path = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
-    own = ChatTemplate.beside(path) if path else None
-    key, given_path = config.text_key, config.valid_path
+    tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
+    key, given = config.text_key, config.valid_path
     how: Any = [config.source, config.learn, key]
     if config.source == "hf":
-        if given_path:
+        if given:
             raise ConfigError(
                 'data.valid_path has no effect with data.source = "hf": use valid_split'
             )
-        splits = [config.split, *([config.valid_split] if config.valid_split else [])]
-        datasets = [HubDataset(config.path, split) for split in splits]
+        given = config.valid_split
+        datasets = [HubDataset(config.path, split) for split in (config.split, given) if split]
         first: Any = next(datasets[0].records(), None)
         is_chat = first is not None and form_of(first.values) is not None
-        groups: list[Group] = [(dataset.records, 0) for dataset in datasets]
-        files, given = [dataset.files for dataset in datasets], config.valid_split
+        files = [dataset.files for dataset in datasets]
+        groups = [(dataset.records, 0) for dataset in datasets]
         identities = [dataset.identity for dataset in datasets]
         how = None if None in identities else [how, identities]
     else:
-        is_chat, given = config.source == "chat", given_path
-        kind, is_stdlib = "chat" if is_chat else "text", config.source == "stdlib"
+        is_chat, is_stdlib = config.source == "chat", config.source == "stdlib"
+        kind = "chat" if is_chat else "text"
         train = stdlib_files() if is_stdlib else text_files(config.path, source=kind)
-        valid = text_files(given_path, "data.valid_path", kind) if given_path else []
-        files = [train, valid]
-        reads: list[Callable[[], Iterator[Any]]] = [partial(read_records, each) for each in files]
-        if not is_chat:
-            reads = [partial(read_texts, train, key, is_stdlib), partial(read_texts, valid, key)]
-            how = key
-        sizes = [sum(file.size for file in group) for group in files]
-        groups = list(zip(reads, sizes, strict=True))
+        files = [train, text_files(given, "data.valid_path", kind) if given else []]
+        groups = []
+        for number, group in enumerate(files):
+            skip = is_stdlib and number == 0
+            records = partial(read_records, group, "" if is_chat else key, skip)
+            groups.append((records, sum(file.size for file in group)))
+        how = how if is_chat else key
     if not is_chat:
-        return _CorpusSource(Texts(groups, key), files, how, given, own)
-    template = ChatTemplate.chosen(config.template, path)
-    chats = Conversations(groups, template, config.learn == "all")
-    return _CorpusSource(chats, files, how, given, template)
+        template = ChatTemplate.beside(tokenizer) if tokenizer else None
+        return _CorpusSource(Texts(groups, key), files, how, given, template)
+    template = ChatTemplate.chosen(config.template, tokenizer)
+    documents = Conversations(groups, template, config.learn == "all")
+    return _CorpusSource(documents, files, how, given, template)
 
 
 def _documents(
@@ -135,8 +131,7 @@ def _documents(
 ) -> Corpus:
     if tokenizer is None:
         check_trainable(vocab)  # before the corpus is read, which may take long
-    source = _source_of(config)
-    of, template = source.documents, source.template
+    of, files, how, given, template = _source_of(config)
     special: list[str] = []
     if template is not None and not template.is_own and isinstance(of, Conversations):
         # A tool's tokens are text to a tokenizer that lacks them.
@@ -148,7 +143,15 @@ def _documents(
         wanted = list(dict.fromkeys([*special, *RESERVED]))
         special = wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
     elif special:
-        tokenizer = _extended(tokenizer, special, vocab)
+        tokenizer = tokenizer.with_special(special)
+        if tokenizer.vocab_size > vocab:
+            raise DataError(
+                f"the chat template needs the special tokens {', '.join(special)}, which the "
+                f"tokenizer lacks, and model.vocab = {vocab} has no room for them: set it to at "
+                f"least {tokenizer.vocab_size} (with --init-from the weights grow by the rows of "
+                "the new tokens), or put the tokenizer's own chat template beside it "
+                "(tokenizer_config.json)"
+            )
 
     def documents(phase: str) -> Iterator[tuple[str, bool]]:
         """All documents, and whether each was given for validation; reported in about 200 steps."""
@@ -163,8 +166,8 @@ def _documents(
 
     def read() -> tuple[str, Callable[[Path], None]]:
         scan = scan_documents(documents("reading"))
-        if source.given and not scan.given:
-            raise DataError(f"there is no text to validate on in {source.given}")
+        if given and not scan.given:
+            raise DataError(f"there is no text to validate on in {given}")
         return scan.content, partial(make, scan)
 
     def sample(scan: Scan, split: ValidationSplit) -> Iterator[str]:
@@ -182,35 +185,14 @@ def _documents(
         texts = ((p.side, p.text) for p in split.passages(documents("tokenising")))
         losses = LostCharacters()
         chunks = of.encode(used, texts, losses)
-        write_corpus(
-            folder,
-            config.source,
-            used.vocab_size,
-            chunks,
-            used,
-            scan.documents,
-            losses.summary,
-            template,
-            of.remarks,
-        )
+        told = scan.documents, losses.summary, template, of.remarks
+        write_corpus(folder, config.source, used.vocab_size, chunks, used, *told)
 
     encoding = tokenizer.digest if tokenizer else " ".join(["train", str(vocab), *special])
     key = _key(config, encoding)
     if template is not None:
         key += [template.digest, config.learn]
-    return found_or_made(cache, source.files, key, read, source.how)
-
-
-def _extended(tokenizer: Tokenizer, special: list[str], vocab: int) -> Tokenizer:
-    wider = tokenizer.with_special(special)
-    if wider.vocab_size <= vocab:
-        return wider
-    raise DataError(
-        f"the chat template needs the special tokens {', '.join(special)}, which the tokenizer "
-        f"lacks, and model.vocab = {vocab} has no room for them: set it to at least "
-        f"{wider.vocab_size} (with --init-from the weights grow by the rows of the new tokens), or "
-        "put the tokenizer's own chat template beside it (tokenizer_config.json)"
-    )
+    return found_or_made(cache, files, key, read, how)
 
 
 def _token_shards(

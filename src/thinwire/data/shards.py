@@ -21,8 +21,7 @@ _CHUNK = 1 << 22  # tokens read at a time
 _REACH = 1 << 20  # how far from the wanted place the cut looks for an end of text
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the ids of a shard are stored, and the id that its writers put between documents."""
 
     version: int
@@ -88,13 +87,9 @@ class Shards:
         """
         total = count_tokens(self.train)
         cut = total if self.valid else split_for_validation(self.train, fraction, end_of_text)
-        for side, shards, start, stop in (
-            ("train", self.train, 0, cut),
-            ("valid", self.train, cut, total),
-            ("valid", self.valid, 0, count_tokens(self.valid)),
-        ):
-            for ids in chunks(shards, start, stop):
-                yield side, ids
+        yield from (("train", ids) for ids in chunks(self.train, 0, cut))
+        yield from (("valid", ids) for ids in chunks(self.train, cut, total))
+        yield from (("valid", ids) for ids in chunks(self.valid, 0, count_tokens(self.valid)))
 
     def new_hash(self) -> Any:
         """Takes the ids of both sides in order, as uint32: their hash wherever they are stored."""

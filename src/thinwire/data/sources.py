@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, cast
+from typing import IO, Any, NamedTuple, cast
 
 import zstandard
 
@@ -42,7 +42,6 @@ ALWAYS_ALLOWED_BYTES = 256 << 20
 # Third-party packages, test suites and generated folders are not the library's own prose.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _BUFFER = 1 << 20
 # A few bytes of zstd can stand for 128 KiB, so that this may become 32 MiB, but no more.
 _ZSTD_STEP = 1 << 10
@@ -66,18 +65,6 @@ class SourceRecord(NamedTuple):
     values: Any
     where: str
     position: int
-
-
-class SourceText(NamedTuple):
-    """One document, and how many bytes on disk have been read up to its end."""
-
-    text: str
-    position: int
-
-
-FoundT = TypeVar("FoundT", SourceRecord, SourceText)
-Reader = Callable[[SourceFile, IO[bytes], IO[bytes]], Iterator[FoundT]]
-"""What is in a file, given as it is on disk and unpacked, with positions within that file."""
 
 
 def kind_and_packing(name: str) -> tuple[str, str]:
@@ -163,26 +150,24 @@ def walk(root: Path, belongs: Callable[[str], bool] = is_visible) -> list[str]:
     Symbolic links are followed, since download caches are made of them; a link that leads
     back into a folder we are inside of is an error that names it.
     """
-    return sorted(_walk(root, "", (), belongs), key=lambda name: name.split("/"))
 
+    def inside(folder: Path, prefix: str, parents: list[tuple[int, int]]) -> Iterator[str]:
+        with reading(folder):
+            status = folder.stat()
+            names = [name for name in os.listdir(folder) if belongs(name)]
+        identity = (status.st_dev, status.st_ino)
+        if identity in parents:
+            raise DataError(
+                f"{folder} is a symbolic link to a folder that contains it, an endless loop: "
+                "remove the link"
+            )
+        for name in names:
+            if os.path.isdir(folder / name):
+                yield from inside(folder / name, f"{prefix}{name}/", [*parents, identity])
+            else:
+                yield prefix + name
 
-def _walk(
-    folder: Path, prefix: str, parents: tuple[tuple[int, int], ...], belongs: Callable[[str], bool]
-) -> Iterator[str]:
-    with reading(folder):
-        status = folder.stat()
-        names = [name for name in os.listdir(folder) if belongs(name)]
-    identity = (status.st_dev, status.st_ino)
-    if identity in parents:
-        raise DataError(
-            f"{folder} is a symbolic link to a folder that contains it, an endless loop: "
-            "remove the link"
-        )
-    for name in names:
-        if os.path.isdir(folder / name):
-            yield from _walk(folder / name, f"{prefix}{name}/", (*parents, identity), belongs)
-        else:
-            yield prefix + name
+    return sorted(inside(root, "", []), key=lambda name: name.split("/"))
 
 
 @contextmanager
@@ -199,37 +184,28 @@ def reading(
         raise DataError(f"cannot read {path}: {reason}; {advice}") from error
 
 
-def read_records(files: Iterable[SourceFile]) -> Iterator[SourceRecord]:
-    """The records of all files in order; positions go on from file to file."""
-    return _read(files, _records)
+def read_records(
+    files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
+) -> Iterator[SourceRecord]:
+    """The records of all files in order; positions go on from file to file.
 
-
-def read_texts(
-    files: Iterable[SourceFile], key: str = "text", skip_undecodable: bool = False
-) -> Iterator[SourceText]:
-    """The documents of all files in order; positions go on from file to file.
-
-    `key` names what holds the text in an object of JSON and in a row of Parquet.
+    With a `text_key` files may be plain text, which is read as records that have it under this key,
+    and of Parquet this column alone is read.
     """
-
-    def texts(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceText]:
+    before = 0
+    for file in files:
         kind, packing = kind_and_packing(file.name)
-        try:
+        with reading(file.path, _BROKEN, "repair or remove it"), file.path.open("rb") as raw:
+            stream = _unpacked(raw, file, packing)
             if kind == ".parquet":
-                yield from _parquet_texts(file, stream, packing, key)
-            elif kind == ".jsonl":
-                for line in _json_lines(file, raw, stream):
-                    yield SourceText(text_of(line, key), line.position)
+                found = _parquet_rows(file, stream, packing, text_key)
+            elif kind in CHAT_KINDS:
+                found = _json_records(file, raw, stream)
             else:
-                for text in _plain_texts(stream, is_separated=kind in (".txt", ".tokens")):
-                    yield SourceText(text, raw.tell())
-        except UnicodeDecodeError as error:
-            if not skip_undecodable:
-                raise DataError(
-                    f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
-                ) from error
-
-    return _read(files, texts)
+                found = _plain_texts(file, raw, stream, text_key, skip_undecodable)
+            for record in found:
+                yield record._replace(position=before + min(record.position, file.size))
+        before += file.size
 
 
 def text_of(record: SourceRecord, key: str) -> str:
@@ -260,24 +236,16 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "a string" if isinstance(value, str) else "a number")
 
 
-def _read(files: Iterable[SourceFile], read: "Reader[FoundT]") -> Iterator[FoundT]:
-    before = 0
-    for file in files:
-        with reading(file.path, _BROKEN, "repair or remove it"), file.path.open("rb") as raw:
-            for found in read(file, raw, _unpacked(raw, file)):
-                yield found._replace(position=before + min(found.position, file.size))
-        before += file.size
-
-
-def _records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceRecord]:
-    """The rows of Parquet, or the objects of JSON: one per line, or all in one list."""
-    kind, packing = kind_and_packing(file.name)
-    if kind == ".parquet":
-        yield from _parquet_rows(file, stream, packing, list)
-        return
-    start = stream.peek(64)[:64] if hasattr(stream, "peek") else b""
+def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceRecord]:
+    """Objects of JSON: one per line, where empty lines are left out, or all in one list."""
+    start = stream.peek(64)[:64]  # type: ignore[attr-defined]
     if not start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        yield from _json_lines(file, raw, stream)
+        lines = iter(lambda: stream.readline(LONGEST_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
+            where = f"{file.path}, line {number}"
+            _refuse_longer(len(line), where)
+            if line.strip():
+                yield SourceRecord(_parsed(line, where), where, raw.tell())
         return
     text = stream.read(LARGEST_LIST_BYTES + 1)
     if len(text) > LARGEST_LIST_BYTES:
@@ -291,16 +259,6 @@ def _records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[So
         yield SourceRecord(values, f"{file.path}, entry {number}", position)
 
 
-def _json_lines(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterator[SourceRecord]:
-    """What each line of JSON holds; empty lines are left out."""
-    lines = iter(lambda: stream.readline(LONGEST_BYTES + 1), b"")
-    for number, line in enumerate(lines, 1):
-        where = f"{file.path}, line {number}"
-        _refuse_longer(len(line), where)
-        if line.strip():
-            yield SourceRecord(_parsed(line, where), where, raw.tell())
-
-
 def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"))
@@ -309,9 +267,8 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _parquet_rows(
-    file: SourceFile, stream: IO[bytes], packing: str, choose: Callable[[list[str]], list[str]]
+    file: SourceFile, stream: IO[bytes], packing: str, text_key: str
 ) -> Iterator[SourceRecord]:
-    """The rows of a Parquet file, of the columns that are chosen by their names."""
     pyarrow = needs("pyarrow", extra="data", what=str(file.path))
     parquet = needs("pyarrow.parquet", extra="data", what=str(file.path))
     with tempfile.TemporaryFile() as on_disk:
@@ -321,7 +278,13 @@ def _parquet_rows(
             stream = on_disk
         try:
             table = parquet.ParquetFile(stream)
-            columns = choose(table.schema_arrow.names)
+            columns = table.schema_arrow.names
+            if text_key and text_key not in columns:
+                raise DataError(
+                    f'{file.path} has no column "{text_key}"; its columns: {", ".join(columns)}; '
+                    "set data.text_key to the column of the text"
+                )
+            columns = [text_key] if text_key else columns
             rows = size = 0
             for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
                 held = [batch.column(name) for name in columns]
@@ -334,27 +297,11 @@ def _parquet_rows(
                     where = f"{file.path}, row {rows}"
                     _refuse_longer(length, where)
                     _refuse_bomb(file, size)  # a text that is repeated is stored once
+                    if text_key and values[text_key] is None:
+                        values[text_key] = ""
                     yield SourceRecord(values, where, file.size * rows // table.metadata.num_rows)
         except pyarrow.ArrowException as error:
             raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
-
-
-def _parquet_texts(
-    file: SourceFile, stream: IO[bytes], packing: str, key: str
-) -> Iterator[SourceText]:
-    def columns(names: list[str]) -> list[str]:
-        if key in names:
-            return [key]
-        raise DataError(
-            f'{file.path} has no column "{key}"; its columns: {", ".join(names)}; set '
-            "data.text_key to the column of the text"
-        )
-
-    for row in _parquet_rows(file, stream, packing, columns):
-        text = row.values[key]
-        if text is not None and not isinstance(text, str):
-            raise DataError(f'{file.path}: column "{key}" holds {type(text).__name__}')
-        yield SourceText(text or "", row.position)
 
 
 def _length(value: Any) -> int:
@@ -375,7 +322,20 @@ def _refuse_longer(size: int, where: str) -> None:
         )
 
 
-def _plain_texts(stream: IO[bytes], is_separated: bool) -> Iterator[str]:
+def _plain_texts(
+    file: SourceFile, raw: IO[bytes], stream: IO[bytes], key: str, skip_undecodable: bool
+) -> Iterator[SourceRecord]:
+    try:
+        for text in _split_text(stream, kind_and_packing(file.name)[0] in (".txt", ".tokens")):
+            yield SourceRecord({key: text}, str(file.path), raw.tell())
+    except UnicodeDecodeError as error:
+        if not skip_undecodable:
+            raise DataError(
+                f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
+            ) from error
+
+
+def _split_text(stream: IO[bytes], is_separated: bool) -> Iterator[str]:
     """A plain file is one document, unless separator lines or its size make it several.
 
     Of a large one each part has about a million characters and ends at a blank line.
@@ -408,15 +368,14 @@ def _plain_texts(stream: IO[bytes], is_separated: bool) -> Iterator[str]:
     yield from rest()
 
 
-def _unpacked(raw: IO[bytes], file: SourceFile) -> IO[bytes]:
+def _unpacked(raw: IO[bytes], file: SourceFile, packing: str) -> IO[bytes]:
     """The bytes of a file; one that grows without limit when unpacked is an error."""
-    _, packing = kind_and_packing(file.name)
     if not packing:
         return raw
     if packing == ".zst":
         chunks = _zstd_chunks(raw)
     else:
-        stream: Any = _OPENERS[packing](raw)
+        stream: Any = (gzip.open if packing == ".gz" else lzma.open)(raw)
         chunks = iter(lambda: stream.read(_BUFFER), b"")
     return cast(IO[bytes], io.BufferedReader(_Limited(chunks, file), _BUFFER))
 

@@ -7,7 +7,7 @@ Documents come with a flag that says whether they were given for validation (dat
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from thinwire.errors import DataError
 
@@ -41,25 +41,6 @@ class DocumentHash:
         return int.from_bytes(self.digest[8:], "little") / _RANGE
 
 
-class _ContentHash:
-    """A hash of documents in their order, wherever they are stored, and of which were given."""
-
-    def __init__(self) -> None:
-        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
-
-    def hashed(
-        self, documents: Iterable[tuple[str, bool]]
-    ) -> Iterator[tuple[str, bool, DocumentHash]]:
-        """The documents, each with its own hash, taken in on their way."""
-        for text, is_given in documents:
-            document = DocumentHash.of(text)
-            self._hashes[is_given].update(document.digest)
-            yield text, is_given, document
-
-    def __str__(self) -> str:
-        return " ".join(each.hexdigest() for each in self._hashes)
-
-
 @dataclass(frozen=True)
 class Scan:
     """What one reading of all documents tells, in constant memory but for `given`."""
@@ -74,11 +55,13 @@ class Scan:
 
 def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
     """Read every document once; an empty corpus is an error."""
-    content = _ContentHash()
+    hashes = _new_hashes()
     count = size = highest = 0
     lowest = _RANGE
     given: set[bytes] = set()
-    for _, is_given, document in content.hashed(documents):
+    for text, is_given in documents:
+        document = DocumentHash.of(text)
+        hashes[is_given].update(document.digest)
         count += 1
         if is_given:
             given.add(document.digest)
@@ -88,7 +71,16 @@ def scan_documents(documents: Iterable[tuple[str, bool]]) -> Scan:
         highest = max(highest, document.place)
     if size == 0:
         raise DataError("the corpus is empty: its files hold only white space; check data.path")
-    return Scan(str(content), count, size, lowest, highest, frozenset(given))
+    return Scan(_content(hashes), count, size, lowest, highest, frozenset(given))
+
+
+def _new_hashes() -> list[Any]:
+    """Of documents in their order, wherever they are stored: to train on, and given to validate."""
+    return [hashlib.blake2b(digest_size=16) for _ in range(2)]
+
+
+def _content(hashes: list[Any]) -> str:
+    return " ".join(each.hexdigest() for each in hashes)
 
 
 class SidedText(NamedTuple):
@@ -127,11 +119,13 @@ class ValidationSplit:
 
     def passages(self, documents: Iterable[tuple[str, bool]]) -> Iterator[SidedText]:
         """The scanned documents once more, by side; an error at the end if they are others."""
-        content = _ContentHash()
-        for text, is_given, document in content.hashed(documents):
+        hashes = _new_hashes()
+        for text, is_given in documents:
+            document = DocumentHash.of(text)
+            hashes[is_given].update(document.digest)
             for side, part in self._parts(text, document, is_given):
                 yield SidedText(side, part, document.sample)
-        if str(content) != self._scan.content:
+        if _content(hashes) != self._scan.content:
             raise DataError("the corpus changed while it was being read: start again")
 
     def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:

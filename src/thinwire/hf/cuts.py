@@ -14,7 +14,7 @@ from thinwire.engine.build import StageBuilder
 from thinwire.engine.conversion import merged
 from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Source
-from thinwire.model import ProjectedBoundary, Stage
+from thinwire.model import ProjectedBoundary
 from thinwire.settings import Settings
 
 MODEL_TYPE, MODEL_CLASS = "thinwire", "ThinwireForCausalLM"
@@ -30,15 +30,12 @@ def settings_of(plain: dict[str, Any]) -> Settings:
 def config_with_cuts(settings: Settings) -> dict[str, Any]:
     """The config.json of a model with its cuts: what must be known to build it again."""
     plain, split = settings.to_plain(), [len(blocks) for blocks in settings.split()]
+    kept = {key: plain[key] for key in ("model", "boundary")}
     one_by_one = {"stages": len(split), "split": split, "microbatches": 1, "schedule": "gpipe"}
     return {
         "model_type": MODEL_TYPE,
         "architectures": [MODEL_CLASS],
-        "settings": {
-            "model": plain["model"],
-            "boundary": plain["boundary"],
-            "pipeline": one_by_one,
-        },
+        "settings": {**kept, "pipeline": one_by_one},
     }
 
 
@@ -49,19 +46,14 @@ class Whole:
         self.builder = StageBuilder(settings, device)
         self.stages = [self.builder.build(index) for index in range(settings.pipeline.stages)]
         for below, above in itertools.pairwise(self.stages):
-            self._join(below, above)
+            below.outgoing = end = above.incoming  # one boundary for both ends
+            if isinstance(end, ProjectedBoundary):  # with the basis among its tensors
+                end.basis = nn.Parameter(end.basis_DK.clone(), requires_grad=False)
         for stage in self.stages:
             for name, layer in zip(stage.names, stage.layers, strict=True):
                 _hang(root, name, layer)
             if stage.incoming is not None:
                 _hang(root, f"{ENDS}.{stage.names[0]}", stage.incoming)
-
-    def _join(self, below: Stage, above: Stage) -> None:
-        """One boundary for both ends, with the basis among its tensors."""
-        end = above.incoming
-        below.outgoing = end
-        if isinstance(end, ProjectedBoundary):
-            end.basis = nn.Parameter(end.basis_DK.clone(), requires_grad=False)
 
     def logits(self, ids_BT: Tensor, pasts: list[Any] | None = None) -> Tensor:
         """What the model says at every position; with a past, of those that follow it."""
@@ -108,12 +100,10 @@ class WithCuts(Source):
         return set(self.shapes)
 
     def _read(self, names: set[str]) -> dict[str, Tensor]:
-        return {name: self._tensor(name) for name in sorted(names)}
-
-    def _tensor(self, name: str) -> Tensor:
-        if name in self._bases:
-            return self._basis()
-        return self._source.tensors([name])[name]
+        return {
+            name: self._basis() if name in self._bases else self._source.tensors([name])[name]
+            for name in sorted(names)
+        }
 
     def _basis(self) -> Tensor:
         if BASIS in self._source.names():

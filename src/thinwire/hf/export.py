@@ -10,10 +10,8 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 import thinwire
 from thinwire.engine import Checkpoint
@@ -32,7 +30,7 @@ from thinwire.hf.folder import (
 )
 from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import config_of, kind_of
-from thinwire.hf.tokenizer import GENERATION, TokenizerFiles, tokenizer_files
+from thinwire.hf.tokenizer import GENERATION, tokenizer_files
 from thinwire.hf.verify import AUTO_TOKENIZER, Verified, tensor_of, verify
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
@@ -49,25 +47,19 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Before the name that a tensor has in the model, as peft saves it."""
-_PLAIN = """\
+_OPENING = """\
 ```python
-from transformers import AutoModelForCausalLM, {tokenizer}
+{register}from transformers import AutoModelForCausalLM, {tokenizer}
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
 tokenizer = {tokenizer}.from_pretrained("{name}")
 ```
 """
+_REGISTER = "import thinwire.hf  # registers the model class\n"
 _WITH_CUTS = """\
 Its cuts are part of the model and do not fold into the weights of an ordinary Llama, so it needs
 `pip install 'thinwire[hf]'`:
 
-```python
-import thinwire.hf  # registers the model class
-from transformers import AutoModelForCausalLM, {tokenizer}
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = {tokenizer}.from_pretrained("{name}")
-```
 """
 
 
@@ -82,19 +74,15 @@ class Wanted:
     tokenizer: Path | None = None
     shard_bytes: int = SHARD_BYTES
 
-    def check(self, config: str) -> None:
-        """Refuse a place where something stands; what may be replaced has a file `config`."""
-        check_target(self.folder, self.replace, lambda folder: (folder / config).is_file())
-
 
 def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     """Write the folder, whole and verified, or leave things as they were."""
-    wanted.check(CONFIG)
+    check_target(wanted.folder, wanted.replace, CONFIG)
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     checkpoint.verify()
     tokenizer = tokenizer_files(checkpoint, wanted.tokenizer)
-    why_not = why_not_folded(checkpoint.settings)
+    why_not, dtype = why_not_folded(checkpoint.settings), EXPORT_TYPES[wanted.dtype]
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
     if why_not:
         display.note(
@@ -103,11 +91,25 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "AutoModelForCausalLM opens it"
         )
     with new_folder(wanted.folder) as folder:
-        _write(folder, weights, tokenizer, wanted, display)
+        model, ends = checkpoint.settings.model, tokenizer.generation()
+        config = {
+            **(config_with_cuts(weights.settings) if why_not else config_of(model)),
+            # Not the one for padding: transformers would take it out of training.
+            **{key: value for key, value in ends.items() if key != "pad_token_id"},
+            "use_cache": True,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "thinwire_version": thinwire.__version__,
+        }
+        write_json(folder / CONFIG, config)
+        tokenizer.write(folder)
+        if not (folder / GENERATION).exists():
+            write_json(folder / GENERATION, ends)
+        size = human_bytes(sum(map(math.prod, weights.shapes.values())) * dtype.itemsize)
+        display.phase("write", f"{len(weights.shapes)} tensors, {size} in {wanted.dtype}")
+        write_model(folder, weights.shapes, dtype, partial(tensor_of, weights), wanted.shard_bytes)
         found = None
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
-            dtype = EXPORT_TYPES[wanted.dtype]
             found = verify(folder, weights, dtype, checkpoint, tokenizer)
             display.phase("verify", str(found))
             if found.tokenizer_class != AUTO_TOKENIZER:
@@ -117,33 +119,6 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
                 )
         card = model_card(checkpoint, wanted.folder.name, wanted.dtype, not why_not, found)
         (folder / CARD).write_text(card, encoding="utf-8")
-
-
-def _write(
-    folder: Path,
-    weights: Folded | WithCuts,
-    tokenizer: TokenizerFiles,
-    wanted: Wanted,
-    display: Display,
-) -> None:
-    settings, dtype = weights.settings, EXPORT_TYPES[wanted.dtype]
-    with_cuts = isinstance(weights, WithCuts)
-    ends = tokenizer.generation()
-    config = {
-        **(config_with_cuts(settings) if with_cuts else config_of(settings.model)),
-        # Not the one for padding: transformers would take it out of training.
-        **{key: value for key, value in ends.items() if key != "pad_token_id"},
-        "use_cache": True,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "thinwire_version": thinwire.__version__,
-    }
-    write_json(folder / CONFIG, config)
-    tokenizer.write(folder)
-    if not (folder / GENERATION).exists():
-        write_json(folder / GENERATION, ends)
-    size = sum(math.prod(shape) for shape in weights.shapes.values()) * dtype.itemsize
-    display.phase("write", f"{len(weights.shapes)} tensors, {human_bytes(size)} in {wanted.dtype}")
-    write_model(folder, weights.shapes, dtype, partial(tensor_of, weights), wanted.shard_bytes)
 
 
 def model_card(
@@ -161,7 +136,9 @@ def model_card(
     else:
         about += f"trained with thinwire in {settings.pipeline.stages} pipeline stages"
     tokenizer = verdict.tokenizer_class if verdict else AUTO_TOKENIZER
-    opening = (_PLAIN if is_plain else _WITH_CUTS).format(name=name, tokenizer=tokenizer)
+    register = "" if is_plain else _REGISTER
+    opening = _OPENING.format(name=name, tokenizer=tokenizer, register=register)
+    opening = opening if is_plain else _WITH_CUTS + opening
     checked = f"\nVerified when it was exported: {verdict}.\n" if verdict else ""
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{tags}---\n\n"
@@ -187,14 +164,12 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     if lora.rank:
         about = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}"
         adapters = {"adapters": f"{about}; merged into the weights"}
+    place = settings.train.init_from  # of which its name is said, without the path to it
     facts = {
         "model": shape,
         "steps": f"{step:,} of {settings.train.steps:,}",
         "tokens": f"{step * settings.tokens_per_step:,}, {settings.tokens_per_step:,} per step",
-        # Its name, without the path to it.
-        **(
-            {"started from": f"`{Path(place).name}`"} if (place := settings.train.init_from) else {}
-        ),
+        **({"started from": f"`{Path(place).name}`"} if place else {}),
         "data": f"source `{data.source}`" + (f", fingerprint `{corpus}`" if corpus else ""),
         **_losses(checkpoint),
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, weight decay "
@@ -244,7 +219,7 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
 
     The model that it belongs to is not in it; `base` names it for peft.
     """
-    wanted.check(ADAPTER_CONFIG)
+    check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
     settings = checkpoint.settings
     if not settings.lora.rank:
         raise ConfigError(
@@ -258,34 +233,17 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
         )
     checkpoint.verify()
     dtype = EXPORT_TYPES[wanted.dtype]
-    tensors = {
-        f"{PREFIX}{name}": tensor.to(dtype).contiguous()
-        for name, tensor in adapter_tensors(checkpoint).items()
-    }
-    size = human_bytes(sum(tensor.nbytes for tensor in tensors.values()))
-    display.phase("write", f"{len(tensors)} tensors of adapters, {size} in {wanted.dtype}")
-    with new_folder(wanted.folder) as folder:
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        (folder / ADAPTER_WEIGHTS).chmod(0o644)
-        write_json(folder / ADAPTER_CONFIG, adapter_config(checkpoint, base))
-
-
-def adapter_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """A and B of every adapter, beside plain weights: a B of coordinates becomes U B."""
-    folded = Folded(checkpoint)
+    folded, found = Folded(checkpoint), {}
     names = {n for n in checkpoint.names() if is_adapter(n) and n.endswith(".weight")}
-    found = checkpoint.tensors(names)
-    for name in sorted(names):
+    for name, tensor in sorted(checkpoint.tensors(names).items()):
         layer, part, _ = name.rsplit(".", 2)
-        if part == UP:
-            found[name] = folded.in_full(f"{layer}.weight", found[name])
-    return dict(sorted(found.items()))
-
-
-def adapter_config(checkpoint: Checkpoint, base: str) -> dict[str, Any]:
-    """What peft must know to put the adapters where they belong."""
-    lora = checkpoint.settings.lora
-    return {
+        # Beside plain weights a B of coordinates becomes U B.
+        whole = folded.in_full(f"{layer}.weight", tensor) if part == UP else tensor
+        found[f"{PREFIX}{name}"] = whole.to(dtype).contiguous()
+    size = human_bytes(sum(tensor.nbytes for tensor in found.values()))
+    display.phase("write", f"{len(found)} tensors of adapters, {size} in {wanted.dtype}")
+    lora = settings.lora
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
@@ -297,3 +255,7 @@ def adapter_config(checkpoint: Checkpoint, base: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    with new_folder(wanted.folder) as folder:
+        save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_WEIGHTS).chmod(0o644)
+        write_json(folder / ADAPTER_CONFIG, config)

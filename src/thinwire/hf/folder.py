@@ -43,12 +43,20 @@ Read = Callable[[str], Tensor]
 
 
 def check_target(
-    folder: Path, replace: bool, is_ours: Callable[[Path], bool], what: str = "exported model"
+    folder: Path, replace: bool, mark: str, key: str = "", what: str = "exported model"
 ) -> None:
-    """Refuse to write over what is there; even by force only over what is of the same kind."""
+    """Refuse to write over what is there; even by force only over what is of the same kind: it has
+    a file `mark`, which has the `key`.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not folder.is_dir() or not is_ours(folder):
+    is_ours = (folder / mark).is_file()
+    if is_ours and key:
+        try:
+            is_ours = key in read_json(folder / mark)
+        except CheckpointError:
+            is_ours = False
+    if not is_ours:
         raise ConfigError(f"{folder} exists and is no {what}: choose another name")
     if not replace:
         raise ConfigError(f"{folder} exists already: choose another name, or use --force")
@@ -111,8 +119,20 @@ class FolderWeights:
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}
-        for file, names in self._parts().items():
-            self._scan(file, names)
+        for file, expected in self._parts().items():
+            with self._opened(file) as opened:
+                names = set(opened.keys())
+                if expected is not None and names != expected:
+                    absent, other = sorted(expected - names), sorted(names - expected)
+                    found = f"lacks {absent[0]}" if absent else f"also holds {other[0]}"
+                    raise CheckpointError(
+                        f"{folder / file} {found}, unlike {INDEX} says: the files are not of one "
+                        "model"
+                    )
+                for name in names:
+                    part = opened.get_slice(name)
+                    self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
+                    self._files[name] = file
 
     def read(self, name: str) -> Tensor:
         """One of the tensors, and no other."""
@@ -152,21 +172,6 @@ class FolderWeights:
                 f"names, such as {missing[0]}: complete the download"
             )
         return parts
-
-    def _scan(self, file: str, expected: set[str] | None) -> None:
-        with self._opened(file) as opened:
-            names = set(opened.keys())
-            if expected is not None and names != expected:
-                absent, other = sorted(expected - names), sorted(names - expected)
-                what = f"lacks {absent[0]}" if absent else f"also holds {other[0]}"
-                raise CheckpointError(
-                    f"{self._folder / file} {what}, unlike {INDEX} says: the files are not of "
-                    "one model"
-                )
-            for name in names:
-                part = opened.get_slice(name)
-                self.listed[name] = Kept(tuple(part.get_shape()), part.get_dtype())
-                self._files[name] = file
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
@@ -210,18 +215,16 @@ def write_tensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            file.write(_bytes_of(name, read(name), shape, of[name]))
+            tensor = read(name)
+            if tuple(tensor.shape) != tuple(shape):
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
+                )
+            rounded = tensor.detach().cpu().to(of[name]).contiguous()
+            del tensor  # nobody holds it while the next one is read
+            file.write(rounded.flatten().view(torch.uint8).numpy().data)
+            del rounded
     flush(path)
-
-
-def _bytes_of(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> memoryview:
-    """A tensor as it is in the file; nobody else holds it while the next one is read."""
-    if tuple(tensor.shape) != tuple(shape):
-        raise CheckpointError(
-            f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} was announced"
-        )
-    rounded = tensor.detach().cpu().to(dtype).contiguous()
-    return rounded.flatten().view(torch.uint8).numpy().data
 
 
 def write_model(

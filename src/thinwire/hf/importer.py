@@ -153,30 +153,6 @@ def _fetched(name: str) -> Path:
 def _gguf(path: Path, scratch: Path) -> Origin:
     """A GGUF file, dequantised to float32 by transformers, which holds the whole model."""
     transformers = needs("transformers", "hf", f"importing {path}")
-    needs("gguf", "hf", f"importing {path}")
-    _check_gguf(path)
-    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    folder = str(path.resolve().parent)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
-            config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
-            shape_of(config)
-            transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
-    except ConfigError:
-        raise
-    except Exception as error:  # the library checks little: anything may come of a damaged file
-        raise CheckpointError(f"transformers cannot read {path}: {_first_line(error)}") from error
-    note = (
-        "transformers dequantised the GGUF file to float32, with the whole model in memory. "
-        "Training changes these weights; they are not rounded to the file's few bits again"
-    )
-    weights = MemoryWeights(model.state_dict())
-    return Origin(path.stem, config, *_tokenizer(scratch), weights, [note])
-
-
-def _check_gguf(path: Path) -> None:
-    """Refuse what transformers would leave out without a word: scaled rotary positions."""
     gguf = needs("gguf", "hf", f"importing {path}")
     try:
         reader = gguf.GGUFReader(path)
@@ -190,11 +166,29 @@ def _check_gguf(path: Path) -> None:
         raise CheckpointError(
             f"{path} is not a GGUF file, or truncated: {_first_line(error)}"
         ) from error
-    if scaling:
+    if scaling:  # what the library would leave out without a word
         raise ConfigError(
             f"{path} has scaled rotary positions ({scaling[0]}), which transformers drops from "
             "GGUF files: import the model's folder of safetensors instead"
         )
+    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    folder = str(path.resolve().parent)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
+            config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
+            shape_of(config)
+            transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"transformers cannot read {path}: {_first_line(error)}") from error
+    note = (
+        "transformers dequantised the GGUF file to float32, with the whole model in memory. "
+        "Training changes these weights; they are not rounded to the file's few bits again"
+    )
+    weights = MemoryWeights(model.state_dict())
+    return Origin(path.stem, config, *_tokenizer(scratch), weights, [note])
 
 
 def _first_line(error: Exception) -> str:
@@ -293,13 +287,7 @@ def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress
 
 def check_import(target: Path, force: bool) -> None:
     """Refuse to write over what is there; even by force only over an earlier import."""
-
-    def is_import(folder: Path) -> bool:
-        with contextlib.suppress(CheckpointError):
-            return IMPORTED in read_json(folder / MANIFEST)
-        return False
-
-    check_target(target, force, is_import, "imported model")
+    check_target(target, force, MANIFEST, IMPORTED, "imported model")
 
 
 def _source(origin: Origin, name: str) -> str:
@@ -326,40 +314,34 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         {name: tuple(p.shape) for name, p in builder.build(index).global_parameters().items()}
         for index in range(settings.pipeline.stages)
     ]
-    names = {_source(origin, name) for shapes in stages for name in shapes}
-    _check_names(origin.name, names, set(listed))
-    for shapes in stages:
-        for name, shape in shapes.items():
-            _check_tensor(name, shape, listed[_source(origin, name)])
-    return [{name: listed[_source(origin, name)] for name in shapes} for shapes in stages]
-
-
-def _check_names(what: str, expected: set[str], found: set[str]) -> None:
-    missing, extra = sorted(expected - found), sorted(found - expected)
+    expected = {_source(origin, name): shape for each in stages for name, shape in each.items()}
+    missing, extra = (
+        sorted(expected.keys() - listed.keys()),
+        sorted(listed.keys() - expected.keys()),
+    )
     if missing:
         also = f"; it has {extra[0]}, which is none of them" if extra else ""
         raise CheckpointError(
-            f"{what} lacks {len(missing)} of the tensors that its config.json asks for, such as "
-            f"{missing[0]}{also}"
+            f"{origin.name} lacks {len(missing)} of the tensors that its config.json asks for, "
+            f"such as {missing[0]}{also}"
         )
     if extra:
         raise CheckpointError(
-            f"{what} has tensors that its config.json does not ask for ({len(extra)}), such as "
-            f"{extra[0]}: it is not the plain model that its config.json describes"
+            f"{origin.name} has tensors that its config.json does not ask for ({len(extra)}), such "
+            f"as {extra[0]}: it is not the plain model that its config.json describes"
         )
-
-
-def _check_tensor(name: str, shape: tuple[int, ...], kept: Kept) -> None:
-    if kept.shape != shape:
-        raise CheckpointError(
-            f"{name} has shape {kept.shape}, its config.json asks for {shape}: the files are not "
-            "of one model"
-        )
-    if kept.dtype not in TYPES:
-        raise CheckpointError(
-            f"{name} is stored as {kept.dtype}; weights must be one of {', '.join(TYPES)}: take "
-            "the folder of the weights before they were quantised"
-        )
+    for name, shape in expected.items():
+        if listed[name].shape != shape:
+            raise CheckpointError(
+                f"{name} has shape {listed[name].shape}, its config.json asks for {shape}: the "
+                "files are not of one model"
+            )
+        if listed[name].dtype not in TYPES:
+            raise CheckpointError(
+                f"{name} is stored as {listed[name].dtype}; weights must be one of "
+                f"{', '.join(TYPES)}: take the folder of the weights before they were quantised"
+            )
+    return [{name: listed[_source(origin, name)] for name in shapes} for shapes in stages]
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -427,14 +409,7 @@ def run_toml(name: str, imported: Settings, folder: Path) -> str:
     }
     asked = Settings.as_asked(values)
     asked.resolved()
-    shown = {
-        "name": _one_line(name),
-        "place": _one_line(folder),
-        "file": shlex.quote(_one_line(folder / "run.toml")),
-    }
-    return f"{_HEAD.format(**shown)}\n{to_toml(asked)}"
-
-
-def _one_line(text: object) -> str:
-    """A name or path within a comment, where a line break would end it."""
-    return " ".join(str(text).split())
+    # Within a comment, where a line break would end it.
+    name, place, file = (" ".join(str(each).split()) for each in (name, folder, folder / RUN_TOML))
+    head = _HEAD.format(name=name, place=place, file=shlex.quote(file))
+    return f"{head}\n{to_toml(asked)}"

@@ -109,10 +109,7 @@ def verify(
     with torch.no_grad():
         if dtype != torch.float32:
             rounding = _difference(theirs, ids, ours.logits_TV)
-            for (
-                name,
-                tensor,
-            ) in theirs.state_dict().items():  # as they were before they were rounded
+            for name, tensor in theirs.state_dict().items():  # as it was before it was rounded
                 tensor.copy_(tensor_of(weights, name))
         difference = _difference(theirs, ids, ours.logits_TV)
     verdict = Verified(difference, largest, ids.shape[1], text, rounding, opener)

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.data.documents import Texts
-from thinwire.data.encode import LostCharacters, encode_passages
-from thinwire.data.sources import read_texts, text_files
+from thinwire.data.documents import LostCharacters, Texts
+from thinwire.data.sources import read_records, text_files
 from thinwire.engine import Checkpoint
 from thinwire.engine.build import choose_device
 from thinwire.engine.chain import Joined
@@ -101,10 +100,10 @@ class Model(Joined, TextModel):
         """Loss on all of another text, or on its first `batches` microbatches."""
         display.phase("data", f"{path}, with the tokenizer of {self.checkpoint.folder}")
         files = text_files(str(path), "--data")
-        texts = Texts([(functools.partial(read_texts, files, text_key), 0)]).read()
+        texts = Texts([(functools.partial(read_records, files, text_key), 0)], text_key)
         lost = LostCharacters()
-        passages = (("valid", document.text) for document in texts)
-        chunks = list(encode_passages(self.tokenizer(), passages, lost))
+        passages = (("valid", document.text) for document in texts.read())
+        chunks = list(texts.encode(self.tokenizer(), passages, lost))
         ids_N = np.concatenate([np.empty(0, np.int64), *(chunk.ids for chunk in chunks)])
         sizes_N = np.concatenate([np.empty(0, np.int64), *(c.sizes for c in chunks)])
         if len(ids_N) < 2:
@@ -137,7 +136,8 @@ class Model(Joined, TextModel):
             "step": self.checkpoint.step,
             "compression": "on" if self.compression else "off",
             "valid_loss": score.loss,
-            "perplexity": _perplexity(score.loss),
+            # A float holds no more.
+            "perplexity": math.exp(score.loss) if score.loss < 709 else math.inf,
             "bits_per_byte": bits_per_byte(score.loss, tokens, size),
             "tokens": score.count,
         }
@@ -155,11 +155,3 @@ class Model(Joined, TextModel):
             return choose(logits_BTV[0, -1].float().cpu())
 
         return read
-
-
-def _perplexity(loss: float) -> float:
-    """e to the loss; infinite where a float cannot hold it."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

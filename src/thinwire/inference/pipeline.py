@@ -74,7 +74,7 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
             )
             self._peers.start()
             while not self._has_begun:
-                self._heed(self._next_event())
+                self._heed(self._peers.next_event(self._coordinator))
             starting.pop_all()
         return self
 
@@ -86,9 +86,15 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
             start = time.monotonic()
             how = {} if number else dataclasses.asdict(sampling)
             self._tell_all(Read(part, number, with_empty_past or not number, **how))
-            token = self._chosen()
-            self.traffic.add(len(part), time.monotonic() - start)
-            return token
+            while not self._coordinator.is_over:
+                event = self._peers.next_event(self._coordinator)
+                if isinstance(event, Said) and isinstance(event.message, Chosen):
+                    self.traffic.chosen += 1
+                    self.traffic.read += len(part)
+                    self.traffic.seconds += time.monotonic() - start
+                    return event.message.token
+                self._heed(event)
+            raise StageError("the stages of this model have ended")
 
         return read
 
@@ -96,24 +102,13 @@ class PipelineModel(TextModel, contextlib.AbstractContextManager["PipelineModel"
         """Let the stages end in good order; what crossed their links."""
         self._tell_all(Read([]))
         while not self._coordinator.is_over:
-            self._heed(self._next_event())
+            self._heed(self._peers.next_event(self._coordinator))
         self.traffic.control_bytes = self._peers.control_bytes() - self._control_bytes_before
         return self.traffic
 
     def _tell_all(self, message: Read) -> None:
         for stage in range(self.settings.pipeline.stages):
             self._peers.tell(stage, message)
-
-    def _chosen(self) -> int:
-        while not self._coordinator.is_over:
-            event = self._next_event()
-            if isinstance(event, Said) and isinstance(event.message, Chosen):
-                return event.message.token
-            self._heed(event)
-        raise StageError("the stages of this model have ended")
-
-    def _next_event(self) -> Event:
-        return self._peers.next_event(self._coordinator)
 
     def _heed(self, event: Event) -> None:
         heed(self._coordinator, self._peers, self._carry_out, event)
@@ -138,20 +133,15 @@ def _remove_logs(folder: Path, kind: type[BaseException] | None, *_: object) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclasses.dataclass
 class TextTraffic:
     """What a text has cost: time, and bytes over each link, frame headers included."""
 
-    def __init__(self) -> None:
-        self.chosen = self.read = 0
-        self.seconds = 0.0
-        self.links: dict[int, Counts] = {}  # by cut
-        self.control_bytes = 0
-
-    def add(self, read: int, seconds: float) -> None:
-        """One more token was chosen, after so many were read."""
-        self.chosen += 1
-        self.read += read
-        self.seconds += seconds
+    chosen: int = 0  # tokens
+    read: int = 0  # with those of prompts
+    seconds: float = 0.0
+    links: dict[int, Counts] = dataclasses.field(default_factory=dict)  # by cut
+    control_bytes: int = 0
 
     def text(self) -> str:
         """A line for the speed, and one for each link."""

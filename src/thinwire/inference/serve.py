@@ -78,7 +78,21 @@ def read_request(
         value = body.get(key)
         if value is not False and value not in (None, nothing, [], {}):
             raise RefusedError(f"{key} is not supported: leave it out", 400, "unsupported", key)
-    ids = _chat_ids(body, model) if is_chat else _prompt_ids(body, model)
+    if is_chat:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            text = "messages must be a list with at least one message"
+            raise RefusedError(text, param="messages")
+        try:
+            ids = model.chat().prompt_ids(messages)
+        except DataError as error:
+            raise RefusedError(str(error), param="messages") from None
+    else:
+        prompt = body.get("prompt", "")
+        prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+        if not isinstance(prompt, str):
+            raise RefusedError("prompt must be one text", param="prompt")
+        ids = model.encode(prompt)
     context = model.settings.model.context
     if len(ids) > context:
         text = f"the prompt has {len(ids)} tokens, but this model's context is {context} tokens"
@@ -119,12 +133,11 @@ class ServedText:
 
     def whole(self, is_wanted: Callable[[], bool]) -> dict[str, Any] | None:
         """All of it; None if nobody wants it any more."""
-        pieces = []
+        text = ""
         for piece in self._writing:
             if not is_wanted():
                 return None
-            pieces.append(piece)
-        text = "".join(pieces)
+            text += piece
         said = {"message": {"role": "assistant", "content": text}}
         return self._with(said if self._asked.is_chat else {"text": text}, usage=True)
 
@@ -155,25 +168,6 @@ class ServedText:
             "completion_tokens": written,
             "total_tokens": prompt + written,
         }
-
-
-def _prompt_ids(body: dict[str, Any], model: TextModel) -> list[int]:
-    prompt = body.get("prompt", "")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str):
-        raise RefusedError("prompt must be one text", param="prompt")
-    return model.encode(prompt)
-
-
-def _chat_ids(body: dict[str, Any], model: TextModel) -> list[int]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RefusedError("messages must be a list with at least one message", param="messages")
-    try:
-        return model.chat().prompt_ids(messages)
-    except DataError as error:
-        raise RefusedError(str(error), param="messages") from None
 
 
 def _stops(stop: Any) -> list[str]:
@@ -379,42 +373,37 @@ class Handler(BaseHTTPRequestHandler):
             body = self._body()  # also of what is refused: else it would be the next request
             if self.path not in (CHATS, COMPLETIONS):
                 raise _unknown(self.path, CHATS, COMPLETIONS)
-            asked = self._asked(body)
-            with self.server.turns.next(MOST_WAITING):
+            server = self.server
+            try:
+                is_chat = self.path == CHATS
+                asked = read_request(body, is_chat, server.model, server.name, server.most_tokens)
+            except ThinwireError as error:  # such as a model without a chat template
+                raise RefusedError(str(error)) from error
+            with server.turns.next(MOST_WAITING):
                 self._answer(asked)
-            self.server.answered += 1
+            server.answered += 1
         except RefusedError as error:
             self._refuse(error)
-
-    def _asked(self, body: Any) -> TextRequest:
-        try:
-            server = self.server
-            is_chat = self.path == CHATS
-            return read_request(body, is_chat, server.model, server.name, server.most_tokens)
-        except ThinwireError as error:  # such as a model without a chat template
-            raise RefusedError(str(error)) from error
 
     def _body(self) -> Any:
         """The JSON of a request; what is too long, or no JSON, is refused unread."""
         kind, length = self.headers.get_content_type(), self.headers.get("Content-Length", "")
+        will_close, self.close_connection = self.close_connection, True  # with an unread body
         # Also keeps web pages of others out: a browser asks first before it sends JSON.
         if kind != "application/json":
-            raise self._unread(f"Content-Type must be application/json, not {kind}", 415)
+            raise RefusedError(f"Content-Type must be application/json, not {kind}", 415)
         is_one = len(self.headers.get_all("Content-Length", [])) == 1
         if not is_one or not length.isdecimal() or "Transfer-Encoding" in self.headers:
-            raise self._unread("the request needs a Content-Length", 411)
+            raise RefusedError("the request needs a Content-Length", 411)
         if len(length) > 10 or int(length) > MOST_BYTES:
-            raise self._unread(f"the request has more than {MOST_BYTES} bytes", 413)
+            raise RefusedError(f"the request has more than {MOST_BYTES} bytes", 413)
+        self.close_connection = will_close
         try:
             body = json.loads(self.rfile.read(int(length)))
             json.dumps(body, ensure_ascii=False).encode()  # "\\ud800" alone is no character
             return body
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"the body is not JSON: {printable(str(error), 200)}") from None
-
-    def _unread(self, text: str, status: int) -> RefusedError:
-        self.close_connection = True
-        return RefusedError(text, status)
 
     def _answer(self, asked: TextRequest) -> None:
         if self.server.is_over.is_set():  # the model may be gone

@@ -60,10 +60,7 @@ class TextStage:
 
     def max_payload(self) -> int:
         """The largest payload that the stage below may send: a whole context."""
-        limits = (
-            end.codecs[Leg.FORWARD].payload_limit(end.spec.shape) for end in self._ends.values()
-        )
-        return max(limits, default=0) + 65536
+        return max((end.payload_limit() for end in self._ends.values()), default=0) + 65536
 
     def contract(self, cut: int, epoch: int = 0, at_start: bool = True) -> dict[str, Any]:
         """What both ends of a cut must agree on before the first frame."""
@@ -94,13 +91,13 @@ class TextStage:
         end = self._ends[self.index]
         place = end.place(Leg.FORWARD, self._step, number, training=False)
         payload = end.codecs[Leg.FORWARD].pack(z_BTK.to(end.spec.dtype), place)
-        return self._frame(end, self.index, number, tuple(z_BTK.shape), payload)
+        return self._frame(end, number, tuple(z_BTK.shape), payload)
 
     def unpacked(self, frame: Frame, message: Read) -> Tensor:
         """The activation in a frame of the stage below, held against what is due."""
         end = self._ends[self.index - 1]
         shape = (1, len(message.ids), end.spec.shape[-1])
-        due = self._frame(end, self.index - 1, message.number, shape)
+        due = self._frame(end, message.number, shape)
         for key, wanted in vars(due).items():
             if key != "payload" and getattr(frame, key) != wanted:
                 raise WireError(
@@ -112,16 +109,11 @@ class TextStage:
         return end.codecs[Leg.FORWARD].unpack(frame.payload, spec, place)
 
     def _frame(
-        self,
-        end: CutEnd,
-        sender: int,
-        number: int,
-        shape: tuple[int, ...],
-        payload: BytesLike = b"",
+        self, end: CutEnd, number: int, shape: tuple[int, ...], payload: BytesLike = b""
     ) -> Frame:
         return Frame(
             kind=FrameKind.EVALUATE,
-            sender=sender,
+            sender=end.cut,
             step=self._step,
             microbatch=number,
             weight_version=self._versions.weight_version,
@@ -166,11 +158,15 @@ class TextPeer(Peer):
             if not message.ids:
                 break
             if message.number == 0:
-                choose = Choice(
-                    Sampling(message.temperature, message.top_k, message.top_p, message.seed)
-                )
-            self._progress.begin("waits for the stage below")
-            received = None if below is None else stage.unpacked(_next(arrived), message)
+                how = message.temperature, message.top_k, message.top_p, message.seed
+                choose = Choice(Sampling(*how))
+            received = None
+            if below is not None:
+                self._progress.begin("waits for the stage below")
+                frame = arrived.get()
+                if isinstance(frame, WireError):
+                    raise frame
+                received = stage.unpacked(frame, message)
             self._progress.begin("reads")
             said = stage.read(message, received)
             if above is not None:
@@ -179,13 +175,6 @@ class TextPeer(Peer):
                 self.say(Chosen(choose(said[0, -1].float().cpu())))
         for link in self._links.values():
             link.close(None)
-
-
-def _next(arrived: "queue.SimpleQueue[Frame | WireError]") -> Frame:
-    frame: Frame | WireError = arrived.get()
-    if isinstance(frame, WireError):
-        raise frame
-    return frame
 
 
 def main() -> None:

@@ -235,77 +235,53 @@ class Writing:
     ):
         self.count = 0  # tokens so far, with the one that ended the text
         self.ended_by: Literal["length", "stop"] = "length"
-        self._ids = list(prompt)
-        self._text = _TextOf(tokenizer, self._ids)
+        self._tokenizer, self._ids = tokenizer, list(prompt)
+        self._before, self._told = max(0, len(prompt) - 1), len(prompt)
         self._chosen = chosen
         self._ends = ends
-        self._stops = _Stops(stop)
+        self._stops = [string for string in stop if string]
+        self._held = ""
 
     def __iter__(self) -> Iterator[str]:
-        is_ended = False
         for token in self._chosen:
             self.count += 1
-            if is_ended := token in self._ends:
+            if token in self._ends:
+                self.ended_by = "stop"
                 break
             self._ids.append(token)
-            yield self._stops.passed(self._text.whole_characters())
-            if self._stops.found:
-                break
-        if not self._stops.found:
-            rest = self._stops.passed(self._text.rest())
-            yield rest if self._stops.found else rest + self._stops.held
-        if is_ended or self._stops.found:
-            self.ended_by = "stop"
+            shown, is_stopped = self._up_to_stop(self._new_text())
+            yield shown
+            if is_stopped:
+                return
+        shown, is_stopped = self._up_to_stop(self._new_text(whole_characters=False))
+        yield shown if is_stopped else shown + self._held
 
+    def _new_text(self, whole_characters: bool = True) -> str:
+        """What has been added, or nothing while its last character is spread over ids to come.
 
-class _Stops:
-    """Lets text pass up to the first of some strings; holds back what may become one of them."""
+        It is read together with the piece before, since some tokenizers write a token otherwise
+        where it stands first.
+        """
+        known = self._tokenizer.decode(self._ids[self._before : self._told])
+        text = self._tokenizer.decode(self._ids[self._before :])[len(known) :]
+        if whole_characters and text.endswith("\ufffd"):
+            return ""
+        self._before, self._told = self._told, len(self._ids)
+        return text
 
-    def __init__(self, strings: Collection[str]):
-        self.held = ""
-        self.found = False
-        self._strings = [string for string in strings if string]
-
-    def passed(self, piece: str) -> str:
-        """What of the text so far can be shown."""
-        text, self.held = self.held + piece, ""
-        found = [at for string in self._strings if (at := text.find(string)) >= 0]
+    def _up_to_stop(self, piece: str) -> tuple[str, bool]:
+        """What can be shown, up to a stop, and whether that came. What may become one is held."""
+        text, self._held = self._held + piece, ""
+        found = [at for string in self._stops if (at := text.find(string)) >= 0]
         if found:
-            self.found = True
-            return text[: min(found)]
+            self.ended_by = "stop"
+            return text[: min(found)], True
         beginnings = (
             length
-            for string in self._strings
+            for string in self._stops
             for length in range(min(len(string) - 1, len(text)), 0, -1)
             if text.endswith(string[:length])
         )
         keep = len(text) - max(beginnings, default=0)
-        self.held = text[keep:]
-        return text[:keep]
-
-
-class _TextOf:
-    """The text of ids as they come: a character may be spread over several of them.
-
-    Each piece is read together with the one before, since some tokenizers write a token otherwise
-    where it stands first.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, ids: list[int]):
-        self._tokenizer = tokenizer
-        self._ids = ids
-        self._before, self._told = max(0, len(ids) - 1), len(ids)
-
-    def whole_characters(self) -> str:
-        """What has been added, or nothing while its last character is not complete."""
-        return "" if self._untold().endswith("\ufffd") else self.rest()
-
-    def rest(self) -> str:
-        """What has been added, complete or not."""
-        untold = self._untold()
-        self._before, self._told = self._told, len(self._ids)
-        return untold
-
-    def _untold(self) -> str:
-        known = self._tokenizer.decode(self._ids[self._before : self._told])
-        return self._tokenizer.decode(self._ids[self._before :])[len(known) :]
+        self._held = text[keep:]
+        return text[:keep], False

@@ -13,13 +13,13 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import IO, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from thinwire.report.human import (
@@ -30,10 +30,12 @@ from thinwire.report.human import (
     loss_text,
     meter_bar,
     percent,
+    sparkline,
 )
-from thinwire.report.losses import Curve, sparkline
+from thinwire.report.metrics import Curve
 from thinwire.report.records import EvaluationRecord, LinkRecord, StageRecord, StepRecord
 from thinwire.report.stream import safe_stream
+from thinwire.report.table import number_columns
 
 _TAG_WIDTH = len("[train]")
 
@@ -320,12 +322,10 @@ def _tables(record: StepRecord, width: int) -> RenderableType:
 
 
 def _stage_table(stages: list[StageRecord], step_seconds: float, text_width: int) -> Table:
-    table = _bare_table()
-    table.add_column("stage", no_wrap=True)
-    for name in ("layers", "device"):  # on a narrow terminal these give way, never the numbers
-        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=text_width)
-    for name in ("compute", "wait", "update"):
-        table.add_column(name, justify="right", no_wrap=True)
+    # On a narrow terminal the texts give way, never the numbers.
+    narrow: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis", "max_width": text_width}
+    texts = Column("layers", **narrow), Column("device", **narrow)
+    table = _bare_table("stage", *texts, *number_columns("compute", "wait", "update"))
     for stage in stages:
         shares = [
             percent(seconds / step_seconds if step_seconds > 0 else None)
@@ -336,24 +336,23 @@ def _stage_table(stages: list[StageRecord], step_seconds: float, text_width: int
 
 
 def _link_table(links: list[LinkRecord]) -> Table:
-    table = _bare_table()
-    table.add_column("link", no_wrap=True)
-    for name in ("fwd/step", "bwd/step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("uplink busy", no_wrap=True)
+    busy = Column("uplink busy", no_wrap=True)
+    table = _bare_table("link", *number_columns("fwd/step", "bwd/step"), busy)
     for link in links:
-        busy = f"{percent(link.utilisation):>5}"
         table.add_row(
             f"{link.cut}→{link.cut + 1}",
             human_bytes(link.forward_bytes),
             human_bytes(link.backward_bytes),
-            Text.assemble(busy, "  ", (meter_bar(link.utilisation), "blue")),
+            Text.assemble(
+                f"{percent(link.utilisation):>5}  ", (meter_bar(link.utilisation), "blue")
+            ),
         )
     return table
 
 
-def _bare_table() -> Table:
-    return Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+def _bare_table(first: str, *columns: Column) -> Table:
+    style: dict[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0), "pad_edge": False}
+    return Table(Column(first, no_wrap=True), *columns, box=None, **style)
 
 
 def _tag(tag: str, style: str) -> Text:

@@ -1,8 +1,8 @@
 """The numbers of a run on disk: one JSON object per line, TensorBoard files, Weights & Biases.
 
-metrics.jsonl is the record that plots and summaries are made from; the others are a convenience on
-top and may be missing. Nothing that happens to Weights & Biases may end a run: what fails is told
-once, and the run goes on without it.
+metrics.jsonl is the record that plots and summaries are made from, in memory that does not grow
+with the run. The others are a convenience on top and may be missing. Nothing that happens to
+Weights & Biases may end a run: what fails is told once, and the run goes on without it.
 """
 
 import contextlib
@@ -14,13 +14,17 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from thinwire.errors import ThinwireError
 from thinwire.lazy import needs
+from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepLoss, StepRecord, revived
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
@@ -42,14 +46,24 @@ class WandbLog:
         self._run: Any = None
         with self._trying():
             wandb = needs("wandb", "wandb", f'run.wandb = "{project}"')
+            # By the environment and wandb's own files. No questions: a run may have no terminal.
+            is_online = wandb.setup().settings.mode == "online"
+            if is_online and not wandb.login(prompt=False):
+                raise ValueError(
+                    "you are not logged in: run `wandb login`, or set WANDB_MODE=offline and "
+                    "upload with `wandb sync` later"
+                )
+            kept = folder / ID_FILE
+            if not kept.is_file():
+                kept.write_text(secrets.token_hex(8) + "\n")
             self._run = wandb.init(
                 project=project,
                 name=name,
-                id=_run_id(folder),
+                id=kept.read_text().strip(),
                 resume="allow",
                 dir=str(folder),
                 config=config,
-                settings=_settings(wandb),
+                settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
             )
             # Not wandb's own counter, which refuses to go back, as a resumed run may.
             self._run.define_metric("*", step_metric="step")
@@ -86,25 +100,6 @@ class WandbLog:
         except Exception as error:  # the package has many of its own, and they may change
             self._run = None
             self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {error}")
-
-
-def _settings(wandb: Any) -> Any:
-    """Quiet, and without questions: a run may have no terminal, or a display of its own on it."""
-    is_online = wandb.setup().settings.mode == "online"  # by the environment and wandb's own files
-    if is_online and not wandb.login(prompt=False):
-        raise ValueError(
-            "you are not logged in: run `wandb login`, or set WANDB_MODE=offline and upload with "
-            "`wandb sync` later"
-        )
-    return wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS)
-
-
-def _run_id(folder: Path) -> str:
-    """The run's id there: drawn once, and kept in its folder."""
-    path = folder / ID_FILE
-    if not path.is_file():
-        path.write_text(secrets.token_hex(8) + "\n")
-    return path.read_text().strip()
 
 
 FILE_NAME = "metrics.jsonl"
@@ -221,7 +216,7 @@ def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationR
     """The steps and evaluations in a run's folder, by step; incomplete lines are left out."""
     steps: dict[int, StepRecord] = {}
     evaluations: dict[int, EvaluationRecord] = {}
-    for record in metrics_of(folder):
+    for record in _records(folder, StepRecord):
         if isinstance(record, StepRecord):
             steps[record.step] = record
         else:
@@ -232,8 +227,7 @@ def read_metrics(folder: str | Path) -> tuple[list[StepRecord], list[EvaluationR
 def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
     """The evaluations alone."""
     found = (record for record in losses_of(folder) if isinstance(record, EvaluationRecord))
-    latest = {record.step: record for record in found}
-    return [latest[step] for step in sorted(latest)]
+    return list({record.step: record for record in sorted(found, key=lambda r: r.step)}.values())
 
 
 def last_step(folder: str | Path) -> StepRecord | None:
@@ -250,40 +244,31 @@ def last_step(folder: str | Path) -> StepRecord | None:
     return None
 
 
-def metrics_of(folder: str | Path) -> Iterator[StepRecord | EvaluationRecord]:
-    """The same one by one, as they were written: a long run need not fit into memory."""
-    return _records(folder, StepRecord)
-
-
 def losses_of(folder: str | Path) -> Iterator[StepLoss | EvaluationRecord]:
-    """Only the loss of each step, which takes a fraction of the time."""
+    """One by one, as they were written, with only the loss of each step: a long run need not fit
+    into memory.
+    """
     return _records(folder, StepLoss)
 
 
 def _records(folder: str | Path, step: type[Step]) -> Iterator[Step | EvaluationRecord]:
     path = Path(folder) / FILE_NAME
-    for number, values in _complete_lines(path):
-        try:
-            if values["kind"] == "step":
-                yield revived(step, values)
-            elif values["kind"] == "evaluation":
-                yield revived(EvaluationRecord, values)
-        except (KeyError, TypeError) as error:
-            raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
-
-
-def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of each line and the record in it."""
     if not path.exists():
         return
+    kinds: dict[Any, type[Step] | type[EvaluationRecord]] = {
+        "step": step,
+        "evaluation": EvaluationRecord,
+    }
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 values = _record_in(line)
+                if values is not None and values["kind"] in kinds:
+                    yield revived(kinds[values["kind"]], values)
+            except (KeyError, TypeError) as error:
+                raise _damaged(path, number, f"a field is missing or wrong ({error})") from None
             except ValueError as error:
                 raise _damaged(path, number, str(error)) from None
-            if values is not None:
-                yield number, values
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
@@ -352,3 +337,74 @@ def _damaged(path: Path, line: int, why: str) -> ThinwireError:
         f"line {line} of {path} cannot be read: {why}. "
         "Delete that line, or move the file away to begin a new record."
     )
+
+
+class Curve:
+    """Points (x, ..., y) of a curve: means over runs of equal length, which doubles when full.
+
+    Of a run the mean of y is kept, and the other coordinates of its last point. So neither memory
+    nor the cost of drawing grows with the number of steps. `capacity` is even.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.run_length = 1
+        self._capacity = capacity
+        self._points: list[tuple[float, ...]] = []
+        self._open: list[tuple[float, ...]] = []
+
+    def add(self, *point: float) -> None:
+        """Append the next point."""
+        self._open.append(point)
+        if len(self._open) < self.run_length:
+            return
+        self._points.append(_merged(self._open))
+        self._open = []
+        if len(self._points) >= self._capacity:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_merged(pair) for pair in pairs]
+            self.run_length *= 2
+
+    def column(self, index: int) -> list[float]:
+        """One coordinate of the points so far, the newest (perhaps incomplete) run last."""
+        newest = [_merged(self._open)] if self._open else []
+        return [point[index] for point in self._points + newest]
+
+
+def _merged(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return (*points[-1][:-1], finite_mean([point[-1] for point in points]))
+
+
+MOST_POINTS = 4096  # more than a picture has columns
+
+
+class Losses:
+    """The curve of the training loss and the validations, thinned where there are too many.
+
+    Steps and evaluations are given in the order of the run.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[StepRecord | StepLoss | EvaluationRecord] = (),
+        most: int = MOST_POINTS,
+    ):
+        train, valid = Curve(most), Curve(most)
+        for record in records:
+            if isinstance(record, EvaluationRecord):
+                valid.add(record.step, record.loss)
+            else:
+                train.add(record.step, record.tokens, record.loss)
+        self.steps_per_point = train.run_length
+        self.steps, self.tokens, self.train = (train.column(index) for index in range(3))
+        self.valid_steps, self.valid = (valid.column(index) for index in range(2))
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Losses":
+        """Those that a run has written to its folder."""
+        return cls(losses_of(folder))
+
+    def tokens_at_validations(self) -> "np.ndarray":
+        """Tokens seen before each validation; one before the first step has seen none."""
+        import numpy as np  # slow to import, and only plots need it
+
+        return np.interp(self.valid_steps, [0, *self.steps], [0, *self.tokens])

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from thinwire.report.human import human_count
-from thinwire.report.losses import Losses
+from thinwire.report.metrics import Losses
 from thinwire.report.records import Timeline, TraceSpan
 
 DPI = 150
@@ -47,14 +47,14 @@ def plot_loss(losses: Losses, path: str | Path, title: str) -> None:
 
 def plot_step(timeline: Timeline, path: str | Path) -> None:
     """Save the timeline of one step, as PNG; a row per stage, the first on top."""
-    _save(step_figure(timeline), path)
+    _save(steps_figure([timeline]), path)
 
 
 def plot_steps_side_by_side(
     timelines: Sequence[Timeline], path: str | Path, title: str = "One step of each run"
 ) -> None:
     """Save one step of each run, as PNG: one below the other, on one scale of time."""
-    _save(comparison_figure(timelines, title), path)
+    _save(steps_figure(timelines, title), path)
 
 
 def loss_figure(losses: Losses, title: str) -> Figure:
@@ -112,18 +112,13 @@ def _reach(count: int) -> int:
     return count // 40
 
 
-def step_figure(timeline: Timeline) -> Figure:
-    """Per stage a lane of computing and waiting, and under it a thin lane of sending."""
-    return _timelines_figure([timeline], timeline.title(), gap=0.0)
+def steps_figure(timelines: Sequence[Timeline], title: str = "") -> Figure:
+    """Per stage a lane of computing and waiting, and under it a thin lane of sending.
 
-
-def comparison_figure(timelines: Sequence[Timeline], title: str) -> Figure:
-    """The step of each run in axes of its own; all have the scale of the longest."""
-    return _timelines_figure(timelines, title, gap=0.45)
-
-
-def _timelines_figure(timelines: Sequence[Timeline], title: str, gap: float) -> Figure:
-    """Charts one below the other under one title and one legend, named where there is a gap."""
+    Runs are one below the other in axes of their own, on the scale of the longest, under one title
+    and one legend; without a title that of the one run is the figure's.
+    """
+    gap = 0.45 if title else 0.0
     # Fixed margins instead of a layout engine: the width of a bar must be known while drawing.
     heights = [0.8 * max(1, len(timeline.stages)) for timeline in timelines]
     total = 1.9 + sum(heights) + gap * len(timelines)
@@ -144,6 +139,7 @@ def _timelines_figure(timelines: Sequence[Timeline], title: str, gap: float) -> 
             axes.tick_params(labelbottom=False)
         top -= height
     axes.set_xlabel("seconds since the step began on stage 0", fontsize=13)
+    title = title or timelines[0].title()
     figure.text(_LEFT, 1 - 0.35 / total, title, fontsize=14, va="center")
     _legend(figure, 1 - 0.75 / total)
     return figure

@@ -6,12 +6,12 @@ lacks, and NaN is shown as NaN.
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.box import Box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from thinwire.report.human import ABSENT, elapsed, human_bytes, loss_text, percent
@@ -38,21 +38,22 @@ def comparison_table(summaries: Mapping[str, Summary]) -> RenderableType:
 
     Bytes are those of each run's busiest cut, the one that sets its pace.
     """
-    table = plain_table("Runs")
-    table.add_column("run", overflow="fold")
-    for name in (
-        "valid\nloss", "tok/s", "forward\nB/token", "back\nB/token",
-        "bytes vs\ndense bf16", "hours to\n1B tokens",
-    ):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
+    names = "valid\nloss", "tok/s", "forward\nB/token", "back\nB/token"
+    ends = "bytes vs\ndense bf16", "hours to\n1B tokens"
+    table = plain_table("Runs", Column("run", overflow="fold"), *number_columns(*names, *ends))
+
+    def busiest(summary: Summary, key: str) -> str:
+        known = [row[key] for row in summary.get("cuts") or [] if row.get(key) is not None]
+        return _number(max(known, default=None), ",.1f")
+
     for run, summary in summaries.items():
         speed = summary.get("tokens_per_s") or math.nan
         table.add_row(
             Text(run),
             loss_text(_loss(summary, "final_valid_loss")),
             _number(speed, ",.0f"),
-            _number(_busiest(summary, "forward_bytes_per_token"), ",.1f"),
-            _number(_busiest(summary, "backward_bytes_per_token"), ",.1f"),
+            busiest(summary, "forward_bytes_per_token"),
+            busiest(summary, "backward_bytes_per_token"),
             saving(summary.get("ratio_vs_bf16")),
             _number(1e9 / speed / 3600, ",.1f"),
         )
@@ -77,28 +78,33 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_row("training loss", _training(summary))
     grid.add_row("steps", _steps(summary))
     if (epochs := summary.get("epochs", 1)) > 1:
-        grid.add_row(
-            "epochs", f"{epochs:,}: the run was formed again after peers left or were lost"
-        )
+        formed = f"{epochs:,}: the run was formed again after peers left or were lost"
+        grid.add_row("epochs", formed)
     grid.add_row("speed", _speed(summary))
     grid.add_row("time", _time(summary))
     grid.add_row("step time", _step_time(summary))
     grid.add_row("bubble", _bubble(summary))
-    grid.add_row("bytes at the cuts", _bytes_at_cuts(summary))
-    if summary.get("bytes_sent"):
-        grid.add_row("bytes sent", _bytes_sent(summary["bytes_sent"]))
+    fewer = against_bf16(summary.get("ratio_vs_bf16"))
+    grid.add_row("bytes at the cuts", fewer if fewer == ABSENT else f"{fewer}, headers included")
+    if sent := summary.get("bytes_sent"):
+        scored = human_bytes(sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS))
+        total = human_bytes(sent["total"])
+        grid.add_row("bytes sent", f"{total} between stages, {scored} of it for validations")
     if summary.get("control_bytes"):
         control = human_bytes(summary["control_bytes"])
         grid.add_row("control stream", f"{control} between stages and coordinator, not at the cuts")
-    if summary.get("beside_bytes"):
-        grid.add_row("beside the cuts", _beside(summary["beside_bytes"]))
+    if moved := summary.get("beside_bytes"):  # checkpoints, states and ids of other machines
+        parts = (f"{human_bytes(size)} of {what}" for what, size in moved.items())
+        grid.add_row("beside the cuts", ", ".join(parts))
     busy = percent(summary.get("link_utilisation"))
     grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
-    if summary.get("space"):
-        _add_space(grid, summary["space"])
-    grid.add_row(
-        "settings", f"hash {summary.get('config_hash', ABSENT)}, seed {summary.get('seed', ABSENT)}"
-    )
+    if space := summary.get("space"):
+        grid.add_row("subspace drift", f"{_number(space.get('largest_drift'), '.1e')} at most")
+        if moves := space.get("moves"):
+            before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
+            grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
+    settings, seed = summary.get("config_hash", ABSENT), summary.get("seed", ABSENT)
+    grid.add_row("settings", f"hash {settings}, seed {seed}")
     return grid
 
 
@@ -116,11 +122,6 @@ def _validation(summary: Summary) -> str:
     if len(losses) == 1:  # an interrupted run: of the start, perhaps, and not of its end
         return f"{final} {unit} (step {last_step:,}){of}"
     return f"{loss_text(first)} -> {final} {unit} (step {first_step:,} -> {last_step:,}){of}"
-
-
-def _beside(moved: Mapping[str, int]) -> str:
-    """What peers on other machines sent and fetched: checkpoints, states and token ids."""
-    return ", ".join(f"{human_bytes(size)} of {what}" for what, size in moved.items())
 
 
 def _loss(summary: Summary, name: str) -> float | None:
@@ -209,38 +210,15 @@ def _bubble(summary: Summary) -> str:
     return f"{measured} of the stages' time in a step is not compute{compared}"
 
 
-def _bytes_at_cuts(summary: Summary) -> str:
-    text = against_bf16(summary.get("ratio_vs_bf16"))
-    return text if text == ABSENT else f"{text}, headers included"
-
-
-def _bytes_sent(sent: Summary) -> str:
-    validations = sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS)
-    total = human_bytes(sent["total"])
-    return f"{total} between stages, {human_bytes(validations)} of it for validations"
-
-
-def _add_space(grid: Table, space: Summary) -> None:
-    grid.add_row("subspace drift", f"{_number(space.get('largest_drift'), '.1e')} at most")
-    moves = space.get("moves") or []
-    if moves:
-        before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
-        grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
-
-
 def _cut_table(summary: Summary) -> RenderableType:
-    table = plain_table("Bytes per token at each cut")
-    for name in ("cut", "stages", "forward", "backward", "dense bf16\none way"):
-        table.add_column(name, justify="left" if name in ("cut", "stages") else "right")
-    for name in ("bytes vs\ndense bf16", "busier\nuplink"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = "forward", "backward", "dense bf16\none way", "bytes vs\ndense bf16", "busier\nuplink"
+    table = plain_table("Bytes per token at each cut", "cut", "stages", *number_columns(*names))
     for row in summary["cuts"]:
+        sizes = (row.get(f"{name}_bytes_per_token") for name in ("forward", "backward", "bf16"))
         table.add_row(
             str(row["cut"]),
             f"{row['cut']}, {row['cut'] + 1}",
-            _number(row.get("forward_bytes_per_token"), ",.1f"),
-            _number(row.get("backward_bytes_per_token"), ",.1f"),
-            _number(row.get("bf16_bytes_per_token"), ",.1f"),
+            *(_number(size, ",.1f") for size in sizes),
             saving(row.get("ratio_vs_bf16")),
             percent(row.get("link_utilisation")),
         )
@@ -250,26 +228,15 @@ def _cut_table(summary: Summary) -> RenderableType:
 def _time_table(summary: Summary) -> RenderableType:
     """A row per stage; reasons to wait that no stage had are left out."""
     rows = summary["time_shares"]
-    waits = [why for why in rows[0].get("wait_for", {}) if _any_share(rows, why)]
-    table = plain_table("Where the time of a step went")
-    table.add_column("stage", no_wrap=True)
+    reasons = rows[0].get("wait_for", {})
+    waits = [why for why in reasons if any(row["wait_for"][why] >= 0.0005 for row in rows)]
     names = ["compute", "update", *(f"wait for\n{why}" for why in waits), "other"]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("Where the time of a step went", "stage", *number_columns(*names))
     for row in rows:
         waited = [row["wait_for"][why] for why in waits]
         shares = [row.get("compute"), row.get("update"), *waited, row.get("other")]
         table.add_row(str(row["stage"]), *map(percent, shares))
     return table
-
-
-def _any_share(rows: Sequence[Summary], why: str) -> bool:
-    return any(row["wait_for"][why] >= 0.0005 for row in rows)
-
-
-def _busiest(summary: Summary, key: str) -> float | None:
-    known = [row[key] for row in summary.get("cuts") or [] if row.get(key) is not None]
-    return max(known, default=None)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -297,9 +264,14 @@ def against_bf16(ratio: float | None) -> str:
     return f"{text} over dense bf16" if text == "no saving" else f"{text} bytes than dense bf16"
 
 
-def plain_table(title: str) -> Table:
+def plain_table(title: str, *columns: Column | str) -> Table:
     """An empty table with a title and a rule under its head, as all of ours are."""
     return Table(
-        title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim",
+        *columns, title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim",
         box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,
     )  # fmt: skip
+
+
+def number_columns(*names: str) -> list[Column]:
+    """Columns to the right, whose numbers are never broken over lines."""
+    return [Column(name, justify="right", no_wrap=True) for name in names]

@@ -302,7 +302,7 @@ class RunRecord:
             if timeline is not None:
                 write_timeline(timeline, plots / "step.json")
             needs("matplotlib", extra="plots", what="drawing")
-            from thinwire.report.losses import Losses
+            from thinwire.report.metrics import Losses
             from thinwire.report.plots import plot_loss, plot_step  # slow to import
 
             plot_loss(Losses.read(self.folder), plots / "loss.png", f"{name}: loss")
