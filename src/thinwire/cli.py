@@ -234,7 +234,7 @@ def train_command(options: argparse.Namespace) -> None:
     config, resume = _config_and_resume(options)
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
-        resume = config if config.is_dir() else Path(settings.run.out) / settings.run.name
+        resume = config if config.is_dir() else settings.run.folder
     _trained(settings, resume, options.allow_plugins, _show_summary, options.peers)
 
 
@@ -351,7 +351,7 @@ def _add_way_on(error: BaseException, settings: "Settings") -> None:
     """Say how a run that ended early goes on: from its checkpoint, or under another name."""
     from thinwire.engine import list_checkpoints
 
-    folder = Path(settings.run.out) / settings.run.name
+    folder = settings.run.folder
     if list_checkpoints(folder):
         plugins = " --allow-plugins" if settings.codec.plugins else ""
         error.add_note(f"to continue: thinwire train {shlex.quote(str(folder))} --resume{plugins}")

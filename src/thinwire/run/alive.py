@@ -134,5 +134,4 @@ def _run_folder(given: Path) -> Path:
     """A settings file stands for the run that it starts."""
     if not given.is_file():
         return given
-    run = load_settings(given, []).run
-    return Path(run.out) / run.name
+    return load_settings(given, []).run.folder

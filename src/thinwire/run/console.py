@@ -7,7 +7,6 @@ and to leave.
 import dataclasses
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -60,7 +59,7 @@ class HostConsole:
         formation, settings = self._formation(), self._settings()
         peers = [self._peer(member, formation, settings) for member in self._members.all()]
         peers += [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
-        saved = list_checkpoints(Path(settings.run.out) / settings.run.name)
+        saved = list_checkpoints(settings.run.folder)
         last = max(map(step_of, saved), default=None)
         return self._standing.report(formation.epoch, formation.seats, peers, last).to_plain()
 
