@@ -188,7 +188,7 @@ def host_command(
 
 def join_command(options: argparse.Namespace) -> None:
     """Take part in a run to its end, or until this machine leaves."""
-    from thinwire.run.invite import Invite
+    from thinwire.run.admission import Invite
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
     if options.tied:

@@ -17,7 +17,7 @@ import thinwire
 from thinwire.data import Corpus
 from thinwire.errors import ThinwireError
 from thinwire.report import PlainDisplay
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.console import HostConsole
 from thinwire.run.formation import Formation

@@ -13,10 +13,9 @@ import msgspec
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ConfigError
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.control_socket import Handler
 from thinwire.run.formation import Formation
-from thinwire.run.invite import Invite
 from thinwire.run.members import Member, Members, one_line
 from thinwire.run.status import PeerStatus, Standing, blocks_text
 from thinwire.settings import Settings

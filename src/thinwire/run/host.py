@@ -32,12 +32,11 @@ from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, p
 from thinwire.folders import replace_private_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
 from thinwire.run.conduct import Course
 from thinwire.run.console import HostConsole
 from thinwire.run.control_socket import ControlSocket
 from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.enrol import ENROL, serve_enrolment
 from thinwire.run.events import (
     Away,
     Back,
@@ -57,7 +56,6 @@ from thinwire.run.formation import (
     read_formation,
     write_formation,
 )
-from thinwire.run.invite import Invite, is_address
 from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead

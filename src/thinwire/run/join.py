@@ -42,11 +42,10 @@ from thinwire.errors import (
 from thinwire.folders import lock, private_folder
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
+from thinwire.run.admission import Invite, identity_in
 from thinwire.run.channel import Channel
 from thinwire.run.console import member_handlers
 from thinwire.run.control_socket import ControlSocket
-from thinwire.run.enrol import identity_in
-from thinwire.run.invite import Invite
 from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
