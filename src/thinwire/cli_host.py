@@ -256,15 +256,13 @@ def invite_command(options: argparse.Namespace) -> None:
 
 
 def _ask_host(folder: Path | None, request: dict[str, Any]) -> None:
-    from thinwire.run.alive import host_folder
-    from thinwire.run.control_socket import ask
+    from thinwire.run.alive import ask, host_folder
 
     print(ask(host_folder(folder), request)["text"])
 
 
 def leave_command(options: argparse.Namespace) -> None:
     """Have the peer of this machine leave."""
-    from thinwire.run.alive import member_folder
-    from thinwire.run.control_socket import ask
+    from thinwire.run.alive import ask, member_folder
 
     print(ask(member_folder(options.folder), {"ask": "leave"})["text"])

@@ -22,7 +22,6 @@ from thinwire.paths import peer_folder
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
 from thinwire.run.admission import ask as ask_host
-from thinwire.run.control_socket import ask
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
 from thinwire.wire import Door, Identity, Route, Routes, Seen, ping, raise_descriptor_limit
 from thinwire.wire.sockets import address_text, split_address
@@ -202,7 +201,7 @@ def check_files(limit: int) -> Finding:
 def _check_hosted() -> Iterator[Finding]:
     """Have the peers of each run that is hosted here look from outside."""
     with contextlib.suppress(ImportError, OSError):  # without torch none is hosted
-        from thinwire.run.alive import hosted_folders
+        from thinwire.run.alive import ask, hosted_folders
 
         for folder in hosted_folders():
             with contextlib.suppress(ThinwireError):  # a run of this machine alone

@@ -33,9 +33,8 @@ from thinwire.folders import replace_private_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
 from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
+from thinwire.run.alive import ControlSocket
 from thinwire.run.conduct import Course
-from thinwire.run.console import HostConsole
-from thinwire.run.control_socket import ControlSocket
 from thinwire.run.coordinator import Coordinator, Phase
 from thinwire.run.events import (
     Away,
@@ -79,7 +78,7 @@ from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
 from thinwire.run.start import make_start, open_resume, opened, prepare_data
-from thinwire.run.status import SharedDisplay, Standing
+from thinwire.run.status import HostConsole, SharedDisplay, Standing
 from thinwire.run.tokens import TokenServer
 from thinwire.run.transfer import SeatServer, ShardCollector, incoming_folder
 from thinwire.settings import Settings
@@ -727,7 +726,7 @@ class _Hosting:
         self._members = opened.enter_context(
             Members(door.listener, book, settings.link.outage, door.cut)
         )
-        self._standing = Standing(settings.run.name, book.run_id, "host")
+        self._standing = Standing(settings.run.name, book.run_id)
         self._display = SharedDisplay(display, self._members.tell_all, self._standing)
         self._members.note = self._display.note
         console = HostConsole(

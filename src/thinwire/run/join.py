@@ -43,9 +43,8 @@ from thinwire.folders import lock, private_folder
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.run.admission import Invite, identity_in
+from thinwire.run.alive import ControlSocket
 from thinwire.run.channel import Channel
-from thinwire.run.console import member_handlers
-from thinwire.run.control_socket import ControlSocket
 from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
@@ -79,6 +78,7 @@ from thinwire.run.protocol import (
     stream_name,
 )
 from thinwire.run.signals import Interrupted, heeding
+from thinwire.run.status import member_handlers
 from thinwire.run.transfer import ShardSender, Throttle, fetch_seat
 from thinwire.settings import Settings, machine_cores
 from thinwire.wire import (
