@@ -45,19 +45,13 @@ def exit_code(*arguments: object) -> int:
     ("arguments", "words"),
     [
         (["eval", "x", "--batches", "-5"], "--batches: '-5' must be an integer of at least 0"),
-        (["eval", "x", "--batches", "many"], "--batches: 'many' must be an integer"),
         (["generate", "x", "--tokens", "0"], "--tokens: '0' must be an integer of at least 1"),
         (["generate", "x", "--temperature", "nan"], "'nan' must be a number of at least 0"),
         (["generate", "x", "--temperature", "inf"], "'inf' is too large"),
-        (["generate", "x", "--temperature", "-1"], "'-1' must be a number of at least 0"),
-        (["generate", "x", "--top-k", "-1"], "--top-k: '-1' must be an integer of at least 0"),
         (["generate", "x", "--seed", "-999999999999999999999"], "is too large"),
-        (["generate", "x", "--top-p", "0"], "'0' must be a number above 0 and at most 1"),
         (["generate", "x", "--top-p", "1.5"], "'1.5' must be a number above 0 and at most 1"),
         (["generate", "x", "--seed", "1.5"], "--seed: '1.5' must be an integer"),
         (["eval", "x", "--compression", "maybe"], "--compression: invalid choice: 'maybe'"),
-        (["generate", "x", "--compression", "no"], "--compression: invalid choice: 'no'"),
-        (["plan", "x", "--tflops", "nan"], "--tflops: 'nan' must be a number above 0"),
         (["plan", "x", "--tflops", "0"], "--tflops: '0' must be a number above 0"),
     ],
 )
@@ -98,26 +92,13 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Settings, P
     gc.unfreeze()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "place"),
-    [([], None), (["--resume", "."], Path()), (["--resume", "a/b"], Path("a/b"))],
-)
-def test_resume_goes_where_it_is_told(
-    arguments: list[str], place: Path | None, training: list[Any], config: Path
-) -> None:
-    exit_code("train", config, *arguments)
-    assert training[0][1] == place
-
-
-def test_resume_alone_means_this_run(training: list[Any], config: Path, tmp_path: Path) -> None:
-    exit_code("train", config, "--resume")
-    assert training[0][1] == tmp_path / "test"
-
-
-def test_a_config_that_resume_swallows_is_the_config(training: list[Any], config: Path) -> None:
+def test_resume_goes_where_it_is_told(training: list[Any], config: Path, tmp_path: Path) -> None:
+    """Alone it means this run; a config that it swallows is the config."""
+    for arguments in ([], ["--resume", "."], ["--resume", "a/b"], ["--resume"]):
+        exit_code("train", config, *arguments)
     exit_code("train", "--resume", config)
-    settings, resume = training[0]
-    assert settings.run.name == "test" and resume == config.parent / "test"
+    own = tmp_path / "test"
+    assert [resume for _, resume in training] == [None, Path(), Path("a/b"), own, own]
 
 
 @pytest.fixture
@@ -141,15 +122,10 @@ def test_the_folder_of_a_run_is_enough_to_go_on(training: list[Any], run_folder:
     assert folders == {run_folder}
 
 
-@pytest.mark.parametrize("arguments", [[], ["--resume"]])
-def test_train_needs_something_to_train(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code("train", *arguments) == 2
-    assert (
-        "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
-        in capsys.readouterr().err
-    )
+def test_train_needs_something_to_train(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--resume"]):
+        assert exit_code("train", *arguments) == 2
+        assert "train needs a run.toml (`thinwire init` writes one)" in capsys.readouterr().err
 
 
 def test_a_folder_does_not_run_the_plugins_that_it_names(
@@ -183,65 +159,36 @@ def test_an_interrupted_run_names_the_command_that_goes_on(
     assert exit_code(*shlex.split(shown.splitlines()[1])[3:]) == 130, "and it is a command"
 
 
-def test_a_dead_stage_leaves_the_command_that_goes_on(
+def test_a_run_that_ended_early_says_how_it_goes_on(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With its checkpoint, or without one; what an error quotes does not command the terminal."""
+
     def dies(*_: object) -> None:
-        raise StageError("stage 1 died")
+        raise StageError("the plugin \x1b[2J\x1b]0;owned\x07evil\r\ndied")
 
     monkeypatch.setattr(thinwire.train, "train", dies)
     assert exit_code("train", run_folder, "--resume") == 6
-    shown = capsys.readouterr().err
-    assert shown == f"error: stage 1 died\nto continue: thinwire train '{run_folder}' --resume\n"
-
-
-def test_a_run_that_left_no_checkpoint_says_how_to_start_again(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The next attempt was told only that the folder holds a run already."""
-
-    def dies(*_: object) -> None:
-        shutil.rmtree(run_folder / "checkpoints")
-        (run_folder / "metrics.jsonl").write_text("{}\n")
-        raise StageError("stage 1 died")
-
-    monkeypatch.setattr(thinwire.train, "train", dies)
+    died = "error: the plugin [2J]0;ownedevil\ndied\n"
+    way = f"to continue: thinwire train '{run_folder}' --resume\n"
+    assert capsys.readouterr().err == died + way
+    shutil.rmtree(run_folder / "checkpoints")
+    (run_folder / "metrics.jsonl").write_text("{}\n")
     assert exit_code("train", run_folder, "--resume") == 6
-    wanted = f"no checkpoint was saved: to start again, delete {run_folder} or set another run.name"
-    assert capsys.readouterr().err == f"error: stage 1 died\n{wanted}\n"
-
-
-def test_what_an_error_quotes_does_not_command_the_terminal(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a manifest of another's may, with the name of a plugin."""
-
-    def refuses(*_: object) -> None:
-        raise StageError("the plugin \x1b[2J\x1b]0;owned\x07evil\r\nis refused")
-
-    monkeypatch.setattr(thinwire.train, "train", refuses)
-    assert exit_code("train", run_folder, "--resume") == 6
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: the plugin [2J]0;ownedevil\nis refused\nto continue: ")
+    way = f"no checkpoint was saved: to start again, delete {run_folder} or set another run.name\n"
+    assert capsys.readouterr().err == died + way
 
 
 def test_an_interrupted_run_shows_its_summary_and_says_so(
     training: list[Any], config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    gc.unfreeze()
     assert exit_code("train", config) == 130
     output = capsys.readouterr()
     assert "3 of 3" in output.out and "folder:" in output.out
     assert output.err == "interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "one more cannot change the code"
-
-
-def test_an_interrupted_command_ends_without_a_search_for_garbage(
-    training: list[Any], config: Path
-) -> None:
-    """The one at Python's end goes through all of torch: seconds on a busy machine."""
-    gc.unfreeze()
-    assert exit_code("train", config) == 130
-    assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > 0, "a search for garbage at Python's end would take seconds"
 
 
 def test_an_interrupted_demo_does_not_start_its_second_arm(
@@ -259,17 +206,13 @@ def start(arguments: list[object], cache: Path, **streams: Any) -> subprocess.Po
     )
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--tflops", "1"], ["plan", "--tflops", "x"]])
-def test_a_reader_that_leaves_changes_no_exit_code(
-    arguments: list[str], config: Path, tmp_path: Path
-) -> None:
+def test_a_reader_that_leaves_changes_no_exit_code(config: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     error = tmp_path / "error.txt"
     with error.open("wb") as errors, os.fdopen(writing, "wb") as pipe:
-        program = start([*arguments[:1], config, *arguments[1:]], tmp_path, stdout=pipe,
-                        stderr=errors)  # fmt: skip
-        assert program.wait(PROCESS_PATIENCE) == (2 if "x" in arguments else 0)
+        program = start(["plan", config, "--tflops", "1"], tmp_path, stdout=pipe, stderr=errors)
+        assert program.wait(PROCESS_PATIENCE) == 0
     assert "Traceback" not in error.read_text() and "BrokenPipe" not in error.read_text()
 
 

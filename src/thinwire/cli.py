@@ -18,9 +18,9 @@ from rich.console import Console
 
 import thinwire
 from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
-from thinwire.cli_host import add_host_commands, add_listen
+from thinwire.cli_host import add_host_commands, add_listen, run_to_end
 from thinwire.cli_model import add_model_commands
-from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, printable
+from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
 from thinwire.report.stream import SafeStream
 
@@ -120,13 +120,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_set(add("demo", demo, "train a small model over slow links, thin and dense, and compare"))
 
     sub = add("init", init, "write a run.toml with every setting explained")
-    sub.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        default=Path("run.toml"),
-        help="file to write (default: run.toml)",
-    )
+    about = "file to write (default: run.toml)"
+    sub.add_argument("path", type=Path, nargs="?", default=Path("run.toml"), help=about)
     sub.add_argument("--force", action="store_true", help="overwrite an existing file")
     sub.add_argument(
         "--recipe",
@@ -142,29 +137,19 @@ def make_parser() -> argparse.ArgumentParser:
     sub = add("train", train_command, "train a model")
     add_config(sub, nargs="?")  # --resume may have it instead
     add_resume(sub, NEWEST)
-    sub.add_argument(
-        "--peers",
-        type=number(int, 1),
-        default=0,
-        metavar="N",
-        help="train in so many processes, each with neighbouring stages (default: one for each "
-        "stage); the model is the same to the bit",
+    about = (
+        "train in so many processes, each with neighbouring stages (default: one for each stage); "
+        "the model is the same to the bit"
     )
+    sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
     add_init_from(sub)
 
     sub = add("plan", plan_command, "estimate a run's cost before starting it")
     add_config(sub)
-    sub.add_argument(
-        "--tflops",
-        type=number(float, above=0),
-        help="compute rate of each stage in TFLOP/s, instead of measuring this machine",
-    )
-    sub.add_argument(
-        "--peers",
-        type=Path,
-        metavar="PEERS.TOML",
-        help="choose the split over the peers that this file lists: their rates, memory and links",
-    )
+    about = "compute rate of each stage in TFLOP/s, instead of measuring this machine"
+    sub.add_argument("--tflops", type=number(float, above=0), help=about)
+    about = "choose the split over the peers that this file lists: their rates, memory and links"
+    sub.add_argument("--peers", type=Path, metavar="PEERS.TOML", help=about)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     add_model_commands(add)
@@ -180,15 +165,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     sub = add("relay", relay_command, "let peers meet here that accept nothing from outside")
     add_listen(sub, "0.0.0.0:4617", "address and port to listen on; port 0 = any free one")
-    sub.add_argument(
-        "--mbps",
-        type=number(float, 0),
-        default=0,
-        help="most that passes for one run (default: 200 for each of its links)",
-    )
-    sub.add_argument(
-        "--pass-file", type=Path, help="file with the pass (default: one drawn once and kept)"
-    )
+    about = "most that passes for one run (default: 200 for each of its links)"
+    sub.add_argument("--mbps", type=number(float, 0), default=0, help=about)
+    about = "file with the pass (default: one drawn once and kept)"
+    sub.add_argument("--pass-file", type=Path, help=about)
 
     sub = add("completion", completion_command, "print a shell completion script")
     sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
@@ -234,7 +214,7 @@ def train_command(options: argparse.Namespace) -> None:
     config, resume = _config_and_resume(options)
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
-        resume = config if config.is_dir() else Path(settings.run.out) / settings.run.name
+        resume = config if config.is_dir() else settings.run.folder
     _trained(settings, resume, options.allow_plugins, _show_summary, options.peers)
 
 
@@ -324,41 +304,32 @@ def _trained(
     settings: "Settings",
     resume: Path | None = None,
     allow_plugins: bool = False,
-    show: Callable[[dict[str, Any]], None] | None = None,
+    show: Callable[[dict[str, Any]], None] = lambda summary: None,
     peers: int = 0,
 ) -> dict[str, Any]:
     """Train with a display around it; what ends a run early carries the command to continue it."""
-    from thinwire.report import open_display
     from thinwire.train import train
 
     _wait_for_no_reader()  # one that stops must not stop the run, nor its end
-    try:
-        with open_display(sys.stdout, settings.run.name) as display:
-            summary = train(settings, display, resume, allow_plugins, peers)
-    except (StageError, WireError, KeyboardInterrupt) as error:
-        _add_way_on(error, settings)
-        raise
-    if show is not None:
-        show(summary)
-    if summary.get("interrupted"):
-        interrupted = KeyboardInterrupt()
-        _add_way_on(interrupted, settings)
-        raise interrupted
-    return summary
+    return run_to_end(
+        lambda display: train(settings, display, resume, allow_plugins, peers),
+        settings.run.name,
+        lambda: _way_on(settings),
+        show,
+    )
 
 
-def _add_way_on(error: BaseException, settings: "Settings") -> None:
-    """Say how a run that ended early goes on: from its checkpoint, or under another name."""
+def _way_on(settings: "Settings") -> str:
+    """How a run that ended early goes on: from its checkpoint, or under another name."""
     from thinwire.engine import list_checkpoints
 
-    folder = Path(settings.run.out) / settings.run.name
+    folder = settings.run.folder
     if list_checkpoints(folder):
         plugins = " --allow-plugins" if settings.codec.plugins else ""
-        error.add_note(f"to continue: thinwire train {shlex.quote(str(folder))} --resume{plugins}")
-    elif (folder / "metrics.jsonl").exists():
-        error.add_note(
-            f"no checkpoint was saved: to start again, delete {folder} or set another run.name"
-        )
+        return f"to continue: thinwire train {shlex.quote(str(folder))} --resume{plugins}"
+    if (folder / "metrics.jsonl").exists():
+        return f"no checkpoint was saved: to start again, delete {folder} or set another run.name"
+    return ""
 
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.arguments import AddCommand, add_config, add_init_from, number, overrides
 from thinwire.errors import ConfigError, StageError, WireError
+
+if TYPE_CHECKING:
+    from thinwire.report import Display
 
 WAY_ON = "to continue: start the same command again; peers have to join again too"
 
@@ -27,116 +30,76 @@ def add_host_commands(
     )
     add_config(sub)
     add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
-    sub.add_argument(
-        "--address",
-        action="append",
-        default=[],
-        metavar="HOST[:PORT]",
-        help="address by which others find this machine, for the invite; without a port, the one "
-        "that it listens on; may be repeated",
+    about = (
+        "address by which others find this machine, for the invite; without a port, the one that "
+        "it listens on; may be repeated"
     )
-    sub.add_argument(
-        "--relay", default="", metavar="HOST:PORT/PASS", help="the line that `relay` printed"
+    sub.add_argument("--address", action="append", default=[], metavar="HOST[:PORT]", help=about)
+    about = "the line that `relay` printed"
+    sub.add_argument("--relay", default="", metavar="HOST:PORT/PASS", help=about)
+    about = "stages that this machine holds itself (default: 0)"
+    sub.add_argument("--stages-here", type=number(int, 0), default=0, metavar="N", help=about)
+    about = (
+        "train with so many machines or more, each with one stage or several (default: one for "
+        "each stage)"
     )
-    sub.add_argument(
-        "--stages-here",
-        type=number(int, 0),
-        default=0,
-        metavar="N",
-        help="stages that this machine holds itself (default: 0)",
-    )
-    sub.add_argument(
-        "--peers",
-        type=number(int, 1),
-        default=0,
-        metavar="N",
-        help="train with so many machines or more, each with one stage or several (default: one "
-        "for each stage)",
-    )
-    sub.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue a run that `train` began; one that was hosted goes on without this",
-    )
+    sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
+    about = "continue a run that `train` began; one that was hosted goes on without this"
+    sub.add_argument("--resume", action="store_true", help=about)
     add_init_from(sub)
-    sub.add_argument(
-        "--invite-hours",
-        type=number(float, above=0),
-        default=24.0,
-        help="hours after which the invite admits nobody new (default: 24)",
+    about = "hours after which the invite admits nobody new (default: 24)"
+    sub.add_argument("--invite-hours", type=number(float, above=0), default=24.0, help=about)
+    about = (
+        "most that passes this host between peers that cannot reach each other, in all (default: "
+        "200 for each link)"
     )
-    sub.add_argument(
-        "--mbps",
-        type=number(float, 0),
-        default=0.0,
-        help="most that passes this host between peers that cannot reach each other, in all "
-        "(default: 200 for each link)",
-    )
-    sub.add_argument(
-        "--machines",
-        type=number(int, 1),
-        default=0,
-        metavar="N",
-        help="machines that the invite lets in (default: one for each stage that is not here)",
-    )
+    sub.add_argument("--mbps", type=number(float, 0), default=0.0, help=about)
+    about = "machines that the invite lets in (default: one for each stage that is not here)"
+    sub.add_argument("--machines", type=number(int, 1), default=0, metavar="N", help=about)
 
     sub = add("join", join_command, "take part in a run with the invite of its host")
     sub.add_argument("invite", help="the invite that the host printed; - reads it from the input")
     sub.add_argument("--name", default="", help="name of this peer (default: one is drawn)")
-    sub.add_argument(
-        "--folder",
-        type=Path,
-        help="where this machine keeps its key and its part of the run (default: user's data)",
-    )
+    about = "where this machine keeps its key and its part of the run (default: user's data)"
+    sub.add_argument("--folder", type=Path, help=about)
     add_listen(sub, "0.0.0.0:0", "where peers may reach this machine directly, if they can")
     sub.add_argument("--no-listen", action="store_true", help="accept no connections from outside")
-    sub.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda", "mps"),
-        help="device to compute on (default: auto)",
-    )
-    sub.add_argument(
-        "--threads",
-        type=number(int, 0),
-        default=0,
-        help="CPU threads; 0 = as the run says, or all (default: 0)",
-    )
+    about = "device to compute on (default: auto)"
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help=about)
+    about = "CPU threads; 0 = as the run says, or all (default: 0)"
+    sub.add_argument("--threads", type=number(int, 0), default=0, help=about)
     sub.add_argument("--tied", action="store_true", help=argparse.SUPPRESS)
     sub.add_argument("--data", type=Path, help="the run's data, if this machine has it")
     for name, what in (("valid-data", "validation data"), ("tokenizer", "tokenizer.json"),
                        ("template", "chat template")):  # fmt: skip
-        more = f"with --data: the run's {what}, where its settings name a file"
-        sub.add_argument(f"--{name}", type=Path, metavar="PATH", help=more)
-    sub.add_argument(
-        "--allow-plugin",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="codec plugin that a run may import here; may be repeated",
-    )
+        about = f"with --data: the run's {what}, where its settings name a file"
+        sub.add_argument(f"--{name}", type=Path, metavar="PATH", help=about)
+    about = "codec plugin that a run may import here; may be repeated"
+    sub.add_argument("--allow-plugin", action="append", default=[], metavar="NAME", help=about)
 
-    here = "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
+    about = (
+        "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
+    )
     sub = add("status", status_command, "show how a run stands that is under way on this machine")
-    sub.add_argument("folder", type=Path, nargs="?", help=here)
+    sub.add_argument("folder", type=Path, nargs="?", help=about)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("doctor", doctor_command, "find out what would keep this machine out of a run")
-    more = "also try the way to its host; - reads the invite from the input"
-    sub.add_argument("invite", nargs="?", default="", help=more)
+    about = "also try the way to its host; - reads the invite from the input"
+    sub.add_argument("invite", nargs="?", default="", help=about)
     sub.add_argument("--folder", type=Path, help="folder that `join` would be given")
     add_listen(sub, "0.0.0.0:0", "where to accept connections from outside; port 0 = any free one")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = add("kick", kick_command, "remove a peer from a run that this machine hosts")
     sub.add_argument("peer", help="name of the peer, as `thinwire status` shows it")
-    more = "also remove all that came by the same invite"
-    sub.add_argument("--by-invite", action="store_true", help=more)
+    about = "also remove all that came by the same invite"
+    sub.add_argument("--by-invite", action="store_true", help=about)
     sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
 
     sub = add("invite", invite_command, "print another invite to a run that this machine hosts")
-    more = "machines that it lets in (default: 1)"
-    sub.add_argument("--machines", type=number(int, 1), default=1, metavar="N", help=more)
+    about = "machines that it lets in (default: 1)"
+    sub.add_argument("--machines", type=number(int, 1), default=1, metavar="N", help=about)
     sub.add_argument("folder", type=Path, nargs="?", help="folder of the run (default: runs/*)")
 
     sub = add("leave", leave_command, "leave a run that this machine joined, after this step")
@@ -154,7 +117,6 @@ def host_command(
     options: argparse.Namespace, show_summary: Callable[[dict[str, Any]], None]
 ) -> None:
     """Host a run to its end."""
-    from thinwire.report import open_display
     from thinwire.run.host import HostOptions, host
     from thinwire.run.relay import Relay
     from thinwire.settings import load_settings
@@ -173,22 +135,35 @@ def host_command(
         options.mbps,
         options.peers,
     )
+    name, way_on = settings.run.name, lambda: WAY_ON
+    run_to_end(lambda display: host(settings, chosen, display), name, way_on, show_summary)
+
+
+def run_to_end(
+    run: Callable[["Display"], dict[str, Any]],
+    name: str,
+    way_on: Callable[[], str],
+    show_summary: Callable[[dict[str, Any]], None] = lambda summary: None,
+) -> dict[str, Any]:
+    """Run with a display around it; what ends it early carries the words by which it goes on."""
+    from thinwire.report import open_display
+
     try:
-        with open_display(sys.stdout, settings.run.name) as display:
-            summary = host(settings, chosen, display)
+        with open_display(sys.stdout, name) as display:
+            summary = run(display)
+        show_summary(summary)
+        if summary.get("interrupted"):
+            raise KeyboardInterrupt
     except (StageError, WireError, KeyboardInterrupt) as error:
-        error.add_note(WAY_ON)
+        if way := way_on():
+            error.add_note(way)
         raise
-    show_summary(summary)
-    if summary.get("interrupted"):
-        interrupted = KeyboardInterrupt()
-        interrupted.add_note(WAY_ON)
-        raise interrupted
+    return summary
 
 
 def join_command(options: argparse.Namespace) -> None:
     """Take part in a run to its end, or until this machine leaves."""
-    from thinwire.run.invite import Invite
+    from thinwire.run.admission import Invite
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
     if options.tied:
@@ -256,15 +231,13 @@ def invite_command(options: argparse.Namespace) -> None:
 
 
 def _ask_host(folder: Path | None, request: dict[str, Any]) -> None:
-    from thinwire.run.alive import host_folder
-    from thinwire.run.control_socket import ask
+    from thinwire.run.alive import ask, host_folder
 
     print(ask(host_folder(folder), request)["text"])
 
 
 def leave_command(options: argparse.Namespace) -> None:
     """Have the peer of this machine leave."""
-    from thinwire.run.alive import member_folder
-    from thinwire.run.control_socket import ask
+    from thinwire.run.alive import ask, member_folder
 
     print(ask(member_folder(options.folder), {"ask": "leave"})["text"])

@@ -21,49 +21,32 @@ def add_model_commands(add: AddCommand) -> None:
     """Put `eval`, `generate`, `serve`, `import` and `export` on the command line."""
     sub = add("eval", eval_command, "compute a checkpoint's validation loss")
     _add_checkpoint(sub)
-    add_value(
-        sub,
-        "--batches",
-        number(int, 0),
-        "validation microbatches; 0 = as in training, or all of --data",
-        0,
-    )
-    sub.add_argument(
-        "--data", type=Path, metavar="PATH", help="file or folder of other text to score"
-    )
+    about = "validation microbatches; 0 = as in training, or all of --data"
+    add_value(sub, "--batches", number(int, 0), about, 0)
+    about = "file or folder of other text to score"
+    sub.add_argument("--data", type=Path, metavar="PATH", help=about)
     add_value(sub, "--text-key", str, "with --data: key or column that holds the text", "text")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
-    sub.add_argument(
-        "--lm-eval",
-        metavar="TASK[,TASK]",
-        help="run these tasks of the lm-eval harness instead, on a checkpoint or an exported model",
-    )
+    about = "run these tasks of the lm-eval harness instead, on a checkpoint or an exported model"
+    sub.add_argument("--lm-eval", metavar="TASK[,TASK]", help=about)
     add_value(sub, "--limit", number(int, 0), "with --lm-eval: examples of each task; 0 = all", 0)
-    sub.add_argument(
-        "--tasks-folder", type=Path, help="with --lm-eval: folder with task files of your own"
-    )
+    about = "with --lm-eval: folder with task files of your own"
+    sub.add_argument("--tasks-folder", type=Path, help=about)
 
     sub = add("generate", generate_command, "generate text from a checkpoint")
     _add_checkpoint(sub)
-    sub.add_argument(
-        "--prompt", help="text to continue (default: 'def '), or with --chat the only message"
-    )
-    sub.add_argument(
-        "--chat", action="store_true", help="hold a conversation, by the chat template of the model"
-    )
+    about = "text to continue (default: 'def '), or with --chat the only message"
+    sub.add_argument("--prompt", help=about)
+    about = "hold a conversation, by the chat template of the model"
+    sub.add_argument("--chat", action="store_true", help=about)
     sub.add_argument("--system", default="", help="with --chat: what the model is told first")
     _add_template(sub)
     add_value(sub, "--tokens", number(int, 1), "tokens to generate", 64)
     add_value(sub, "--temperature", number(float, 0), "sampling temperature; 0 = greedy", 0.8)
     add_value(sub, "--top-k", number(int, 0), "sample from the K likeliest tokens; 0 = all", 40)
-    add_value(
-        sub,
-        "--top-p",
-        number(float, above=0, most=1),
-        "sample from the likeliest tokens that make up this probability; 1 = all",
-        1.0,
-    )
+    about = "sample from the likeliest tokens that make up this probability; 1 = all"
+    add_value(sub, "--top-p", number(float, above=0, most=1), about, 1.0)
     add_value(sub, "--seed", number(int), "seed of the sampling", 0)
     _add_pipeline(sub)
 
@@ -71,102 +54,61 @@ def add_model_commands(add: AddCommand) -> None:
     _add_checkpoint(sub)
     add_value(sub, "--listen", str, "address to listen on", "127.0.0.1")
     add_value(sub, "--port", number(int, 0, most=65535), "port; 0 = any free one", 8000)
-    most = "most tokens that a request may ask for; 0 = the model's context"
-    add_value(sub, "--max-tokens", number(int, 0), most, 0)
+    about = "most tokens that a request may ask for; 0 = the model's context"
+    add_value(sub, "--max-tokens", number(int, 0), about, 0)
     _add_template(sub)
     _add_pipeline(sub)
 
     sub = add("import", import_command, "make a checkpoint of a Hugging Face or GGUF model")
-    sub.add_argument(
-        "model",
-        metavar="DIR_OR_NAME",
-        help="a folder with config.json and safetensors, a .gguf file, or a name on the hub",
-    )
-    sub.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="folder to write, as models/NAME"
-    )
+    about = "a folder with config.json and safetensors, a .gguf file, or a name on the hub"
+    sub.add_argument("model", metavar="DIR_OR_NAME", help=about)
+    about = "folder to write, as models/NAME"
+    sub.add_argument("--to", type=Path, required=True, metavar="FOLDER", help=about)
     add_value(sub, "--stages", number(int, 1), "number of pipeline stages", 4)
-    about_context = "tokens per sequence; 0 = as many as the model can see, at most 2048"
-    add_value(sub, "--context", number(int, 0), about_context, 0)
+    about = "tokens per sequence; 0 = as many as the model can see, at most 2048"
+    add_value(sub, "--context", number(int, 0), about, 0)
     sub.add_argument("--force", action="store_true", help="replace an earlier import")
 
     sub = add("export", export_command, "write a checkpoint as a Hugging Face model folder")
-    sub.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
-    )
+    about = "a checkpoint, or a run folder (its newest checkpoint)"
+    sub.add_argument("checkpoint", type=Path, help=about)
     sub.add_argument("--to", choices=("hf",), default="hf", help="format (default: hf)")
     sub.add_argument("folder", type=Path, help="folder to write")
-    sub.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="type of the weights: as trained, or rounded to half the size (default: fp32)",
-    )
+    about = "type of the weights: as trained, or rounded to half the size (default: fp32)"
+    sub.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help=about)
     add_value(sub, "--shard-gb", number(float, above=0), "most GB of one weight file", 5.0)
-    sub.add_argument(
-        "--tokenizer",
-        type=Path,
-        help="tokenizer.json, or the folder of one, for a run that was trained without",
-    )
-    sub.add_argument(
-        "--adapter",
-        action="store_true",
-        help="of a LoRA run: write the adapters alone, as a folder that peft opens",
-    )
-    sub.add_argument(
-        "--base",
-        default="",
-        metavar="NAME",
-        help="with --adapter: the model that they belong to, a folder or a name on the hub",
-    )
+    about = "tokenizer.json, or the folder of one, for a run that was trained without"
+    sub.add_argument("--tokenizer", type=Path, help=about)
+    about = "of a LoRA run: write the adapters alone, as a folder that peft opens"
+    sub.add_argument("--adapter", action="store_true", help=about)
+    about = "with --adapter: the model that they belong to, a folder or a name on the hub"
+    sub.add_argument("--base", default="", metavar="NAME", help=about)
     sub.add_argument("--force", action="store_true", help="replace a model that is there already")
-    sub.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="do not open the result with transformers to compare it with the trained model",
-    )
+    about = "do not open the result with transformers to compare it with the trained model"
+    sub.add_argument("--no-verify", action="store_true", help=about)
     add_plugins(sub)
 
 
 def _add_checkpoint(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a run folder (its newest checkpoint)"
-    )
-    sub.add_argument(
-        "--compression",
-        default="on",
-        choices=("on", "off"),
-        help="apply the run's codecs at its cuts (default: on)",
-    )
+    about = "a checkpoint, or a run folder (its newest checkpoint)"
+    sub.add_argument("checkpoint", type=Path, help=about)
+    about = "apply the run's codecs at its cuts (default: on)"
+    sub.add_argument("--compression", default="on", choices=("on", "off"), help=about)
     add_plugins(sub)
-    sub.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda", "mps"),
-        help="device to compute on (default: auto)",
-    )
+    about = "device to compute on (default: auto)"
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help=about)
 
 
 def _add_template(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--template",
-        default="",
-        metavar="FILE",
-        help="chat template, a Jinja file (default: the model's own, or chatml)",
-    )
+    about = "chat template, a Jinja file (default: the model's own, or chatml)"
+    sub.add_argument("--template", default="", metavar="FILE", help=about)
 
 
 def _add_pipeline(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="compute with one process per stage, over links with the run's codecs",
-    )
-    sub.add_argument(
-        "--no-emulation",
-        action="store_true",
-        help="with --pipeline: do not hold messages back as the run's [link] section says",
-    )
+    about = "compute with one process per stage, over links with the run's codecs"
+    sub.add_argument("--pipeline", action="store_true", help=about)
+    about = "with --pipeline: do not hold messages back as the run's [link] section says"
+    sub.add_argument("--no-emulation", action="store_true", help=about)
 
 
 def eval_command(options: argparse.Namespace) -> None:

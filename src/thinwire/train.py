@@ -11,7 +11,6 @@ from typing import Any
 from thinwire.engine.build import check_devices, choose_device, is_emulated
 from thinwire.engine.worker import scratch
 from thinwire.report import Display
-from thinwire.run.checkpoints import claim_folder
 from thinwire.run.conduct import Course
 from thinwire.run.coordinator import Coordinator
 from thinwire.run.explosion import watch_losses
@@ -19,15 +18,7 @@ from thinwire.run.peers import LocalPeers, lead, neighbours, placement, recordin
 from thinwire.run.protocol import Order
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding, leave_at_once, stopping
-from thinwire.run.start import (
-    adopted,
-    describe,
-    make_start,
-    open_origin,
-    open_resume,
-    prepare_data,
-    refuse_other_data,
-)
+from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
 
 EMULATED = (
@@ -49,31 +40,21 @@ def train(
     processes, each with neighbouring stages; 0: one for each stage.
     """
     started = time.monotonic()
-    for line in describe(settings):
-        display.phase("config", line)
     check_devices(settings)
     neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
     if is_emulated(settings.run.precision, choose_device(settings.run.device, 0)):
         display.note(EMULATED)
-    folder = Path(settings.run.out) / settings.run.name
-    checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
-    weights = checkpoint or open_origin(settings, display, allow_plugins)
-    if weights is not None:
-        settings = adopted(settings, weights.settings)
-    with heeding(leave_at_once), claim_folder(folder, checkpoint):
-        data = prepare_data(settings, display, weights)
-        if checkpoint is not None:
-            refuse_other_data(checkpoint, data.fingerprint)
-        elif weights is not None:
+    with (
+        heeding(leave_at_once),
+        opened(settings, display, resume, allow_plugins) as (settings, checkpoint, weights),
+    ):
+        folder, data = settings.run.folder, prepare_data(settings, display, weights, checkpoint)
+        if checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
         stages, origin = settings.pipeline.stages, checkpoint.folder if checkpoint else None
         source = f", from {origin}" if origin else ""
-        processes = (
-            f"{stages} stages as processes"
-            if not peers
-            else f"{stages} stages in {peers} processes"
-        )
-        display.phase("start", f"{processes}, links under mutual TLS{source}")
+        where = f"in {peers} processes" if peers else "as processes"
+        display.phase("start", f"{stages} stages {where}, links under mutual TLS{source}")
         began = checkpoint.step if checkpoint else 0
         order = Order(
             stages=[],

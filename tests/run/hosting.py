@@ -17,9 +17,8 @@ import thinwire
 from thinwire.data import Corpus
 from thinwire.errors import ThinwireError
 from thinwire.report import PlainDisplay
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
-from thinwire.run.console import HostConsole
 from thinwire.run.formation import Formation
 from thinwire.run.host import Base, HostedPeers
 from thinwire.run.machine import Machine
@@ -33,7 +32,7 @@ from thinwire.run.protocol import (
     Hello,
     peer_stream,
 )  # fmt: skip
-from thinwire.run.status import SharedDisplay, Standing
+from thinwire.run.status import HostConsole, SharedDisplay, Standing
 from thinwire.settings import Settings
 from thinwire.wire import Identity, LastingPipe, Listener, Pipe, dial
 from thinwire.wire.keys import fingerprint_of
@@ -137,7 +136,7 @@ class House:
         return {member.name: member.why_unfit for member in self.members.all()}
 
     def console(self, formation: Formation, settings: Any = Settings, *more: Any) -> HostConsole:
-        standing, members = Standing("test", self.book.run_id, "host"), self.members
+        standing, members = Standing("test", self.book.run_id), self.members
         invite = lambda machines: self.invite  # noqa: E731
         return HostConsole(standing, members, self.book, lambda: formation, settings, invite, *more)
 
@@ -145,7 +144,7 @@ class House:
         """Members that hold stages, as a coordinator sees them."""
         door: Any = SimpleNamespace(listener=self.listener, book=self.book, meeting=lambda name: [])
         display = SharedDisplay(
-            PlainDisplay(io.StringIO()), self.members.tell_all, Standing("test", "abc", "host")
+            PlainDisplay(io.StringIO()), self.members.tell_all, Standing("test", "abc")
         )
         base = Base(self.members, door, self.folder, corpus, display)
         return HostedPeers(base, formation, settings, None, lambda done, total: None)

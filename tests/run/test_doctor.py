@@ -15,7 +15,7 @@ import pytest
 
 import thinwire
 from thinwire.cli import main
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import AuthorityBook, HostSays, Invite, identity_in, serve_enrolment
 from thinwire.run.doctor import (
     Finding,
     Findings,
@@ -24,12 +24,9 @@ from thinwire.run.doctor import (
     check_files,
     check_folder,
     check_memory,
-    check_python,
     check_torch,
     examine,
 )
-from thinwire.run.enrol import HostSays, identity_in, serve_enrolment
-from thinwire.run.invite import Invite
 from thinwire.wire import Door, Listener, Route, Standby
 from thinwire.wire.speed import SpeedService
 
@@ -195,7 +192,7 @@ def test_an_impostor_behind_the_right_door_blocks(
 
 def test_what_a_host_says_of_a_machine() -> None:
     invite = Invite("first", "ab" * 32, ("h:1",), "deadbeef", "00" * 16, 1)
-    says = HostSays("9.8.7", "", reached=False)
+    says = HostSays("9.8.7", reached="no")
     _, other, unreached = check_answer(invite, says, "198.51.100.7:7000")
     assert other.level == "blocks" and other.fix == "pip install thinwire==9.8.7"
     assert other.what == f"thinwire {thinwire.__version__} here, 9.8.7 at the host"
@@ -229,7 +226,6 @@ def test_a_machine_without_torch_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("finding", "level", "words"),
     [
-        (check_python((3, 10)), "blocks", "needs Python 3.11"),
         (check_torch("2.9.1+cu128"), "blocks", "needs torch 2.10"),
         (check_torch("2.10.0"), "fine", ""),
         (check_memory(100_000_000, "cpu"), "blocks", "No stage"),

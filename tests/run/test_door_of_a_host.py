@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from thinwire.errors import AdmissionError, WireError
-from thinwire.run.authority import AuthorityBook
-from thinwire.run.invite import Invite
+from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.wire import Door, Identity, Route, Traffic
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import Wish, call

@@ -14,9 +14,10 @@ import pytest
 
 import thinwire
 from thinwire.errors import AdmissionError, ConfigError, WireError
-from thinwire.run.authority import AuthorityBook
-from thinwire.run.enrol import (
+from thinwire.run.admission import (
+    AuthorityBook,
     HostSays,
+    Invite,
     ask,
     enrol,
     identity_in,
@@ -24,7 +25,6 @@ from thinwire.run.enrol import (
     saved_identity,
     serve_enrolment,
 )
-from thinwire.run.invite import Invite
 from thinwire.wire import Door, Identity, Listener, Route, Routes, Standby, dial
 from thinwire.wire.stream import Stream
 from waiting import wait_until
@@ -89,20 +89,10 @@ def test_an_invite_puts_a_key_on_the_list_that_opens_links(
 def test_what_lets_in_nobody(book: AuthorityBook, way: Routes) -> None:
     invite = invite_of(book, machines=2)
     for wrong in (replace(invite, secret="00" * 16), replace(invite, invite_id="00000000")):
-        with pytest.raises(AdmissionError, match="wrong invite") as refusal:
+        with pytest.raises(AdmissionError, match="the host refused: wrong invite") as refusal:
             enrol(way, wrong, new_key(), "ada")
         assert invite.secret not in str(refusal.value)
     assert book.peers() == []
-    with pytest.raises(AdmissionError, match="the host refused: this invite expired at"):
-        enrol(way, invite_of(book, lasts=-1.0), new_key())
-    once, key = invite_of(book), new_key()
-    name = enrol(way, once, key).name
-    with pytest.raises(AdmissionError, match="the host refused: this invite was for one machine"):
-        enrol(way, once, new_key())
-    assert enrol(way, once, key).name == name
-    enrol(way, invite, new_key(), "ada")
-    with pytest.raises(AdmissionError, match="called 'ada': choose another --name"):
-        enrol(way, invite, new_key(), "ada")
 
 
 def test_many_machines_enrol_at_once(book: AuthorityBook, way: Routes) -> None:
@@ -185,12 +175,12 @@ def test_asking_uses_nothing_up(book: AuthorityBook, way: Routes) -> None:
     once, key = invite_of(book), new_key()
     assert ask(way, once) == ask(way, once, key) == HostSays(thinwire.__version__, "")
     name = enrol(way, once, key).name
-    assert "has been used" in ask(way, once).refusal
-    assert "has been used" in ask(way, once, new_key()).refusal
-    assert ask(way, once, key).refusal == ""
+    assert "has been used" in ask(way, once).refused
+    assert "has been used" in ask(way, once, new_key()).refused
+    assert ask(way, once, key).refused == ""
     book.kick(name)
-    assert "was removed" in ask(way, once, key).refusal
-    assert "expired" in ask(way, invite_of(book, lasts=-1.0)).refusal
+    assert "was removed" in ask(way, once, key).refused
+    assert "expired" in ask(way, invite_of(book, lasts=-1.0)).refused
 
 
 @contextlib.contextmanager
@@ -228,17 +218,17 @@ def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
         to = invite.to_service("enrol")
         for listening, is_dialled in ((inner, False), (own, True)):
             asked = "{}:{}".format(*listening.getsockname())
-            assert ask(to, invite, door=asked).reached is (False if is_dialled else None)
+            assert ask(to, invite, door=asked).reached == ("no" if is_dialled else "")
             listening.settimeout(0)
             with contextlib.nullcontext() if is_dialled else pytest.raises(BlockingIOError):
                 listening.accept()[0].close()
         with Door("127.0.0.1", 0) as ours, Door("127.0.0.1", 0) as other:
             ours.admit(invite.run_id, invite.door_token)
-            assert ask(to, invite, door=ours.address).reached is True
-            assert ask(to, invite, door=other.address).reached is False
-            assert ask(to, invite, door="nowhere").reached is None
+            assert ask(to, invite, door=ours.address).reached == "yes"
+            assert ask(to, invite, door=other.address).reached == "no"
+            assert ask(to, invite, door="nowhere").reached == ""
             answer = ask(to, replace(invite, secret="00" * 16), door=ours.address)
-        assert answer.refusal and answer.reached is None
+        assert answer.refused and answer.reached == ""
         identity = enrol(to, invite, new_key())  # all it has is the invite
         assert book.is_welcome(identity.name)
 

@@ -13,9 +13,8 @@ from thinwire.cli import main
 from thinwire.data import Corpus
 from thinwire.engine import Checkpoint
 from thinwire.errors import ConfigError, NotAliveError
-from thinwire.run.authority import AuthorityBook
-from thinwire.run.control_socket import ask
-from thinwire.run.invite import Invite
+from thinwire.run.admission import AuthorityBook, Invite
+from thinwire.run.alive import ask
 from thinwire.settings import Settings
 from trained import trained
 from waiting import wait_until

@@ -17,7 +17,7 @@ from thinwire.data import Tokenizer, prepare
 from thinwire.errors import ConfigError, DataError, ThinwireError, WireError, outward
 from thinwire.report import PlainDisplay
 from thinwire.run import join as join_module
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import AuthorityBook
 from thinwire.run.join import Holding, JoinedPeer, JoinOptions, Place, Terms, join, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer

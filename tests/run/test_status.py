@@ -16,10 +16,10 @@ from thinwire.cli import main
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter, StepRecord, as_text
+from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder
-from thinwire.run.control_socket import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.machine import Machine
-from thinwire.run.protocol import LinkDown, Linked, LinkUp, Pulse, StepNews
+from thinwire.run.protocol import LinkDown, Linked, LinkUp, Pulse
 from thinwire.run.status import (
     LinkStatus,
     PeerStatus,
@@ -275,11 +275,11 @@ def clock() -> Clock:
 
 @pytest.fixture
 def standing(clock: Clock) -> Standing:
-    return Standing("code", RUN_ID, "host", _now=clock)
+    return Standing("code", RUN_ID, _now=clock)
 
 
-def news(step: int, loss: float = 2.5) -> StepNews:
-    return StepNews(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0)
+def news(step: int, loss: float = 2.5) -> StepRecord:
+    return StepRecord(step, 100, loss, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])
 
 
 def test_a_wait_has_one_beginning_and_ends_with_a_step(standing: Standing, clock: Clock) -> None:
@@ -308,11 +308,11 @@ def test_links_and_words_of_stages(standing: Standing, clock: Clock) -> None:
     standing.stepped(StepRecord(1, 9, 2.5, 0.1, 1.0, 50, 700.0, 2.0, 9.0, [], links))
     clock.now += 5
     standing.heard(1, Pulse(3, "computes F0 of step 2"))
-    assert standing.last_word(1) == 1005.0 and standing.last_word(0) == 0.0
-    assert standing.doing(1) == "computes F0 of step 2"
+    assert standing.word_of(1) == (1005.0, "computes F0 of step 2")
+    assert standing.word_of(0) == (0.0, "")
     costs = StageCosts(0.1, 0.1, 0.1)  # pulses come every few seconds, steps may come more often
     standing.heard(1, Step(6, None, 0.1, 1.0, True, 0.0, 1.0, 0.0, costs, [], {}, {}, 0))
-    assert standing.doing(1) == "has done step 7"
+    assert standing.word_of(1)[1] == "has done step 7"
     first, second = standing.report(1, seats, []).links
     assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
     assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)

@@ -2,9 +2,9 @@
 
 import hashlib
 import os
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -17,13 +17,15 @@ from thinwire.run.transfer import (
     Refusal,
     SeatFiles,
     Talk,
-    Throttle,
     Want,
     give,
+    serve_files,
     take,
+    uplink_share,
 )
 from thinwire.wire import Frame, FrameKind, Pipe, memory_pair
 from thinwire.wire.background import on_daemon_thread
+from thinwire.wire.door import Allowance
 
 MakeFile = Callable[[int], tuple[Path, Want]]
 
@@ -38,15 +40,10 @@ def file(tmp_path: Path) -> MakeFile:
     return make
 
 
-def serve(pipe: Pipe, path: Path, throttle: Throttle | None = None) -> Talk:
+def serve(pipe: Pipe, path: Path, rate: Allowance | None = None) -> Talk:
     """Answer every request with this file."""
     talk = Talk(pipe)
-
-    def answer() -> None:
-        while isinstance(want := talk.hear(), Want):
-            give(talk, want, path, throttle)
-
-    on_daemon_thread("giver", answer)
+    on_daemon_thread("giver", lambda: serve_files(talk, lambda want: path, rate))
     return talk
 
 
@@ -54,30 +51,24 @@ def pieces_sent(giver: Talk) -> dict[str, int]:
     return giver.meter.snapshot()["sent"]["PIECE"]
 
 
-@pytest.mark.parametrize("size", [1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 17])
-def test_a_file_arrives_whole(size: int, file: MakeFile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, PIECE_BYTES, 3 * PIECE_BYTES + 17])
+@pytest.mark.parametrize("have", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5, 3 * PIECE_BYTES + 17])
+def test_a_file_arrives_whole_from_where_it_stopped(
+    size: int, have: int, file: MakeFile, tmp_path: Path
+) -> None:
     here, there = memory_pair()
     path, want = file(size)
-    serve(there, path)
     part, done = tmp_path / "in" / "part", list[int]()
-    take(Talk(here), want, part, done.append)
-    assert part.read_bytes() == path.read_bytes()
-    assert done[0] == 0 and done[-1] == size and done == sorted(done)
-
-
-@pytest.mark.parametrize("have", [1, PIECE_BYTES, 2 * PIECE_BYTES + 5, 3 * PIECE_BYTES + 17])
-def test_a_transfer_goes_on_where_it_stopped(have: int, file: MakeFile, tmp_path: Path) -> None:
-    here, there = memory_pair()
-    path, want = file(3 * PIECE_BYTES + 17)
-    part = tmp_path / "part"
+    part.parent.mkdir()
     part.write_bytes(path.read_bytes()[:have])
     giver = serve(there, path)
-    take(Talk(here), want, part)
+    take(Talk(here), want, part, done.append)
     assert part.read_bytes() == path.read_bytes()
-    if have == want.bytes:
+    assert done[-1] == size and done == sorted(done)
+    if have >= size:
         assert giver.meter.sent_bytes() == 0, "nothing was asked for"
     else:
-        assert pieces_sent(giver)["payload_bytes"] == want.bytes - have + have % PIECE_BYTES
+        assert pieces_sent(giver)["payload_bytes"] == size - have + have % PIECE_BYTES
 
 
 def test_a_silent_connection_keeps_what_has_come(file: MakeFile, tmp_path: Path) -> None:
@@ -116,8 +107,7 @@ def test_a_wrong_hash_is_sent_again_once_and_then_named(file: MakeFile, tmp_path
 def test_a_full_disk_is_known_before_anything_is_asked(
     file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = namedtuple("usage", "total used free")(1 << 40, 0, 64 << 20)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     talk = Talk(memory_pair()[0])
     with pytest.raises(CheckpointError, match=r"1,000 bytes do not fit into .*67,108,864 are free"):
         take(talk, file(1000)[1], tmp_path / "part")
@@ -136,7 +126,6 @@ def test_a_full_disk_is_known_before_anything_is_asked(
         (SeatFiles({}), BreachError, "another piece"),
         (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
         (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
-        (Frame(FrameKind.PIECE, payload=bytes(9)), BreachError, "9 bytes, not 10"),
         (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "FORWARD frame"),
         (Frame(FrameKind.CONTROL, payload=b"nonsense"), BreachError, "cannot be read"),
         (Frame(FrameKind.CONTROL, payload=b"[" * 9999), BreachError, "cannot be read"),
@@ -169,60 +158,24 @@ def test_a_request_that_does_not_fit_is_refused(change: dict[str, int], file: Ma
     assert isinstance(answer, Refusal) and "No such file" in answer.reason
 
 
-class Clock:
-    """Time that passes when somebody sleeps."""
-
-    now = 50.0
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += seconds
-
-    def throttle(self, rate: float, **options: float) -> Throttle:
-        return Throttle(rate, lambda: self.now, self.sleep, **options)
-
-
-def test_files_take_their_share_of_the_uplink_and_no_more() -> None:
-    clock = Clock()
-    throttle, sent = clock.throttle(1000.0, least=1), []
-    for size in [400, 100, 1000, 256, 256, 2000, 10]:
-        throttle.spend(size)
-        sent.append((clock.now, size))
-    for first in range(len(sent)):
-        for last in range(first + 1, len(sent)):
-            # From one message to the next, no more than the rate; each message is whole.
-            seconds = sent[last][0] - sent[first][0]
-            assert sum(size for _, size in sent[first:last]) <= 1000 * seconds + 1e-6
-    assert clock.now == pytest.approx(50 + (sum(size for _, size in sent) - 10) / 1000)
-    clock.now += 3600  # a pause saves no rate for later
-    before = clock.now
-    for _ in range(11):
-        throttle.spend(100)
-    assert clock.now - before == pytest.approx(1.0)
-
-
-def test_a_rate_changes_and_is_never_so_low_that_it_passes_for_silence() -> None:
-    clock = Clock()
-    throttle = clock.throttle(1000.0, least=1)
-    throttle.spend(10**9)
-    throttle.change(0)  # training is over: the whole uplink is free
-    for _ in range(9):
-        throttle.spend(10**9)
-    assert clock.now == 50
-    throttle.change(1000)
-    throttle.spend(500)
-    throttle.spend(1)
-    assert clock.now == pytest.approx(50.5)
-    least, before = clock.throttle(1.0), clock.now
-    for _ in range(5):
-        least.spend(PIECE_BYTES)
-    assert clock.now - before == pytest.approx(SILENCE_S)
-
-
-def test_a_file_is_given_at_its_rate(file: MakeFile, tmp_path: Path) -> None:
-    clock = Clock()
+def test_a_file_is_given_at_its_rate(
+    file: MakeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which changes at any time, and is never so low that it passes for silence."""
+    clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr("thinwire.run.transfer.time", clock)
     here, there = memory_pair()
     path, want = file(8 * PIECE_BYTES)
-    serve(there, path, clock.throttle(PIECE_BYTES / 2))
+    rate = Allowance(PIECE_BYTES * 8e-6 / 2, burst_s=0)
+    serve(there, path, rate)
     take(Talk(here), want, tmp_path / "part")
-    assert clock.now == pytest.approx(50 + 7 * 2)
+    assert clock.now == pytest.approx(50 + 8 * 2)
+    clock.now += 3600  # a pause saves no rate for later
+    take(Talk(here), want, tmp_path / "again")
+    assert clock.now == pytest.approx(3650 + 16 * 2)
+    rate.mbps = uplink_share(0.0)  # training is over: the whole uplink is free
+    take(Talk(here), want, tmp_path / "free")
+    assert clock.now == pytest.approx(3650 + 16 * 2)
+    assert 4 * PIECE_BYTES * 8e-6 / uplink_share(1e-9) == pytest.approx(SILENCE_S)
+    assert uplink_share(5.0) == 5.0

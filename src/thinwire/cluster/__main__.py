@@ -83,8 +83,7 @@ def _train(options: argparse.Namespace, settings: "Settings", grid: "Grid", seat
 
     resume = options.resume
     if resume == NEWEST:
-        is_run = options.config.is_dir()
-        resume = options.config if is_run else Path(settings.run.out) / settings.run.name
+        resume = options.config if options.config.is_dir() else settings.run.folder
     world = World(seat, grid, settings.run.device)
     name, silent = settings.run.name, PlainDisplay(io.StringIO())  # one rank speaks for all
     with open_display(sys.stdout, name) if world.leads else silent as display:

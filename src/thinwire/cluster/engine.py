@@ -6,6 +6,7 @@ files as those of `thinwire train`, so either engine continues the other's runs.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -22,7 +23,6 @@ from thinwire.engine.reports import Evaluation, ShardFailed, ShardWritten, Step
 from thinwire.engine.worker import scratch
 from thinwire.errors import ConfigError, StageError
 from thinwire.report import Display
-from thinwire.run.checkpoints import claim_folder
 from thinwire.run.coordinator import disagreement
 from thinwire.run.events import Begin, Commit, Discard, Exploded, Record
 from thinwire.run.explosion import LossWatch, watch_losses
@@ -30,15 +30,7 @@ from thinwire.run.peer import versions
 from thinwire.run.protocol import FROM_PEER, Envelope, Finished, Ready, pack, unpack
 from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding
-from thinwire.run.start import (
-    adopted,
-    describe,
-    make_start,
-    open_origin,
-    open_resume,
-    prepare_data,
-    refuse_other_data,
-)
+from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
 
 Said = list[tuple[int, Any]]
@@ -61,29 +53,22 @@ def run(
     restarted = world.sum([world.seat.restarts])[0] > 0
     link = dataclasses.replace(settings.link, emulate=False)  # PyTorch sends as the network does
     settings = dataclasses.replace(settings, link=link)
-    folder = (Path(settings.run.out) / settings.run.name).resolve()
+    folder = settings.run.folder.resolve()
     with contextlib.ExitStack() as stack:
         checkpoint = weights = None
         if world.leads:
-            for line in describe(settings):
-                display.phase("config", line)
             if settings.pipeline.window and world.grid.schedule != "gpipe":
                 told = "note: pipeline.window is not used: PyTorch's schedule has its own"
                 display.phase("config", told)
             if restarted and list_checkpoints(folder):
                 resume = folder  # else it starts again as it was told to
-            checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
-            weights = checkpoint or open_origin(settings, display, allow_plugins)
-            if weights is not None:
-                settings = adopted(settings, weights.settings)
-            stack.enter_context(claim_folder(folder, checkpoint, goes_on=restarted))
+            beginning = opened(settings, display, resume, allow_plugins, goes_on=restarted)
+            settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
         settings = Settings.from_plain(json.loads(world.share(json.dumps(settings.to_plain()))))
         weights = _shared_checkpoint(world, weights)
-        data = _data(settings, world, display, weights)
-        if checkpoint is not None:
-            refuse_other_data(checkpoint, data.fingerprint)
-        elif world.leads and weights is not None:
+        data = _data(settings, world, display, weights, checkpoint)
+        if world.leads and checkpoint is None and weights is not None:
             checkpoint = make_start(weights, settings, folder, data, display)
         checkpoint = _shared_checkpoint(world, checkpoint)
         _check_shared(folder, world)
@@ -200,11 +185,18 @@ def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | 
     return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
 
 
-def _data(settings: Settings, world: World, display: Display, weights: Checkpoint | None) -> Corpus:
+def _data(
+    settings: Settings,
+    world: World,
+    display: Display,
+    weights: Checkpoint | None,
+    resumed: Checkpoint | None,
+) -> Corpus:
     """The run's data: prepared by one rank of each machine, then opened by the others."""
-    data = prepare_data(settings, display, weights) if world.seat.local_rank == 0 else None
+    prepare = functools.partial(prepare_data, settings, display, weights, resumed)
+    data = prepare() if world.seat.local_rank == 0 else None
     world.wait_for_all()
-    data = data or prepare_data(settings, display, weights)
+    data = data or prepare()
     wanted = world.share(data.fingerprint)
     if data.fingerprint != wanted:
         raise ConfigError(

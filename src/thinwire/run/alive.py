@@ -1,18 +1,182 @@
-"""Which runs are alive on this machine, in which folders, and how each stands."""
+"""Runs that are alive on this machine: which there are, how each stands, and questions to one.
 
-import math
+A hosted or joined run answers on a unix socket in its folder, a JSON line each:
+
+    {"ask": "status"}                     {"answer": {...}}
+    {"ask": "kick", "peer": "ben"}        {"error": "nobody called ben has joined"}
+
+Only the user whose run it is may open the socket. What comes in is data, and bounded. A run of
+`thinwire train` answers no questions: it is known by its lock, and shown by what it has written.
+"""
+
+import contextlib
+import os
+import socket
+import socketserver
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
+
+import msgspec
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
-from thinwire.errors import ConfigError, NotAliveError
+from thinwire.errors import ConfigError, NotAliveError, ThinwireError, WireError, printable
 from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
 from thinwire.run.checkpoints import is_claimed
-from thinwire.run.control_socket import FILE, ask, is_alive
-from thinwire.run.status import StatusReport, status_from_plain
+from thinwire.run.status import Handler, StatusReport, status_from_plain
 from thinwire.settings import RunConfig, load_settings
+
+FILE = "control.sock"  # in the folder of a run, or of a peer
+LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
+_REQUEST_S = 5.0  # for a request to arrive, and for its answer to be taken
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+
+class ControlSocket:
+    """Answers requests in a folder until it is closed; handlers run on threads of its own."""
+
+    def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
+        self.path = folder / FILE
+        if is_alive(folder):
+            raise ConfigError(
+                f"another process is at work in {folder}: wait for it, stop it, or choose another "
+                "folder"
+            )
+
+        class Caller(socketserver.StreamRequestHandler):
+            timeout = _REQUEST_S
+
+            def handle(self) -> None:
+                with contextlib.suppress(OSError, WireError):
+                    _say(self.wfile, _answered(handlers, _heard(self.rfile)))
+
+        try:
+            if self.path.is_socket():  # a killed process has left it
+                self.path.unlink()
+            with _short(self.path) as name:
+                self._server = _Server(name, Caller, bind_and_activate=False)
+                self._server.server_bind()
+            self.path.chmod(0o600)  # before it listens, so nobody comes in between
+            self._server.server_activate()
+        except OSError as error:
+            self._server.server_close()
+            raise ConfigError(
+                f"cannot make {self.path}, by which this run is asked: {error}"
+            ) from error
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(0.1,), name="thinwire control", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more, and remove the socket."""
+        self.path.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> "ControlSocket":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _answered(handlers: Mapping[str, Handler], request: dict[str, Any]) -> dict[str, Any]:
+    handler = handlers.get(str(request.get("ask")))
+    if handler is None:
+        known = ", ".join(sorted(handlers))
+        asked = printable(str(request.get("ask")), 100)
+        who = "A host answers kick and invite, a peer answers leave"
+        return {"error": f"{asked!r} cannot be asked here; what can: {known}. {who}"}
+    try:
+        return {"answer": handler(request)}
+    except ThinwireError as error:
+        return {"error": str(error)}
+
+
+def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[str, Any]:
+    """The answer of the process that is alive in a folder.
+
+    NotAliveError if there is none; a ConfigError has the words in which it refused.
+    """
+    try:
+        with _connected(folder, timeout) as connection, connection.makefile("rwb") as lines:
+            _say(lines, request)
+            lines.flush()
+            said = _heard(lines)
+    except PermissionError:
+        raise ConfigError(
+            f"{folder} belongs to another user: only who started the run may ask it"
+        ) from None
+    except TimeoutError:
+        raise WireError(
+            f"the run in {folder} did not answer within {timeout:g} s: it may be stopped"
+        ) from None
+    except (OSError, WireError):
+        raise NotAliveError(f"no run is alive in {folder}, or it has just ended") from None
+    if "error" in said:
+        raise ConfigError(printable(str(said["error"])))
+    answer = said.get("answer")
+    if not isinstance(answer, dict):
+        raise WireError(f"the run in {folder} gave an answer that this version does not know")
+    return answer
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether a process answers in this folder."""
+    try:
+        _connected(folder, _REQUEST_S).close()
+    except OSError as error:
+        return isinstance(error, (TimeoutError, BlockingIOError))  # more callers than it can queue
+    return True
+
+
+def _connected(folder: Path, timeout: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout)
+    try:
+        with _short(folder / FILE) as path:
+            connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A short name of a path: the system takes some hundred bytes at most for a socket's."""
+    text = str(path.absolute())
+    if len(os.fsencode(text)) < 100:
+        yield text
+        return
+    with tempfile.TemporaryDirectory(prefix="tw-") as folder:
+        link = Path(folder) / "f"
+        link.symlink_to(path.parent.absolute(), target_is_directory=True)
+        yield str(link / path.name)
+
+
+def _say(lines: IO[bytes], values: dict[str, Any]) -> None:
+    lines.write(msgspec.json.encode(values) + b"\n")
+
+
+def _heard(lines: IO[bytes]) -> dict[str, Any]:
+    line = lines.readline(LONGEST_LINE)
+    try:
+        if not line.endswith(b"\n"):
+            raise WireError("what was said is not a line, or is too long")
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        raise WireError("what was said is not a JSON object") from None
+
+
+# Which runs there are
 
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
@@ -22,45 +186,42 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
     folder of peers. NotAliveError says where none was found.
     """
     places = [_runs(), peers_folder()]
-    if given is not None:
-        found = [_run_folder(given)]
-    else:
-        found = [*_answering(*places), *_local_runs()]
+    found = _given(given) or [*_answering(*places), *_local_runs()]
     reports = [_report(folder) for folder in found if is_alive(folder) or is_claimed(folder)]
-    if reports:
-        return reports
-    raise _not_alive(found[0]) if given is not None else _none_found(places)
+    if not reports:
+        raise _not_alive(_given(given), places)
+    return reports
 
 
 def host_folder(given: Path | None) -> Path:
     """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
-    found = [_run_folder(given)] if given is not None else _answering(_runs())
-    if not any(map(is_alive, found)):
-        for folder in found or _local_runs():
-            if is_claimed(folder):
-                raise NotAliveError(
-                    f"the run in {folder} has no peers: it is a local one, or only starts"
-                )
-        if given is None and (joined := _answering(peers_folder())):
+    found = _given(given) or _answering(_runs())
+    if any(map(is_alive, found)):
+        return _only(found)
+    for folder in found or _local_runs():
+        if is_claimed(folder):
             raise NotAliveError(
-                f"this machine hosts no run: it is a peer of the run in {joined[0]}, and only the "
-                "host of a run can do this (`thinwire leave` takes this peer out of it)"
+                f"the run in {folder} has no peers: it is a local one, or only starts"
             )
-        raise _not_alive(found[0]) if found else _none_found([_runs()])
-    return _only(found)
+    if given is None and (joined := _answering(peers_folder())):
+        raise NotAliveError(
+            f"this machine hosts no run: it is a peer of the run in {joined[0]}, and only the "
+            "host of a run can do this (`thinwire leave` takes this peer out of it)"
+        )
+    raise _not_alive(found, [_runs()])
 
 
 def member_folder(given: Path | None) -> Path:
     """The one folder in which this machine is a peer; NotAliveError says why there is none."""
     found = [given] if given is not None else _answering(peers_folder())
-    if not any(map(is_alive, found)):
-        if given is None and (hosted := _answering(_runs())):
-            raise NotAliveError(
-                f"this machine is no peer of a run: it hosts the one in {hosted[0]}. Press Ctrl-C "
-                "there to stop it"
-            )
-        raise _not_alive(found[0]) if found else _none_found([peers_folder()])
-    return _only(found)
+    if any(map(is_alive, found)):
+        return _only(found)
+    if given is None and (hosted := _answering(_runs())):
+        raise NotAliveError(
+            f"this machine is no peer of a run: it hosts the one in {hosted[0]}. Press Ctrl-C "
+            "there to stop it"
+        )
+    raise _not_alive(found, [peers_folder()])
 
 
 def hosted_folders() -> list[Path]:
@@ -70,6 +231,13 @@ def hosted_folders() -> list[Path]:
 
 def _runs() -> Path:
     return Path(RunConfig().out)
+
+
+def _given(given: Path | None) -> list[Path]:
+    """The folder that was named, if one was; a settings file stands for the run that it starts."""
+    if given is not None and given.is_file():
+        given = load_settings(given, []).run.folder
+    return [] if given is None else [given]
 
 
 def _answering(*places: Path) -> list[Path]:
@@ -99,13 +267,9 @@ def _report(folder: Path) -> StatusReport:
         role="folder",
         state="training" if step else "starting",
         time=now,
-        step=step.step if step else 0,
-        steps=step.steps if step else 0,
-        loss=step.loss if step and math.isfinite(step.loss) else None,
-        tokens_per_s=step.tokens_per_s if step and math.isfinite(step.tokens_per_s) else 0.0,
         last_checkpoint=max(map(step_of, list_checkpoints(folder)), default=None),
         notes=notes,
-    )
+    ).after(step)
 
 
 def _only(found: list[Path]) -> Path:
@@ -116,23 +280,14 @@ def _only(found: list[Path]) -> Path:
     return found[0]
 
 
-def _not_alive(folder: Path) -> NotAliveError:
-    if not folder.exists():
-        return NotAliveError(f"no run is alive in {folder}: there is no such folder")
-    return NotAliveError(f"no run is alive in {folder}: it has ended, or runs in another folder")
-
-
-def _none_found(places: list[Path]) -> NotAliveError:
+def _not_alive(given: list[Path], places: list[Path]) -> NotAliveError:
+    """In the folder that was named, or in any of the places where runs are."""
+    if given:
+        there = given[0].exists()
+        why = "it has ended, or runs in another folder" if there else "there is no such folder"
+        return NotAliveError(f"no run is alive in {given[0]}: {why}")
     looked = " and ".join(f"{place}/" for place in places)
     return NotAliveError(
         f"no run is alive on this machine (looked in {looked}). If its folder is elsewhere, give "
         "it: that of the run on its host, that of `join --folder` on a peer"
     )
-
-
-def _run_folder(given: Path) -> Path:
-    """A settings file stands for the run that it starts."""
-    if not given.is_file():
-        return given
-    run = load_settings(given, []).run
-    return Path(run.out) / run.name

@@ -5,10 +5,10 @@ wrong also what, and the fix. torch is imported late: it may be what is missing.
 """
 
 import contextlib
+import math
 import os
 import platform
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,23 +20,21 @@ import thinwire
 from thinwire.errors import AdmissionError, ThinwireError, WireError
 from thinwire.paths import peer_folder
 from thinwire.report.human import duration, human_bytes
-from thinwire.run.control_socket import ask
-from thinwire.run.enrol import HostSays, saved_identity
-from thinwire.run.enrol import ask as ask_host
-from thinwire.run.invite import Invite
+from thinwire.run.admission import HostSays, Invite, saved_identity
+from thinwire.run.admission import ask as ask_host
 from thinwire.run.machine import device_name, existing_folder, free_disk, free_memory
 from thinwire.wire import Door, Identity, Route, Routes, Seen, ping, raise_descriptor_limit
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
 
-PYTHON, TORCH = (3, 11), (2, 10)  # as in pyproject.toml
-LEAST_MEMORY, LITTLE_MEMORY = 0.5e9, 2e9
-LEAST_DISK, LITTLE_DISK = 0.2e9, 5e9
-FEWEST_FILES, FEW_FILES = 256, 1024
+TORCH = (2, 10)  # as in pyproject.toml
 SKEW_S = 30.0  # beyond which clocks are worth a note
 LOW_MBPS_UP = 5.0
 _NEW_INVITE = "ask the host for a new invite"
-_WIDTH = 96
+# Commands in a fix are to be copied: no word is broken.
+_WRAPPER = textwrap.TextWrapper(
+    96, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False
+)
 _MARKS = {"blocks": "BLOCKS", "note": "note", "fine": "fine"}  # the worst first
 
 
@@ -80,25 +78,15 @@ class Findings:
         """For people: what to do first."""
         lines = []
         for number, finding in enumerate(self.all, 1):
-            parts = [(f"{number:>2}. ", f"{_MARKS[finding.level]}: {finding.what}")]
-            parts += [("    ", finding.trouble)] if finding.trouble else []
-            parts += [("    fix: ", finding.fix)] if finding.fix else []
-            for start, text in parts:  # commands in a fix are to be copied: no word is broken
-                lines += textwrap.wrap(
-                    text,
-                    _WIDTH,
-                    initial_indent=start,
-                    subsequent_indent=" " * 4,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+            starts = f"{number:>2}. {_MARKS[finding.level]}: ", "    ", "    fix: "
+            texts = finding.what, finding.trouble, finding.fix
+            for start, text in zip(starts, texts, strict=True):
+                lines += _WRAPPER.wrap(start + text) if text else []
         levels = [finding.level for finding in self.all]
+        notes = "; the notes say what could be better" if "note" in levels else ""
+        verdict = f"Nothing keeps this machine out{notes}."
         if count := levels.count("blocks"):
             verdict = f"{count} of these {'keeps' if count == 1 else 'keep'} this machine out."
-        elif "note" in levels:
-            verdict = "Nothing keeps this machine out; the notes say what could be better."
-        else:
-            verdict = "Nothing keeps this machine out."
         return "\n".join([*lines, "", verdict])
 
 
@@ -122,7 +110,9 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
             trouble = "It says neither where the run is nor how to know it."
             yield Finding("blocks", what, trouble, fix)
     place = folder or peer_folder(invite.run_id if invite else "RUN")
-    yield check_python(sys.version_info[:2])
+    system = f"{platform.system()} {platform.machine()}"
+    python = platform.python_version()  # an older one than thinwire needs cannot import this
+    yield fine(f"thinwire {thinwire.__version__}, Python {python} on {system}")
     yield from _check_device()
     yield check_folder(place)
     yield check_files(raise_descriptor_limit())
@@ -130,16 +120,6 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
         yield from check_way(invite, saved_identity(place, invite.fingerprint), listen)
     elif not text:
         yield from _check_hosted()
-
-
-def check_python(version: tuple[int, int]) -> Finding:
-    """Whether this Python will do."""
-    here = f"Python {_dotted(version)} on {platform.system()} {platform.machine()}"
-    needs = f"Python {_dotted(PYTHON)} or newer"
-    if version < PYTHON:
-        fix = f"install {needs}, and thinwire into it"
-        return Finding("blocks", here, f"thinwire needs {needs}.", fix)
-    return fine(f"thinwire {thinwire.__version__}, {here}")
 
 
 def _check_device() -> Iterator[Finding]:
@@ -161,22 +141,31 @@ def check_torch(version: str) -> Finding:
     """Whether this torch will do."""
     matched = re.match(r"(\d+)\.(\d+)", version)
     if matched and (int(matched[1]), int(matched[2])) < TORCH:
-        needs = f"thinwire needs torch {_dotted(TORCH)} or newer."
-        fix = f"pip install --upgrade 'torch>={_dotted(TORCH)}'"
-        return Finding("blocks", f"torch {version}", needs, fix)
+        needs = ".".join(map(str, TORCH))
+        fix = f"pip install --upgrade 'torch>={needs}'"
+        return Finding("blocks", f"torch {version}", f"thinwire needs torch {needs} or newer.", fix)
     return fine(f"torch {version}")
+
+
+def _graded(
+    here: str, value: float, least: float, enough: float, blocked: str, noted: str, fix: str
+) -> Finding:
+    """What blocks below one value, is worth a note below another, and is fine from there on."""
+    if value < least:
+        return Finding("blocks", here, blocked, fix)
+    return Finding("note", here, noted, fix) if value < enough else fine(here)
 
 
 def check_memory(free: int, device: str) -> Finding:
     """Whether a stage of some size fits into the free memory of the device."""
-    here = f"device {device}, {human_bytes(free)} of memory free"
-    fix = "close other programs, or take part with another machine"
-    if free < LEAST_MEMORY:
-        return Finding("blocks", here, "No stage of a useful size fits into that.", fix)
-    if free < LITTLE_MEMORY:
-        small = "Only a small stage fits: each parameter takes about 16 bytes while it is trained."
-        return Finding("note", here, small, fix)
-    return fine(here)
+    return _graded(
+        f"device {device}, {human_bytes(free)} of memory free",
+        free,
+        *(0.5e9, 2e9),
+        "No stage of a useful size fits into that.",
+        "Only a small stage fits: each parameter takes about 16 bytes while it is trained.",
+        "close other programs, or take part with another machine",
+    )
 
 
 def check_folder(folder: Path) -> Finding:
@@ -186,35 +175,33 @@ def check_folder(folder: Path) -> Finding:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         trouble = f"This machine's key and shards would be kept in {folder}."
         return Finding("blocks", f"nothing can be written to {place}", trouble, fix)
-    free, fix = free_disk(folder), f"free some space, or {fix}"
-    here = f"disk: {human_bytes(free)} free for {folder}"
-    if free < LEAST_DISK:
-        return Finding("blocks", here, "The shards of a stage do not fit.", fix)
-    if free < LITTLE_DISK:
-        takes = "A shard takes about 12 bytes for each parameter of the stage, and several are kept"
-        return Finding("note", here, f"{takes}.", fix)
-    return fine(here)
+    free = free_disk(folder)
+    return _graded(
+        f"disk: {human_bytes(free)} free for {folder}",
+        free,
+        *(0.2e9, 5e9),
+        "The shards of a stage do not fit.",
+        "A shard takes about 12 bytes for each parameter of the stage, and several are kept.",
+        f"free some space, or {fix}",
+    )
 
 
 def check_files(limit: int) -> Finding:
     """Whether this process may open enough files and connections; 0 where there is no limit."""
-    here = f"{limit:,} files may be open at once" if limit else "open files are not limited"
-    fix = "raise the limit before you join: ulimit -n 4096"
-    if 0 < limit < FEWEST_FILES:
-        return Finding("blocks", here, "Each link takes several; they would soon be used up.", fix)
-    if 0 < limit < FEW_FILES:
-        return Finding("note", here, "A run with many peers may use them up.", fix)
-    return fine(here)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+    return _graded(
+        f"{limit:,} files may be open at once" if limit else "open files are not limited",
+        limit or math.inf,
+        *(256, 1024),
+        "Each link takes several; they would soon be used up.",
+        "A run with many peers may use them up.",
+        "raise the limit before you join: ulimit -n 4096",
+    )
 
 
 def _check_hosted() -> Iterator[Finding]:
     """Have the peers of each run that is hosted here look from outside."""
     with contextlib.suppress(ImportError, OSError):  # without torch none is hosted
-        from thinwire.run.alive import hosted_folders
+        from thinwire.run.alive import ask, hosted_folders
 
         for folder in hosted_folders():
             with contextlib.suppress(ThinwireError):  # a run of this machine alone
@@ -300,25 +287,21 @@ def _way_out(reason: str, route: Route) -> str:
     """What to do about a door that does not answer."""
     _, port = split_address(route.address)
     command = "thinwire host" if route.kind == "direct" else "thinwire relay"
-    if "the door refused" in reason:
-        return f"another run is at home there, or the pass of the relay has changed: {_NEW_INVITE}"
-    if "refused" in reason:
-        return (
-            f"nothing listens there: is `{command}` running, and does the router in front of it "
-            f"forward TCP port {port} to it?"
-        )
-    if "no answer" in reason:
-        return (
-            f"a firewall or a router swallows the connection. There: open TCP port {port} (sudo "
-            f"ufw allow {port}/tcp) and forward it in the router. Here: allow connections out to "
-            f"port {port}; thinwire does not use a proxy. Or let both meet at a third machine: "
-            "thinwire relay, and thinwire host --relay"
-        )
-    if "Name or service" in reason or "name resolution" in reason or "nodename" in reason:
-        return f"the name of the host is unknown here: check this machine's DNS, or {_NEW_INVITE}"
-    if "unreachable" in reason or "No route" in reason:
-        return "this machine has no way there: is it connected to the internet?"
-    return _NEW_INVITE
+    unknown = f"the name of the host is unknown here: check this machine's DNS, or {_NEW_INVITE}"
+    offline = "this machine has no way there: is it connected to the internet?"
+    ways = {
+        "the door refused": "another run is at home there, or the pass of the relay has changed: "
+        + _NEW_INVITE,
+        "refused": f"nothing listens there: is `{command}` running, and does the router in front "
+        f"of it forward TCP port {port} to it?",
+        "no answer": "a firewall or a router swallows the connection. There: open TCP port "
+        f"{port} (sudo ufw allow {port}/tcp) and forward it in the router. Here: allow connections "
+        f"out to port {port}; thinwire does not use a proxy. Or let both meet at a third machine: "
+        "thinwire relay, and thinwire host --relay",
+        **dict.fromkeys(("Name or service", "name resolution", "nodename"), unknown),
+        **dict.fromkeys(("unreachable", "No route"), offline),
+    }
+    return next((way for words, way in ways.items() if words in reason), _NEW_INVITE)
 
 
 def check_clock(ahead_s: float) -> Finding:
@@ -368,8 +351,8 @@ def _check_host(
 
 def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]:
     """What follows from the words of a host that was asked about a door here."""
-    if says.refusal:
-        yield Finding("blocks", f"the host refuses this invite: {says.refusal}", "", _NEW_INVITE)
+    if says.refused:
+        yield Finding("blocks", f"the host refuses this invite: {says.refused}", "", _NEW_INVITE)
     else:
         run = f"run {invite.run_name!r} ({invite.run_id})"
         yield fine(f"the host of {run} would let this machine in")
@@ -377,9 +360,9 @@ def check_answer(invite: Invite, says: HostSays, door: str) -> Iterator[Finding]
         what = f"thinwire {thinwire.__version__} here, {says.version} at the host"
         trouble = "Both ends of a link must compute and pack alike."
         yield Finding("blocks", what, trouble, f"pip install thinwire=={says.version}")
-    if says.reached is True:
+    if says.reached == "yes":
         yield fine(f"this machine can be reached from outside, at {door}: its links are direct")
-    elif says.reached is False:
+    elif says.reached == "no":
         _, port = split_address(door)
         yield Finding(
             "note",

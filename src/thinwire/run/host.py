@@ -32,13 +32,10 @@ from thinwire.errors import ConfigError, StageError, ThinwireError, WireError, p
 from thinwire.folders import replace_private_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
-from thinwire.run.authority import AuthorityBook
-from thinwire.run.checkpoints import claim_folder
+from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
+from thinwire.run.alive import ControlSocket
 from thinwire.run.conduct import Course
-from thinwire.run.console import HostConsole
-from thinwire.run.control_socket import ControlSocket
 from thinwire.run.coordinator import Coordinator, Phase
-from thinwire.run.enrol import ENROL, serve_enrolment
 from thinwire.run.events import (
     Away,
     Back,
@@ -58,7 +55,6 @@ from thinwire.run.formation import (
     read_formation,
     write_formation,
 )
-from thinwire.run.invite import Invite, is_address
 from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
 from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
@@ -81,16 +77,8 @@ from thinwire.run.protocol import (
 from thinwire.run.record import RunRecord
 from thinwire.run.relay import is_public, outside_address
 from thinwire.run.signals import Interrupted, heeding, leave_at_once, stopping
-from thinwire.run.start import (
-    adopted,
-    describe,
-    make_start,
-    open_origin,
-    open_resume,
-    prepare_data,
-    refuse_other_data,
-)
-from thinwire.run.status import SharedDisplay, Standing
+from thinwire.run.start import make_start, open_resume, opened, prepare_data
+from thinwire.run.status import HostConsole, SharedDisplay, Standing
 from thinwire.run.tokens import TokenServer
 from thinwire.run.transfer import SeatServer, ShardCollector, incoming_folder
 from thinwire.settings import Settings
@@ -148,40 +136,29 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     """Host a run to its end, or to a Ctrl-C, which stops it with a checkpoint; the summary."""
     options.check(settings.pipeline.stages)
     settings = over_real_links(settings)
-    for line in describe(settings):
-        display.phase("config", line)
     raise_descriptor_limit()
-    folder = Path(settings.run.out) / settings.run.name
+    folder = settings.run.folder
     goes_on = is_hosted(folder) or options.resume
-    checkpoint = _newest(folder, settings, display) if goes_on else None
-    weights = checkpoint or open_origin(settings, display)
-    keeps_split = False
-    if weights is not None:
-        settings = adopted(settings, weights.settings)
-        keeps_split = are_cuts_learned(weights.settings) and are_cuts_learned(settings)
-    with heeding(leave_at_once), claim_folder(folder, checkpoint, goes_on):
-        data = prepare_data(settings, display, weights)
-        if checkpoint is not None:
-            refuse_other_data(checkpoint, data.fingerprint)
+    resume = folder if goes_on and list_checkpoints(folder) else None
+    with (
+        heeding(leave_at_once),
+        opened(settings, display, resume, goes_on=goes_on) as (settings, checkpoint, weights),
+        contextlib.ExitStack() as held,
+    ):
+        data = prepare_data(settings, display, weights, checkpoint)
         book = AuthorityBook(folder / "authority", settings.run.name)
-        with contextlib.ExitStack() as opened:
-            origin = weights if checkpoint is None else None
-            hosting = _Hosting(
-                settings, options, folder, data, book, display, opened, origin, keeps_split
-            )
-            return hosting.run()
+        before = [weights.settings] if weights else []
+        keeps_split = bool(before) and all(map(are_cuts_learned, [*before, settings]))
+        origin = None if checkpoint else weights
+        hosting = _Hosting(
+            settings, options, folder, data, book, display, held, origin, keeps_split
+        )
+        return hosting.run()
 
 
 def over_real_links(settings: Settings) -> Settings:
     """The same run without an emulated network: links between machines are slow by themselves."""
     return dataclasses.replace(settings, link=dataclasses.replace(settings.link, emulate=False))
-
-
-def _newest(folder: Path, settings: Settings, display: Display) -> Checkpoint | None:
-    """The checkpoint from which the run goes on; None to begin from the seed."""
-    if not list_checkpoints(folder):
-        return None
-    return open_resume(folder, settings, display)
 
 
 def as_peer(member: Member, reachable: bool) -> Machine:
@@ -749,7 +726,7 @@ class _Hosting:
         self._members = opened.enter_context(
             Members(door.listener, book, settings.link.outage, door.cut)
         )
-        self._standing = Standing(settings.run.name, book.run_id, "host")
+        self._standing = Standing(settings.run.name, book.run_id)
         self._display = SharedDisplay(display, self._members.tell_all, self._standing)
         self._members.note = self._display.note
         console = HostConsole(
@@ -850,7 +827,9 @@ class _Hosting:
         if self._origin is not None:
             make_start(self._origin, self._settings, self._folder, self._data, self._display)
             self._origin = None
-        return _newest(self._folder, self._settings, self._display)
+        if not list_checkpoints(self._folder):
+            return None  # it begins from the seed
+        return open_resume(self._folder, self._settings, self._display)
 
     def _judge(self, error: StageError) -> None:
         """Count the failure of whoever caused it; raise one that no peer did and that goes on."""

@@ -42,11 +42,9 @@ from thinwire.errors import (
 from thinwire.folders import lock, private_folder
 from thinwire.paths import cache_folder, peer_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
+from thinwire.run.admission import Invite, identity_in
+from thinwire.run.alive import ControlSocket
 from thinwire.run.channel import Channel
-from thinwire.run.console import member_handlers
-from thinwire.run.control_socket import ControlSocket
-from thinwire.run.enrol import identity_in
-from thinwire.run.invite import Invite
 from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
 from thinwire.run.peer import versions
@@ -80,7 +78,8 @@ from thinwire.run.protocol import (
     stream_name,
 )
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.run.transfer import ShardSender, Throttle, fetch_seat
+from thinwire.run.status import member_handlers
+from thinwire.run.transfer import ShardSender, fetch_seat, uplink_share
 from thinwire.settings import Settings, machine_cores
 from thinwire.wire import (
     Door,
@@ -93,6 +92,7 @@ from thinwire.wire import (
     ping,
     raise_descriptor_limit,
 )
+from thinwire.wire.door import Allowance
 from thinwire.wire.keys import fingerprint_of, is_name
 from thinwire.wire.sockets import address_text, split_address
 from thinwire.wire.speed import measure_link
@@ -496,7 +496,7 @@ class JoinedPeer:
         self._is_leaving = self._is_over = False
         self._farewell = ""
         self._lost_at: float | None = None  # since when the host cannot be reached
-        self._pace = Throttle()  # of shards on their way to the host
+        self._pace = Allowance(0, burst_s=0)  # of shards on their way to the host
         self._shards = ShardSender(place.folder / "run", self._pace)
         self._serves_shards = False
         self._process = secrets.token_hex(8)
@@ -745,7 +745,7 @@ class JoinedPeer:
             self._decline(held.generation, prepared.result)
             return
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
-        self._pace.change(share * self.machine.mbps_up * 1e6 / 8)
+        self._pace.mbps = uplink_share(share * self.machine.mbps_up)
         try:
             held.start(
                 prepared.result,
@@ -768,7 +768,7 @@ class JoinedPeer:
         held = exited.holding
         if held is not self.held or held.here is None:
             return
-        self._pace.change(0)  # nothing else needs the uplink now
+        self._pace.mbps = 0  # nothing else needs the uplink now
         self._exit_code = exited.code
         if exited.code:
             said = held.here.process.last_lines().splitlines()[-1].lstrip(" |")
@@ -780,7 +780,7 @@ class JoinedPeer:
 
     def _let_go(self) -> None:
         """End what this machine does for the run."""
-        self._pace.change(0)
+        self._pace.mbps = 0
         held, self.held, self._exit_code = self.held, None, None
         self.seatless_since = time.time()
         if held is not None:

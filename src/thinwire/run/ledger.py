@@ -11,6 +11,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report import (
     EvaluationRecord,
@@ -40,8 +42,8 @@ _LAST_RECORDS = 16  # more than the steps without a good gradient after which a 
 _LAST_LOSSES = 10  # the final training loss is the mean of these, for a batch's loss is noisy
 _LAST_SECONDS = 20  # steps over which the speed on display is taken
 
-Crossed = list[tuple[int, int]]
-"""Bytes forward and backward over each cut."""
+Crossed = np.ndarray
+"""Bytes forward and backward over each cut, a row for each."""
 
 
 class _Timings:
@@ -142,7 +144,7 @@ class Ledger:
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
         self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
-        self._crossed_before: Crossed = [(0, 0)] * cuts  # in earlier epochs
+        self._crossed_before: Crossed = np.zeros((cuts, 2), int)  # in earlier epochs
         self._sent_before: Counter[str] = Counter()
         self._begin(stages, first_step, uplinks)
 
@@ -176,7 +178,7 @@ class Ledger:
         self.refused = 0  # updates in a row that were not committed
         self.origin = ""  # of non-finite values, in the first of these
         self._pending: dict[int, dict[int, Step]] = {}
-        self._crossed: Crossed = [(0, 0)] * (len(stages) - 1)
+        self._crossed: Crossed = np.zeros_like(self._crossed_before)
         self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
         self._finished: set[int] = set()
 
@@ -375,13 +377,9 @@ class Ledger:
         """Mean measured times (divided by `faster`) and bytes, as the simulator takes them."""
         mean, crossed = self._timed.mean, self._crossed_in_all()
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
-        return Costs(
-            forward=[mean(s, "forward") / faster for s in self._stages],
-            backward=[mean(s, "backward") / faster for s in self._stages],
-            update=[mean(s, "update") / faster for s in self._stages],
-            forward_bytes=[forward // frames for forward, _ in crossed],
-            backward_bytes=[backward // frames for _, backward in crossed],
-        )
+        kinds = ("forward", "backward", "update")
+        times = ([mean(s, kind) / faster for s in self._stages] for kind in kinds)
+        return Costs(*times, *(crossed // frames).T.tolist())
 
     def _record(self, reports: list[Step]) -> StepRecord:
         settings = self.settings
@@ -423,14 +421,11 @@ class Ledger:
         """What crossed each cut since the step before."""
         before = self._crossed
         self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
-        moved = [
-            (now[0] - then[0], now[1] - then[1])
-            for now, then in zip(self._crossed, before, strict=True)
-        ]
+        moved = self._crossed - before
         busy = self._busy(moved, _step_seconds(reports))
         return [
-            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
-            for cut, (forward, backward) in enumerate(moved)
+            LinkRecord(cut, *both, _busiest(busy[cut : cut + 2]))
+            for cut, both in enumerate(moved.tolist())
         ]
 
     @property
@@ -444,16 +439,13 @@ class Ledger:
         A step's report may miss frames that are still to leave; the last word of a stage has all.
         """
         latest = _crossed(self._meters) if self._is_finished else self._crossed
-        return [
-            (now[0] + then[0], now[1] + then[1])
-            for now, then in zip(latest, self._crossed_before, strict=True)
-        ]
+        return self._crossed_before + latest
 
     def _cuts(self) -> list[dict[str, Any]]:
         tokens = self._steps_run * self.settings.tokens_per_step
         rows, busy = [], self._uplinks_busy()
-        for cut, (forward, backward) in enumerate(self._crossed_in_all() if tokens else []):
-            if not forward + backward:
+        for cut, (forward, backward) in enumerate(self._crossed_in_all().tolist()):
+            if not tokens or not forward + backward:
                 continue  # within a process, where nothing is sent
             dense = BF16_BYTES * stream_width(self.settings, cut)
             codecs = self.settings.codec.names(cut)
@@ -481,21 +473,19 @@ class Ledger:
 
     def _uplinks_busy(self) -> list[float]:
         """Share of each uplink that training uses, by bytes per step and the steps that count."""
-        steps, seconds = max(1, self._steps_run), self._timed.seconds
-        per_step = [(forward / steps, back / steps) for forward, back in self._crossed_in_all()]
+        per_step, seconds = self._crossed_in_all() / max(1, self._steps_run), self._timed.seconds
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
-    def _busy(self, crossed: Sequence[tuple[float, float]], seconds: float) -> list[float]:
+    def _busy(self, crossed: Crossed, seconds: float) -> list[float]:
         """Share of each stage's uplink that these bytes at the cuts take in so many seconds.
 
         An uplink carries activations up and gradients down: a stage in the middle sends over two
         cuts. NaN where no rate is known: then nothing is "full".
         """
-        up = [*(forward for forward, _ in crossed), 0]
-        down = [0, *(backward for _, backward in crossed)]
+        up, down = np.pad(crossed[:, 0], (0, 1)), np.pad(crossed[:, 1], (1, 0))
         return [
-            8e-6 * (above + below) / (rate * seconds) if crossed and rate and seconds else math.nan
-            for above, below, rate in zip(up, down, self._uplinks, strict=True)
+            8e-6 * sent / (rate * seconds) if len(crossed) and rate and seconds else math.nan
+            for sent, rate in zip((up + down).tolist(), self._uplinks, strict=True)
         ]
 
 
@@ -511,13 +501,14 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
 
 def _crossed(meters: Mapping[int, Meters]) -> Crossed:
     """Bytes that have left both ends of each cut by these meters."""
-    return [
+    rows = [
         (
             _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),
             _sent(meters[cut + 1][f"cut-{cut}"], _BACKWARD_KINDS),
         )
         for cut in range(len(meters) - 1)
     ]
+    return np.array(rows, int).reshape(-1, 2)
 
 
 def _sent(moved: Moved, kinds: tuple[str, ...]) -> int:

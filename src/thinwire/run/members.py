@@ -15,7 +15,7 @@ from typing import Any
 
 import thinwire
 from thinwire.errors import BreachError, ThinwireError, WireError, printable
-from thinwire.run.authority import AuthorityBook
+from thinwire.run.admission import AuthorityBook
 from thinwire.run.channel import Channel
 from thinwire.run.pacing import Pace, Told
 from thinwire.run.protocol import (

@@ -1,14 +1,16 @@
 """Where a run begins: its settings in a few lines, its data, and the weights that it goes on from.
 
-A run that is resumed goes on from a checkpoint of its own (`open_resume`). A new run may take the
-weights of a checkpoint of this or another run (`train.init_from`): they become its checkpoint of
-step 0, made stage by stage (`make_start`). From there it is an ordinary resume: nobody else needs
-to know where weights came from, and a peer on another machine fetches its own stage only. Step
-count, data order, moments and codecs begin anew.
+Every engine begins here (`opened`). A run that is resumed goes on from a checkpoint of its own
+(`open_resume`). A new run may take the weights of a checkpoint of this or another run
+(`train.init_from`): they become its checkpoint of step 0, made stage by stage (`make_start`). From
+there it is an ordinary resume: nobody else needs to know where weights came from, and a peer on
+another machine fetches its own stage only. Step count, data order, moments and codecs begin anew.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,14 @@ from thinwire.model import ModelConfig, rate_change, share_changes
 from thinwire.model.adapter import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
-from thinwire.run.checkpoints import ORIGIN, commit, discard_partial, facts_of, open_newest
+from thinwire.run.checkpoints import (
+    ORIGIN,
+    claim_folder,
+    commit,
+    discard_partial,
+    facts_of,
+    open_newest,
+)
 from thinwire.settings import Settings, threads_per_stage
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_plain
@@ -56,6 +65,30 @@ FIXED_ON_RESUME = {
 """Settings that say what the weights mean and what comes next; all others may change."""
 
 
+@contextlib.contextmanager
+def opened(
+    settings: Settings,
+    display: Display,
+    resume: Path | None = None,
+    allow_plugins: bool = False,
+    goes_on: bool = False,
+) -> Iterator[tuple[Settings, Checkpoint | None, Checkpoint | None]]:
+    """Begin a run, and hold its folder: the settings, the checkpoint from which it goes on, and the
+    weights that it has at first, which are that checkpoint's or those of `train.init_from`.
+
+    The settings have what comes along with the weights. `resume`: a checkpoint, or the folder of a
+    run. `goes_on`: what the run's folder holds is this very run.
+    """
+    for line in describe(settings):
+        display.phase("config", line)
+    checkpoint = open_resume(resume, settings, display, allow_plugins) if resume else None
+    weights = checkpoint or open_origin(settings, display, allow_plugins)
+    if weights is not None:
+        settings = adopted(settings, weights.settings)
+    with claim_folder(settings.run.folder, checkpoint, goes_on):
+        yield settings, checkpoint, weights
+
+
 def describe(settings: Settings) -> list[str]:
     """What a run is, in a line or two: its size, and the settings that are not at their defaults.
 
@@ -79,12 +112,17 @@ def describe(settings: Settings) -> list[str]:
     return [first, *own, *(f"note: {remark}" for remark in remarks(settings))]
 
 
-def prepare_data(settings: Settings, display: Display, weights: Checkpoint | None = None) -> Corpus:
+def prepare_data(
+    settings: Settings,
+    display: Display,
+    weights: Checkpoint | None = None,
+    resumed: Checkpoint | None = None,
+) -> Corpus:
     """The tokenised data of these settings, from the cache if it was prepared before.
 
     A run that starts from weights (`train.init_from`) reads text with their tokenizer, unless its
     settings name one. So does one that goes on with a tokenizer that an earlier release trained:
-    today's would be another.
+    today's would be another. One that is `resumed` goes on with the data that it began with.
     """
     config = settings.data
     if weights and weights.tokenizer and not config.tokenizer:
@@ -97,6 +135,11 @@ def prepare_data(settings: Settings, display: Display, weights: Checkpoint | Non
     for note in data.notes:
         display.note(note)
     Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
+    if resumed and (corpus := resumed.manifest["corpus"]) != data.fingerprint:
+        raise CheckpointError(
+            f"{resumed.folder} was trained on another corpus (fingerprint {corpus}, now "
+            f"{data.fingerprint}): resume with the same data"
+        )
     return data
 
 
@@ -195,15 +238,6 @@ def _inexact(saved: Settings, settings: Settings) -> list[str]:
             f"continuation set run.threads = {before}"
         )
     return notes
-
-
-def refuse_other_data(checkpoint: Checkpoint, fingerprint: str) -> None:
-    """A run goes on with the data that it began with."""
-    if (corpus := checkpoint.manifest["corpus"]) != fingerprint:
-        raise CheckpointError(
-            f"{checkpoint.folder} was trained on another corpus (fingerprint {corpus}, now "
-            f"{fingerprint}): resume with the same data"
-        )
 
 
 def _crosses_exactly(settings: Settings) -> bool:

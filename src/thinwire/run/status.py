@@ -1,27 +1,34 @@
 """How a run over several machines stands: noted as it goes on, told to all peers, shown on request.
 
 The host notes what stages say (`Standing`), shows it on its own screen and in a few numbers on
-those of its peers (`SharedDisplay`). Whoever asks gets a `StatusReport`, as data or as tables.
+those of its peers (`SharedDisplay`). Whoever asks on the machine of a host or of a peer (alive.py)
+gets a `StatusReport`, as data or as tables. A host also answers to kick, to invite, and whether
+others reach it (`HostConsole`); a peer also to leave.
 """
 
+import dataclasses
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.engine.reports import Step
-from thinwire.errors import WireError, printable
+from thinwire.errors import ConfigError, WireError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
 from thinwire.report.table import plain_table
+from thinwire.run.admission import AuthorityBook, Invite
+from thinwire.run.formation import Formation
 from thinwire.run.machine import Machine
+from thinwire.run.members import Member, Members, one_line
 from thinwire.run.protocol import (
     LinkDown,
     Linked,
@@ -33,8 +40,16 @@ from thinwire.run.protocol import (
     StepNews,
     ToPeer,
 )
+from thinwire.settings import Settings
+
+if TYPE_CHECKING:
+    from thinwire.run.join import JoinedPeer
 
 STEP_NEWS_SECONDS = 1.0  # between two steps that peers are told of: their downlinks have other work
+TRY_SECONDS = 10.0  # for peers to look from outside
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+"""Answers one kind of request; a ThinwireError becomes an answer that says why not."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +99,16 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As it crosses the socket, and as `--json` shows it."""
         return dict(msgspec.to_builtins(self))
 
+    def after(self, step: StepRecord | StepNews | None) -> "StatusReport":
+        """The same with the figures of the last step; JSON has none that are not finite."""
+        if step is None:
+            return self
+        loss = step.loss if math.isfinite(step.loss) else None
+        rate = _finite(step.tokens_per_s)
+        return msgspec.structs.replace(
+            self, step=step.step, steps=step.steps, loss=loss, tokens_per_s=rate
+        )
+
 
 def status_from_plain(values: dict[str, Any]) -> StatusReport:
     """A report that another process gave; WireError if this version does not know its form."""
@@ -96,42 +121,27 @@ def status_from_plain(values: dict[str, Any]) -> StatusReport:
         ) from None
 
 
-def blocks_text(blocks: range) -> str:
-    """The blocks of a stage, as a report has them."""
-    return f"{blocks.start}..{blocks.stop - 1}"
-
-
-@dataclass
-class _Stage:
-    """What the host last heard of a stage."""
-
-    heard: float = 0.0
-    doing: str = ""
-
-
 @dataclass
 class _Cut:
-    """The link over a cut."""
+    """What is known of the link over a cut."""
 
     way: str = ""
     down_since: float = 0.0
     reason: str = ""
-    forward_bytes_per_s: float = 0.0
-    backward_bytes_per_s: float = 0.0
+    rates: tuple[float, float] = (0.0, 0.0)  # forward and backward
 
 
 @dataclass
 class Standing:
-    """Notes of one run; every method may be called on any thread."""
+    """Notes of a host on its run; every method may be called on any thread."""
 
     run: str
     run_id: str
-    role: str
-    state: str = "starting"
-    _step: StepRecord | StepNews | None = None  # as the host knows it, or as it tells its peers
+    _state: str = "starting"
+    _step: StepRecord | None = None
     _waiting_for: str = ""
     _waiting_since: float = 0.0
-    _stages: dict[int, _Stage] = field(default_factory=dict)
+    _stages: dict[int, tuple[float, str]] = field(default_factory=dict)  # heard when, doing what
     _cuts: dict[int, _Cut] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _now: Callable[[], float] = time.time
@@ -139,7 +149,7 @@ class Standing:
     def forms(self) -> None:
         """The run is formed, or formed again: what was known of stages and links holds no more."""
         with self._lock:
-            self.state, self._waiting_for = "forming", ""
+            self._state, self._waiting_for = "forming", ""
             self._stages, self._cuts = {}, {}
 
     def waits(self, what: str) -> None:
@@ -147,49 +157,39 @@ class Standing:
         with self._lock:
             if not self._waiting_for:
                 self._waiting_since = self._now()
-            self._waiting_for, self.state = what, "waiting"
+            self._waiting_for, self._state = what, "waiting"
 
-    def goes_on(self, state: str) -> None:
-        """The wait is over."""
+    def stepped(self, step: StepRecord) -> None:
+        """A step was made."""
         with self._lock:
-            self._waiting_for, self.state = "", state
-
-    def stepped(self, step: StepRecord | StepNews) -> None:
-        """A step was made; the host also knows what crossed each cut in it."""
-        with self._lock:
-            self._step, self._waiting_for, self.state = step, "", "training"
-            for link in step.links if isinstance(step, StepRecord) and step.step_seconds else []:
-                noted = self._cut(link.cut)
-                noted.forward_bytes_per_s = link.forward_bytes / step.step_seconds
-                noted.backward_bytes_per_s = link.backward_bytes / step.step_seconds
+            self._step, self._waiting_for, self._state = step, "", "training"
+            for link in step.links if step.step_seconds else []:
+                moved = link.forward_bytes, link.backward_bytes
+                forward, backward = (_finite(size / step.step_seconds) for size in moved)
+                self._cut(link.cut).rates = forward, backward
 
     def heard(self, stage: int, message: OfStage) -> None:
         """A stage has said something on its control stream."""
         with self._lock:
-            noted = self._stages.setdefault(stage, _Stage())
-            noted.heard = self._now()
+            now, (_, doing) = self._now(), self._stages.get(stage, (0.0, ""))
             match message:
                 case Pulse(_, doing):
-                    noted.doing = doing
+                    pass
                 case Step(step=step):  # a pulse is seconds old by now
-                    noted.doing = f"has done step {step + 1}"
+                    doing = f"has done step {step + 1}"
                 case Linked(way) if stage > 0:
                     self._cut(stage - 1).way = way or "direct"
                 case LinkDown(cut, reason):
-                    self._cut(cut).down_since, self._cut(cut).reason = self._now(), reason
+                    self._cut(cut).down_since, self._cut(cut).reason = now, reason
                 case LinkUp(cut, way=way):
                     self._cut(cut).down_since = 0.0
                     self._cut(cut).way = way or self._cut(cut).way
+            self._stages[stage] = now, doing
 
-    def last_word(self, stage: int) -> float:
-        """When a stage was last heard, in seconds since 1970; 0 for never."""
+    def word_of(self, stage: int) -> tuple[float, str]:
+        """When a stage was last heard, in seconds since 1970 (0: never), and what it does."""
         with self._lock:
-            return self._stages.get(stage, _Stage()).heard
-
-    def doing(self, stage: int) -> str:
-        """What a stage says that it does."""
-        with self._lock:
-            return self._stages.get(stage, _Stage()).doing
+            return self._stages.get(stage, (0.0, ""))
 
     def report(
         self,
@@ -200,45 +200,40 @@ class Standing:
     ) -> StatusReport:
         """How the run stands now, with these peers in these seats."""
         with self._lock:
-            step, waiting_for, since = self._step, self._waiting_for, self._waiting_since
-            cuts = range(len(seats) - 1)
-            down = [cut for cut in cuts if self._cut(cut).down_since]
+            waiting_for, since = self._waiting_for, self._waiting_since
+            cuts = [(cut, self._cut(cut)) for cut in range(len(seats) - 1)]
+            down = [(noted.down_since, cut) for cut, noted in cuts if noted.down_since]
             if down and not waiting_for:
-                cut = min(down, key=lambda cut: self._cut(cut).down_since)
-                noted, ends = self._cut(cut), f"{seats[cut]} and {seats[cut + 1]}"
-                waiting_for = f"the link between {ends}, which is down ({noted.reason})"
-                since = noted.down_since
+                since, cut = min(down)
+                ends = f"{seats[cut]} and {seats[cut + 1]}"
+                reason = self._cut(cut).reason
+                waiting_for = f"the link between {ends}, which is down ({reason})"
+            links = [
+                LinkStatus(
+                    cut,
+                    seats[cut],
+                    seats[cut + 1],
+                    "" if noted.down_since else noted.way,
+                    *noted.rates,
+                )
+                for cut, noted in cuts
+            ]
             return StatusReport(
                 run=self.run,
                 run_id=self.run_id,
-                role=self.role,
-                state=self.state,
+                role="host",
+                state=self._state,
                 time=self._now(),
                 epoch=epoch,
-                step=step.step if step else 0,
-                steps=step.steps if step else 0,
-                loss=step.loss if step and math.isfinite(step.loss) else None,
-                tokens_per_s=_finite(step.tokens_per_s) if step else 0.0,
                 waiting_for=waiting_for,
                 waiting_since=since if waiting_for else 0.0,
                 last_checkpoint=last_checkpoint,
                 peers=peers,
-                links=[self._link(cut, seats) for cut in cuts],
-            )
+                links=links,
+            ).after(self._step)
 
     def _cut(self, cut: int) -> _Cut:
         return self._cuts.setdefault(cut, _Cut())
-
-    def _link(self, cut: int, seats: list[str]) -> LinkStatus:
-        noted = self._cut(cut)
-        return LinkStatus(
-            cut,
-            seats[cut],
-            seats[cut + 1],
-            "" if noted.down_since else noted.way,
-            _finite(noted.forward_bytes_per_s),
-            _finite(noted.backward_bytes_per_s),
-        )
 
 
 def _finite(number: float) -> float:
@@ -292,6 +287,164 @@ class SharedDisplay(Display):
     def close(self) -> None:
         with self._lock:
             self._shown.close()
+
+
+class HostConsole:
+    """The answers of a host. `formation` and `settings` give what holds at the moment, and
+    `invite` makes another invite, for so many machines, which names `addresses`.
+    """
+
+    def __init__(
+        self,
+        standing: Standing,
+        members: Members,
+        book: AuthorityBook,
+        formation: Callable[[], Formation],
+        settings: Callable[[], Settings],
+        invite: Callable[[int], Invite],
+        addresses: tuple[str, ...] = (),
+    ):
+        self._standing, self._members, self._book = standing, members, book
+        self._formation, self._settings, self._invite = formation, settings, invite
+        self._addresses = addresses
+
+    def handlers(self) -> dict[str, Handler]:
+        """For a `ControlSocket`."""
+        return {
+            "status": self._status,
+            "kick": self._kick,
+            "invite": self._make_invite,
+            "outside": self._outside,
+        }
+
+    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+        formation, settings = self._formation(), self._settings()
+        peers = [self._peer(member, formation, settings) for member in self._members.all()]
+        peers += [PeerStatus(p.name, "kicked") for p in self._book.peers() if p.kicked]
+        last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
+        return self._standing.report(formation.epoch, formation.seats, peers, last).to_plain()
+
+    def _peer(self, member: Member, formation: Formation, settings: Settings) -> PeerStatus:
+        heard = time.time() - (time.monotonic() - member.heard)
+        state = f"gets no stage: {member.why_unfit}" if member.is_unfit else "waiting for a stage"
+        stage, machine = None, None
+        if member.name in formation.seats:
+            stage = formation.seats.index(member.name)
+            word, doing = self._standing.word_of(stage)
+            heard, state = max(heard, word), doing or "starting"
+        if member.hello is not None:
+            has = member.hello.machine
+            machine = dataclasses.replace(
+                has,
+                name=member.name,
+                device=one_line(has.device, 60),
+                reachable=member.is_reachable,
+            )
+        return PeerStatus(
+            name=member.name,
+            state=state if machine else "away",
+            stage=stage,
+            blocks=_blocks(settings, stage),
+            last_word=heard,
+            machine=machine,
+        )
+
+    def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
+        name = request.get("peer")
+        if not isinstance(name, str):
+            raise ConfigError("say which peer to kick")
+        seats, kicked = self._formation().seats, [name]
+        others = self._members.kick(name)
+        if request.get("by_invite") is True:
+            for other in others:
+                self._members.kick(other)
+            kicked, others = [name, *others], []
+        text = (
+            f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
+            "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
+            "another"
+        )
+        for stage in sorted(seats.index(one) for one in kicked if one in seats):
+            text += f"; stage {stage} waits for another peer"
+        if others:
+            text += (
+                f"\nby the same invite came, and stay: {', '.join(others)}; `thinwire kick {name} "
+                "--by-invite` removes them too"
+            )
+        return {"text": text}
+
+    def _outside(self, request: dict[str, Any]) -> dict[str, Any]:
+        """By which of its addresses peers on other machines reach this host."""
+        peers = {
+            member.name: {
+                address: one_line(member.tried.answers[address])
+                for address in self._addresses
+                if address in member.tried.answers
+            }
+            for member in self._members.try_door(TRY_SECONDS)
+            if member.tried and not member.origin.startswith(("127.", "::1"))
+        }
+        run = self._settings().run.name
+        return {"run": run, "addresses": list(self._addresses), "peers": peers}
+
+    def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
+        machines = request.get("machines", 1)
+        if not isinstance(machines, int) or machines < 1:
+            raise ConfigError("an invite is for one machine or more")
+        return {"text": f"thinwire join {self._invite(machines)}"}
+
+
+def _blocks(settings: Settings, stage: int | None) -> str:
+    """The blocks of a stage, as a report has them."""
+    split = settings.split()
+    if stage is None or stage >= len(split):
+        return ""
+    return f"{split[stage].start}..{split[stage].stop - 1}"
+
+
+def member_handlers(member: "JoinedPeer", invite: Invite) -> dict[str, Handler]:
+    """The answers of a joined peer, for a `ControlSocket`."""
+
+    def leave(request: dict[str, Any]) -> dict[str, Any]:
+        member.leave()
+        return {"text": "this peer leaves the run after this step, with a checkpoint"}
+
+    return {"status": lambda request: _member_status(member, invite).to_plain(), "leave": leave}
+
+
+def _member_status(member: "JoinedPeer", invite: Invite) -> StatusReport:
+    """A peer knows itself, its stage, and what the host tells everybody."""
+    held, away, news, now = member.held, member.away_for, member.news, time.time()
+    state, waiting_for, since = "training" if news else "starting", "", 0.0
+    if held is not None and not held.is_running:
+        state = "preparing its stage"
+    if away is not None:
+        state, waiting_for, since = "waiting", "the host, which cannot be reached", now - away
+    elif held is None:
+        state, waiting_for, since = "waiting", "a stage", member.seatless_since
+    doing = "waiting for a stage"
+    if held is not None:
+        doing = "training" if held.is_running else "prepares its stage"
+    name, stage = member.identity.name, held.stages[0] if held else None
+    itself = PeerStatus(
+        name=name,
+        state=doing,
+        stage=stage,
+        blocks=_blocks(held.settings, stage) if held else "",
+        is_this_machine=True,
+        machine=dataclasses.replace(member.machine, name=name, reachable=member.is_open),
+    )
+    return StatusReport(
+        run=invite.run_name,
+        run_id=invite.run_id,
+        role="member",
+        state=state,
+        time=now,
+        epoch=held.generation if held else 0,
+        waiting_for=waiting_for,
+        waiting_since=since,
+        peers=[itself],
+    ).after(news)
 
 
 def status_table(report: StatusReport) -> RenderableType:

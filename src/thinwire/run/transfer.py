@@ -17,7 +17,6 @@ right hash counts. Two kinds of files travel so:
   again.
 """
 
-import collections
 import contextlib
 import json
 import os
@@ -60,17 +59,16 @@ from thinwire.run.machine import free_disk
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.background import on_daemon_thread
-from thinwire.wire.frame import BytesLike
+from thinwire.wire.door import Allowance
 
 PIECE_BYTES = 256 << 10
 MOST_SAID = 8 << 20  # bytes of a message; that of a seat lists the tensors of its files
 SPARE_BYTES = 64 << 20  # of the disk that a transfer leaves free
 SILENCE_S = 120.0  # without a piece, after which the connection is given up
-LEAST_RATE = 4 * PIECE_BYTES / SILENCE_S  # bytes per second: slower would be taken for silence
+LEAST_MBPS = 4 * PIECE_BYTES / SILENCE_S * 8e-6  # slower would be taken for silence
 REDIAL_S = (1.0, 30.0)  # the first and the longest pause between two attempts
 KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
 LOOK_S = 2.0  # between two looks for more
-_REMEMBERED = 64  # steps that were given up, of which parts may still be announced
 _SHA256 = r"\A[0-9a-f]{64}\Z"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -144,7 +142,12 @@ class Talk:
 
     def hear(self, timeout: float | None = None) -> Want | Refusal | SeatFiles | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
-        raw = self._pipe.read() if timeout is None else self._read_within(timeout)
+        reading = on_daemon_thread("thinwire pieces", self._pipe.read)
+        try:
+            raw = reading.result(timeout)
+        except futures.TimeoutError:
+            on_daemon_thread("thinwire close", self._pipe.close)  # which ends that thread too
+            raise WireError(f"the other end said nothing for {timeout:g} s") from None
         if raw is None:
             return None
         try:
@@ -159,54 +162,32 @@ class Talk:
             reason = printable(str(error), 200)
             raise BreachError(f"what came among files cannot be read: {reason}") from None
 
-    def _read_within(self, timeout: float) -> BytesLike | None:
-        reading = on_daemon_thread("thinwire pieces", self._pipe.read)
-        try:
-            return reading.result(timeout)
-        except futures.TimeoutError:
-            on_daemon_thread("thinwire close", self._pipe.close)  # which ends that thread too
-            raise WireError(f"the other end said nothing for {timeout:g} s") from None
+
+def uplink_share(mbps: float) -> float:
+    """A rate for files, in Mbit/s: none is so low that it passes for silence; 0 is no bound."""
+    return max(mbps, LEAST_MBPS) if mbps > 0 else 0.0
 
 
-class Throttle:
-    """Holds senders back to a rate, in bytes per second over all of them; 0 = as fast as it goes.
+def serve_files(
+    talk: Talk, find: Callable[[Want], Path | None], rate: Allowance | None = None
+) -> None:
+    """Send what the other end asks for, or say why not, until it closes; WireError if that breaks.
 
-    The rate may change at any time: it is the share of an uplink that training leaves to files,
-    and all of it when training is over. A piece goes out whole, so short bursts are that large.
-    No rate is below `least`.
+    `rate` may change at any time: it is the share of an uplink that training leaves to files, and
+    all of it when training is over. A piece goes out whole, so short bursts are that large.
     """
-
-    def __init__(
-        self,
-        bytes_per_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        least: float = LEAST_RATE,
-    ):
-        self._least, self._clock, self._sleep = least, clock, sleep
-        self._lock = threading.Lock()
-        self._free_at = 0.0  # when all that was spent so far has passed
-        self.change(bytes_per_s)
-
-    def change(self, bytes_per_s: float) -> None:
-        """Set another rate, for what is sent from now on."""
-        with self._lock:
-            self._rate = max(bytes_per_s, self._least) if bytes_per_s > 0 else 0.0
-            self._free_at = min(self._free_at, self._clock())
-
-    def spend(self, size: int) -> None:
-        """Wait until `size` more bytes may be sent."""
-        with self._lock:
-            if self._rate <= 0:
-                return
-            now = self._clock()
-            start = max(now, self._free_at)
-            self._free_at = start + size / self._rate
-        if start > now:
-            self._sleep(start - now)
+    while (want := talk.hear()) is not None:
+        if not isinstance(want, Want):
+            raise BreachError("a file was not asked for but sent")
+        path = find(want)
+        if path is None or not path.is_file():
+            which = f"stage {want.stage} and step {want.step}"
+            talk.say(Refusal(f"there is no such file of {which} here"))
+            continue
+        give(talk, want, path, rate)
 
 
-def give(talk: Talk, want: Want, path: Path, throttle: Throttle | None = None) -> None:
+def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> None:
     """Send the file at `path` from the offset asked for, or say why not."""
     name = f"{path.name} of step {want.step}"
     try:
@@ -220,8 +201,8 @@ def give(talk: Talk, want: Want, path: Path, throttle: Throttle | None = None) -
                 if len(piece) != min(PIECE_BYTES, size - offset):
                     talk.say(Refusal(f"{name} was changed meanwhile"))
                     return
-                if throttle is not None:
-                    throttle.spend(len(piece))
+                if rate is not None:
+                    time.sleep(rate.book(len(piece), time.monotonic()))
                 number = offset // PIECE_BYTES
                 talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
     except OSError as error:
@@ -345,10 +326,9 @@ class ShardCollector:
         self._tell, self._on_progress = tell, on_progress
         self._changed = threading.Condition()  # guards all that follows
         self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
-        self._given_up: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
         self._current: int | None = None  # the step whose shards travel
         self._missing: set[int] = set()  # its stages whose shards are not here
-        self._taken: set[int] = set()  # ... and are being fetched
         self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
         self._closed = False
         self._moved_at = time.monotonic()
@@ -399,55 +379,43 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                waiting = sorted((self._missing & set(stages)) - self._taken)
+                waiting = self._missing & set(stages)
                 if self._current is not None and waiting:
-                    self._taken.add(waiting[0])
-                    return waiting[0], self._announced[self._current][waiting[0]]
+                    return min(waiting), self._announced[self._current][min(waiting)]
                 self._changed.wait()
             return None
 
     def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
-        step, whose = written.step, f"the shard of stage {stage} from {member}"
-        try:
-            refused = self._take(talk, stage, written)
-        except (CheckpointError, ConfigError) as error:
-            self.give_up(step, f"{whose}: {error}")
-        except OSError as error:
-            self.give_up(step, f"the shard of stage {stage} cannot be kept: {error}")
-        else:
-            if refused:
-                reason = f"{whose} is not its state: {refused}"
-                self._tell(PartRefused(stage, step, reason))
-                self.give_up(step, reason)
-            else:
-                self._arrive(step, stage)
-        finally:
-            with self._changed:
-                self._taken.discard(stage)
-                self._changed.notify_all()
-
-    def _take(self, talk: Talk, stage: int, written: ShardWritten) -> str:
-        """Fetch a shard and put it where its checkpoint is made; or why it must not be there.
+        """Fetch a shard, open it, and put it where its checkpoint is made; or say why not.
 
         The part stays, in case this epoch ends before its checkpoint is complete: what there is of
         it from before is used, and others of this stage go.
         """
-        step, shard = written.step, written.shard
+        step, shard, whose = written.step, written.shard, f"the shard of stage {stage}"
         part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
-        for other in self._incoming.glob(f"stage-{stage}-*.part"):
-            if other != part and other.name.endswith(f"-{shard.sha256}.part"):
-                other.rename(part)
-            elif other != part:
-                other.unlink()
-        want = Want(step, stage, shard.sha256, shard.bytes)
-        take(talk, want, part, lambda done: self._note_progress(step, stage, done))
-        if refused := self._objection_to(stage, written, part):
-            part.unlink()
-            return refused
-        place = _shard_file(self._run_folder, step, stage)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(part, place)
-        return ""
+        try:
+            for other in self._incoming.glob(f"stage-{stage}-*.part"):
+                if other != part and other.name.endswith(f"-{shard.sha256}.part"):
+                    other.rename(part)
+                elif other != part:
+                    other.unlink()
+            want = Want(step, stage, shard.sha256, shard.bytes)
+            take(talk, want, part, lambda done: self._note_progress(step, stage, done))
+            if refused := self._objection_to(stage, written, part):
+                part.unlink()
+                reason = f"{whose} from {member} is not its state: {refused}"
+                self._tell(PartRefused(stage, step, reason))
+                self.give_up(step, reason)
+                return
+            place = _shard_file(self._run_folder, step, stage)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(part, place)
+        except (CheckpointError, ConfigError) as error:
+            self.give_up(step, f"{whose} from {member}: {error}")
+        except OSError as error:
+            self.give_up(step, f"{whose} cannot be kept: {error}")
+        else:
+            self._arrive(step, stage)
 
     def _objection(self, stage: int, shard: Shard) -> str:
         """Why a shard is not even asked for; empty if it is."""
@@ -475,8 +443,6 @@ class ShardCollector:
 
     def _give_up(self, step: int, reason: str) -> None:
         self._given_up.setdefault(step, reason)
-        while len(self._given_up) > _REMEMBERED:
-            self._given_up.popitem(last=False)
         for stage in sorted(self._announced.pop(step, {})):
             if step != self._current or stage in self._missing:
                 self._tell(PartLost(stage, step, reason))
@@ -525,9 +491,9 @@ class ShardSender:
     before, which is the last complete one perhaps.
     """
 
-    def __init__(self, run_folder: Path, throttle: Throttle | None = None):
+    def __init__(self, run_folder: Path, rate: Allowance | None = None):
         self.meter = Meter()
-        self._run_folder, self._throttle = run_folder, throttle
+        self._run_folder, self._rate = run_folder, rate
         self._closed = threading.Event()
         self._pipe: Pipe | None = None
         self._wanted = self._wanted_before = -1  # steps
@@ -545,20 +511,9 @@ class ShardSender:
 
     def serve(self, pipe: Pipe) -> None:
         """Answer the host until this connection ends; WireError if it breaks."""
-        self._pipe, talk = pipe, Talk(pipe, self.meter)
+        self._pipe = pipe
         try:
-            while (want := talk.hear()) is not None:
-                if not isinstance(want, Want):
-                    raise WireError("the host sent what only a member may send")
-                if want.step != self._wanted:
-                    self._wanted, self._wanted_before = want.step, self._wanted
-                    self._remove_before(want.step)
-                path = _shard_file(self._run_folder, want.step, want.stage)
-                if path.is_file():
-                    give(talk, want, path, self._throttle)
-                else:
-                    what = f"shard of stage {want.stage} and step {want.step}"
-                    talk.say(Refusal(f"there is no {what} here"))
+            serve_files(Talk(pipe, self.meter), self._find, self._rate)
         finally:
             pipe.close(0)
 
@@ -579,18 +534,19 @@ class ShardSender:
             found = sorted(self._folders(), key=lambda folder: folder.stat().st_mtime_ns)
             self._remove(found[:-KEPT_SHARDS])
 
-    def _remove_before(self, step: int) -> None:
-        """The host chooses the newest: it will ask for nothing older than what it wants now."""
-        self._remove(f for f in self._folders() if int(f.name.rpartition("-")[2]) < step)
+    def _find(self, want: Want) -> Path:
+        if want.step != self._wanted:
+            self._wanted, self._wanted_before = want.step, self._wanted
+            # The host chooses the newest: it will ask for nothing older than what it wants now.
+            self._remove([f for f in self._folders() if int(f.name[-8:]) < want.step])
+        return _shard_file(self._run_folder, want.step, want.stage)
 
-    def _folders(self) -> Iterator[Path]:
-        found = checkpoints_folder(self._run_folder).glob(".partial-step-*")
-        return (folder for folder in found if folder.name.rpartition("-")[2].isdigit())
+    def _folders(self) -> list[Path]:
+        return list(checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}"))
 
-    def _remove(self, folders: Iterator[Path] | list[Path]) -> None:
+    def _remove(self, folders: list[Path]) -> None:
         wanted = (self._wanted, self._wanted_before)
-        needed = {partial_folder(self._run_folder, step) for step in wanted}
-        for folder in {*folders} - needed:
+        for folder in {*folders} - {partial_folder(self._run_folder, step) for step in wanted}:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -603,24 +559,20 @@ class SeatServer:
         parent = checkpoint.folder.resolve().parent
         self._extracts = parent / f".extracts-{checkpoint.step}"
         self._lock = threading.Lock()
-        self._seats: dict[
-            tuple[int, ...], dict[Path, Shard]
-        ] = {}  # files, and what a manifest says of them
+        # By its stages, the files of a seat, and what a manifest says of them.
+        self._seats: dict[tuple[int, ...], dict[Path, Shard]] = {}
 
     def serve(self, pipe: Pipe, stages: tuple[int, ...]) -> None:
         """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
         talk = Talk(pipe, self.meter)
+
+        def find(want: Want) -> Path | None:
+            files = self._seats.get(stages, {}).items()
+            return next((path for path, shard in files if shard.sha256 == want.sha256), None)
+
         try:
             talk.say(self._seat(stages))
-            while (want := talk.hear()) is not None:
-                if not isinstance(want, Want):
-                    raise BreachError("a peer sent what only the host may send")
-                files = self._seats.get(stages, {}).items()
-                path = next((path for path, s in files if s.sha256 == want.sha256), None)
-                if path is not None:
-                    give(talk, want, path)
-                else:
-                    talk.say(Refusal("this seat has no such file"))
+            serve_files(talk, find)
         finally:
             pipe.close(0)
 

@@ -11,6 +11,7 @@ import os
 import re
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from thinwire.codec import CodecConfig
@@ -71,6 +72,11 @@ class RunConfig:
         "project on Weights & Biases that gets the metrics too; empty = none",
         scope="keeping",
     )
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept."""
+        return Path(self.out) / self.name
 
 
 @dataclass(frozen=True)

@@ -399,11 +399,12 @@ class Allowance:
 
     def book(self, count: int, now: float) -> float:
         """Account for bytes that are to be passed on; the seconds to wait before that."""
-        if self.mbps <= 0:
+        mbps = self.mbps  # which may change at any time
+        if mbps <= 0:
             return 0.0
         with self._lock:
             self._paid_until = max(self._paid_until, now - self._burst_s)
-            self._paid_until += count * 8 / (self.mbps * 1e6)
+            self._paid_until += count * 8 / (mbps * 1e6)
             return max(0.0, self._paid_until - now)
 
 

@@ -2,7 +2,7 @@
 
 There is no certificate authority. A listener shows a certificate that it signed itself, for TLS
 needs one; only the key in it counts, and the dialer knows its fingerprint beforehand. Who may
-connect is what the coordinator's list of members says at that moment (run/authority.py).
+connect is what the coordinator's list of members says at that moment (run/admission.py).
 """
 
 import base64

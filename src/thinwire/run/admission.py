@@ -1,0 +1,635 @@
+"""Who may join a run: the invite, the host's list of peers, and how a machine gets on it.
+
+*An invite* is one line of text. It has the fingerprint of the host's key, so whoever has it needs
+no other proof of whom it talks to; and a secret, so whoever has it is let in. Send it as you would
+send a password.
+
+*The book* is the authority: it is asked at every connection. All of it survives a restart of the
+host. A change is on the disk before anybody hears of it, so a single-use invite stays used and a
+kicked peer stays kicked, whatever ends the process.
+
+*Enrolment* puts a key on the list. It is a stream to the host like any other, but of one who is not
+on the list yet. The host has proven the key whose fingerprint is in the invite before the joining
+machine says anything; whoever stands between, with a key of his own, learns neither the secret nor
+the name. The machine's own key is made before the first enrolment and never leaves it. So if it
+enrols again, because an answer was lost, it is known to the host.
+"""
+
+import base64
+import contextlib
+import datetime
+import hashlib
+import hmac
+import re
+import secrets
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from thinwire import __version__
+from thinwire.errors import (
+    AdmissionError,
+    BreachError,
+    ConfigError,
+    ThinwireError,
+    WireError,
+    printable,
+)
+from thinwire.folders import private_folder, replace_private_file
+from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, ping
+from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name, shown_key
+from thinwire.wire.sockets import split_address
+from thinwire.wire.speed import SERVICE as SPEED
+from thinwire.wire.stream import Stream, open_stream
+
+ENROL = "enrol"  # the name of the stream
+EXCHANGE_S = 20.0  # for all that is said there
+COORDINATOR = "coordinator"
+DAY = 24 * 3600.0
+MOST_ADDRESSES = 8
+LONGEST_NAME = 80  # of a run, in an invite
+_PREFIX, _LONGEST, _CHECKSUM_BYTES = "tw1-", 4096, 6  # of an invite; a usual one has 200 characters
+_HEAD = struct.Struct(">32s4s16sQ")  # fingerprint, number, secret, when it expires
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+_INVITED = "invite/"  # before the number of an invite at a door: no peer's name has a slash
+_VERSION, _MOST_IN_BOOK, _MOST_SAID = 3, 16 << 20, 4096
+_RESERVED = re.compile(rf"{COORDINATOR}|host|relay|stage-.*")
+_KEY, _PEER = "key.pem", "peer.json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Where a run is, how to know it, and what lets one in. `str` gives the line to send.
+
+    `addresses` are those of the host's door, and `relay` is one where both can meet, or empty;
+    `expires` is in seconds since 1970.
+    """
+
+    run_name: str
+    fingerprint: str
+    addresses: tuple[str, ...]
+    invite_id: str
+    secret: str = field(repr=False)
+    expires: int
+    relay: str = ""
+    relay_pass: str = field(default="", repr=False)
+
+    @property
+    def run_id(self) -> str:
+        """By which doors know the run."""
+        return self.fingerprint[:RUN_DIGITS]
+
+    @property
+    def door_token(self) -> str:
+        """What it shows at the host's door, for as long as it is good."""
+        return door_token(self.invite_id, hash_of(self.secret))
+
+    def routes(self, token: str = "") -> tuple[Route, ...]:
+        """The ways to the host, best first; with the token of a peer, or with the invite's own."""
+        direct = [Route(one, "direct", token or self.door_token) for one in self.addresses]
+        relayed = [Route(self.relay, "relayed", self.relay_pass)] if self.relay else []
+        return (*direct, *relayed)
+
+    def service(self, name: str) -> str:
+        """The name of one of the host's services at its door, such as "enrol"."""
+        return f"{self.run_id}/{name}"
+
+    def to_service(self, name: str, token: str = "") -> Routes:
+        """The ways to a service of the host; as for `routes`."""
+        return Routes(self.service(name), self.routes(token))
+
+    def seconds_left(self, now: float | None = None) -> float:
+        """Until it expires by this machine's clock; negative afterwards."""
+        return self.expires - (time.time() if now is None else now)
+
+    def __str__(self) -> str:
+        parts = (bytes.fromhex(part) for part in (self.fingerprint, self.invite_id, self.secret))
+        texts = (self.run_name, self.relay, self.relay_pass, *self.addresses)
+        content = _HEAD.pack(*parts, self.expires) + "\n".join(texts).encode()
+        return _PREFIX + _base64(content + _checksum(content))
+
+    @classmethod
+    def parse(cls, text: str) -> "Invite":
+        """The invite that a line of text says; line breaks from pasting do no harm.
+
+        Raises AdmissionError for anything that is not an unaltered invite, and never quotes it.
+        """
+        try:
+            return cls._parsed("".join(text[: 2 * _LONGEST].split()))
+        except ValueError as error:
+            raise AdmissionError(
+                f"this invite cannot be used: {error}; copy the whole line that the host printed, "
+                "or ask for a new invite"
+            ) from None
+
+    @classmethod
+    def _parsed(cls, line: str) -> "Invite":
+        """Raises ValueError with the reason."""
+        if not line.startswith(_PREFIX):
+            raise ValueError(f"an invite begins with {_PREFIX}")
+        if len(line) > _LONGEST:
+            raise ValueError("it is too long")
+        body = line.removeprefix(_PREFIX)
+        try:
+            whole = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
+        except ValueError:
+            whole = b""
+        content, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
+        # The last character of base64 has bits that mean nothing; they must be as they were sent.
+        is_exact = checksum == _checksum(content) and _base64(whole) == body
+        if len(content) < _HEAD.size or not is_exact:
+            raise ValueError("it was altered or cut off")
+        fingerprint, invite_id, secret, expires = _HEAD.unpack_from(content)
+        try:
+            name, relay, relay_pass, *addresses = content[_HEAD.size :].decode().split("\n")
+        except ValueError:
+            raise ValueError("it lacks parts") from None
+        places = [*addresses, *([relay] if relay else [])]
+        if not places or len(addresses) > MOST_ADDRESSES:
+            raise ValueError("it names no address, or too many")
+        if not all(map(is_address, places)):
+            raise ValueError("an address in it is not HOST:PORT")
+        name = printable(name, LONGEST_NAME)  # it is shown, and whoever made the invite chose it
+        parts = (fingerprint.hex(), tuple(addresses), invite_id.hex(), secret.hex())
+        return cls(name, *parts, expires, relay, relay_pass)
+
+
+def hash_of(secret: str) -> str:
+    """By which a host knows the secret of an invite again."""
+    # A plain hash will do: the secret is random, and far too long to be guessed.
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def door_token(invite_id: str, secret_hash: str) -> str:
+    """What the holder of an invite shows at the host's door."""
+    secret = hashlib.sha256(f"thinwire door {secret_hash}".encode()).hexdigest()[:32]
+    return f"{_INVITED}{invite_id}.{secret}"
+
+
+def is_address(text: str) -> bool:
+    """Whether this is HOST:PORT, with a name, an IPv4 address or an IPv6 address in brackets."""
+    matched = _ADDRESS.fullmatch(text)
+    return matched is not None and 0 < int(matched[2]) < 65536
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(b"thinwire invite " + content).digest()[:_CHECKSUM_BYTES]
+
+
+def _base64(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).decode().rstrip("=")
+
+
+# The book
+
+
+@dataclass(frozen=True)
+class IssuedInvite:
+    """What the host keeps of an invite: not the secret, only by what to know it again."""
+
+    invite_id: str
+    secret_hash: str = field(repr=False)
+    expires: int
+    machines: int  # that it lets in
+    used_by: list[str] = field(default_factory=list)  # fingerprints of the keys
+    closed: bool = False  # lets in nobody new
+
+
+@dataclass(frozen=True)
+class EnrolledPeer:
+    """A peer that was let in: its name, and the key that it is known by."""
+
+    name: str
+    key: str  # its fingerprint
+    invite_id: str
+    enrolled: float
+    kicked: bool = False
+    public: str = ""
+    certificate: str = ""  # in books of version 2, in place of the public key
+
+    @property
+    def why_kicked(self) -> str:
+        """Why it is refused; empty while it is welcome."""
+        return f"{self.name!r} was removed from this run by its host" if self.kicked else ""
+
+    def with_key(self) -> "EnrolledPeer":
+        """As a book of today has it; its public key must be the one of its fingerprint."""
+        certified = self.certificate and shown_key(ssl.PEM_cert_to_DER_cert(self.certificate))
+        if fingerprint_of(public := certified or self.public) != self.key:
+            raise ConfigError(f"the key of {self.name!r} is not the one of its fingerprint")
+        return replace(self, public=public, certificate="")
+
+
+@dataclass(frozen=True)
+class _Book:
+    """All that is kept, as it is written."""
+
+    run_name: str
+    invites: list[IssuedInvite]
+    peers: list[EnrolledPeer]
+    version: int = _VERSION
+
+
+class AuthorityBook:
+    """The key of a run's host, with its invites and peers. Safe to use from several threads.
+
+    It is made when there is none in the folder. `clock` gives seconds since 1970.
+    """
+
+    def __init__(
+        self, folder: Path, run_name: str = "", clock: Callable[[], float] = time.time
+    ) -> None:
+        self.folder, self._run_name, self._clock = folder, run_name, clock
+        self._file, self._changing = folder / "book.json", threading.Lock()
+        key_pem = _kept_key(folder / "authority.pem", "restore it, or start a new run", "run.out")
+        self.identity = Identity(COORDINATOR, key_pem)
+        self.fingerprint = self.identity.fingerprint
+        self._invites: dict[str, IssuedInvite] = {}
+        self._peers: dict[str, EnrolledPeer] = {}
+        self._load() if self._file.exists() else self._save()
+
+    @property
+    def run_id(self) -> str:
+        """By which doors know the run."""
+        return self.fingerprint[:RUN_DIGITS]
+
+    def invite(
+        self,
+        addresses: tuple[str, ...] | list[str],
+        relay: str = "",
+        relay_pass: str = "",
+        lasts: float = DAY,
+        machines: int = 1,
+    ) -> Invite:
+        """A new invite that lasts so many seconds, and lets in so many machines."""
+        for address in (*addresses, *([relay] if relay else ())):
+            if not is_address(address):
+                raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
+        if not addresses and not relay:
+            raise ConfigError("an invite needs an address of the host or a relay")
+        secret, expires = secrets.token_hex(16), round(self._clock() + lasts)
+        with self._change():
+            number = _unused(self._invites, lambda: secrets.token_hex(4))
+            self._invites[number] = IssuedInvite(number, hash_of(secret), expires, machines)
+        name, places = " ".join(self._run_name.split())[:LONGEST_NAME], tuple(addresses)
+        parts = (self.fingerprint, places[:MOST_ADDRESSES], number, secret, expires)
+        return Invite(name, *parts, relay, relay_pass)
+
+    def enrol(self, invite_id: str, secret: str, public: str, wanted_name: str) -> str:
+        """Let in who has proven to hold a key; returns its name, the wanted one if there is one.
+
+        AdmissionError says why not: wrong, expired, used, closed, kicked, or the name is taken. A
+        peer that is known by its key is told its name again, with any invite that let it in, also
+        after that has expired: its time is for those who are new.
+        """
+        key = fingerprint_of(public)
+        with self._change():
+            invite, known = self._admitted(invite_id, secret, key)
+            if known is None:
+                name = wanted_name or _unused(self._peers, lambda: f"peer-{secrets.token_hex(2)}")
+                self._refuse_name(name)
+                self._peers[name] = EnrolledPeer(name, key, invite_id, self._clock(), public=public)
+            elif wanted_name not in ("", name := known.name):
+                raise AdmissionError(
+                    f"this machine has joined the run as {name!r} before: leave out --name "
+                    f"{wanted_name}, or join from another folder (--folder)"
+                )
+            if key not in invite.used_by:
+                self._invites[invite_id] = replace(invite, used_by=[*invite.used_by, key])
+            return name
+
+    def check_invite(self, invite_id: str, secret: str, public: str) -> None:
+        """Raise what `enrol` would, and use nothing up."""
+        with self._changing:
+            self._admitted(invite_id, secret, fingerprint_of(public))
+
+    def kick(self, name: str) -> list[str]:
+        """Let a peer in no more, neither by its key nor by its invite.
+
+        The invite it came with admits nobody new from now on: it could return with another key.
+        Peers that joined with the same invite stay, and are returned: they may be the same person.
+        """
+        with self._change():
+            peer = self._peers.get(name)
+            if peer is None:
+                names = ", ".join(sorted(self._peers)) or "none"
+                raise AdmissionError(f"no peer of this run is called {name!r}; its peers: {names}")
+            self._peers[name] = replace(peer, kicked=True)
+            used = {peer.invite_id}
+            for invite in self._invites.values():
+                if peer.key in invite.used_by:
+                    self._invites[invite.invite_id] = replace(invite, closed=True)
+                    used.add(invite.invite_id)
+            return [p.name for p in self._peers.values() if p.invite_id in used and not p.kicked]
+
+    def is_welcome(self, name: str) -> bool:
+        """Whether a peer of this name may open anything."""
+        peer = self._peers.get(name)
+        return peer is not None and not peer.kicked
+
+    def name_of(self, fingerprint: str) -> str | None:
+        """Whose key it is; None if its holder may open nothing; for a `Listener`."""
+        known = [p.name for p in self.peers() if p.key == fingerprint and not p.kicked]
+        return known[0] if known else None
+
+    def key_of(self, name: str) -> str:
+        """The fingerprint of a peer's key."""
+        return self._peers[name].key
+
+    def door_token(self, name: str) -> str:
+        """What a peer shows at the host's door, and the host at the peer's."""
+        return self.identity.token_with(name, self._peers[name].public)
+
+    def grant_of(self, who: str) -> Grant | None:
+        """What somebody may at the host's door, which asks this at every connection.
+
+        A peer may all until it is kicked. An invite is good for the way to enrolment, and to what
+        `doctor` measures, for as long as it lets somebody in.
+        """
+        if peer := self._peers.get(who):
+            return Grant(self.door_token(who), refusal=peer.why_kicked)
+        number = who.removeprefix(_INVITED)
+        if number != who and (invite := self._invites.get(number)):
+            token = door_token(number, invite.secret_hash)
+            return Grant(token, frozenset({ENROL, SPEED}), self._why_closed(invite))
+        return None
+
+    def peers(self) -> list[EnrolledPeer]:
+        """All that were ever let in, in that order; kicked ones too."""
+        with self._changing:
+            return list(self._peers.values())
+
+    def _admitted(
+        self, invite_id: str, secret: str, key: str
+    ) -> tuple[IssuedInvite, EnrolledPeer | None]:
+        """An invite that lets in the holder of this key, and who that is if it came before."""
+        invite = self._invites.get(invite_id)
+        if invite is None or not hmac.compare_digest(invite.secret_hash, hash_of(secret)):
+            raise AdmissionError(
+                "wrong invite: this run did not issue it, or it was altered; ask the host for a "
+                "new one"
+            )
+        known = next((peer for peer in self._peers.values() if peer.key == key), None)
+        why = known.why_kicked if known else ""
+        if not why and (known is None or key not in invite.used_by):
+            why = self._why_closed(invite) or _why_used(invite)
+        if why:
+            raise AdmissionError(why)
+        return invite, known
+
+    def _why_closed(self, invite: IssuedInvite) -> str:
+        """Why an invite opens nothing any more; empty while it does."""
+        if invite.closed:
+            why = "was closed, since a peer that used it was removed"
+        elif invite.expires <= self._clock():
+            when = datetime.datetime.fromtimestamp(invite.expires, datetime.UTC)
+            why = f"expired at {when:%Y-%m-%d %H:%M} UTC"
+        else:
+            return ""
+        return f"this invite {why}: ask the host for a new one"
+
+    def _refuse_name(self, name: str) -> None:
+        if not is_name(name) or _RESERVED.fullmatch(name):
+            raise AdmissionError(
+                f"a peer cannot be called {name[:80]!r}: use lower-case letters, digits and inner "
+                f"hyphens, at most 63, and not {COORDINATOR}, host, relay or stage-..."
+            )
+        if name in self._peers:
+            raise AdmissionError(
+                f"another peer of this run is called {name!r}: choose another --name"
+            )
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change is kept if it reaches the disk, and undone if it fails."""
+        with self._changing:
+            before = dict(self._invites), dict(self._peers)
+            try:
+                yield
+                if before != (self._invites, self._peers):
+                    self._save()
+            except BaseException:
+                self._invites, self._peers = before
+                raise
+
+    def _save(self) -> None:
+        kept = _Book(self._run_name, list(self._invites.values()), list(self._peers.values()))
+        _keep(self._file, msgspec.json.format(msgspec.json.encode(kept), indent=1))
+
+    def _load(self) -> None:
+        """A damaged book is an error: without it kicked peers could return."""
+        try:
+            with self._file.open("rb") as file:
+                kept = msgspec.json.decode(file.read(_MOST_IN_BOOK), type=_Book)
+            if kept.version not in (2, _VERSION):
+                raise ConfigError(f"its version is {kept.version}, not {_VERSION}")
+            self._peers = {peer.name: peer.with_key() for peer in kept.peers}
+        except (OSError, ValueError, ThinwireError) as error:
+            raise ConfigError(
+                f"{self._file} is damaged ({error}): restore it, or remove the folder "
+                f"{self.folder}, which makes every invite and every peer of the run unknown"
+            ) from None
+        self._run_name = self._run_name or kept.run_name
+        self._invites = {invite.invite_id: invite for invite in kept.invites}
+
+
+def _why_used(invite: IssuedInvite) -> str:
+    """Why an invite lets in nobody more; empty while it does."""
+    if len(invite.used_by) < invite.machines:
+        return ""
+    many = "one machine" if invite.machines == 1 else f"{invite.machines} machines"
+    return (
+        f"this invite was for {many} and has been used: ask the host for a new one (thinwire "
+        "invite)"
+    )
+
+
+def _unused(taken: Container[str], draw: Callable[[], str]) -> str:
+    return next(drawn for drawn in iter(draw, None) if drawn not in taken)
+
+
+def _keep(path: Path, content: bytes) -> None:
+    try:
+        replace_private_file(path, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}; free some space there") from error
+
+
+def _kept_key(path: Path, remedy: str, place: str) -> str:
+    """The private key in a file, made if there is none yet. `remedy`: if it is damaged."""
+    try:
+        private_folder(path.parent)
+        if not path.exists():
+            replace_private_file(path, Identity.create("").key_pem.encode())
+        key_pem = path.read_text()
+        Identity("", key_pem).fingerprint  # noqa: B018
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep a key in {path.parent}: {error}; choose another {place}"
+        ) from error
+    except (UnicodeError, WireError):
+        raise ConfigError(f"{path} is damaged: {remedy}") from None
+    return key_pem
+
+
+# Enrolment
+
+
+class _Asked(msgspec.Struct):
+    """What a machine says of its invite; `only` = "ask" uses nothing up."""
+
+    invite: str
+    secret: str
+    name: str
+    only: str = ""
+    door: str = ""  # that the host is to try
+
+
+class HostSays(msgspec.Struct):
+    """What a host says to an invite."""
+
+    version: str = ""  # of thinwire
+    refused: str = ""  # why the invite does not let this machine in; empty if it does
+    name: str = ""  # of the machine in the run
+    reached: str = ""  # "yes" or "no": whether the host reached the door that it was asked about
+
+
+def serve_enrolment(listener: Listener, book: AuthorityBook) -> None:
+    """Let the host's listener enrol who has an invite."""
+
+    def answer(stream: Stream) -> None:
+        said = _heard(stream, dict)
+        try:
+            asked = msgspec.convert(said, _Asked)
+        except msgspec.ValidationError:
+            lacking = "the enrolment lacks a part: install the host's version of thinwire"
+            says = HostSays(refused=lacking)
+        else:
+            says = _answer(book, asked, stream.public, stream.comes_from)
+        stream.write(msgspec.json.encode(says))
+
+    listener.serve(ENROL, answer)
+
+
+def _answer(book: AuthorityBook, asked: _Asked, public: str, origin: str) -> HostSays:
+    try:
+        if asked.only == "ask":
+            book.check_invite(asked.invite, asked.secret, public)
+            return HostSays(__version__, reached=_reaches(book, asked, origin))
+        name = book.enrol(asked.invite, asked.secret, public, asked.name)
+        return HostSays(__version__, name=name)
+    except (AdmissionError, WireError) as refusal:
+        return HostSays(__version__, str(refusal))
+    except ThinwireError:  # the host's own trouble, such as a full disk, is not for strangers
+        return HostSays("", "the host cannot enrol peers at the moment: its log says why")
+
+
+def _reaches(book: AuthorityBook, asked: _Asked, origin: str) -> str:
+    """Whether a door of this run answers there; nothing else that listens there would do.
+
+    Only where the caller itself comes from: a host is no means to look around.
+    """
+    grant = book.grant_of(f"{_INVITED}{asked.invite}")
+    if not is_address(asked.door) or split_address(asked.door)[0] != origin or grant is None:
+        return ""
+    try:
+        ping(Route(asked.door, token=grant.token), f"{book.run_id}/probe")
+    except WireError:
+        return "no"  # and not why
+    return "yes"
+
+
+def enrol(
+    routes: Routes, invite: Invite, key_pem: str, wanted_name: str = "", timeout: float = EXCHANGE_S
+) -> Identity:
+    """Join the run of an invite, whose host is found by these routes; the identity there.
+
+    Without a wanted name the host draws one. AdmissionError says that the host refused, or that
+    another run answers; any other WireError that it could not be reached.
+    """
+    asked = _Asked(invite.invite_id, invite.secret, wanted_name)
+    says, host = _exchange(routes, invite, key_pem, asked, timeout)
+    if says.refused:
+        raise AdmissionError(f"the host refused: {says.refused}")
+    if not is_name(says.name):
+        raise WireError("the host's answer does not name this machine")
+    return Identity(says.name, key_pem, host)
+
+
+def ask(routes: Routes, invite: Invite, key_pem: str = "", door: str = "") -> HostSays:
+    """Ask the host whether an invite would let this machine in, or with its key, let it in again.
+
+    With the address of a door of ours, also whether the host can reach it. Raises as `enrol` does
+    if no host of that run is there.
+    """
+    key_pem = key_pem or Identity.create("").key_pem
+    asked = _Asked(invite.invite_id, invite.secret, "", "ask", door)
+    return _exchange(routes, invite, key_pem, asked, EXCHANGE_S)[0]
+
+
+def _exchange(
+    routes: Routes, invite: Invite, key_pem: str, asked: _Asked, timeout: float
+) -> tuple[HostSays, str]:
+    """What the host answers once it has proved to be the invite's, and its public key."""
+    identity, whom = Identity("this machine", key_pem), invite.fingerprint
+    connection = routes.connect(timeout)
+    try:
+        stream = open_stream(connection, ENROL, identity, whom, timeout, _MOST_SAID)
+    except BreachError:
+        raise AdmissionError(
+            "another run answers at the address of the invite, or somebody stands between: nothing "
+            "was sent; ask the host for a new invite"
+        ) from None
+    with contextlib.closing(stream):
+        stream.write(msgspec.json.encode(asked))
+        texts = msgspec.structs.astuple(_heard(stream, HostSays))
+        return HostSays(*(printable(text, 500) for text in texts)), stream.public
+
+
+def _heard(stream: Pipe, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(bytes(stream.read() or b""), type=kind)
+    except (ValueError, RecursionError):
+        raise WireError("a message of enrolment cannot be read") from None
+
+
+class _SavedPeer(msgspec.Struct):
+    """Who a machine is in a run, as it keeps it beside its key."""
+
+    name: str
+    host: str  # its public key
+
+
+def own_key(folder: Path) -> str:
+    """The private key of this machine in the run of this folder, made if there is none yet."""
+    remedy = "remove it, and join with a new invite and another --name"
+    return _kept_key(folder / _KEY, remedy, "--folder")
+
+
+def saved_identity(folder: Path, fingerprint: str) -> Identity | None:
+    """Who this machine was before in the run of this host; None if it must enrol."""
+    try:
+        saved = msgspec.json.decode((folder / _PEER).read_bytes(), type=_SavedPeer)
+        is_of_this_run = fingerprint_of(saved.host) == fingerprint and is_name(saved.name)
+        return Identity(saved.name, own_key(folder), saved.host) if is_of_this_run else None
+    except (OSError, ValueError, ThinwireError):
+        return None
+
+
+def identity_in(folder: Path, routes: Routes, invite: Invite, wanted_name: str = "") -> Identity:
+    """Who this machine is in the run of an invite: as before, or enrolled now and kept there."""
+    saved = saved_identity(folder, invite.fingerprint)
+    if saved is not None and wanted_name in ("", saved.name):  # else the host says what is wrong
+        return saved
+    identity = enrol(routes, invite, own_key(folder), wanted_name)
+    _keep(folder / _PEER, msgspec.json.encode(_SavedPeer(identity.name, identity.host)))
+    return identity
