@@ -25,10 +25,10 @@ from thinwire.errors import (
 from thinwire.folders import replace_private_file
 from thinwire.run.authority import AuthorityBook
 from thinwire.run.invite import Invite, is_address
-from thinwire.wire import Identity, Listener, Pipe, Route, Routes, ping
+from thinwire.wire import Identity, Listener, Pipe, Route, Routes, dial, ping
 from thinwire.wire.keys import fingerprint_of, is_name
 from thinwire.wire.sockets import split_address
-from thinwire.wire.stream import Stream, open_stream
+from thinwire.wire.stream import Stream
 
 ENROL = "enrol"  # the name of the stream
 EXCHANGE_S = 20.0  # for all that is said
@@ -128,9 +128,8 @@ def _exchange(
 ) -> tuple[dict[str, Any], str]:
     """What the host answers once it has proved to be the invite's, and its public key."""
     identity, whom = Identity("this machine", key_pem), invite.fingerprint
-    connection = routes.connect(timeout)
     try:
-        stream = open_stream(connection, ENROL, identity, whom, timeout, _MOST_BYTES)
+        stream = dial(routes, ENROL, identity, whom, timeout, _MOST_BYTES, tries_again=False)
     except BreachError:
         raise AdmissionError(
             "another run answers at the address of the invite, or somebody stands between: nothing "
