@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,9 +41,6 @@ from thinwire.run.start import (
     refuse_other_data,
 )
 from thinwire.settings import Settings
-
-Said = list[tuple[int, Any]]
-"""Messages of stages, each with the number of its stage."""
 
 
 def run(
@@ -78,7 +76,9 @@ def run(
                 settings = adopted(settings, weights.settings)
             stack.enter_context(claim_folder(folder, checkpoint, goes_on=restarted))
             stack.enter_context(scratch(folder))
-        settings = Settings.from_plain(json.loads(world.share(json.dumps(settings.to_plain()))))
+        settings = Settings.from_plain(
+            json.loads(world.share(json.dumps(settings.to_plain()).encode()))
+        )
         weights = _shared_checkpoint(world, weights)
         data = _data(settings, world, display, weights)
         if checkpoint is not None:
@@ -138,10 +138,7 @@ class Rank:
             if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
                 self._keep(-1, trainer.evaluate())
             verdict, _, reports = trainer.train_step()
-            said = [
-                (held.index, report) for held, report in zip(trainer.held, reports, strict=True)
-            ]
-            for stage, message in self._gather(said):
+            for stage, message in self._gather(reports):
                 self._keep(stage, message)
             stop = verdict.stop
             if verdict.checkpoint:
@@ -151,14 +148,10 @@ class Rank:
         trainer.stop_requested = stop
 
     def _save(self) -> None:
-        trainer = self._trainer
-        said = [
-            (held.index, part) for held, part in zip(trainer.held, trainer.save(), strict=False)
-        ]
-        parts = [message for _, message in self._gather(said)]
+        parts = [message for _, message in self._gather(self._trainer.save())]
         if self._record is None:
             return
-        step = trainer.done
+        step = self._trainer.done
         failed = [part.error for part in parts if isinstance(part, ShardFailed)]
         written = [part for part in parts if isinstance(part, ShardWritten)]
         if failed:
@@ -178,8 +171,8 @@ class Rank:
             if isinstance(change, Exploded) and self._losses.stops:
                 self._trainer.stop_requested = True
 
-    def _gather(self, said: Said) -> Said:
-        """What all stages say, in their order, where the record is kept."""
+    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """What all stages say, each with its number and in their order."""
         is_twin = self._world.replica > 0  # its stages are told of by the first replica
         own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
         heard = self._world.gather(msgspec.msgpack.encode(own))
@@ -194,7 +187,7 @@ class Rank:
 
 def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
     """The checkpoint that the first rank has opened, on every rank."""
-    place = world.share(str(opened.folder.resolve()) if opened else "")
+    place = world.share(str(opened.folder.resolve() if opened else "").encode()).decode()
     if opened is not None or not place:
         return opened
     return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
@@ -205,7 +198,7 @@ def _data(settings: Settings, world: World, display: Display, weights: Checkpoin
     data = prepare_data(settings, display, weights) if world.seat.local_rank == 0 else None
     world.wait_for_all()
     data = data or prepare_data(settings, display, weights)
-    wanted = world.share(data.fingerprint)
+    wanted = world.share(data.fingerprint.encode()).decode()
     if data.fingerprint != wanted:
         raise ConfigError(
             f"the data of rank {world.seat.rank} is not that of rank 0 (fingerprint "
