@@ -12,7 +12,7 @@ from thinwire.demo import RECIPES, _draw, conclusion
 
 QUICK = (
     *("train.steps=2", "train.eval_batches=1", "link.mbps_up=0", "link.mbps_down=0"),
-    *("pipeline.stages=2", "pipeline.microbatches=2", "train.batch=4"),
+    *("pipeline.stages=2", "pipeline.microbatches=2", "train.batch=4", "model.vocab=300"),
 )
 
 
@@ -43,10 +43,11 @@ def test_a_thin_run_that_is_worse_is_called_worse() -> None:
 
 
 def test_the_demo_trains_both_arms_and_shows_them_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [word for key in (*QUICK, f"run.out={tmp_path}") for word in ("--set", key)]
-    main(["demo", *overrides])
+    places = (f"run.out={tmp_path}", "data.source=text", f"data.path={text_folder}",
+              "data.valid_fraction=0.1")  # fmt: skip
+    main(["demo", *(word for key in (*QUICK, *places) for word in ("--set", key))])
     shown = capsys.readouterr().out
     assert [path.name for path in sorted(tmp_path.iterdir())] == sorted(
         f"demo-{a}" for a in RECIPES

@@ -44,11 +44,11 @@ def go_through(cases: list[dict[str, Any]]) -> None:
         valid.append(trainer.evaluate().loss)
         trainer.save()
         if world.leads:
-            _, _, reports = steps[-1]
+            _, _, [(_, report), *_] = steps[-1]
             results = {
                 "losses": [loss for _, loss, _ in steps],
                 "valid": valid,
-                "sent": reports[0].meters["cut-0"]["sent"],
+                "sent": report.meters["cut-0"]["sent"],
             }
             (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()

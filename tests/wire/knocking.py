@@ -9,7 +9,7 @@ from concurrent import futures
 from thinwire.wire import Door
 from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.routes import proof_of, who_of
-from thinwire.wire.sockets import accept_all, listen, stop_listening
+from thinwire.wire.sockets import Port
 from waiting import PATIENCE
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
@@ -20,9 +20,8 @@ class Service:
 
     def __init__(self) -> None:
         self._taken: queue.Queue[socket.socket] = queue.Queue()
-        self._socket = listen("127.0.0.1", 0)
-        self.address = "{}:{}".format(*self._socket.getsockname())
-        accept_all(self._socket, self.take)
+        self._port = Port("127.0.0.1", 0, self.take)
+        self.address = self._port.address
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
         self._taken.put(connection)
@@ -32,7 +31,7 @@ class Service:
         return with_patience(self._taken.get(timeout=PATIENCE))
 
     def close(self) -> None:
-        stop_listening(self._socket)
+        self._port.close()
 
 
 def with_patience(connection: socket.socket) -> socket.socket:

@@ -13,7 +13,7 @@ from knocking import RUN, TOKEN, Service, ask, knock, line, until
 from proxy import Proxy
 from thinwire.errors import AdmissionError, WireError
 from thinwire.wire import Door, Limits, Route, Standby, Traffic, ping
-from thinwire.wire.door import CHUNK, Allowance, _home
+from thinwire.wire.door import CHUNK, Allowance, home_of
 from thinwire.wire.routes import LONGEST_LINE, proof_of
 from thinwire.wire.sockets import prepare, split_address
 
@@ -187,10 +187,10 @@ def test_connections_are_bounded(limits: Limits) -> None:
 
 
 def test_the_addresses_of_one_ipv6_line_count_as_one() -> None:
-    assert _home("192.0.2.7") == "192.0.2.7"
-    assert _home("::ffff:192.0.2.7") == "::ffff:192.0.2.7"
-    assert _home("2001:db8:1:2::a") == _home("2001:db8:1:2:ffff::1%eth0") == "2001:db8:1:2::/64"
-    assert _home("2001:db8:1:3::a") != _home("2001:db8:1:2::a")
+    assert home_of("192.0.2.7") == "192.0.2.7"
+    assert home_of("::ffff:192.0.2.7") == "::ffff:192.0.2.7"
+    assert home_of("2001:db8:1:2::a") == home_of("2001:db8:1:2:ffff::1%eth0") == "2001:db8:1:2::/64"
+    assert home_of("2001:db8:1:3::a") != home_of("2001:db8:1:2::a")
 
 
 def test_a_door_on_all_addresses_sees_callers_as_they_are() -> None:
@@ -312,8 +312,10 @@ def test_a_relay_admits_every_run_that_knows_its_pass() -> None:
         # Runs that have nobody here any more give way to others; those that have do not.
         assert line(ask(relay, "ping", f"{OTHER_RUN}/cut-a", "pass")).startswith("ok ")
         until(lambda: relay.traffic()[OTHER_RUN].connections == 0)
-        waiters = [ask(relay, "wait", f"{'0' * 15}{n}/cut-a", "pass") for n in range(2)]
-        assert [line(w) for w in waiters] == ["ok", "no 2 runs meet at this door already, the most"]
+        third = ask(relay, "wait", f"{'0' * 16}/cut-a", "pass")
+        assert line(third) == "ok"
+        fourth = ask(relay, "wait", f"{'1' * 16}/cut-a", "pass")
+        assert line(fourth) == "no 2 runs meet at this door already, the most"
         assert relay.traffic().keys() == {RUN, "0" * 16}
 
 

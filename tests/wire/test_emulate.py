@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
+from thinwire.schedule import Costs, Network, build, simulate
 from thinwire.wire import LinkConfig, Nic
 from thinwire.wire.emulate import DelayLine
 from waiting import PATIENCE
@@ -189,3 +190,21 @@ def test_whoever_puts_waits_while_what_is_due_is_not_taken():
         time.sleep(0.01)
     assert delivered == list(range(10))
     line.stop()
+
+
+@pytest.mark.parametrize(("up", "down"), [(8, 8), (8, 2), (4, 80), (0, 8), (8, 0)])
+def test_frames_leave_and_arrive_when_the_emulator_says(up: float, down: float) -> None:
+    """The emulator and the simulator are two programs with one model of a link."""
+    costs = Costs([0.01, 0.01], [0.02, 0.02], [0.001, 0.001], [MEGABIT], [MEGABIT])
+    played = simulate(build("gpipe", 2, 4), costs, Network(up, down, 0.025))
+    spans = {(s.stage, s.lane, s.label): s for s in played.spans}
+    sender, receiver = Nic(up, down, 25), Nic(up, down, 25)
+    for number in range(4):
+        made = spans[0, "compute", f"F{number}"].end
+        passage = sender.reserve_up(MEGABIT, made)
+        sent = spans[0, "send", f"F{number}>"]
+        assert (sent.start, sent.end) == pytest.approx((passage.start, passage.end))
+        delivered = receiver.reserve_down(MEGABIT, passage.arrival)
+        taken = spans[1, "compute", f"F{number}"].start
+        before = spans[1, "compute", f"F{number - 1}"].end if number else 0.0
+        assert taken == pytest.approx(max(delivered, before))

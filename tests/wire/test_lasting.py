@@ -16,7 +16,7 @@ from thinwire.wire import (
     lasting,
     memory_pair,
 )
-from thinwire.wire.lasting import HEAD, LASTING_BYTES, Kind
+from thinwire.wire.lasting import HEAD, LASTING_BYTES, LastingKind
 from waiting import PATIENCE, wait_until
 
 
@@ -86,12 +86,12 @@ class ByHand:
         self._next: list[Pipe] = []
         self._connect(0, bytes(8))
         self.pipe = LastingPipe(self._next.pop(), self._reopen, outage)
-        assert self.hear()[:2] == (Kind.OPEN, 0)
+        assert self.hear()[:2] == (LastingKind.OPEN, 0)
 
     def _connect(self, have: int, who: bytes) -> None:
         self.connection, theirs = memory_pair()
         self._theirs = Losable(theirs)
-        self.say(Kind.OPEN, have, who)
+        self.say(LastingKind.OPEN, have, who)
         self._next.append(self._theirs)
 
     def _reopen(self, timeout: float) -> Pipe:
@@ -116,7 +116,7 @@ class ByHand:
         self.lose()
         self._connect(have, who)
         kind, number, _ = self.hear()
-        assert kind == Kind.OPEN
+        assert kind == LastingKind.OPEN
         return number
 
 
@@ -200,18 +200,18 @@ def test_what_was_not_acknowledged_is_sent_again_and_no_more(have: int) -> None:
     in_background(other.pipe.read)
     for number in range(3):
         other.pipe.write(bytes([number]))
-        assert other.hear() == (Kind.DATA, number, bytes([number]))
+        assert other.hear() == (LastingKind.DATA, number, bytes([number]))
     assert other.reconnect(have) == 0
     other.pipe.write(b"next")
     heard = [other.hear() for _ in range(4 - have)]
-    again = [(Kind.DATA, number, bytes([number])) for number in range(have, 3)]
-    assert heard == [*again, (Kind.DATA, 3, b"next")]
+    again = [(LastingKind.DATA, number, bytes([number])) for number in range(have, 3)]
+    assert heard == [*again, (LastingKind.DATA, 3, b"next")]
 
 
 def test_what_comes_twice_is_dropped() -> None:
     other = ByHand()
     for number in (0, 1, 1, 0, 2):
-        other.say(Kind.DATA, number, bytes([number]))
+        other.say(LastingKind.DATA, number, bytes([number]))
     assert [other.pipe.read() for _ in range(3)] == [b"\0", b"\1", b"\2"]
     in_background(other.pipe.read)
     assert other.reconnect(0) == 3, "on another connection it says that it has three"
@@ -221,9 +221,9 @@ def test_what_comes_twice_is_dropped() -> None:
 def test_it_acknowledges_after_so_many_messages_or_bytes(size: int, count: int) -> None:
     other = ByHand()
     for number in range(count):
-        other.say(Kind.DATA, number, bytes(size))
+        other.say(LastingKind.DATA, number, bytes(size))
         assert other.pipe.read() == bytes(size)
-    assert other.hear() == (Kind.HAVE, count, b"")
+    assert other.hear() == (LastingKind.HAVE, count, b"")
 
 
 @pytest.mark.usefixtures("keep_little")
@@ -243,7 +243,7 @@ def test_a_writer_is_held_back_while_too_much_is_not_acknowledged() -> None:
     time.sleep(0.2)
     assert len(written) == 10, "ten messages of 2,009 bytes are all that may be kept"
     for have in (10, 20):
-        other.say(Kind.HAVE, have)
+        other.say(LastingKind.HAVE, have)
         wait_until(lambda have=have: len(written) == have + 10)
     thread.join(PATIENCE)
 
@@ -315,10 +315,10 @@ def test_another_process_in_the_place_of_the_other_end_is_refused() -> None:
     ("raw", "reason"),
     [
         (b"x", "shorter than a header"),
-        (HEAD.pack(Kind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
+        (HEAD.pack(LastingKind.DATA, 7) + b"x", "message 7 arrived, but 0 was due"),
         (HEAD.pack(9, 0), "message 0 arrived, but 0 was due"),
-        (HEAD.pack(Kind.OPEN, 0), "message 0 arrived, but 0 was due"),
-        (HEAD.pack(Kind.HAVE, 3), "3 messages are acknowledged, but only 0"),
+        (HEAD.pack(LastingKind.OPEN, 0), "message 0 arrived, but 0 was due"),
+        (HEAD.pack(LastingKind.HAVE, 3), "3 messages are acknowledged, but only 0"),
     ],
 )
 def test_nonsense_is_a_breach(raw: bytes, reason: str) -> None:
@@ -346,7 +346,7 @@ def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection
 
     class NoticedLate(Losable):
         def write(self, message: bytes) -> None:
-            if message[0] == Kind.END:
+            if message[0] == LastingKind.END:
                 hung_up.set()
                 raise WireError("the pipe is closed")
             super().write(message)
@@ -359,11 +359,11 @@ def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection
             return message
 
     ours, theirs = memory_pair()
-    theirs.write(HEAD.pack(Kind.OPEN, 0) + bytes(8))
-    theirs.write(HEAD.pack(Kind.END, 0))
+    theirs.write(HEAD.pack(LastingKind.OPEN, 0) + bytes(8))
+    theirs.write(HEAD.pack(LastingKind.END, 0))
     pipe = LastingPipe(NoticedLate(ours), Network().opener(0), PATIENCE)
     reading = in_background(pipe.read)
-    assert [theirs.read()[0], theirs.read()[0]] == [Kind.OPEN, Kind.HAVE]
+    assert [theirs.read()[0], theirs.read()[0]] == [LastingKind.OPEN, LastingKind.HAVE]
     theirs.close()
     pipe.close(None)
     reading.join(PATIENCE)
@@ -373,9 +373,9 @@ def test_whoever_still_writes_when_the_other_end_hangs_up_has_lost_no_connection
 def test_a_connection_that_is_lost_with_the_last_word_is_opened_again() -> None:
     other = ByHand()
     closing = in_background(lambda: other.pipe.close(None))
-    assert other.hear() == (Kind.END, 0, b"")
+    assert other.hear() == (LastingKind.END, 0, b"")
     assert other.reconnect(0) == 0  # the word was lost
-    assert other.hear() == (Kind.END, 0, b"")
+    assert other.hear() == (LastingKind.END, 0, b"")
     assert other.reconnect(1) == 0  # its acknowledgement was lost
     closing.join(PATIENCE)
     assert not closing.is_alive()
@@ -386,15 +386,15 @@ def test_whoever_heard_the_last_word_waits_a_moment_for_the_other_to_know(
 ) -> None:
     monkeypatch.setattr(lasting, "CLOSE_GRACE_S", 1.0)
     other = ByHand()
-    other.say(Kind.END, 0)
+    other.say(LastingKind.END, 0)
     reading = in_background(lambda: read_all(other.pipe))
-    assert other.hear() == (Kind.HAVE, 1, b"")
+    assert other.hear() == (LastingKind.HAVE, 1, b"")
     assert other.reconnect(0) == 1, "we may have missed that"
     other.connection.close()  # now we know
     reading.join(PATIENCE)
     assert not reading.is_alive()
     other = ByHand(outage=3600)
-    other.say(Kind.END, 0)
+    other.say(LastingKind.END, 0)
     in_background(lambda: (other.hear(), other.lose()))
     assert other.pipe.read() is None, "it does not wait as long as for a link"
 

@@ -113,5 +113,6 @@ def test_a_link_goes_on_where_it_was(
     heard[1].wait(lambda: heard[1].ends)
     links[1].close(None)
     assert heard[0].errors == heard[1].errors == []
-    assert meters[0].sent_bytes(FrameKind.FORWARD) == 30 * 100_064
-    assert meters[0].received_bytes(FrameKind.FORWARD) == 30 * 100_064
+    counts = {"frames": 30, "header_bytes": 30 * 64, "payload_bytes": 30 * 100_000}
+    for direction in ("sent", "received"):
+        assert meters[0].snapshot()[direction]["FORWARD"] == counts

@@ -1,6 +1,7 @@
 """Rates and round trips through a door: as they are, and bounded in what they cost."""
 
 import contextlib
+import select
 import socket
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from wiring import HOST
 
 from thinwire.errors import WireError
 from thinwire.wire import Door, Route, Standby
-from thinwire.wire.speed import Burst, SpeedService, measure_link
+from thinwire.wire.speed import SpeedService, measure_link, steady_mbps
 from waiting import PATIENCE, wait_until
 
 RUN, TOKEN = "0123456789abcdef", "the run's token"
@@ -77,37 +78,30 @@ def test_what_is_out_of_bounds_is_cut_off(asked: bytes, service: SpeedService) -
             assert caller.recv(100) == b""
 
 
-def test_only_a_few_are_served_at_a_time(service: SpeedService) -> None:
-    callers = [caller_of(service) for _ in range(16)]
-    try:
+def test_only_a_few_are_served_at_a_time_and_one_burst_goes_after_the_other(
+    service: SpeedService,
+) -> None:
+    with contextlib.ExitStack() as held:
+        callers = [held.enter_context(caller_of(service)) for _ in range(16)]
         for caller in callers:
-            caller.sendall(b"echo\n+")
-            assert caller.recv(1) == b"+"
+            caller.sendall(b"up 3\n")
+            assert caller.recv(5) == b"here\n"
         with caller_of(service) as beyond:
             assert beyond.recv(1) == b""
-    finally:
-        for caller in callers:
-            caller.close()
-
-
-def test_one_burst_goes_at_a_time(service: SpeedService) -> None:
-    with caller_of(service) as first, caller_of(service) as second:
-        first.sendall(b"up 3\n")
+        first, *others = callers
         assert first.recv(3) == b"go\n"
-        second.sendall(b"up 3\n")
-        second.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            second.recv(3)
+        for other in others:
+            other.setblocking(False)
+        assert select.select(others, [], [], 0.1)[0] == []
         first.close()
-        second.settimeout(PATIENCE)
+        (second,), _, _ = select.select(others, [], [], PATIENCE)
         assert second.recv(3) == b"go\n"
 
 
 def test_the_rate_of_a_burst_leaves_out_its_start() -> None:
-    burst = Burst()
-    assert burst.mbps == 0
-    burst.add(1000, now=5.0)
-    assert burst.mbps == 0
+    arrived = [(5.0, 1000)]
+    assert steady_mbps([]) == steady_mbps(arrived) == 0
     for tenth in range(1, 11):  # slow at first, then a million bytes in each tenth of a second
-        burst.add(1000 if tenth < 4 else 1_000_000, now=5.0 + tenth / 10)
-    assert burst.mbps == pytest.approx(80.0)
+        size = 1000 if tenth < 4 else 1_000_000
+        arrived.append((5.0 + tenth / 10, arrived[-1][1] + size))
+    assert steady_mbps(arrived) == pytest.approx(80.0)

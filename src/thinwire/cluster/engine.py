@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,9 +33,6 @@ from thinwire.run.record import RunRecord
 from thinwire.run.signals import heeding
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
-
-Said = list[tuple[int, Any]]
-"""Messages of stages, each with the number of its stage."""
 
 
 def run(
@@ -65,7 +63,9 @@ def run(
             beginning = opened(settings, display, resume, allow_plugins, goes_on=restarted)
             settings, checkpoint, weights = stack.enter_context(beginning)
             stack.enter_context(scratch(folder))
-        settings = Settings.from_plain(json.loads(world.share(json.dumps(settings.to_plain()))))
+        settings = Settings.from_plain(
+            json.loads(world.share(json.dumps(settings.to_plain()).encode()))
+        )
         weights = _shared_checkpoint(world, weights)
         data = _data(settings, world, display, weights, checkpoint)
         if world.leads and checkpoint is None and weights is not None:
@@ -123,10 +123,7 @@ class Rank:
             if trainer.done == trainer.first_step or settings.is_evaluation_step(trainer.done):
                 self._keep(-1, trainer.evaluate())
             verdict, _, reports = trainer.train_step()
-            said = [
-                (held.index, report) for held, report in zip(trainer.held, reports, strict=True)
-            ]
-            for stage, message in self._gather(said):
+            for stage, message in self._gather(reports):
                 self._keep(stage, message)
             stop = verdict.stop
             if verdict.checkpoint:
@@ -136,14 +133,10 @@ class Rank:
         trainer.stop_requested = stop
 
     def _save(self) -> None:
-        trainer = self._trainer
-        said = [
-            (held.index, part) for held, part in zip(trainer.held, trainer.save(), strict=False)
-        ]
-        parts = [message for _, message in self._gather(said)]
+        parts = [message for _, message in self._gather(self._trainer.save())]
         if self._record is None:
             return
-        step = trainer.done
+        step = self._trainer.done
         failed = [part.error for part in parts if isinstance(part, ShardFailed)]
         written = [part for part in parts if isinstance(part, ShardWritten)]
         if failed:
@@ -163,8 +156,8 @@ class Rank:
             if isinstance(change, Exploded) and self._losses.stops:
                 self._trainer.stop_requested = True
 
-    def _gather(self, said: Said) -> Said:
-        """What all stages say, in their order, where the record is kept."""
+    def _gather(self, said: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """What all stages say, each with its number and in their order."""
         is_twin = self._world.replica > 0  # its stages are told of by the first replica
         own = [] if is_twin else [pack(Envelope(message, stage)) for stage, message in said]
         heard = self._world.gather(msgspec.msgpack.encode(own))
@@ -179,7 +172,7 @@ class Rank:
 
 def _shared_checkpoint(world: World, opened: Checkpoint | None) -> Checkpoint | None:
     """The checkpoint that the first rank has opened, on every rank."""
-    place = world.share(str(opened.folder.resolve()) if opened else "")
+    place = world.share(str(opened.folder.resolve() if opened else "").encode()).decode()
     if opened is not None or not place:
         return opened
     return Checkpoint.open(Path(place), allow_plugins=True)  # the first rank has been asked
@@ -197,7 +190,7 @@ def _data(
     data = prepare() if world.seat.local_rank == 0 else None
     world.wait_for_all()
     data = data or prepare()
-    wanted = world.share(data.fingerprint)
+    wanted = world.share(data.fingerprint.encode()).decode()
     if data.fingerprint != wanted:
         raise ConfigError(
             f"the data of rank {world.seat.rank} is not that of rank 0 (fingerprint "

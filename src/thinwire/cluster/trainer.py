@@ -2,12 +2,12 @@
 ranks, validations, checkpoints.
 """
 
-import itertools
 import math
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import (
@@ -26,15 +26,15 @@ from thinwire.engine.build import StageBuilder, autocast_for, prepare_torch, wei
 from thinwire.engine.checkpoint import Checkpoint, partial_folder, write_shard
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
-from thinwire.engine.keeper import Keeper
 from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
 from thinwire.engine.state import StageState
-from thinwire.engine.step_end import StageUpdate, Verdict, global_norm
-from thinwire.engine.trace import BACKWARD, FORWARD, Sightings
+from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
+from thinwire.engine.trace import FORWARD, Sightings
 from thinwire.engine.worker import PATIENCE, scratch_folder
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.model import learning_rate
 from thinwire.settings import Settings
+from thinwire.wire import FrameKind
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL = {
@@ -92,6 +92,65 @@ class HeldStage:
         return found
 
 
+class EachStage(Sightings):
+    """At the end of a step of a rank: notes what was seen at those of its stages that saw it."""
+
+    def __init__(self, held: list[HeldStage]):
+        super().__init__()
+        self._held = held
+
+    def note(self, step: int, place: str) -> None:
+        for held in self._held:
+            if not all(map(math.isfinite, held.update.squared_norms())):
+                held.sightings.note(step, place)
+
+
+class OtherRanks:
+    """All other ranks in the place of both neighbours, as the end of a step needs them.
+
+    A tally that goes down and the losses of a rank reach every other one, and each makes the same
+    verdict of them, the one of the first stage in a pipeline of peers (engine/worker.py). A basis
+    that moves comes from the rank of the last stage, which alone sees the gradient of the stream.
+    """
+
+    def __init__(self, settings: Settings, world: World):
+        self.losses: list[float] = []  # of the step, those of this rank's microbatches
+        self.asks_to_stop = False
+        self.loss = 0.0  # of the step, once there is a verdict
+        self._settings, self._world = settings, world
+        self._proposer = settings.pipeline.stages - 1
+        self._squares: list[float] = []
+        self._misses = 0  # steps in a row that were refused
+
+    def send_message(self, kind: FrameKind, step: int, payload: bytes, number: int = 0) -> None:
+        """Keep a tally until the verdict is due; hand a basis on where it was proposed."""
+        if kind is FrameKind.TALLY:
+            self._squares = unpack_tally(payload)
+        elif kind is FrameKind.BASIS and self._world.holds(self._proposer):
+            self._world.share(payload, self._proposer)
+
+    def take_message(self, kind: FrameKind, step: int, number: int = 0) -> bytes:
+        """The verdict of all ranks, or the basis; a tally brings nothing that it does not have."""
+        if kind is FrameKind.BASIS:
+            return self._world.share(b"", self._proposer)
+        return self._verdict(step).to_bytes() if kind is FrameKind.VERDICT else b""
+
+    def _verdict(self, step: int) -> Verdict:
+        squares = self._squares if self._world.replica == 0 else []  # replicas have the same
+        said = msgspec.msgpack.encode((squares, self.losses, self.asks_to_stop))
+        form = tuple[list[float], list[float], bool]
+        heard = [msgspec.msgpack.decode(text, type=form) for text in self._world.gather(said)]
+        norm = global_norm([square for squares, _, _ in heard for square in squares])
+        commit = math.isfinite(norm)
+        self._misses = 0 if commit else self._misses + 1
+        stop = self._misses >= PATIENCE or any(asked for _, _, asked in heard)
+        dtype = torch.float64 if self._settings.run.precision == "fp64" else torch.float32
+        losses = [loss for _, losses, _ in heard for loss in losses]  # in microbatches' order
+        self.loss = float(torch.tensor(losses, dtype=dtype).sum())
+        checkpoint = commit and (self._settings.is_checkpoint_step(step + 1) or stop)
+        return Verdict(norm, commit, checkpoint, stop)
+
+
 class Trainer:
     """The stages of one rank, trained together with all other ranks."""
 
@@ -115,8 +174,11 @@ class Trainer:
             else:
                 held.state.restore(Checkpoint.open(resume, allow_plugins=True))
         self.done = self.first_step = self.held[0].state.step
-        self._misses = 0  # steps in a row that were refused
-        self._squares = self._places_of_squares()
+        self._others = below = OtherRanks(settings, world)
+        above = None if world.holds(settings.pipeline.stages - 1) else self._others
+        self._step_end = StepEnd(
+            [held.update for held in self.held], 0, below, above, world.device, EachStage(self.held)
+        )
         self._schedule = self._make_schedule()
 
     def _make_schedule(self) -> Any:
@@ -128,7 +190,7 @@ class Trainer:
             return SINGLE[name](stages[0], count, **options)
         return SEVERAL[name](list(stages), count, **options)
 
-    def train_step(self) -> tuple[Verdict, float, list[Step]]:
+    def train_step(self) -> tuple[Verdict, float, list[tuple[int, Step]]]:
         """One step: what all ranks decided, its loss, and what each stage of this rank reports."""
         step, start = self.done, time.monotonic()
         lr = learning_rate(self.settings.optim, step, self.settings.train.steps)
@@ -140,90 +202,26 @@ class Trainer:
         with weights_rounded_once():
             at = torch.tensor(self.world.grid.numbers(self.world.replica))
             self._schedule.step(at, number=at, target=at, losses=losses, return_outputs=False)
-        verdict, loss = self._end_step(step, lr, losses)
+        verdict, loss = self._end_step(step, lr, losses), self._others.loss
         self.done = step + 1
         for held in self.held:
             held.state.step = self.done
-        reports = [self._report(held, step, lr, verdict, loss, start) for held in self.held]
+        reports = [
+            (held.index, self._report(held, step, lr, verdict, loss, start)) for held in self.held
+        ]
         return verdict, loss, reports
 
-    def _end_step(self, step: int, lr: float, losses: list[Tensor]) -> tuple[Verdict, float]:
-        """Commit the step on all ranks or on none; also returns its loss, which all ranks know.
-
-        What a stage does then is that of every engine (engine/update.py); ranks only tell each
-        other what it needs.
-        """
+    def _end_step(self, step: int, lr: float, losses: list[Tensor]) -> Verdict:
+        """Commit the step on all ranks or on none, by the lines that end it in every engine."""
         for held in self.held:
             self.world.add_twins([p.grad for p in held.stage.parameters() if p.grad is not None])
-            held.update.project()
-        keepers = [held.update.keeper for held in self.held if held.update.keeper is not None]
-        moves = bool(keepers) and keepers[0].moves_after(step)
-        basis_DK = self._proposed(keepers) if moves else None
-        squares = {held.index: held.update.squared_norms() for held in self.held}
-        for held in self.held:
-            if not all(map(math.isfinite, squares[held.index])):
-                held.sightings.note(step, BACKWARD)
-        verdict, loss = self._agree(step, squares, losses)
-        for held in self.held:
-            with held.pipelined.trace.span("compute", "U"):
-                if verdict.commit:
-                    held.update.commit(step, lr, verdict.grad_norm)
-                else:
-                    held.update.withdraw(step)
-        if verdict.commit and basis_DK is not None:  # one space for all stages of a rank
-            space = keepers[0].space
-            old_DK = space.basis_DK.clone()
-            space.move(basis_DK)
-            for keeper in keepers:
-                keeper.follow(old_DK)
+        self._others.losses = [float(loss) for loss in losses]
+        self._others.asks_to_stop = self.stop_requested
+        self._step_end.trace.spans.clear()
+        verdict = self._step_end.end(step, lr, lambda step, commit: (False, False), _no_probe)
         for held in self.held if verdict.commit else ():
             held.update.check(step)
-        return verdict, loss
-
-    def _agree(
-        self, step: int, squares: dict[int, list[float]], losses: list[Tensor]
-    ) -> tuple[Verdict, float]:
-        """What all ranks decide alike, and the loss of the step.
-
-        They add up one list of numbers: the squared gradient norm of each parameter, the loss of
-        each microbatch, and who was asked to stop. The decision is that of the first stage in a
-        pipeline of peers (engine/worker.py).
-        """
-        settings, world = self.settings, self.world
-        total = self._squares[-1].stop
-        said = [0.0] * (total + settings.pipeline.microbatches + 1)
-        if world.replica == 0:
-            for index, own in squares.items():
-                start = self._squares[index].start
-                said[start : start + len(own)] = own
-        for number, one in zip(world.grid.numbers(world.replica), losses, strict=False):
-            said[total + number] = float(one)
-        said[-1] = float(self.stop_requested)
-        heard = world.sum(said)
-        norm = global_norm(heard[:total])
-        commit = math.isfinite(norm)
-        self._misses = 0 if commit else self._misses + 1
-        stop = heard[-1] > 0 or self._misses >= PATIENCE
-        checkpoint = commit and (settings.is_checkpoint_step(step + 1) or stop)
-        dtype = torch.float64 if settings.run.precision == "fp64" else torch.float32
-        loss = float(torch.tensor(heard[total:-1], dtype=dtype).sum())
-        return Verdict(norm, commit, checkpoint, stop), loss
-
-    def _proposed(self, keepers: list[Keeper]) -> Tensor:
-        """The next basis, from the last stage, which alone sees the gradient of the stream."""
-        last = self.settings.pipeline.stages - 1
-        is_here = self.world.holds(last)
-        basis_DK = keepers[-1].propose() if is_here else keepers[0].space.basis_DK
-        return self.world.spread(basis_DK, last)
-
-    def _places_of_squares(self) -> list[range]:
-        """Where the norms of each stage's parameters stand in the list that all ranks add up."""
-        counts = [0.0] * self.settings.pipeline.stages
-        if self.world.replica == 0:
-            for held in self.held:
-                counts[held.index] = float(len(held.stage.trained_parameters()))
-        ends = [int(end) for end in itertools.accumulate(self.world.sum(counts), initial=0.0)]
-        return [range(start, end) for start, end in itertools.pairwise(ends)]
+        return verdict
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
@@ -254,18 +252,19 @@ class Trainer:
             if held.above is not None and not self.world.holds(held.index + 1):
                 self.world.send(output, held.above, held.index + 1)
 
-    def save(self) -> list[ShardWritten | ShardFailed]:
+    def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
         """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
-        found: list[ShardWritten | ShardFailed] = []
+        found: list[tuple[int, ShardWritten | ShardFailed]] = []
         for held in self.held if self.world.replica == 0 else ():
-            folder = partial_folder(self.folder, self.done)
-            try:
-                shard = write_shard(folder, held.index, held.state.shard())
-            except CheckpointError as error:
-                found.append(ShardFailed(self.done, str(error)))
-                continue
             agreements = {str(end.cut): end.agreements() for end in held.ends}
-            found.append(ShardWritten(self.done, held.update.versions, shard, agreements))
+            try:
+                shard = write_shard(
+                    partial_folder(self.folder, self.done), held.index, held.state.shard()
+                )
+                part = ShardWritten(self.done, held.update.versions, shard, agreements)
+                found.append((held.index, part))
+            except CheckpointError as error:
+                found.append((held.index, ShardFailed(self.done, str(error))))
         return found
 
     def _report(
@@ -274,7 +273,9 @@ class Trainer:
         """Times count from the step's beginning on this rank: clocks of machines differ."""
         seconds, trace = time.monotonic() - start, held.pipelined.trace
         count, keeper = self.world.grid.microbatches, held.update.keeper
-        forward, backward, update = (trace.seconds("compute", kind) for kind in "FBU")
+        spans = trace.spans + self._step_end.trace.spans  # of all stages here together
+        forward, backward = (trace.seconds("compute", kind) for kind in "FB")
+        update = self._step_end.trace.seconds("compute", "U") / len(self.held)
         is_last = held.index == self.settings.pipeline.stages - 1
         if is_last and not math.isfinite(loss):
             held.sightings.note(step, FORWARD)
@@ -288,12 +289,16 @@ class Trainer:
             end=seconds,
             wait=max(0.0, seconds - forward - backward - update),
             costs=StageCosts(forward / count, backward / count, update),
-            spans=[(lane, label, a - start, b - start) for lane, label, a, b in trace.spans],
+            spans=[(lane, label, a - start, b - start) for lane, label, a, b in spans],
             measures=keeper.measures(step) if keeper else {},
             meters=held.meters(),
             dropped=0,
             not_finite=held.sightings.take_first(step),
         )
+
+
+def _no_probe(step: int, number: int) -> None:
+    """Ranks do not score a move of the basis."""
 
 
 def _the_output(output: Tensor, target: Tensor) -> Tensor:

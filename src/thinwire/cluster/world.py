@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,8 +20,6 @@ from thinwire.cluster.grid import Grid, Seat
 from thinwire.cluster.pipelining import CARRIER, Crossing
 from thinwire.codec import Leg
 from thinwire.engine.build import choose_device
-
-_SIZE_BYTES = 8
 
 
 class World:
@@ -74,30 +73,23 @@ class World:
         return totals.tolist()
 
     def gather(self, said: bytes) -> list[bytes]:
-        """What every rank says, in their order, on the rank that leads; elsewhere nothing."""
-        framed = len(said).to_bytes(_SIZE_BYTES, "little") + said
-        longest = torch.tensor(len(framed))
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._all)
-        room = torch.zeros(int(longest), dtype=torch.uint8)
-        room[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        rooms = [torch.empty_like(room) for _ in range(self.seat.world)] if self.leads else None
-        dist.gather(room, rooms, 0, group=self._all)
-        texts = [room.numpy().tobytes() for room in rooms or []]
-        return [
-            text[_SIZE_BYTES : _SIZE_BYTES + int.from_bytes(text[:_SIZE_BYTES], "little")]
-            for text in texts
+        """What every rank says, in their order, on every rank."""
+        mine = [
+            float(len(said)) if rank == self.seat.rank else 0.0 for rank in range(self.seat.world)
         ]
+        sizes = [int(size) for size in self.sum(mine)]
+        rooms = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rooms, _as_tensor(said.ljust(max(sizes))), group=self._all)
+        return [room.numpy().tobytes()[:size] for room, size in zip(rooms, sizes, strict=True)]
 
-    def share(self, said: str) -> str:
-        """What the rank that leads says, on every rank."""
-        text = said.encode() if self.leads else b""
-        size = torch.tensor(len(text))
-        dist.broadcast(size, 0, group=self._all)
-        room = torch.zeros(int(size), dtype=torch.uint8)
-        if text:
-            room.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(room, 0, group=self._all)
-        return room.numpy().tobytes().decode()
+    def share(self, said: bytes, stage: int = 0) -> bytes:
+        """What the rank that holds a stage, in the first pipeline, says: on every rank."""
+        source = self.grid.holders[stage]
+        is_own = self.seat.rank == source
+        size = int(self.sum([len(said) if is_own else 0.0])[0])
+        room = _as_tensor(said) if is_own else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(room, source, group=self._all)
+        return room.numpy().tobytes()
 
     def wait_for_all(self) -> None:
         """Until every rank has come to this point."""
@@ -126,15 +118,9 @@ class World:
         dist.recv(room, group=self.pipeline, group_src=self.grid.holders[stage])
         return room
 
-    def spread(self, tensor: Tensor, stage: int) -> Tensor:
-        """What the holder of a stage has, on every rank of its pipeline."""
-        room = tensor.detach().cpu().contiguous().clone()
-        # Over all ranks, one pipeline: replicas do not share such things.
-        dist.broadcast(room, self._number_of(self.grid.holders[stage]), group=self._all)
-        return room.to(tensor.device)
 
-    def _number_of(self, place: int) -> int:
-        return self.replica * self.grid.ranks + place
+def _as_tensor(said: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(said, dtype=np.uint8).copy())
 
 
 def _name_of_attempt(store: dist.Store, seat: Seat) -> str:

@@ -43,11 +43,11 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import private_folder, replace_private_file
-from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, ping
+from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, dial, ping
 from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name, shown_key
 from thinwire.wire.sockets import split_address
 from thinwire.wire.speed import SERVICE as SPEED
-from thinwire.wire.stream import Stream, open_stream
+from thinwire.wire.stream import Stream
 
 ENROL = "enrol"  # the name of the stream
 EXCHANGE_S = 20.0  # for all that is said there
@@ -581,9 +581,8 @@ def _exchange(
 ) -> tuple[HostSays, str]:
     """What the host answers once it has proved to be the invite's, and its public key."""
     identity, whom = Identity("this machine", key_pem), invite.fingerprint
-    connection = routes.connect(timeout)
     try:
-        stream = open_stream(connection, ENROL, identity, whom, timeout, _MOST_SAID)
+        stream = dial(routes, ENROL, identity, whom, timeout, _MOST_SAID, tries_again=False)
     except BreachError:
         raise AdmissionError(
             "another run answers at the address of the invite, or somebody stands between: nothing "

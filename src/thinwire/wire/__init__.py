@@ -5,13 +5,11 @@ See docs/wire.md for the format and the model of the emulated network.
 
 from thinwire.wire.door import Door, Grant, Limits, Traffic
 from thinwire.wire.emulate import Nic
-from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, decode, encode
-from thinwire.wire.handshake import handshake
+from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, Meter, Unmetered, decode, encode
 from thinwire.wire.keys import Identity
 from thinwire.wire.lasting import LastingPipe
-from thinwire.wire.link import Link, LinkConfig, Span
+from thinwire.wire.link import Link, LinkConfig, Span, handshake
 from thinwire.wire.logged import FrameLog, LoggedPipe, Position
-from thinwire.wire.meter import Meter, Unmetered
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.routes import Route, Routes, Seen, Standby, ping
 from thinwire.wire.sockets import raise_descriptor_limit

@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -36,14 +35,7 @@ from thinwire.wire.routes import (
     to_sign,
     who_of,
 )
-from thinwire.wire.sockets import (
-    accept_all,
-    address_text,
-    hang_up,
-    listen,
-    split_address,
-    stop_listening,
-)
+from thinwire.wire.sockets import Port, hang_up, split_address
 
 LINK_MBPS = 200.0
 CHUNK = 1 << 16  # bytes that a direction holds at most, between reading and writing
@@ -101,15 +93,10 @@ class Door:
         self._served: dict[str, Take] = {}
         self._runs: dict[str, _Run] = {}
         self._pass: tuple[str, float] | None = None
-        self._connections: set[socket.socket] = set()
-        self._callers = Counter[str]()  # connections by address
-        self._strangers = Counter[str]()
-        self._waiting = Counter[str]()
+        self._callers: list[_Caller] = []  # in the order in which they came
         self._is_closed = False
-        self._socket = listen(host, port)
-        self.port: int = self._socket.getsockname()[1]
-        self.address = address_text(*self._socket.getsockname()[:2])
-        accept_all(self._socket, self._receive)
+        self._port = Port(host, port, self._receive)
+        self.port, self.address = self._port.number, self._port.address
 
     def serve(self, name: str, take: Take) -> None:
         """Hand over whoever reaches for the name, from now on."""
@@ -122,7 +109,7 @@ class Door:
         """
         grants = {who_of(token): Grant(token) for token in tokens}
         self.admit_by(run, grants.get)
-        self._hang_up(run, lambda who: who not in grants)
+        self._hang_up(lambda caller: caller.run == run and caller.who not in grants)
 
     def admit_by(self, run: str, grant_of: GrantOf, mbps: float = 0.0) -> None:
         """Let those meet here whom `grant_of` grants it, which is asked at every connection.
@@ -132,7 +119,7 @@ class Door:
         """
         check_name(f"{run}/any")
         with self._lock:
-            known = self._runs.setdefault(run, _Run())
+            known = self._runs.setdefault(run, _Run(Allowance(0)))
             known.grant_of, known.allowance.mbps = grant_of, mbps
 
     def admit_any(self, token: str, mbps: float = 0.0) -> None:
@@ -141,26 +128,29 @@ class Door:
 
     def cut(self, run: str, who: str) -> None:
         """Cut all connections that were opened with somebody's token."""
-        self._hang_up(run, lambda holder: holder == who)
+        self._hang_up(lambda caller: (caller.run, caller.who) == (run, who))
 
     def traffic(self) -> dict[str, Traffic]:
         """What each run has here, by run."""
+        found = {}
         with self._lock:
-            return {name: run.traffic() for name, run in self._runs.items()}
+            for name, run in self._runs.items():
+                own = [caller for caller in self._callers if caller.run == name]
+                waiting = sum(bool(caller.waits_for) for caller in own)
+                found[name] = Traffic(len(own), waiting, run.allowance.passed)
+        return found
 
     def strangers(self) -> int:
         """Connections that have not yet said what they want."""
         with self._lock:
-            return self._strangers.total()
+            return sum(not caller.run for caller in self._callers)
 
     def close(self) -> None:
         """Cut all connections and free the port."""
-        stop_listening(self._socket)
+        self._port.close()
         with self._lock:
             self._is_closed = True
-            connections = list(self._connections)
-        for connection in connections:
-            hang_up(connection)
+        self._hang_up(lambda caller: True)
 
     def __enter__(self) -> "Door":
         return self
@@ -168,222 +158,174 @@ class Door:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _hang_up(self, run: str, is_out: Callable[[str], bool]) -> None:
+    def _hang_up(self, is_out: Callable[["_Caller"], bool]) -> None:
         with self._lock:
-            held = self._runs[run].held if run in self._runs else {}
-            gone = [connection for connection, who in held.items() if is_out(who)]
-        for connection in gone:
-            hang_up(connection)
+            for caller in filter(is_out, self._callers):
+                hang_up(caller.connection)
 
-    def _receive(self, caller: socket.socket, address: str) -> None:
+    def _receive(self, connection: socket.socket, address: str) -> None:
         """One connection that was opened: strangers are few, and have their time."""
-        limits, home = self._limits, _home(split_address(address)[0])
+        limits, caller = self._limits, _Caller(connection, address)
         with self._lock:
+            at_home = [other for other in self._callers if other.home == caller.home]
             is_full = (
                 self._is_closed
-                or self._callers.total() >= limits.connections
-                or self._callers[home] >= limits.per_address
-                or self._strangers.total() >= limits.strangers
-                or self._strangers[home] >= limits.strangers_per_address
+                or len(self._callers) >= limits.connections
+                or len(at_home) >= limits.per_address
+                or self.strangers() >= limits.strangers
+                or sum(not other.run for other in at_home) >= limits.strangers_per_address
             )
             if not is_full:
-                self._connections.add(caller)
-                self._callers[home] += 1
-                self._strangers[home] += 1
+                self._callers.append(caller)
         if is_full:
-            with caller, contextlib.suppress(OSError):
-                caller.setblocking(False)
-                caller.send(_FULL)
+            with connection, contextlib.suppress(OSError):
+                connection.setblocking(False)
+                connection.send(_FULL)
             return
-        on_daemon_thread("thinwire door", partial(self._attend, caller, address, home))
+        on_daemon_thread("thinwire door", partial(self._attend, caller))
 
-    def _attend(self, caller: socket.socket, address: str, home: str) -> None:
+    def _attend(self, caller: "_Caller") -> None:
         """The life of a connection, from its first byte to its last."""
-        run = None
-        with caller, contextlib.suppress(OSError):
+        with caller.connection, contextlib.suppress(OSError):
             try:
-                try:
-                    asked, run = self._admit(caller)
-                finally:
-                    self._forget(self._strangers, home)
-                grant = run.grant_of(asked.who) if run.grant_of else Grant("")
+                wish, run = self._admit(caller)
+                grant = run.grant_of(caller.who) if run.grant_of else Grant("")
                 if grant is None or grant.refusal:  # it was struck off in this very moment
                     raise WireError("the token shown does not count any more")
-                self._fulfil(caller, asked, run, address, home)
+                self._fulfil(caller, wish, run)
             except WireError as error:
-                _turn_away(caller, error)
+                _turn_away(caller.connection, error)
             finally:
-                self._forget(self._callers, home)
                 with self._lock:
-                    self._connections.discard(caller)
-                    if run is not None:
-                        del run.held[caller]
+                    self._callers.remove(caller)
 
-    def _admit(self, caller: socket.socket) -> tuple["_Asked", "_Run"]:
+    def _admit(self, caller: "_Caller") -> tuple[str, "_Run"]:
         """Hear what a caller wants, and whether it may; a WireError says why not."""
-        nonce, seconds = secrets.token_hex(16), self._limits.preamble_s
+        nonce, limits = secrets.token_hex(16), self._limits
         try:
-            caller.settimeout(seconds)
-            say(caller, f"{MAGIC} {VERSION} {nonce}")
-            asked = _Asked(hear(caller, time.monotonic() + seconds))
+            caller.connection.settimeout(limits.preamble_s)
+            say(caller.connection, f"{MAGIC} {VERSION} {nonce}")
+            request = hear(caller.connection, time.monotonic() + limits.preamble_s)
         except TimeoutError:
-            raise WireError(f"no request within {seconds:g} s") from None
+            raise WireError(f"no request within {limits.preamble_s:g} s") from None
+        wish, *words = request.split(" ")
+        is_whole = len(words) == 3 or (len(words) == 5 and wish == "wait")
+        if not is_whole or wish not in ("reach", "wait", "ping"):
+            raise WireError("the request is not one of reach, wait or ping with a name and a proof")
+        name, who, proof, *shown = words
+        run_name, _, service = check_name(name).partition("/")
+        who = "" if who == "-" else who  # at a relay all show the same pass
         with self._lock:
-            run = self._runs.get(asked.run)
+            run = self._runs.get(run_name)
             if run is not None and run.grant_of is not None:
-                grant, mbps = run.grant_of(asked.who), run.allowance.mbps
+                grant, mbps = run.grant_of(who), run.allowance.mbps
             elif self._pass is not None:
                 token, mbps = self._pass
-                grant = None if asked.who else Grant(token)
+                grant = None if who else Grant(token)
             else:
-                raise WireError(f"run {asked.run} is not known at this door")
+                raise WireError(f"run {run_name} is not known at this door")
         if grant is None or not hmac.compare_digest(
-            proof_of(grant.token, nonce, asked.wish, asked.name).encode(), asked.proof.encode()
+            proof_of(grant.token, nonce, wish, name).encode(), proof.encode()
         ):
-            raise WireError(f"the token shown for run {asked.run} is not the right one")
-        _check_granted(asked, grant, nonce)
-        if asked.wish == "wait" and not asked.service.startswith(_LINK):
-            _check_host(asked, nonce)
+            raise WireError(f"the token shown for run {run_name} is not the right one")
+        if grant.refusal:  # prove to who was struck off that it is this door that says so
+            raise AdmissionError(f"{proof_of(grant.token, nonce, 'gone', name)} {grant.refusal}")
+        opens = grant.services  # None: all
+        if wish != "ping" and opens is not None and (wish == "wait" or service not in opens):
+            raise WireError(
+                f"this token opens {' and '.join(sorted(opens))} alone: join the run first"
+            )
+        if wish == "wait" and not service.startswith(_LINK):
+            _check_host(run_name, name, to_sign(nonce, name, proof), " ".join(shown))
         with self._lock:
-            if run is None:
-                run = self._runs.get(asked.run) or self._new_run(asked.run, mbps)
-            if len(run.held) >= self._limits.per_run:
-                raise WireError(f"run {asked.run} has {len(run.held)} connections here, the most")
-            most = self._limits.per_member
-            if asked.who and list(run.held.values()).count(asked.who) >= most:
-                raise WireError(f"{asked.who} has {most} connections here, the most")
-            run.held[caller] = asked.who
-        return asked, run
+            run = self._runs.get(run_name) or self._new_run(run_name, mbps)
+            held = [other.who for other in self._callers if other.run == run_name]
+            if len(held) >= limits.per_run:
+                raise WireError(f"run {run_name} has {len(held)} connections here, the most")
+            if who and held.count(who) >= limits.per_member:
+                raise WireError(f"{who} has {limits.per_member} connections here, the most")
+            caller.run, caller.who, caller.name = run_name, who, name
+        return wish, run
 
     def _new_run(self, name: str, mbps: float) -> "_Run":
         """Make room for a run that is new to a relay, at the cost of counts of earlier ones."""
-        idle = [name for name, run in self._runs.items() if not (run.grant_of or run.held)]
-        for other in idle[: max(0, len(self._runs) - self._limits.runs + 1)]:
+        held, most = {caller.run for caller in self._callers}, self._limits.runs
+        idle = [name for name, run in self._runs.items() if not (run.grant_of or name in held)]
+        for other in idle[: max(0, len(self._runs) - most + 1)]:
             del self._runs[other]
-        if len(self._runs) >= self._limits.runs:
+        if len(self._runs) >= most:
             raise WireError(f"{len(self._runs)} runs meet at this door already, the most")
-        self._runs[name] = run = _Run()
-        run.allowance.mbps = mbps
+        self._runs[name] = run = _Run(Allowance(mbps))
         return run
 
-    def _fulfil(
-        self, caller: socket.socket, asked: "_Asked", run: "_Run", address: str, home: str
-    ) -> None:
-        caller.settimeout(self._limits.idle_s)
-        if asked.wish == "ping":
-            say(caller, f"ok {address} {time.time():.3f}")
-        elif asked.wish == "wait":
-            self._keep_waiting(caller, asked.name, run, home)
-        elif take := self._served.get(asked.name):
-            say(caller, "ok")
-            futures.wait([take(caller.dup(), split_address(address)[0])])
+    def _fulfil(self, caller: "_Caller", wish: str, run: "_Run") -> None:
+        connection = caller.connection
+        connection.settimeout(self._limits.idle_s)
+        if wish == "ping":
+            say(connection, f"ok {caller.address} {time.time():.3f}")
+        elif wish == "wait":
+            self._keep_waiting(caller)
+        elif take := self._served.get(caller.name):
+            say(connection, "ok")
+            futures.wait([take(connection.dup(), caller.host)])
         else:
-            self._join_waiting(caller, asked.name, run, split_address(address)[0])
+            self._join_waiting(caller, run)
 
-    def _join_waiting(self, caller: socket.socket, name: str, run: "_Run", host: str) -> None:
+    def _join_waiting(self, caller: "_Caller", run: "_Run") -> None:
         """Call those who wait, the latest first, until one answers."""
-        while waiter := self._next_waiter(run, name):
+        limits = self._limits
+        own = Allowance(0 if run.allowance.mbps else limits.link_mbps)
+
+        def book(size: int) -> float:
+            return max(bound.book(size, time.monotonic()) for bound in (run.allowance, own))
+
+        while waiter := self._next_waiter(caller.name):
             try:
                 with contextlib.suppress(OSError, TimeoutError):
-                    say(waiter.connection, f"call {host}")
-                    if waiter.answer.result(self._limits.answer_s) == HERE:
-                        say(caller, "ok")
-                        waiter.connection.settimeout(self._limits.idle_s)
-                        bound = run.allowance
-                        if not bound.mbps:
-                            bound = Allowance(self._limits.link_mbps)
-                        splice(caller, waiter.connection, run.count, bound, self._limits.idle_s)
+                    say(waiter.connection, f"call {caller.host}")
+                    if waiter.answer.result(limits.answer_s) == HERE:
+                        say(caller.connection, "ok")
+                        splice(caller.connection, waiter.connection, book, limits.idle_s)
                         return
             finally:
                 hang_up(waiter.connection)
                 waiter.is_over.set()
-        raise WireError(f"{name} is not served here, and nobody waits for it")
+        raise WireError(f"{caller.name} is not served here, and nobody waits for it")
 
-    def _next_waiter(self, run: "_Run", name: str) -> "_Waiter | None":
+    def _next_waiter(self, name: str) -> "_Caller | None":
         with self._lock:
-            waiter = run.waiting[name].pop() if run.waiting.get(name) else None
-            if waiter is not None:
-                waiter.is_called = True
-            return waiter
+            waiting = [caller for caller in self._callers if caller.waits_for == name]
+            if not waiting:
+                return None
+            waiting[-1].waits_for = ""
+            return waiting[-1]
 
-    def _keep_waiting(self, caller: socket.socket, name: str, run: "_Run", home: str) -> None:
-        limits, waiter = self._limits, _Waiter(caller)
+    def _keep_waiting(self, caller: "_Caller") -> None:
+        limits, connection = self._limits, caller.connection
         with self._lock:
-            if self._waiting[home] >= limits.waiting_per_address:
+            waiting = [other for other in self._callers if other.waits_for]
+            if sum(other.home == caller.home for other in waiting) >= limits.waiting_per_address:
                 raise WireError(
-                    f"{limits.waiting_per_address} connections from {home} wait here, the most"
+                    f"{limits.waiting_per_address} connections from {caller.home} wait here, the "
+                    "most"
                 )
-            self._waiting[home] += 1
-            say(caller, "ok")
-            waiting = run.waiting.setdefault(name, deque())
-            waiting.append(waiter)
-            if len(waiting) > limits.waiting_per_name:  # the oldest is the likeliest to be lost
-                hang_up(waiting.popleft().connection)
+            say(connection, "ok")
+            caller.waits_for = caller.name
+            same = [other for other in waiting if other.waits_for == caller.name]
+            if len(same) >= limits.waiting_per_name:  # the oldest is the likeliest to be lost
+                hang_up(same[0].connection)
+                same[0].waits_for = ""
+                same[0].is_over.set()
         # Not all at once: while one comes again, another of the same name still waits.
-        caller.settimeout(limits.wait_s * random.uniform(0.5, 1.0))
+        connection.settimeout(limits.wait_s * random.uniform(0.5, 1.0))
         answer = b""
-        try:  # the first byte says that a call was heard, or that the one who waits has gone
-            with contextlib.suppress(OSError):
-                answer = caller.recv(1)
-        finally:
-            with self._lock:
-                self._forget(self._waiting, home)
-                if waiter in waiting:
-                    waiting.remove(waiter)
-                if not waiting and run.waiting.get(name) is waiting:
-                    del run.waiting[name]
-            waiter.answer.set_result(answer)
-        if waiter.is_called:
-            waiter.is_over.wait()
-
-    def _forget(self, counter: Counter[str], key: str) -> None:
+        with contextlib.suppress(OSError):
+            answer = connection.recv(1)  # that a call was heard; or the end, of who has gone
         with self._lock:
-            counter[key] -= 1
-            counter += Counter()  # which drops what is zero
-
-
-class _Asked:
-    """What a caller wants, and how it proves that it may, from the line that it said."""
-
-    def __init__(self, line: str) -> None:
-        self.wish, *words = line.split(" ")
-        is_whole = len(words) == 3 or (len(words) == 5 and self.wish == "wait")
-        if not is_whole or self.wish not in ("reach", "wait", "ping"):
-            raise WireError("the request is not one of reach, wait or ping with a name and a proof")
-        name, who, self.proof, *shown = words
-        self.name = check_name(name)
-        self.run, _, self.service = name.partition("/")
-        self.who = "" if who == "-" else who  # at a relay all show the same pass
-        self.shown = " ".join(shown)  # of the host: its key, and its signature
-
-
-@dataclass(eq=False)
-class _Waiter:
-    """A connection on which somebody waits to be called."""
-
-    connection: socket.socket
-    answer: "futures.Future[bytes]" = field(default_factory=futures.Future)
-    is_called: bool = False
-    is_over: threading.Event = field(default_factory=threading.Event)
-
-
-class _Run:
-    """A run at a door: who may, who waits, what passed. Without grants, the door's pass counts."""
-
-    def __init__(self) -> None:
-        self.grant_of: GrantOf | None = None
-        self.allowance = Allowance(0)
-        self.waiting: dict[str, deque[_Waiter]] = {}
-        self.held: dict[socket.socket, str] = {}  # and with whose token it began
-        self._relayed, self._counting = 0, threading.Lock()
-
-    def count(self, size: int) -> None:
-        """So many bytes pass between two others."""
-        with self._counting:
-            self._relayed += size
-
-    def traffic(self) -> Traffic:
-        return Traffic(len(self.held), sum(map(len, self.waiting.values())), self._relayed)
+            is_called, caller.waits_for = not caller.waits_for, ""
+        caller.answer.set_result(answer)
+        if is_called:
+            caller.is_over.wait()
 
 
 class Allowance:
@@ -394,31 +336,61 @@ class Allowance:
 
     def __init__(self, mbps: float, burst_s: float = 0.25) -> None:
         self.mbps = mbps
+        self.passed = 0  # bytes, since it exists
         self._burst_s, self._paid_until = burst_s, 0.0
         self._lock = threading.Lock()
 
     def book(self, count: int, now: float) -> float:
         """Account for bytes that are to be passed on; the seconds to wait before that."""
         mbps = self.mbps  # which may change at any time
-        if mbps <= 0:
-            return 0.0
         with self._lock:
+            self.passed += count
+            if mbps <= 0:
+                return 0.0
             self._paid_until = max(self._paid_until, now - self._burst_s)
             self._paid_until += count * 8 / (mbps * 1e6)
             return max(0.0, self._paid_until - now)
 
 
+class _Caller:
+    """A connection at a door: a stranger until it has proven what it may."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection, self.address = connection, address
+        self.host, _ = split_address(address)
+        self.home = home_of(self.host)  # whose connections are counted together
+        self.run = self.who = self.name = ""  # once it is known
+        self.waits_for = ""  # its name, while it waits to be called
+        self.answer: futures.Future[bytes] = futures.Future()  # to a call
+        self.is_over = threading.Event()  # what came of the call
+
+
+@dataclass
+class _Run:
+    """A run at a door: what may pass between its peers, and who they are.
+
+    Without `grant_of`, the door's pass counts.
+    """
+
+    allowance: Allowance
+    grant_of: GrantOf | None = None
+
+
+def home_of(host: str) -> str:
+    """Whose connections are counted together: an IPv6 line has 2^64 addresses, not one."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4 or address.ipv4_mapped:
+        return host
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
 def splice(
-    one: socket.socket,
-    other: socket.socket,
-    count: Callable[[int], None],
-    allowance: Allowance,
-    idle_s: float,
+    one: socket.socket, other: socket.socket, book: Callable[[int], float], idle_s: float
 ) -> None:
     """Pass bytes both ways until both directions have ended, then return; nothing is raised.
 
     An end of one direction is passed on while the other goes on. An error, or `idle_s` without a
-    byte, ends both. `count` is told the number of bytes before they are passed on.
+    byte, ends both. `book` is told how many bytes are to pass, and says how long they wait.
     """
     moved_at = time.monotonic()
 
@@ -427,8 +399,7 @@ def splice(
         space = memoryview(bytearray(CHUNK))
         try:
             while size := patiently(source.recv_into, space):
-                count(size)
-                time.sleep(allowance.book(size, time.monotonic()))
+                time.sleep(book(size))
                 left = space[:size]
                 while left:
                     left = left[patiently(target.send, left) :]
@@ -453,36 +424,14 @@ def splice(
     futures.wait([back])
 
 
-def _check_granted(asked: _Asked, grant: Grant, nonce: str) -> None:
-    """Refuse what the token does not grant. To who was struck off, prove that it is this door."""
-    if grant.refusal:
-        proof = proof_of(grant.token, nonce, "gone", asked.name)
-        raise AdmissionError(f"{proof} {grant.refusal}")
-    if grant.services is None or asked.wish == "ping":
-        return
-    if asked.wish == "wait" or asked.service not in grant.services:
-        names = " and ".join(sorted(grant.services))
-        raise WireError(f"this token opens {names} alone: join the run first")
-
-
-def _check_host(asked: _Asked, nonce: str) -> None:
+def _check_host(run: str, name: str, text: str, shown: str) -> None:
     """Whoever knows the token could wait in the host's place, so that nobody reaches the host."""
-    if not asked.shown:
+    if not shown:
         raise WireError(
-            f"only the host of run {asked.run} may wait for {asked.name}: the request lacks its "
-            "signature"
+            f"only the host of run {run} may wait for {name}: the request lacks its signature"
         )
-    public = proven_by(to_sign(nonce, asked.name, asked.proof), asked.shown)
-    if fingerprint_of(public)[:RUN_DIGITS] != asked.run:
-        raise WireError(f"the key shown is not the one of the host of run {asked.run}")
-
-
-def _home(host: str) -> str:
-    """Whose connections are counted together: an IPv6 line has 2^64 addresses, not one."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if address.version == 4 or address.ipv4_mapped:
-        return host
-    return str(ipaddress.ip_network((address, 64), strict=False))
+    if fingerprint_of(proven_by(text, shown))[:RUN_DIGITS] != run:
+        raise WireError(f"the key shown is not the one of the host of run {run}")
 
 
 def _turn_away(caller: socket.socket, error: WireError) -> None:

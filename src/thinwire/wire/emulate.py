@@ -11,8 +11,8 @@ passes within the modelled one and is not added to it. The stamp is a time of th
 both ends must be on one machine.
 """
 
+import collections
 import math
-import queue
 import struct
 import threading
 import time
@@ -132,44 +132,39 @@ class DelayLine(Generic[T]):
     is due and not taken: what the receiver does not want now must not pile up here.
     """
 
-    def __init__(self, deliver: Callable[[T], None], name: str, most: int | None = None) -> None:
-        self._deliver = deliver
-        self._most = most
-        self._items: queue.SimpleQueue[tuple[float, T] | None] = queue.SimpleQueue()
-        self._stopped = threading.Event()
-        self._is_early = False  # the first in line waits for its time
-        self._moved = threading.Condition()
+    def __init__(self, deliver: Callable[[T], None], name: str, most: float = math.inf) -> None:
+        self._deliver, self._most = deliver, most
+        self._waiting: collections.deque[tuple[float, T]] = collections.deque()
+        self._changed = threading.Condition()  # guards what waits
+        self._is_stopped = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, due: float, item: T) -> None:
         """Deliver `item` at time `due`, or right after its predecessor if that is later."""
-        if self._most is not None:
-            with self._moved:
-                self._moved.wait_for(self._has_room)
-        self._items.put((due, item))
+        with self._changed:
+            while len(self._waiting) >= self._most and self._seconds_left() <= 0:
+                self._changed.wait()
+            self._waiting.append((due, item))
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Forget what is still waiting and end the thread."""
-        self._stopped.set()
-        self._items.put(None)
-        self._note(is_early=False)
+        with self._changed:
+            self._is_stopped = True
+            self._waiting.clear()
+            self._changed.notify_all()
 
-    def _has_room(self) -> bool:
-        enough = self._most is not None and self._items.qsize() >= self._most
-        return not enough or self._is_early or self._stopped.is_set()
-
-    def _note(self, is_early: bool) -> None:
-        with self._moved:
-            self._is_early = is_early
-            self._moved.notify_all()
+    def _seconds_left(self) -> float:
+        """Until the first in line is due."""
+        return self._waiting[0][0] - time.monotonic() if self._waiting else _LONGEST_SLEEP_S
 
     def _run(self) -> None:
-        while (entry := self._items.get()) is not None:
-            due, item = entry
-            self._note(is_early=due > time.monotonic())
-            while (wait := due - time.monotonic()) > 0 and not self._stopped.is_set():
-                self._stopped.wait(min(wait, _LONGEST_SLEEP_S))
-            if self._stopped.is_set():
-                return
-            self._note(is_early=False)
+        while True:
+            with self._changed:
+                while (wait := self._seconds_left()) > 0 and not self._is_stopped:
+                    self._changed.wait(min(wait, _LONGEST_SLEEP_S))
+                if self._is_stopped:
+                    return
+                _, item = self._waiting.popleft()
+                self._changed.notify_all()
             self._deliver(item)

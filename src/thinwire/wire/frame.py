@@ -1,12 +1,17 @@
-"""The frame: one message between two stages, a 64-byte header and a payload.
+"""The frame: one message between two stages, a 64-byte header and a payload; and its meter.
 
 docs/wire.md describes the header byte by byte. Nothing here knows what the payload means;
 the codec tag and the shape travel with it so that the receiver can check both against its
 contract before it allocates anything.
+
+Each end of a link has a meter. It counts whole frames from the handshake to the goodbye, header
+and payload apart, so that a published number can be traced to what really crossed the link. What
+TLS and TCP add lies below (docs/wire.md).
 """
 
 import enum
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 
@@ -149,3 +154,61 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 
 def _malformed(field: str, why: str) -> WireError:
     return WireError(f"malformed frame, {field}: {why}")
+
+
+_Counts = dict[FrameKind, tuple[int, int]]  # of each kind: frames, and bytes of their payloads
+
+
+class Meter:
+    """Thread-safe counts of frames and bytes, by direction and kind."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: _Counts = {}
+        self._received: _Counts = {}
+
+    def count_sent(self, kind: FrameKind, payload_bytes: int) -> None:
+        """Bill one frame that goes out."""
+        self._count(self._sent, kind, payload_bytes)
+
+    def count_received(self, kind: FrameKind, payload_bytes: int) -> None:
+        """Bill one frame that came in."""
+        self._count(self._received, kind, payload_bytes)
+
+    def sent_bytes(self) -> int:
+        """Bytes sent, headers included."""
+        return self._bytes("sent")
+
+    def received_bytes(self) -> int:
+        """Bytes received, headers included."""
+        return self._bytes("received")
+
+    def snapshot(self) -> dict[str, dict[str, dict[str, int]]]:
+        """All counts at one moment, ready for JSON: direction -> kind or "total" -> counts."""
+        with self._lock:
+            return {"sent": _counted(self._sent), "received": _counted(self._received)}
+
+    def _count(self, counts: _Counts, kind: FrameKind, payload_bytes: int) -> None:
+        with self._lock:
+            frames, payload = counts.get(kind, (0, 0))
+            counts[kind] = frames + 1, payload + payload_bytes
+
+    def _bytes(self, direction: str) -> int:
+        total = self.snapshot()[direction]["total"]
+        return total["header_bytes"] + total["payload_bytes"]
+
+
+class Unmetered(Meter):
+    """Of a link inside a process, over which nothing is sent: it counts nothing."""
+
+    def _count(self, counts: _Counts, kind: FrameKind, payload_bytes: int) -> None:
+        pass
+
+
+def _counted(counts: _Counts) -> dict[str, dict[str, int]]:
+    total = tuple(map(sum, zip((0, 0), *counts.values(), strict=True)))
+    named = {kind.name: counts[kind] for kind in sorted(counts)} | {"total": total}
+    return {
+        name: {"frames": frames, "header_bytes": frames * HEADER_BYTES, "payload_bytes": payload}
+        for name, (frames, payload) in named.items()
+    }

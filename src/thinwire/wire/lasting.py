@@ -77,7 +77,7 @@ class LastingPipe(Pipe):
                 raise WireError("the pipe is closed")
             if self._over or self._stopped:
                 raise self._stopped or WireError("the other end is gone")
-            self._sent.add(Kind.DATA, message)
+            self._sent.add(LastingKind.DATA, message)
             self._changed.notify_all()
 
     def read(self) -> BytesLike | None:
@@ -101,15 +101,12 @@ class LastingPipe(Pipe):
         with self._changed:
             if not self._closed:
                 self._closed = True
-                self._sent.add(Kind.END, b"")
+                self._sent.add(LastingKind.END, b"")
                 self._changed.notify_all()
                 # Somebody must read to the end, and from here on it may be nobody else.
                 on_daemon_thread("thinwire close", self.read)
             self._changed.wait_for(lambda: self._stopped, grace)
-            connection, self._connection = self._connection, None
-            self._stopped = self._stopped or WireError("the pipe is closed")
-            self._changed.notify_all()
-        if connection is not None:
+        if connection := self._end(WireError("the pipe is closed")):
             connection.close(grace)
 
     def down_for(self) -> float:
@@ -128,13 +125,13 @@ class LastingPipe(Pipe):
         """What one message of a connection says; its content if it is new, and wanted."""
         kind, number = head_of(raw)
         with self._changed:
-            if kind == Kind.HAVE:
+            if kind == LastingKind.HAVE:
                 self._sent.forget(number)
-            elif kind not in (Kind.DATA, Kind.END) or number > self._received:
+            elif kind not in (LastingKind.DATA, LastingKind.END) or number > self._received:
                 raise BreachError(f"message {number} arrived, but {self._received} was due")
             elif number == self._received:  # else it came twice
                 self._received += 1
-                self._over = self._over or kind == Kind.END
+                self._over = self._over or kind == LastingKind.END
                 self._unsaid += max(len(raw), LEAST_COUNTED)
                 if self._over:  # its sender waits to hear that we know
                     self._unsaid = ACKNOWLEDGE_BYTES
@@ -173,7 +170,7 @@ class LastingPipe(Pipe):
 
     def _agree(self, connection: Pipe) -> None:
         """Both ends say what they have; from there they go on, on this connection."""
-        connection.write(HEAD.pack(Kind.OPEN, self._received) + self._session)
+        connection.write(HEAD.pack(LastingKind.OPEN, self._received) + self._session)
         try:
             raw = on_daemon_thread("thinwire greeting", connection.read).result(_ATTEMPT_S)
         except futures.TimeoutError:
@@ -181,7 +178,7 @@ class LastingPipe(Pipe):
         if raw is None:
             raise WireError("the other end did not say how many messages it has")
         (kind, count), other = head_of(raw), bytes(raw[LASTING_BYTES:])
-        if kind != Kind.OPEN or len(other) != SESSION_BYTES:
+        if kind != LastingKind.OPEN or len(other) != SESSION_BYTES:
             raise BreachError("the other end did not say first how many messages it has")
         if self._other not in (b"", other):
             raise BreachError("the other end restarted and has lost what was sent to it")
@@ -210,7 +207,7 @@ class LastingPipe(Pipe):
             self._changed.notify_all()
             if self._connection is connection and self._unsaid >= ACKNOWLEDGE_BYTES:
                 self._unsaid = 0
-                return HEAD.pack(Kind.HAVE, self._received)
+                return HEAD.pack(LastingKind.HAVE, self._received)
             if self._is_done():  # whoever closes it hangs up
                 self._stopped = self._stopped or WireError("the pipe is closed")
             is_due = self._connection is connection and self._stopped is None
@@ -248,15 +245,19 @@ class LastingPipe(Pipe):
 
     def _stop(self, error: WireError) -> None:
         """The pipe is broken for good."""
-        with self._changed:
-            connection, self._connection = self._connection, None
-            self._stopped = self._stopped or error
-            self._changed.notify_all()
-        if connection is not None:
+        if connection := self._end(error):
             on_daemon_thread("thinwire close", connection.close)
 
+    def _end(self, reason: WireError) -> Pipe | None:
+        """Move nothing more, for this reason or an earlier one; the connection that there was."""
+        with self._changed:
+            connection, self._connection = self._connection, None
+            self._stopped = self._stopped or reason
+            self._changed.notify_all()
+            return connection
 
-class Kind(IntEnum):
+
+class LastingKind(IntEnum):
     """What a message on a connection of a lasting pipe is."""
 
     DATA = 0  # behind the head: what was written
@@ -290,7 +291,7 @@ class Sent:
         """How many messages this connection has not carried."""
         return self._first + len(self.kept) - self._next
 
-    def add(self, kind: Kind, message: BytesLike) -> None:
+    def add(self, kind: LastingKind, message: BytesLike) -> None:
         """Give a message its number."""
         self.kept.append(HEAD.pack(kind, self._first + len(self.kept)) + message)
         self._bytes += len(self.kept[-1])

@@ -1,6 +1,7 @@
 """A link: frames between two neighbouring stages, sent without making compute wait.
 
-`send` only queues. Packing, checksumming and writing happen on the link's own threads:
+Before the first frame each end says who it is and what it runs (`handshake`). Then `send` only
+queues. Packing, checksumming and writing happen on the link's own threads:
 
     send() -> queue -> packing thread -> [waits for the uplink] -> pipe   (in brackets: only when
     pipe -> reading thread -> [waits for its arrival] -> on_frame          emulating a slow network)
@@ -10,21 +11,27 @@ queued. Broken: anything else, reported once to `on_broken` with the reason.
 """
 
 import collections
+import json
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
+from typing import Any
 
-from thinwire.errors import BreachError, WireError
+from thinwire.errors import BreachError, WireError, printable
 from thinwire.typed import option
+from thinwire.wire.background import on_daemon_thread
 from thinwire.wire.emulate import DelayLine, Nic, stamp, unstamp
-from thinwire.wire.frame import HEADER_BYTES, BytesLike, Frame, FrameKind, decode, encode
-from thinwire.wire.meter import Meter
+from thinwire.wire.frame import HEADER_BYTES, BytesLike, Frame, FrameKind, Meter, decode, encode
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 
 Span = tuple[str, int, int, float, float]
+
+Remedy = Callable[[str, Any, Any], str]
+"""(key, ours, theirs) -> what to do about this difference, or nothing."""
 
 Arrival = Frame | WireError | None
 """What came: a frame, the reason why no more can come, or the end of the stream."""
@@ -35,6 +42,7 @@ _MOST_UNTAKEN = 8  # frames that are due, and read while the receiver is not don
 # had said goodbye before.
 _LAST_WORD_S = 2.0
 
+MAX_HELLO = 1 << 16
 SLOWEST_MBPS = 1e-3  # below it no run ends
 
 
@@ -88,6 +96,69 @@ class LinkConfig:
         if not self.emulate:
             return None
         return Nic(self.mbps_up, self.mbps_down, self.latency_ms, self.jitter_ms, seed)
+
+
+def handshake(
+    pipe: Pipe,
+    mine: dict[str, Any],
+    expect: dict[str, Any],
+    timeout: float,
+    meter: Meter | None = None,
+    remedy: Remedy = lambda key, mine, theirs: "",
+) -> dict[str, Any]:
+    """Exchange one HELLO each way and return what the other end said of itself.
+
+    Runs on a bare pipe, before its link starts. Every key of `expect` must have the same
+    value at the other end; a difference in any raises one WireError that names them all and what
+    mends them, and the pipe is closed, so that the other end does not wait for work.
+    """
+    meter = meter or Meter()
+    try:
+        payload = json.dumps(mine, sort_keys=True).encode()
+        pipe.write(encode(Frame(FrameKind.HELLO, payload=payload)))
+        meter.count_sent(FrameKind.HELLO, len(payload))
+        payload = _read_hello(pipe, timeout)
+        meter.count_received(FrameKind.HELLO, len(payload))
+        try:
+            theirs = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            why = printable(str(error), 200)
+            raise WireError(f"handshake: the other end's HELLO is not JSON: {why}") from None
+        if not isinstance(theirs, dict):
+            raise WireError("handshake: the other end's HELLO is not a JSON object")
+        differences = []
+        for key, wanted in expect.items():
+            difference = f"{key}: this stage has {wanted}, the other end "
+            if key not in theirs:
+                differences.append(f"{difference}does not say")
+            elif theirs[key] != wanted:
+                cure = printable(remedy(key, wanted, theirs[key]), 300)
+                said = printable(str(theirs[key]), 200)
+                differences.append(f"{difference}has {said}{f' ({cure})' if cure else ''}")
+        if differences:
+            raise WireError("handshake: the two ends do not match: " + "; ".join(differences))
+        return theirs
+    except WireError:
+        # Aside, because closing lets the other end read our HELLO first, and it may not be.
+        on_daemon_thread("handshake", pipe.close)
+        raise
+
+
+def _read_hello(pipe: Pipe, timeout: float) -> bytes:
+    # Pipes have no time-out of their own: afterwards, keepalive watches for silence. If time
+    # runs out here, the caller closes the pipe, which ends this thread too.
+    try:
+        message = on_daemon_thread("handshake", pipe.read).result(timeout)
+    except futures.TimeoutError:
+        raise WireError(f"handshake: the other end said nothing for {timeout:g} s") from None
+    except WireError as error:
+        raise WireError(f"handshake: {error}") from error
+    if message is None:
+        raise WireError("handshake: the other end closed the link; its own message says why")
+    frame = decode(message, MAX_HELLO)
+    if frame.kind != FrameKind.HELLO:
+        raise WireError(f"handshake: expected HELLO first, got {frame.kind.name}")
+    return bytes(frame.payload)
 
 
 class Link:

@@ -39,68 +39,43 @@ class Pipe(ABC):
         """
 
 
-class Handover:
-    """A bounded queue from one writing to one reading thread that either side can end.
-
-    The bound keeps a fast writer from filling memory; ending wakes both sides, so that no
-    thread ever waits for a partner that is gone.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._waiting: collections.deque[BytesLike] = collections.deque()
-        self._ended = False
-        self._changed = threading.Condition()
-
-    def put(self, message: BytesLike) -> bool:
-        """Add a message, waiting for room; False if the queue was ended instead."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or len(self._waiting) < self._limit)
-            if self._ended:
-                return False
-            self._waiting.append(message)
-            self._changed.notify_all()
-            return True
-
-    def end(self, drop: bool = False) -> None:
-        """Accept nothing more; with `drop`, also forget what the reader has not taken."""
-        with self._changed:
-            self._ended = True
-            if drop:
-                self._waiting.clear()
-            self._changed.notify_all()
-
-    def __iter__(self) -> "Handover":
-        return self
-
-    def __next__(self) -> BytesLike:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or bool(self._waiting))
-            if not self._waiting:
-                raise StopIteration
-            message = self._waiting.popleft()
-            self._changed.notify_all()
-            return message
-
-
 class _MemoryPipe(Pipe):
-    def __init__(self, outgoing: Handover, incoming: Handover) -> None:
-        self._outgoing = outgoing
-        self._incoming = incoming
+    """One end: a bound keeps a fast writer from filling memory, and closing wakes who waits."""
+
+    def __init__(self, limit: int, changed: threading.Condition) -> None:
+        self._limit, self._changed = limit, changed  # which both ends share
+        self._unread: collections.deque[BytesLike] = collections.deque()
+        self._is_closed = False
+        self.other = self
 
     def write(self, message: BytesLike) -> None:
-        if not self._outgoing.put(message):
-            raise WireError("the pipe is closed")
+        unread = self.other._unread
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended() or len(unread) < self._limit)
+            if self._has_ended():
+                raise WireError("the pipe is closed")
+            unread.append(message)
+            self._changed.notify_all()
 
     def read(self) -> BytesLike | None:
-        return next(self._incoming, None)
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended() or self._unread)
+            self._changed.notify_all()
+            return self._unread.popleft() if self._unread else None
 
     def close(self, grace: float | None = CLOSE_GRACE_S) -> None:
-        self._outgoing.end()
-        self._incoming.end(drop=True)
+        with self._changed:
+            self._is_closed = True
+            self._unread.clear()
+            self._changed.notify_all()
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self.other._is_closed
 
 
 def memory_pair(limit: int = 1024) -> tuple[Pipe, Pipe]:
     """Two ends joined inside this process, each holding at most `limit` unread messages."""
-    there, back = Handover(limit), Handover(limit)
-    return _MemoryPipe(there, back), _MemoryPipe(back, there)
+    changed = threading.Condition()
+    here, there = _MemoryPipe(limit, changed), _MemoryPipe(limit, changed)
+    here.other, there.other = there, here
+    return here, there

@@ -72,48 +72,51 @@ def why(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; a WireError says why there is none, and what to change."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server(
-            (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
-        )
-    except OSError as error:
-        place = f"port {port} of {host or 'all addresses'}"
-        if error.errno == errno.EADDRINUSE:
+class Port:
+    """Listens on a port, and passes each connection on with its address, until it is closed.
+
+    A WireError says why it cannot listen there, and what to change.
+    """
+
+    def __init__(
+        self, host: str, port: int, receive: Callable[[socket.socket, str], object]
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(
+                (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
+            )
+        except OSError as error:
+            place = f"port {port} of {host or 'all addresses'}"
+            if error.errno == errno.EADDRINUSE:
+                raise WireError(
+                    f"{place} is in use by another process: choose another port (link.port, or "
+                    "--listen HOST:PORT), or 0 for any free one"
+                ) from None
             raise WireError(
-                f"{place} is in use by another process: choose another port (link.port, or "
-                "--listen HOST:PORT), or 0 for any free one"
+                f"cannot listen on {place}: {why(error)}; name an address of this machine "
+                "(link.listen, or --listen HOST:PORT), and a port that this user may open, or 0"
             ) from None
-        raise WireError(
-            f"cannot listen on {place}: {why(error)}; name an address of this machine "
-            "(link.listen, or --listen HOST:PORT), and a port that this user may open, or 0"
-        ) from None
+        host, self.number = self._socket.getsockname()[:2]
+        self.address = address_text(host, self.number)
+        on_daemon_thread("thinwire accept", lambda: self._accept(receive))
 
+    def close(self) -> None:
+        """Free the port."""
+        hang_up(self._socket)
+        self._socket.close()
 
-def accept_all(listening: socket.socket, receive: Callable[[socket.socket, str], object]) -> None:
-    """On a thread of its own: pass on each connection with its address, until `stop_listening`."""
-
-    def accept() -> None:
+    def _accept(self, receive: Callable[[socket.socket, str], object]) -> None:
         while True:
             try:
-                connection, place = listening.accept()
+                connection, place = self._socket.accept()
                 prepare(connection)
             except OSError:
-                if listening.fileno() < 0:
+                if self._socket.fileno() < 0:
                     return
                 time.sleep(0.1)  # out of descriptors, perhaps: some will be given back
                 continue
             receive(connection, address_text(*place[:2]))
-
-    on_daemon_thread("thinwire accept", accept)
-
-
-def stop_listening(listening: socket.socket) -> None:
-    """Free the port, and end the thread that accepts."""
-    hang_up(listening)
-    listening.close()
 
 
 def hang_up(connection: socket.socket) -> None:

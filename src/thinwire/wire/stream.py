@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from thinwire.errors import AdmissionError, BreachError, WireError, printable
@@ -31,14 +32,7 @@ from thinwire.wire.frame import BytesLike
 from thinwire.wire.keys import Identity, dialing_context, fingerprint_of, proven_by, shown_key
 from thinwire.wire.pipe import CLOSE_GRACE_S, Pipe
 from thinwire.wire.routes import Routes
-from thinwire.wire.sockets import (
-    accept_all,
-    address_text,
-    hang_up,
-    listen,
-    split_address,
-    stop_listening,
-)
+from thinwire.wire.sockets import Port, hang_up, split_address
 
 T = TypeVar("T")
 
@@ -65,14 +59,16 @@ DEFAULT_KEEPALIVE = Keepalive()
 
 
 class Stream(Pipe):
-    """One TLS connection as a pipe. `public` is the key that the other end has proven."""
+    """One TLS connection as a pipe. `public` is the key that the other end has proven.
+
+    Who dials has no context of TLS of its own.
+    """
 
     def __init__(
         self,
         connection: socket.socket,
-        context: ssl.SSLContext,
         deadline: float,
-        is_server: bool = False,
+        listening: ssl.SSLContext | None = None,
     ) -> None:
         self.public = ""
         self._deadline: float | None = deadline  # of all that comes before it is open
@@ -84,9 +80,9 @@ class Stream(Pipe):
         self._over = threading.Event()
         connection.setblocking(False)
         try:
-            self._tls = context.wrap_socket(
+            self._tls = (listening or dialing_context()).wrap_socket(
                 connection,
-                server_side=is_server,
+                server_side=listening is not None,
                 do_handshake_on_connect=False,
                 suppress_ragged_eofs=False,
             )
@@ -95,7 +91,7 @@ class Stream(Pipe):
             raise WireError(f"the other end is gone ({_plainly(error)})") from None
         try:
             self._do(self._tls.do_handshake)
-            if not is_server:
+            if listening is None:
                 self.public = shown_key(self._tls.getpeercert(binary_form=True))
         except WireError:
             self.cut()
@@ -232,23 +228,32 @@ def dial(
     timeout: float,
     max_message: int,
     keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    tries_again: bool = True,
 ) -> Stream:
     """Open a stream called `name` to a listener; tries again until `timeout`.
 
     `whom` is the fingerprint of the key that the listener must prove to have. A listener at which
-    this identity is not welcome is not asked again: AdmissionError.
+    this identity is not welcome is not asked again: AdmissionError. With a single attempt, a
+    BreachError says that the key of who answers is another: then nothing was said to it.
     """
     routes = Routes("", to) if isinstance(to, str) else to
     deadline = time.monotonic() + timeout
     reason = ""
     while (left := deadline - time.monotonic()) > 0:
-        attempt = min(left, HANDSHAKE_S)
+        attempt = min(left, HANDSHAKE_S) if tries_again else left
         try:
-            connection = routes.connect(attempt)
-            return open_stream(connection, name, identity, whom, attempt, max_message, keepalive)
-        except AdmissionError:
-            raise
+            stream = Stream(routes.connect(attempt), time.monotonic() + attempt)
+            try:
+                _greet(stream, name, identity, whom)
+            except WireError:
+                stream.cut()
+                raise
+            stream.opened(max_message, keepalive)
+            on_daemon_thread("thinwire stream", partial(stream.keep_alive, keepalive.every_s))
+            return stream
         except WireError as error:
+            if isinstance(error, AdmissionError) or not tries_again:
+                raise
             if not reason or time.monotonic() < deadline:  # an answer says more than our deadline
                 reason = str(error)
         time.sleep(max(0.0, min(_RETRY_S, deadline - time.monotonic())))
@@ -258,41 +263,20 @@ def dial(
     )
 
 
-def open_stream(
-    connection: socket.socket,
-    name: str,
-    identity: Identity,
-    whom: str,
-    timeout: float,
-    max_message: int,
-    keepalive: Keepalive = DEFAULT_KEEPALIVE,
-) -> Stream:
-    """Open a stream over a connection that exists; one attempt, as `dial` makes them.
-
-    A BreachError says that the key of who answers is another: then nothing was said to it.
-    """
-    stream = Stream(connection, dialing_context(), time.monotonic() + timeout)
-    try:
-        if fingerprint_of(stream.public) != whom:
-            raise BreachError("another process listens there: it has another key")
-        nonce = _told(stream)
-        shown = identity.prove(_to_sign(nonce, whom, name))
-        stream.write(f"{shown}\n{name}".encode())
-        word, _, reason = _told(stream).partition(" ")
-    except WireError:
-        stream.cut()
-        raise
-    if word == "ok":
-        stream.opened(max_message, keepalive)
-        on_daemon_thread("thinwire stream", lambda: stream.keep_alive(keepalive.every_s))
-        return stream
-    stream.cut()
+def _greet(stream: Stream, name: str, identity: Identity, whom: str) -> None:
+    """What a dialer says, once it knows to whom."""
+    if fingerprint_of(stream.public) != whom:
+        raise BreachError("another process listens there: it has another key")
+    shown = identity.prove(_to_sign(_told(stream), whom, name))
+    stream.write(f"{shown}\n{name}".encode())
+    word, _, reason = _told(stream).partition(" ")
     if word == "gone":
         raise AdmissionError(
             f"refused: {reason}; its host removed this peer from the run, or does not know it: ask "
             "for a new invite"
         )
-    raise WireError(reason or "its answer cannot be read")
+    if word != "ok":
+        raise WireError(reason or "its answer cannot be read")
 
 
 class Listener:
@@ -322,11 +306,10 @@ class Listener:
         self._strangers: set[socket.socket] = set()
         self._streams: set[Stream] = set()
         self._is_closed = False
-        self.address, self._socket = "", None
+        self.address, self._port = "", None
         if host is not None:
-            self._socket = listen(host, port)
-            self.address = address_text(host, self._socket.getsockname()[1])
-            accept_all(self._socket, lambda one, at: self.take(one, split_address(at)[0]))
+            self._port = Port(host, port, lambda one, at: self.take(one, split_address(at)[0]))
+            self.address = self._port.address
 
     def take(self, connection: socket.socket, comes_from: str) -> futures.Future[None]:
         """Receive who dials over this connection; the result is there when the stream is over."""
@@ -380,8 +363,8 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening, and break what is open."""
-        if self._socket is not None:
-            stop_listening(self._socket)
+        if self._port is not None:
+            self._port.close()
         with self._lock:
             self._is_closed = True
             waiting, self._expected = self._expected, {}
@@ -399,7 +382,7 @@ class Listener:
         stream = None
         try:
             deadline = time.monotonic() + HANDSHAKE_S
-            stream = Stream(connection, self._context, deadline, is_server=True)
+            stream = Stream(connection, deadline, self._context)
             stream.comes_from = comes_from
             with self._lock:
                 self._streams.add(stream)
