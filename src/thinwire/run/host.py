@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,10 @@ from thinwire.run.events import (
     Back,
     Begin,
     Command,
+    Event,
     Lost,
     Suspect,
+    Tick,
 )
 from thinwire.run.explosion import watch_losses
 from thinwire.run.formation import (
@@ -52,15 +54,26 @@ from thinwire.run.formation import (
     fitting,
     is_hosted,
     lacking_peers,
+    next_holder,
     read_formation,
     write_formation,
 )
 from thinwire.run.machine import Machine
 from thinwire.run.members import Down, Gone, Happening, Member, Members, Up, ignore, one_line
-from thinwire.run.peers import EXIT_SECONDS, Peers, StageFailedError, lead
+from thinwire.run.peers import (
+    EXIT_SECONDS,
+    Peers,
+    StageFailedError,
+    lead,
+    placement,
+    recording,
+)
 from thinwire.run.placement import ChosenSplit, choose_split, share_stages
 from thinwire.run.protocol import (
     MAX_MESSAGE,
+    OF_NO_STEP,
+    Alive,
+    AskAlive,
     Connect,
     Declined,
     Ended,
@@ -69,6 +82,7 @@ from thinwire.run.protocol import (
     Hold,
     Leaving,
     Release,
+    Relink,
     ToStage,
     Way,
     store_name,
@@ -102,6 +116,10 @@ REMIND_SECONDS = 60.0  # between two lines on a wait that goes on
 LOOK_SECONDS = 1.0
 PROBE_SECONDS = 3.0
 OWN_INVITE_SECONDS = 3600.0  # for peers on this machine, which join at once
+ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
+SPARE_SECONDS, NEIGHBOUR_SECONDS = 5.0, 20.0
+"""For which a member may be away before another takes its stages: one that holds nothing at once;
+one that holds stages already would be slower with more."""
 LEAVE_SECONDS = 5.0  # for them to end after the host has said goodbye
 _UNKNOWN_GB = 1e6  # memory of a member that does not know its own: it will see
 
@@ -460,9 +478,17 @@ class HostedPeers(Peers):
         settings: Settings,
         checkpoint: Checkpoint | None,
         on_progress: Callable[[int, int], None],
+        keep: Callable[[Formation], None] = lambda formation: None,
     ):
+        """`keep` is told of another placement, before any member hears of it."""
         stages = len(formation.seats)
         super().__init__(stages)
+        self._keep = keep
+        self._homeless: list[list[int]] = []  # stages that are lost, and wait for a holder
+        self._asked_at = 0.0  # when members were asked whether they are there
+        self._again = 0  # how often stages were given anew
+        self._collected: dict[str, list[int]] = {}  # by member: the stages whose shards it has
+        self._given_up: set[tuple[str, float]] = set()  # members that were away for too long
         self._base, self._formation, self._settings = base, formation, settings
         self._checkpoint = checkpoint
         self._links = f"epoch/{formation.epoch}.{secrets.token_hex(16)}"
@@ -470,7 +496,9 @@ class HostedPeers(Peers):
         self._words: dict[int, str] = {}  # of stages whose processes have ended
         self._ended: set[int] = set()
         self._streams = Streams(base.door.listener)
-        self._states: SeatServer | None = None
+        self._states: list[SeatServer] = []
+        self._doors: dict[str, DoorOf] = {}  # of members, as they were found
+        self._is_waiting = self.is_training = False
         self.leaving = ""  # the member that asked to leave
         self.is_stopping = False
         self.collector = ShardCollector(
@@ -495,26 +523,110 @@ class HostedPeers(Peers):
     def start(self) -> None:
         base, formation = self._base, self._formation
         base.members.on_happening = self._on_happening
-        if self._checkpoint is not None:
-            meter = base.beside["states"]
-            self._states = SeatServer(self._checkpoint, self._settings, meter)
         self._ways = self._probed_ways()
-        for name in formation.members():
-            stages = formation.held_by(name)
-            self._serve(name, stages)
-            hold = Hold(
-                stages,
-                self._settings.to_plain(),
-                self._checkpoint is not None,
-                base.data.fingerprint,
-                self._links,
-            )
-            if not base.members.tell(name, hold, generation=formation.epoch):
+        for stages in formation.groups():
+            name = formation.seats[stages[0]]
+            if not self._give(stages, name, self._checkpoint):
                 self._lose(name, f"{name} is away")
 
+    def _give(
+        self, stages: list[int], name: str, checkpoint: Checkpoint | None, began: int = OF_NO_STEP
+    ) -> bool:
+        """Tell a member to hold stages, and serve what it needs; False if it is away."""
+        base, states = self._base, None
+        if checkpoint is not None:
+            states = SeatServer(checkpoint, self._settings, base.beside["states"])
+            self._states.append(states)
+        self._serve(name, stages, states)
+        hold = Hold(
+            stages,
+            self._settings.to_plain(),
+            checkpoint is not None,
+            base.data.fingerprint,
+            self._links,
+            began,
+            self._again,
+        )
+        return base.members.tell(name, hold, generation=self._formation.epoch)
+
+    def replace(self, stages: list[int]) -> None:
+        self._homeless.append(stages)
+        self._ask_who_is_there()
+
+    def next_event(self, coordinator: Coordinator) -> Event:
+        self._give_up_the_absent()
+        for stages in [*self._homeless]:
+            self._find_holder(stages)
+        return super().next_event(coordinator)
+
+    def _ask_who_is_there(self) -> None:
+        """A machine may be frozen while its stream is open: who is to hold stages answers first."""
+        self._asked_at = time.monotonic()
+        for member in self._base.members.here():
+            self._base.members.tell(member.name, AskAlive())
+
+    def _candidates(self) -> list[Machine]:
+        """Members that are here and have answered."""
+        here = self._base.members.here()
+        return [as_peer(member, False) for member in here if member.heard >= self._asked_at]
+
+    def _find_holder(self, stages: list[int]) -> None:
+        """Give lost stages to whoever is best for them, or wait for somebody who is."""
+        base, before = self._base, self._formation.seats[stages[0]]
+        candidates, waited = self._candidates(), time.monotonic() - self._asked_at
+        is_expected = any(member.name == before for member in base.members.here())
+        name = next_holder(stages, self._formation.seats, candidates, self._settings)
+        if is_expected and name != before and waited < ANSWER_SECONDS:
+            return  # whoever had them has the files: worth a moment
+        which = "stage " + ", ".join(map(str, stages))
+        if name is None:
+            if waited > REMIND_SECONDS or not self._is_waiting:
+                self._is_waiting = True
+                base.display.standing.waits(f"a peer for {which}")
+                base.display.announce("wait", f"waiting for a peer that can hold {which}")
+                self._ask_who_is_there()
+            return
+        self._homeless.remove(stages)
+        self._is_waiting = False
+        self._again += 1
+        self._formation = self._formation.given(stages, name)
+        self._keep(self._formation)
+        self._ended -= {*stages}
+        if before != name:
+            self._collected[before] = [s for s in self._collected[before] if s not in stages]
+            release = Release(f"{name} holds {which} now", stages)
+            base.members.tell(before, release, generation=self._formation.epoch)
+        self._ways = self._probed_ways({before, name})
+        base.display.announce("form", f"{which}: {name}, from the last checkpoint and the logs")
+        saved = Checkpoint.open(self.saved, allow_plugins=True) if self.saved else self._checkpoint
+        began = self._checkpoint.step if self._checkpoint else 0
+        if not self._give(stages, name, saved, began):
+            self._homeless.append(stages)
+
+    def _give_up_the_absent(self) -> None:
+        """Have others hold the stages of a member that cannot be reached, if there are others.
+
+        Where nobody could, its stream says when it has been away for too long.
+        """
+        now = time.monotonic()
+        for member in self._base.members.all():
+            held, away = self._formation.held_by(member.name), (member.name, member.down_since)
+            if not held or not member.is_down or away in self._given_up:
+                continue
+            others = [as_peer(m, False) for m in self._base.members.here()]
+            name = next_holder(held, self._formation.seats, others, self._settings)
+            limit = SPARE_SECONDS if name not in self._formation.seats else NEIGHBOUR_SECONDS
+            if name is not None and now - member.down_since > limit:
+                self._given_up.add(away)
+                self._lose(member.name, f"{member.name} could not be reached for {limit:.0f} s")
+
     def tell(self, stage: int, message: ToStage) -> None:
-        if isinstance(message, Connect) and self._ways is not None:
-            message = self._ways.connect(stage, message)
+        if self._ways is not None:
+            if isinstance(message, Connect):
+                message = self._ways.connect(stage, message)
+            elif isinstance(message, Relink):
+                connect = self._ways.connect(stage, message.connect)
+                message = dataclasses.replace(message, connect=connect)
         name = self._formation.seats[stage]
         self._base.members.tell(name, message, stage, self._formation.epoch)
 
@@ -537,38 +649,43 @@ class HostedPeers(Peers):
 
     def end_states(self) -> None:
         """All stages have their states: serve these no longer."""
-        if self._states is not None:
-            self._states.close()
+        for states in self._states:
+            states.close()
+        self._states.clear()
 
-    def _probed_ways(self) -> Ways:
-        """The doors of all stages' members, probed at once."""
-        base, seats = self._base, self._formation.seats
+    def _probed_ways(self, changed: Collection[str] = ()) -> Ways:
+        """The doors of all stages' members, probed at once; of some, if the others are known."""
+        base, seats, known = self._base, self._formation.seats, self._doors
         members = {m.name: m for m in base.members.all() if m.name in seats}
+        members = {n: m for n, m in members.items() if n in changed or n not in known}
         doors = probe_all([*members.values()], base.door.book.run_id, base.door.book.door_token)
-        found = dict(zip(members, doors, strict=True))
+        known |= zip(members, doors, strict=True)
         for name, member in members.items():
-            member.is_reachable = bool(found[name].outside)
+            member.is_reachable = bool(known[name].outside)
         return Ways(
             base.door.book.run_id,
             self._links,
-            [found.get(name, DoorOf()) for name in seats],
+            [known.get(name, DoorOf()) for name in seats],
             [base.door.meeting(name) for name in seats],
             [base.door.book.key_of(name) for name in seats],
         )
 
-    def _serve(self, name: str, stages: list[int]) -> None:
+    def _serve(self, name: str, stages: list[int], states: SeatServer | None) -> None:
         """Accept what a member opens beside its own stream: shards, states and token ids."""
         generation = self._formation.epoch
-        collect = partial(self.collector.collect_from, name, stages)
-        self._streams.serve(store_name(name), name, collect)
-        if self._states is not None:
-            stream = stream_name("state", stages[0], generation)
-            self._streams.serve(stream, name, partial(self._states.serve, stages=tuple(stages)))
+        is_known = name in self._collected
+        self._collected.setdefault(name, []).extend(stages)
+        if not is_known:
+            collect = partial(self.collector.collect_from, name, self._collected[name])
+            self._streams.serve(store_name(name), name, collect)
+        if states is not None:
+            stream = stream_name("state", stages[0], generation, self._again)
+            self._streams.serve(stream, name, partial(states.serve, stages=tuple(stages)))
         for stage in stages:
             threading.Thread(target=self._serve_tokens, args=(stage, name), daemon=True).start()
 
     def _serve_tokens(self, stage: int, name: str) -> None:
-        stream = stream_name("tokens", stage, self._formation.epoch)
+        stream = stream_name("tokens", stage, self._formation.epoch, self._again)
 
         def accept(timeout: float | None) -> Pipe:
             return self._streams.accept(stream, name, timeout)
@@ -583,23 +700,25 @@ class HostedPeers(Peers):
         """On the thread of a member's stream, which may wait for room in the queue: so no stage of
         this generation says too much.
         """
-        held = self._formation.held_by(name)
+        held, epoch = self._formation.held_by(name), self._formation.epoch
         match what:
+            case Envelope(Hello() | Alive()):
+                self.said.note(Tick())  # somebody may be waited for
+            case Envelope(_, stage, said) if said == epoch and stage >= 0 and stage not in held:
+                return False  # others hold it now; it counts as talk
+            case Up() if not held:
+                release = Release("others hold its stages now")
+                self._base.members.tell(name, release, generation=epoch)
             case _ if not held:
                 pass
-            case Envelope(message, stage, said) if stage >= 0 and said == self._formation.epoch:
-                if stage not in held:
-                    raise WireError(
-                        f"{name} sent a message of stage {stage}, which it does not hold"
-                    )
+            case Envelope(message, stage, said) if stage >= 0 and said == epoch:
                 self._hear(stage, message)
                 return True
             case Envelope(Leaving()):
-                self.leaving = self.leaving or name
-                if not self.is_stopping:  # asked twice, a coordinator leaves at once
-                    self.ask_to_stop(name)
-            case Envelope(Declined(reason), generation=said) if said == self._formation.epoch:
-                self._lose(name, f"it cannot hold its stage: {one_line(reason)}")
+                self._on_leaving(name, held)
+            case Envelope(Declined(reason, stages), generation=said) if said == epoch:
+                lost = [s for s in held if s in stages] or held
+                self._lose(name, f"it cannot hold its stage: {one_line(reason)}", stages=lost)
             case Gone(reason, in_breach):
                 self._ended |= set(held)
                 self._lose(name, reason, in_breach)
@@ -621,8 +740,23 @@ class HostedPeers(Peers):
             case ShardFailed(step=step, error=error):
                 self.collector.give_up(step, error)
 
-    def _lose(self, name: str, reason: str, in_breach: bool = False) -> None:
-        for stage in self._formation.held_by(name):
+    def _on_leaving(self, name: str, held: list[int]) -> None:
+        """A member leaves: others take its stages; where nobody can, the run stops with a
+        checkpoint, and waits for somebody.
+        """
+        others = [as_peer(m, False) for m in self._base.members.here() if m.name != name]
+        can_move = self.is_training and placement(self._settings, self._formation.groups())
+        if can_move and next_holder(held, self._formation.seats, others, self._settings):
+            self._lose(name, f"{name} leaves")
+            return
+        self.leaving = self.leaving or name
+        if not self.is_stopping:  # asked twice, a coordinator leaves at once
+            self.ask_to_stop(name)
+
+    def _lose(
+        self, name: str, reason: str, in_breach: bool = False, stages: list[int] | None = None
+    ) -> None:
+        for stage in self._formation.held_by(name) if stages is None else stages:
             self.said.note(Lost(stage, reason, in_breach))
 
 
@@ -630,7 +764,12 @@ class Generation:
     """The run with these members holding its stages. It may fail; then the next one goes on."""
 
     def __init__(
-        self, base: Base, formation: Formation, settings: Settings, checkpoint: Checkpoint | None
+        self,
+        base: Base,
+        formation: Formation,
+        settings: Settings,
+        checkpoint: Checkpoint | None,
+        keep: Callable[[Formation], None],
     ):
         stages, step = len(formation.seats), checkpoint.step if checkpoint else 0
         self._base = base
@@ -642,6 +781,7 @@ class Generation:
             outage=settings.link.outage,
             losses=watch_losses(settings, base.folder, checkpoint),
             course=Course(settings, step, stages),
+            placement=placement(settings, formation.groups()),
         )
         machines = {m.name: m.hello.machine for m in base.members.all() if m.hello is not None}
         uplinks = [machines[n].mbps_up if n in machines else 0.0 for n in formation.seats]
@@ -655,7 +795,9 @@ class Generation:
             earlier=base.record,
             uplinks=uplinks,
         )
-        self.peers = HostedPeers(base, formation, settings, checkpoint, self._show_last_checkpoint)
+        self.peers = HostedPeers(
+            base, formation, settings, checkpoint, self._show_last_checkpoint, keep
+        )
 
     def run(self, on_stop: Callable[[], None]) -> None:
         """Train with these members to the end; raises what ends it early.
@@ -679,9 +821,10 @@ class Generation:
                     self._base.record = self.record
 
     def _carry_out(self, command: Command) -> None:
-        self.record.carry_out(command)
+        recording(self.record, self.peers)(command)
         if isinstance(command, Begin):
             self.peers.end_states()
+            self.peers.is_training = True
 
     def _show_last_checkpoint(self, done: int, total: int) -> None:
         """While training goes on, checkpoints travel unseen; at its end one is waited for."""
@@ -785,7 +928,9 @@ class _Hosting:
         self._display.announce(
             "form", f"epoch {self._formation.epoch} from step {step}, stages {who}"
         )
-        generation = Generation(self._base, self._formation, self._settings, checkpoint)
+        generation = Generation(
+            self._base, self._formation, self._settings, checkpoint, self._keep_formation
+        )
         try:
             generation.run(self._on_stop)
         except Interrupted:
@@ -799,6 +944,10 @@ class _Hosting:
             self._judge(error)
             return None
         return self._conclude(generation)
+
+    def _keep_formation(self, formation: Formation) -> None:
+        self._formation = formation
+        write_formation(self._folder, formation)
 
     def _conclude(self, generation: Generation) -> dict[str, Any] | None:
         """All stages ended in good order: the run is over, or it goes on without who left."""

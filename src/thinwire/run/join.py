@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -342,7 +342,12 @@ class Holding:
     @property
     def is_running(self) -> bool:
         """Whether the process of the stages lives."""
-        return self.here is not None and self.here.process.poll() is None
+        return self.here is not None and self.exit_code is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process of the stages ended; None as long as it has not."""
+        return None if self.here is None else self.here.process.poll()
 
     def prepare(
         self,
@@ -361,7 +366,9 @@ class Holding:
             corpus=str(corpus or ""),
             run_folder=str(self.run_folder.resolve()),
             resume=str(resume.resolve()) if resume else "",
+            began=self.hold.began,
             generation=self.generation,
+            again=self.hold.again,
             host=host.to_plain(),
         )
 
@@ -411,7 +418,9 @@ class Holding:
         while True:
             try:
                 return fetch_seat(
-                    dial_host(stream_name("state", self.stages[0], self.generation)),
+                    dial_host(
+                        stream_name("state", self.stages[0], self.generation, self.hold.again)
+                    ),
                     self.stages,
                     self.run_folder,
                     STATE_MARGIN
@@ -486,12 +495,11 @@ class JoinedPeer:
         self._place, self._terms, self.identity = place, terms, identity
         self.machine, self._display = machine, display
         self.news: StepNews | None = None  # the latest step of the run
-        self.held: Holding | None = None
+        self._holdings: list[Holding] = []  # of one generation, each with a process of its own
         self.seatless_since = time.time()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         place.admit("")
         self._channel: Channel | None = None
-        self._exit_code: int | None = None  # of the process of what is held
         self._begun = 0  # pieces of preparing, for pulses
         self._is_leaving = self._is_over = False
         self._farewell = ""
@@ -517,6 +525,11 @@ class JoinedPeer:
                 self._channel.close()
         self._clean_up()
         return self._farewell
+
+    @property
+    def held(self) -> Holding | None:
+        """What it holds, the first of it."""
+        return self._holdings[0] if self._holdings else None
 
     @property
     def is_open(self) -> bool:
@@ -606,7 +619,7 @@ class JoinedPeer:
     def _say_of(self, holding: Holding, stage: int, message: OfStage) -> None:
         """Pass on what a stage says; on any thread."""
         channel = self._channel
-        if channel is not None and holding is self.held:
+        if channel is not None and holding in self._holdings:
             with contextlib.suppress(ThinwireError):
                 channel.send(message, stage, holding.generation)
 
@@ -623,7 +636,7 @@ class JoinedPeer:
             case _Lost():
                 self._on_lost(event)
             case _Progress(holding, what, done, total):
-                if holding is self.held:
+                if holding in self._holdings:
                     self._display.progress(what, done, total, "B")
                     self._begun += 1
                     pulse = Pulse(self._begun, f"{what}: {done:,} of {total:,} bytes")
@@ -642,18 +655,17 @@ class JoinedPeer:
 
     def _on_message(self, message: Any, stage: int, generation: int) -> None:
         if stage != OF_NO_STAGE:
-            held = self.held
-            if held is not None and held.generation == generation and held.here is not None:
-                with contextlib.suppress(ThinwireError):  # its exit shows by itself
-                    held.here.tell(stage, message)
+            for held in self._holdings:
+                if held.generation == generation and stage in held.stages and held.here is not None:
+                    with contextlib.suppress(ThinwireError):  # its exit shows by itself
+                        held.here.tell(stage, message)
             return
         match message:
             case Hold():
                 self._hold(message, generation)
-            case Release():
-                if self.held is not None and self.held.generation == generation:
-                    self._let_go()
-                if self._is_leaving:
+            case Release(stages=stages):
+                self._let_go(generation, stages)
+                if self._is_leaving and not self._holdings:
                     self._end("left the run", in_order=True)
             case TryDoor():
                 self._begin(self._try_door)
@@ -694,13 +706,16 @@ class JoinedPeer:
             self._end("left the run", in_order=True)
 
     def _hold(self, hold: Hold, generation: int) -> None:
-        self._let_go()
+        if any(held.generation != generation for held in self._holdings):
+            self._let_go()
+        self._let_go(generation, hold.stages)
         try:
             holding = Holding(hold, generation, self._terms, self._place.folder)
         except ThinwireError as error:
-            self._decline(generation, error)
+            self._decline(generation, hold.stages, error)
             return
-        self.held, self._begun = holding, 0
+        self._holdings.append(holding)
+        self._begun = 0
         if not self._serves_shards:  # from here on: before, another process may be this peer
             self._serves_shards = True
             name = store_name(self.identity.name)
@@ -739,10 +754,10 @@ class JoinedPeer:
 
     def _on_prepared(self, prepared: _Prepared) -> None:
         held = prepared.holding
-        if held is not self.held:
+        if held not in self._holdings:
             return  # it was taken away meanwhile
         if isinstance(prepared.result, ThinwireError):
-            self._decline(held.generation, prepared.result)
+            self._decline(held.generation, held.stages, prepared.result)
             return
         share = held.settings.link.shard_share  # of the uplink; 0 Mbit/s: not measured
         self._pace.mbps = uplink_share(share * self.machine.mbps_up)
@@ -754,22 +769,22 @@ class JoinedPeer:
                 lambda stages, code: self._events.put(_Exited(held, stages, code)),
             )
         except ThinwireError as error:
-            self._decline(held.generation, error)
+            self._decline(held.generation, held.stages, error)
 
-    def _decline(self, generation: int, error: ThinwireError) -> None:
+    def _decline(self, generation: int, stages: list[int], error: ThinwireError) -> None:
         self._display.note(
             f"this machine cannot hold its stage: {error}. Mend that, then end this command "
             "(Ctrl-C) and join again"
         )
-        self._say(Declined(outward(error)), generation)
-        self._let_go()
+        self._say(Declined(outward(error), stages), generation)
+        self._let_go(generation, stages)
 
     def _on_exit(self, exited: _Exited) -> None:
         held = exited.holding
-        if held is not self.held or held.here is None:
+        if held not in self._holdings or held.here is None:
             return
-        self._pace.mbps = 0  # nothing else needs the uplink now
-        self._exit_code = exited.code
+        if not any(one.is_running for one in self._holdings):
+            self._pace.mbps = 0  # nothing else needs the uplink now
         if exited.code:
             said = held.here.process.last_lines().splitlines()[-1].lstrip(" |")
             which = ", ".join(map(str, held.stages))
@@ -778,13 +793,20 @@ class JoinedPeer:
         for stage in exited.stages:
             self._say_of(held, stage, Ended.by(exited.code, SEE_LOG if exited.code else ""))
 
-    def _let_go(self) -> None:
-        """End what this machine does for the run."""
-        self._pace.mbps = 0
-        held, self.held, self._exit_code = self.held, None, None
-        self.seatless_since = time.time()
-        if held is not None:
+    def _let_go(self, generation: int | None = None, stages: Collection[int] = ()) -> None:
+        """End what this machine does for the run, or for these stages of a generation."""
+        gone = [
+            held
+            for held in self._holdings
+            if generation in (None, held.generation)
+            and (not stages or not set(stages).isdisjoint(held.stages))
+        ]
+        self._holdings = [held for held in self._holdings if held not in gone]
+        for held in gone:
             held.stop()
+        if gone and not self._holdings:
+            self._pace.mbps = 0
+            self.seatless_since = time.time()
             self._place.admit("")
 
     def _try_door(self) -> None:
@@ -802,14 +824,15 @@ class JoinedPeer:
     def _leave(self) -> None:
         self._is_leaving = True
         self._say(Leaving())
-        if self.held is None or self._channel is None or self._lost_at is not None:
+        codes = [held.exit_code for held in self._holdings]
+        if not codes or self._channel is None or self._lost_at is not None:
             self._end("left the run", in_order=True)
-        elif self._exit_code == 0:
+        elif not any(codes) and None not in codes:
             self._display.note(
                 "leaving as soon as the host has this machine's part of the last checkpoint; "
                 "press Ctrl-C again to leave now"
             )
-        elif not self.held.is_running:
+        elif not any(held.is_running for held in self._holdings):
             self._end("left the run", in_order=True)
         else:
             self._display.note(

@@ -54,6 +54,7 @@ class Member:
     since: float = field(default_factory=time.monotonic)  # that it came or went
     heard: float = field(default_factory=time.monotonic)  # when it last said something
     is_down: bool = False  # its connection is lost and may come back
+    down_since: float = 0.0
     is_reachable: bool = False  # from outside, when that was last tried
     why_unfit: str = ""  # it declined, or failed; another hello may change that
     set_aside: str = ""  # why it gets no stage, however often it comes
@@ -309,7 +310,7 @@ class Members:
 
         def on_down(reason: str) -> None:
             if member.channel is channel:
-                member.is_down = True
+                member.is_down, member.down_since = True, time.monotonic()
                 self.on_happening(member.name, Down(reason))
 
         def on_up(seconds: float) -> None:

@@ -238,7 +238,7 @@ class Peer:
         """The corpus on the coordinator's machine, where there is none on this one."""
         if self.order.corpus:
             return None
-        name = stream_name("tokens", self.stage, self.order.generation)
+        name = stream_name("tokens", self.stage, self.order.generation, self.order.again)
         routes, host = Routes.from_plain(self.order.host), fingerprint_of(self.identity.host)
 
         def call(timeout: float) -> Pipe:

@@ -85,6 +85,7 @@ class Declined:
     """A peer cannot hold the stages that it was given."""
 
     reason: str
+    stages: list[int] = field(default_factory=list)
 
 
 # What a peer says of a stage
@@ -192,7 +193,9 @@ class Hold:
     """A machine is to hold stages: data alone, for paths and devices are its own.
 
     `corpus` is the fingerprint of the data; `resumes` says whether there is a checkpoint to fetch.
-    `links` is the token by which the peers of this generation meet at each other's doors.
+    `links` is the token by which the peers of this generation meet at each other's doors. Where a
+    machine takes the place of a lost one, `began` says where the generation began, and `again` how
+    often stages of it were given anew. What the machine holds of this generation beside, it keeps.
     """
 
     stages: list[int]
@@ -200,6 +203,8 @@ class Hold:
     resumes: bool
     corpus: str
     links: str = field(default="", repr=False)
+    began: int = OF_NO_STEP
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,14 +224,16 @@ class Order:
     resume: str = ""
     began: int = OF_NO_STEP  # where the run began, for stages that take the place of lost ones
     generation: int = 0
+    again: int = 0
     host: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Release:
-    """The generation is over: end the process of the stages, and wait for others."""
+    """The generation is over, or others hold these stages now: end their processes."""
 
     reason: str
+    stages: list[int] = field(default_factory=list)  # empty: all of the generation
 
 
 @dataclass(frozen=True)

@@ -642,7 +642,10 @@ def fetch_seat(
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
         folder = checkpoints_folder(run_folder)
-        return _fetch_files(talk, heard.manifest, shards, folder, lambda n: progress(n, size))
+        first = min(stages)
+        return _fetch_files(
+            talk, heard.manifest, shards, folder, first, lambda n: progress(n, size)
+        )
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
@@ -676,11 +679,15 @@ def _fetch_files(
     manifest: dict[str, Any],
     shards: list[Shard],
     folder: Path,
+    first: int,
     progress: Callable[[int], None],
 ) -> Path:
-    """The folder of the checkpoint once all its files are there: complete, or absent."""
-    step, partial = manifest["step"], folder / ".fetching"
-    final = folder / f"step-{step:08d}"
+    """The folder of the checkpoint once all its files are there: complete, or absent.
+
+    It bears the number of its first stage: a machine may hold others, in other processes.
+    """
+    step, partial = manifest["step"], folder / f".fetching-{first}"
+    final = folder / f"step-{step:08d}-{first}"
     partial.mkdir(parents=True, exist_ok=True)
     parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
     for path in partial.iterdir():
@@ -710,7 +717,7 @@ def _fetch_files(
     for part, shard in parts.items():
         part.rename(partial / shard.file)
     write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    for earlier in folder.glob("step-*"):
+    for earlier in folder.glob(f"step-*-{first}"):
         shutil.rmtree(earlier)
     put_in_place(partial, final)
     return Checkpoint.open(final).folder
