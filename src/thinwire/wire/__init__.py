@@ -9,7 +9,7 @@ from thinwire.wire.frame import HEADER_BYTES, Frame, FrameKind, Meter, Unmetered
 from thinwire.wire.keys import Identity
 from thinwire.wire.lasting import LastingPipe
 from thinwire.wire.link import Link, LinkConfig, Span, handshake
-from thinwire.wire.logged import FrameLog, LoggedPipe, Position
+from thinwire.wire.logged import FrameLog, LinkState, LoggedPipe, Position
 from thinwire.wire.pipe import Pipe, memory_pair
 from thinwire.wire.routes import Route, Routes, Seen, Standby, ping
 from thinwire.wire.sockets import raise_descriptor_limit
@@ -29,6 +29,7 @@ __all__ = [
     "Limits",
     "Link",
     "LinkConfig",
+    "LinkState",
     "Listener",
     "LoggedPipe",
     "Meter",
