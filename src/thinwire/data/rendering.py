@@ -64,7 +64,14 @@ class Renderer:
 
     def _answer(self, request: bytes) -> dict[str, str]:
         if self._process is None or self._process.poll() is not None:
-            self._process = _started()
+            self._process = subprocess.Popen(
+                # -P: a file in the current folder must not pass for a module
+                [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the process that asks
+            )
         process, line = self._process, b""
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -91,17 +98,6 @@ class Renderer:
 
 RENDERER = Renderer()
 atexit.register(RENDERER.close)
-
-
-def _started() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        # -P: a file in the current folder must not pass for a module
-        [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the process that asks
-    )
 
 
 def _limit_memory(size: int) -> None:
