@@ -88,12 +88,8 @@ def test_answers_and_their_ends_are_learned(chat: Chat) -> None:
     assert special.sum() == 2 * len(TALK)
     plain = encoded.text.replace("<|im_start|>", "").replace("<|im_end|>", "")
     assert encoded.sizes.sum() == len(plain.encode()) and not encoded.sizes[special].any()
-
-
-def test_all_tokens_are_learned_if_wanted(chat: Chat) -> None:
-    answers, whole = (chat.encode_all([Conversation(TALK)], every)[0] for every in (False, True))
-    assert whole.learned.all() and 0 < answers.learned.mean() < 1
-    assert np.array_equal(whole.ids, answers.ids)
+    (whole,) = chat.encode_all([Conversation(TALK)], learn_all=True)
+    assert whole.learned.all() and np.array_equal(whole.ids, encoded.ids)
 
 
 def test_the_prompt_of_a_generation_is_what_was_trained_on(chat: Chat) -> None:
@@ -151,9 +147,6 @@ def test_templates_of_other_shapes(tokenizer: Tokenizer, source: str) -> None:
     end = "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     said = learned_text(with_source(tokenizer, plain + end), TALK)
     assert said == " Two miles.\n\n Two more, über hill — 😀.\n\n"
-
-
-def test_templates_that_leave_thoughts_out(tokenizer: Tokenizer) -> None:
     assert learned_text(with_source(tokenizer, THINKING), TALK) == (
         "Two miles.<|im_end|><think>\n</think>\nTwo more, über hill — 😀.<|im_end|>"
     )
@@ -224,12 +217,11 @@ MANY, DONE = "{% for i in range(100000) %}", "{% endfor %}"
     "source",
     [
         MANY * 3 + DONE * 3,
-        "{% set n = namespace(x='a') %}" + MANY + "{% set n.x = n.x ~ n.x %}" + DONE,
         "{{ 'a' * 10**11 }}",
         "{{ 10 ** (10 ** 10) }}",
         "{{ 'a' * 10**8 }}",
     ],
-    ids=["loops", "doubling", "one text", "one number", "output"],
+    ids=["loops", "one text", "one number", "output"],
 )
 def test_templates_that_take_too_much_are_ended(
     tokenizer: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,11 @@ def test_unusable_manifest_is_refused(folder, content):
     (folder / "manifest.json").write_text(content)
     with pytest.raises(DataError, match="delete the folder"):
         Corpus.open(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match="damaged"):
+        Corpus.open(folder)
+    with pytest.raises(DataError, match="no prepared data at"):
+        Corpus.open(folder / "none")
 
 
 @pytest.mark.parametrize("change", [{"vocab": 5}, {"dtype": "uint32"}, {"valid_bytes": 1}])
@@ -86,14 +91,6 @@ def test_edited_manifest_is_refused(folder, change):
         Corpus.open(folder)
 
 
-def test_missing_folder_or_manifest(folder, tmp_path):
-    with pytest.raises(DataError, match="no prepared data at"):
-        Corpus.open(tmp_path / "none")
-    (folder / "manifest.json").unlink()
-    with pytest.raises(DataError, match="damaged"):
-        Corpus.open(folder)
-
-
 def test_failure_half_way_leaves_nothing(cache):
     def chunks():
         yield TokenChunk("train", np.array([1]))
@@ -101,10 +98,6 @@ def test_failure_half_way_leaves_nothing(cache):
 
     with pytest.raises(KeyError):
         write_corpus(cache / "key", "text", 10, chunks(), None)
-    assert list(cache.iterdir()) == []
-
-
-def test_side_without_tokens_leaves_nothing(cache):
     with pytest.raises(DataError, match="no tokens for valid"):
         write(cache / "key", [1, 2], [])
     assert list(cache.iterdir()) == []

@@ -104,21 +104,17 @@ def test_inputs_are_the_window_and_targets_follow_by_one():
         assert targets_T.tolist() == [i + 1 for i in inputs_T]
 
 
-def test_last_window_has_its_last_target():
-    assert an_order(tokens=61).count == 6
-    with pytest.raises(DataError):
+def test_sizes_that_cannot_be_are_refused():
+    assert an_order(tokens=61).count == 6, "the last window has its last target"
+    with pytest.raises(DataError, match=r"60 tokens make 5 windows of 10 tokens, 6 are needed"):
         an_order(tokens=60)
-
-
-def test_corpus_shorter_than_a_batch_names_the_numbers():
-    with pytest.raises(DataError, match=r"50 tokens make 4 windows of 10 tokens, 6 are needed"):
-        an_order(tokens=50)
-
-
-@pytest.mark.parametrize("wrong", [{"batch": 7}, {"context": 0}, {"microbatches": 0}])
-def test_impossible_sizes_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"microbatches|context"):
-        an_order(**wrong)
+    for wrong in ({"batch": 7}, {"context": 0}, {"microbatches": 0}):
+        with pytest.raises(ConfigError, match=r"microbatches|context"):
+            an_order(**wrong)
+    with pytest.raises(DataError, match=r"has 10 tokens, 11 are needed.*valid_fraction"):
+        Validation(np.arange(10), context=10, batch=1, limit=0)
+    with pytest.raises(ConfigError):
+        Validation(np.arange(10), context=10, batch=0, limit=0)
 
 
 def windows_of(validation: Validation) -> list[int]:
@@ -156,6 +152,10 @@ def test_validation_limit_and_small_corpus():
     only = Validation(tokens, 10, 64, limit=3)
     assert (len(only), only.size) == (1, 10)
     assert only.microbatch(0).inputs_BT.shape == (10, 10)
+    few = Validation(tokens, context=10, batch=1, limit=2)
+    targets = [few.microbatch(i).targets_BT for i in range(2)]
+    assert few.total_of_targets(np.arange(105) ** 2) == sum(int((t**2).sum()) for t in targets)
+    assert few.target_count == 20
 
 
 def test_a_large_validation_set_is_not_held_in_memory():
@@ -170,18 +170,3 @@ def test_a_large_validation_set_is_not_held_in_memory():
     finally:
         tracemalloc.stop()
     assert peak < 64 << 20
-
-
-def test_validation_sums_over_just_its_targets():
-    validation = Validation(np.arange(101), context=10, batch=1, limit=2)
-    values = np.arange(101, dtype=np.uint32) ** 2
-    targets = [validation.microbatch(i).targets_BT for i in range(2)]
-    assert validation.total_of_targets(values) == sum(int((t**2).sum()) for t in targets)
-    assert validation.target_count == 20
-
-
-def test_validation_shorter_than_a_window():
-    with pytest.raises(DataError, match=r"has 10 tokens, 11 are needed.*valid_fraction"):
-        Validation(np.arange(10), context=10, batch=1, limit=0)
-    with pytest.raises(ConfigError):
-        Validation(np.arange(10), context=10, batch=0, limit=0)

@@ -33,43 +33,26 @@ def all_ids(side) -> list[int]:
     return np.concatenate(parts).tolist() if parts else []
 
 
-def test_raw_layout(tmp_path):
-    write_raw(tmp_path / "train.bin", [1, 2, 65535])
-    write_raw(tmp_path / "val.bin", [4, 5])
-    (tmp_path / "meta.pkl").write_bytes(b"left alone")
-    found = find_shards(str(tmp_path))
-    assert all_ids(found.train) == [1, 2, 65535]
-    assert all_ids(found.valid) == [4, 5]
-
-
-def test_headers_of_uint16_and_uint32(tmp_path):
-    path = write_with_header(tmp_path / "any_name.bin", [50256, 7, 8])
-    found = find_shards(str(path))
-    assert all_ids(found.train) == [50256, 7, 8]
-    assert found.valid == ()
-    assert found.train[0].layout.end_of_text == 50256
-    path = write_with_header(tmp_path / "a.bin", [128000, 70000], magic=20240801, version=7)
-    assert all_ids(find_shards(str(path)).train) == [128000, 70000]
-
-
-def test_shards_join_in_name_order(tmp_path):
-    write_with_header(tmp_path / "web_train_000002.bin", [3, 4])
-    write_with_header(tmp_path / "web_train_000001.bin", [1, 2])
-    write_with_header(tmp_path / "web_val_000000.bin", [9])
-    found = find_shards(str(tmp_path))
-    assert all_ids(found.train) == [1, 2, 3, 4]
-    assert all_ids(found.valid) == [9]
-    assert found.size == 10
-
-
-def test_chunks_cross_shards(tmp_path, monkeypatch):
+def test_layouts_with_and_without_a_header(tmp_path, monkeypatch):
+    """Shards join in the order of their names, and are read a few ids at a time."""
+    raw, headed = tmp_path / "raw", tmp_path / "headed"
+    write_raw(raw / "train.bin", [1, 2, 65535])
+    write_raw(raw / "val.bin", [4, 5])
+    (raw / "meta.pkl").write_bytes(b"left alone")
+    found = find_shards(str(raw))
+    assert (all_ids(found.train), all_ids(found.valid)) == ([1, 2, 65535], [4, 5])
+    headed.mkdir()
+    write_with_header(headed / "web_train_000002.bin", range(10, 20))
+    write_with_header(headed / "web_train_000001.bin", range(10))
+    write_with_header(headed / "web_val_000000.bin", [9])
+    found = find_shards(str(headed))
+    assert (all_ids(found.train), all_ids(found.valid), found.size) == (list(range(20)), [9], 42)
     monkeypatch.setattr(module, "_CHUNK", 4)
-    write_raw(tmp_path / "train_1.bin", range(10))
-    write_raw(tmp_path / "train_2.bin", range(10, 20))
-    found = find_shards(str(tmp_path))
     parts = list(chunks(found.train, 7, 15))
     assert max(map(len, parts)) <= 4
     assert np.concatenate(parts).tolist() == list(range(7, 15))
+    path = write_with_header(tmp_path / "a.bin", [128000, 70000], magic=20240801, version=7)
+    assert all_ids(find_shards(str(path)).train) == [128000, 70000]
 
 
 def test_content_is_that_of_the_ids_not_of_the_files(tmp_path):
@@ -91,23 +74,13 @@ def shard_of(tmp_path: Path, ids) -> tuple:
     return find_shards(str(write_raw(tmp_path / "a.bin", ids))).train
 
 
-def test_cut_moves_to_the_nearest_end_of_text(tmp_path):
+def test_the_cut_moves_to_the_nearest_end_of_text(tmp_path):
     ids = np.ones(1000, dtype=np.uint16)
+    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 900
     ids[[100, 880, 925, 990]] = 7
     assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 881
-    ids[909] = 7
-    assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=7) == 910
-
-
-def test_cut_uses_the_layouts_own_end_of_text(tmp_path):
-    ids = np.ones(1000, dtype=np.uint16)
-    ids[890] = 50256
+    ids[890] = 50256  # the layout's own
     assert split_for_validation(shard_of(tmp_path, ids), 0.1, end_of_text=None) == 891
-
-
-def test_cut_without_end_of_text_is_at_the_fraction(tmp_path):
-    shards = shard_of(tmp_path, np.ones(1000, dtype=np.uint16))
-    assert split_for_validation(shards, 0.1, end_of_text=7) == 900
     assert split_for_validation(shard_of(tmp_path, [1, 1]), 0.001, end_of_text=7) == 1
     with pytest.raises(DataError, match="1 tokens cannot be split"):
         split_for_validation(shard_of(tmp_path, [1]), 0.5, end_of_text=7)
@@ -131,7 +104,7 @@ def test_bad_header_is_refused_with_its_values(tmp_path, arguments, complaint):
         find_shards(str(path))
 
 
-def test_truncated_files_are_refused(tmp_path):
+def test_truncated_missing_and_empty_sources(tmp_path):
     path = write_with_header(tmp_path / "bad.bin", [1, 2, 3])
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(DataError, match=r"bad\.bin is truncated within its header"):
@@ -139,11 +112,9 @@ def test_truncated_files_are_refused(tmp_path):
     path.write_bytes(b"abc")
     with pytest.raises(DataError, match=r"bad\.bin .* odd size of 3 bytes"):
         find_shards(str(path))
-
-
-def test_missing_and_empty_sources(tmp_path):
+    path.unlink()
     with pytest.raises(DataError, match="does not exist"):
-        find_shards(str(tmp_path / "none"))
+        find_shards(str(path))
     with pytest.raises(DataError, match=r"no \.bin token shards"):
         find_shards(str(tmp_path))
     write_raw(tmp_path / "val.bin", [1])
@@ -234,11 +205,7 @@ def test_shard_ids_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
     assert prepare(config, 4097, cache).vocab == 4097
     with pytest.raises(DataError, match=complaint):  # now that a larger model has prepared it
         prepare(config, 4096, cache)
-
-
-def test_shards_of_another_tokenizer(tmp_path, cache):
     Tokenizer.train(["text"], 257).save(tmp_path / "t.json")
-    write_raw(tmp_path / "one.bin", [1, 300, 2])
-    config = DataConfig("tokens", str(tmp_path / "one.bin"), str(tmp_path / "t.json"))
-    with pytest.raises(DataError, match=r"token id 300, but the tokenizer .* has 257 entries"):
-        prepare(config, 5000, cache)
+    other = replace(config, tokenizer=str(tmp_path / "t.json"))
+    with pytest.raises(DataError, match=r"token id 4096, but the tokenizer .* has 257 entries"):
+        prepare(other, 5000, cache)

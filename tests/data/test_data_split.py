@@ -24,7 +24,7 @@ def sides(texts: list[str], fraction: float, given: Sequence[str] = ()) -> dict[
 
 
 @given(documents, st.floats(0.001, 0.999))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_no_document_is_on_both_sides_and_none_is_lost(texts, fraction):
     if len(set(texts)) < 2:
         return
@@ -35,7 +35,7 @@ def test_no_document_is_on_both_sides_and_none_is_lost(texts, fraction):
 
 
 @given(documents, st.floats(0.001, 0.999), st.randoms(use_true_random=False))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_the_order_of_documents_does_not_matter(texts, fraction, rng):
     if len(set(texts)) < 2:
         return
@@ -62,7 +62,7 @@ def test_an_empty_side_gets_exactly_one_document():
 
 
 @given(st.text(min_size=2), st.floats(0.001, 0.999))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_one_document_is_cut_in_two(text, fraction):
     found = sides([text], fraction)
     (train,), (valid,) = found["train"], found["valid"]

@@ -80,8 +80,10 @@ def test_white_space_that_a_tokenizer_skips_is_counted_too():
 
 
 @pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
-def test_end_of_text_goes_by_several_names(name):
+def test_the_end_of_text_goes_by_several_names(name):
     assert Tokenizer(word_tokenizer("<pad>", name)).end_of_text == 3
+    holes = tokenizers.Tokenizer(models.WordLevel({"a": 0, name: 90}, unk_token="a"))
+    assert Tokenizer(holes).vocab_size == 91, "the largest id counts"
 
 
 def test_truncation_and_padding_of_a_file_are_ignored(tmp_path):
@@ -93,20 +95,12 @@ def test_truncation_and_padding_of_a_file_are_ignored(tmp_path):
     assert Tokenizer.load(tmp_path / "t.json").encode("b") == [1]
 
 
-def test_vocab_size_covers_the_largest_id():
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 90}, unk_token="a"))
-    assert Tokenizer(backend).vocab_size == 91
-
-
 @pytest.mark.parametrize("content", [b"{}", b"not json", b"\xff\xfe"])
 def test_invalid_file_names_the_path(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"bad\.json"):
         Tokenizer.load(path)
-
-
-def test_missing_file_and_empty_vocabulary(tmp_path):
     with pytest.raises(DataError, match=r"none\.json.*data\.tokenizer"):
         Tokenizer.load(tmp_path / "none.json")
     tokenizers.Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))

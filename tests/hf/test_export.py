@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointError, ConfigError, MissingPackageError, T
 from thinwire.hf.export import Wanted, export
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
-from thinwire.hf.tokenizer import tokenizer_files
+from thinwire.hf.tokenizer import TokenizerFiles
 from thinwire.hf.verify import tensor_of, verify
 from thinwire.inference import Model
 from thinwire.report import PlainDisplay
@@ -97,7 +97,7 @@ def test_weights_copied_without_folding_are_refused(
     write_model(folder, weights.shapes, torch.float32, partial(tensor_of, weights), 10**9)
     assert difference(folder, place) > 0.05
     with pytest.raises(CheckpointError, match=r"logits differ by up to [01].*rounding explains"):
-        verify(folder, weights, torch.float32, checkpoint, tokenizer_files(checkpoint, None))
+        verify(folder, weights, torch.float32, checkpoint, TokenizerFiles(checkpoint, None))
 
 
 def test_what_fails_its_verification_leaves_nothing(trained: Callable[..., Path]) -> None:

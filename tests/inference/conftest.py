@@ -1,5 +1,7 @@
 """Checkpoints that the tests of inference open."""
 
+import functools
+import shutil
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -16,6 +18,12 @@ from thinwire.report import PlainDisplay
 from thinwire.run.checkpoints import commit
 from thinwire.run.start import prepare_data
 from thinwire.settings import Settings
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A place to keep the run of each set of changes: tests may alter their own copies."""
+    return functools.cache(lambda changes: tmp_path_factory.mktemp("kept") / "run")
 
 
 @pytest.fixture
@@ -52,12 +60,18 @@ def trained(
     run_in_threads: Callable,
     corpus: Corpus,
     tmp_path: Path,
+    runs: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[Path, float]]:
     """A run in three stages: its last checkpoint, and the loss that it measured then."""
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
 
     def make(**changes: Any) -> tuple[Path, float]:
+        kept, run = runs(str(changes)), tmp_path / "run"
+        if kept.is_dir():
+            shutil.copytree(kept, run)
+            (folder,) = (run / "checkpoints").glob("step-*")
+            return folder, float((run / "loss").read_text())
         settings = make_settings(pipeline__stages=3, train__steps=2, **changes)
         prepare_data(settings, PlainDisplay(StringIO()))
         outcome = run_in_threads(settings)
@@ -68,19 +82,28 @@ def trained(
             **vars(reports[0].versions),
         }
         shards = [report.shard for report in reports]
-        folder = commit(tmp_path / "run", 2, shards, facts, corpus.tokenizer())
-        return folder, outcome.valid_losses()[-1]
+        folder, loss = commit(run, 2, shards, facts, corpus.tokenizer()), outcome.valid_losses()[-1]
+        (run / "loss").write_text(repr(loss))
+        shutil.copytree(run, kept)
+        return folder, loss
 
     return make
 
 
 @pytest.fixture
 def chatting(
-    make_settings: Callable[..., Settings], tmp_path: Path, text_folder: Path
+    make_settings: Callable[..., Settings],
+    tmp_path: Path,
+    text_folder: Path,
+    runs: Callable[[str], Path],
 ) -> Callable[..., Path]:
     """A checkpoint of a fresh model whose tokenizer has ChatML's tokens; its answers are noise."""
 
     def make(special: tuple[str, ...] = CHATML_TOKENS, **changes: Any) -> Path:
+        kept, run = runs(f"chatting {special} {changes}"), tmp_path / "chat"
+        if kept.is_dir():
+            shutil.copytree(kept, run)
+            return next((run / "checkpoints").glob("step-*"))
         settings = make_settings(**{"pipeline__stages": 1, "model__context": 128, **changes})
         builder = StageBuilder(settings, torch.device("cpu"))
         shards = []
@@ -88,11 +111,13 @@ def chatting(
             stage = builder.build(index)
             builder.initialise(stage)
             tensors = {name: p.detach() for name, p in stage.global_parameters().items()}
-            shards.append(write_shard(partial_folder(tmp_path / "chat", 0), index, tensors))
+            shards.append(write_shard(partial_folder(run, 0), index, tensors))
         texts = [path.read_text() for path in sorted(text_folder.iterdir())]
         tokenizer = Tokenizer.train(texts, settings.model.vocab, special)
         facts = {"settings": settings.to_plain(), "corpus": "", "weight_version": 0,
                  "basis_version": 0}  # fmt: skip
-        return commit(tmp_path / "chat", 0, shards, facts, tokenizer)
+        folder = commit(run, 0, shards, facts, tokenizer)
+        shutil.copytree(run, kept)
+        return folder
 
     return make

@@ -104,15 +104,12 @@ def test_text_streams_in_whole_characters(save: Callable, monkeypatch: pytest.Mo
     assert sum(bool(piece) for piece in pieces[:-1]) > 4, "it comes piece by piece"
 
 
-def test_an_empty_prompt_begins_a_text_and_prints_no_mark(save: Callable) -> None:
+def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(save: Callable) -> None:
     model = Model(save(1.0), "cpu")
     text = model.generate("", 6, 0.0, 0, 0)
     assert text and "endoftext" not in text
-
-
-def test_a_prompt_that_is_no_text_is_refused(save: Callable) -> None:
     with pytest.raises(ConfigError, match="not valid Unicode"):
-        Model(save(1.0), "cpu").encode("a\udcff")
+        model.encode("a\udcff")
 
 
 def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(save: Callable) -> None:

@@ -200,11 +200,7 @@ class MixedErrorFeedback(Buffered):
         halves = self._on_tensor.payload_limit(shape) + self._on_error.payload_limit(shape)
         return max(halves, self.inner.payload_limit(shape))
 
-    def expected_bytes(self, shape: Shape) -> int:
-        return self.payload_limit(shape)
-
-    def coded_bytes(self, shape: Shape) -> int:
-        return self.payload_limit(shape)
+    expected_bytes, coded_bytes = Codec.expected_bytes, Codec.coded_bytes
 
 
 class Mirrored(Feedback):
@@ -321,11 +317,7 @@ class AQSGD(Mirrored):
     def payload_limit(self, shape: Shape) -> int:
         return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
 
-    def expected_bytes(self, shape: Shape) -> int:
-        return self.payload_limit(shape)
-
-    def coded_bytes(self, shape: Shape) -> int:
-        return self.payload_limit(shape)
+    expected_bytes, coded_bytes = Codec.expected_bytes, Codec.coded_bytes
 
     def own_state(self) -> dict[str, Tensor]:
         return {} if self._memory is None else self._memory.state_tensors()

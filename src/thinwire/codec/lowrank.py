@@ -77,7 +77,11 @@ class LowRank(Stateful):
         finite, scale = largest.isfinite(), _power_of_two(largest)
         M = torch.where(finite, M / scale, 0)
         warm = self._warm(M) if place.training else None
-        start_Q = self._seeded(M) if warm is None else warm
+        if warm is None:
+            generator = torch.Generator().manual_seed(_SEED)
+            start_Q = torch.randn((M.shape[1], self.rank), generator=generator).to(M)
+        else:
+            start_Q = warm
         Q = start_Q
         for _ in range(_COLD_ROUNDS if warm is None else 1):
             P = _on_grid(torch.linalg.qr(M @ Q).Q)
@@ -128,10 +132,6 @@ class LowRank(Stateful):
                 f"fit a matrix of {M.shape[1]} columns: tensors must keep their width"
             )
         return self._last_Q.to(M)
-
-    def _seeded(self, M: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(_SEED)
-        return torch.randn((M.shape[1], self.rank), generator=generator).to(M)
 
 
 def _matrix_shape(shape: Shape) -> tuple[int, int]:

@@ -265,11 +265,6 @@ class ChatTemplate:
         """Special tokens that are spelled out in the template, such as <|im_end|>."""
         return list(dict.fromkeys(re.findall(r"<\|[\w.-]+\|>", self.source)))
 
-    @property
-    def marks_answers(self) -> bool:
-        """Whether the template itself says what an assistant writes ({% generation %})."""
-        return re.search(r"\{%-?\s*generation\b", self.source) is not None
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -282,7 +277,7 @@ class ChatTemplate:
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": prompts,
-            **self._tokens,
+            **self.tokens,
         }
         try:
             return RENDERER.render(self.source, values)
@@ -296,7 +291,7 @@ class ChatTemplate:
             ) from None
 
     @cached_property
-    def _tokens(self) -> dict[str, str]:
+    def tokens(self) -> dict[str, str]:
         """Such as bos_token, which a config has as text or as an object with it."""
         found = {}
         for key, value in self.config.items():
@@ -304,11 +299,6 @@ class ChatTemplate:
             if key.endswith("_token") and isinstance(text, str):
                 found[key] = text
         return found
-
-    @property
-    def end_token(self) -> str | None:
-        """What the config names as the end of an answer."""
-        return self._tokens.get("eos_token")
 
 
 class Specials:
@@ -323,7 +313,8 @@ class Specials:
         names = "|".join(map(re.escape, long)) or "(?!)"
         # Some tokenizers do not care for upper and lower case.
         self._spelled = re.compile(names, re.IGNORECASE)
-        self._exact, self._next = re.compile(f"({names})"), re.compile(rf"\s*(?:{names})")
+        self._exact = re.compile(f"({names})")
+        self.behind_space = re.compile(rf"\s*(?:{names})")
 
     def guard(self, value: Any) -> Any:
         """A message, or anything in one, with a guard inside of every special token."""
@@ -341,11 +332,6 @@ class Specials:
         """The last special token of a text, and where it ends."""
         found = list(self._exact.finditer(text))
         return (found[-1][0], found[-1].end()) if found else None
-
-    def end_of_next(self, text: str, start: int) -> int | None:
-        """Where the special token ends that begins here, or behind white space from here."""
-        found = self._next.match(text, start)
-        return found.end() if found else None
 
     def _guarded(self, text: str) -> str:
         if short := [token for token in self._short if token in text]:
@@ -419,7 +405,7 @@ class Chat:
         """Ids that end an answer: by the template, by its config, or between texts."""
         said = Conversation([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}])
         text, spans = self._rendered(said)
-        names = {self.template.end_token}
+        names = {self.template.tokens.get("eos_token")}  # what the config says
         for start, stop in spans:
             last = self._specials.last(text[start:stop])
             names.add(last[0] if last else None)
@@ -469,7 +455,7 @@ class Chat:
         text = self.template.render(messages, tools)
         if not marked:
             return _without_marks(text), []
-        if self.template.marks_answers:
+        if re.search(r"\{%-?\s*generation\b", self.template.source):
             return self._marked(text, messages)
         spans = []
         for number, message in enumerate(conversation.messages):
@@ -522,7 +508,8 @@ class Chat:
         at = shown.find(END)
         if at < 0 or shown[:at] != text[:at]:
             return None
-        return self._specials.end_of_next(text, at)
+        following = self._specials.behind_space.match(text, at)
+        return following.end() if following else None
 
     def _end_of_message(self, text: str, through: str, start: int) -> int:
         """Where an answer ends by what the conversation through it has in common with all of it."""

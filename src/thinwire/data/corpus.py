@@ -194,33 +194,44 @@ def write_corpus(
     or none does.
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    streams: dict[str, IO[bytes]] = {}
+    hashes: dict[str, Any] = {}
     valid_bytes = 0
     try:
         with partial_folder(folder.parent, folder.name) as partial, ExitStack() as held:
-            writer = _Writer(partial, held)
+
+            def append(name: str, content: bytes) -> None:
+                if name not in streams:
+                    streams[name] = held.enter_context((partial / name).open("wb"))
+                    hashes[name] = hashlib.blake2b(digest_size=16)
+                streams[name].write(content)
+                hashes[name].update(content)
+
+            for side in SIDES:
+                append(f"{side}.bin", b"")
             for side, ids, sizes, learned in chunks:
                 if len(ids) and int(ids.max()) >= vocab:
                     raise DataError(
                         f"token id {ids.max()} was read, but all ids must be below {vocab}: the "
                         "source changed while it was being read, or its tokenizer is damaged"
                     )
-                writer.append(f"{side}.bin", ids.astype(dtype).tobytes())
+                append(f"{side}.bin", ids.astype(dtype).tobytes())
                 if sizes is not None:
-                    writer.append(SIZES, sizes.astype(_SIZE).tobytes())
+                    append(SIZES, sizes.astype(_SIZE).tobytes())
                     valid_bytes += int(sizes.sum(dtype=np.int64))
                 if learned is not None:
-                    writer.append(f"{side}.loss", learned.astype(np.uint8).tobytes())
+                    append(f"{side}.loss", learned.astype(np.uint8).tobytes())
             for side in SIDES:
-                if writer.streams[f"{side}.bin"].tell() == 0:
+                if streams[f"{side}.bin"].tell() == 0:
                     raise DataError(
                         f"no tokens for {side}: the corpus is too small to be split, or all of it "
                         "is in data.valid_path as well"
                     )
-            masked = [side for side in SIDES if f"{side}.loss" in writer.streams]
             if tokenizer is not None:
-                writer.append(TOKENIZER, tokenizer.json().encode())
+                append(TOKENIZER, tokenizer.json().encode())
             if template is not None:
-                writer.append(CONFIG, template.json().encode())
+                append(CONFIG, template.json().encode())
+            hashed = {name: each.hexdigest() for name, each in hashes.items()}
             facts = {
                 "source": source,
                 "documents": documents,
@@ -228,11 +239,18 @@ def write_corpus(
                 "vocab": vocab,
                 "valid_bytes": valid_bytes,
                 "dtype": dtype.name,
-                "ids": {side: writer.hash(f"{side}.bin") for side in SIDES},
-                "learned": {side: writer.hash(f"{side}.loss") for side in masked},
+                "ids": {side: hashed[f"{side}.bin"] for side in SIDES},
+                "learned": {s: hashed[f"{s}.loss"] for s in SIDES if f"{s}.loss" in hashed},
                 "remarks": remarks(),
             }
-            writer.finish({**facts, "fingerprint": _fingerprint(facts)})
+            files = {}
+            for name, stream in streams.items():
+                stream.close()
+                flush(partial / name)
+                size = (partial / name).stat().st_size
+                files[name] = {"bytes": size, "sample": _sample(partial / name)}
+            said = {"format": FORMAT, **facts, "fingerprint": _fingerprint(facts), "files": files}
+            write_file(partial / MANIFEST, json.dumps(said, indent=2).encode())
             try:
                 put_in_place(partial, folder)
             except OSError:
@@ -240,41 +258,6 @@ def write_corpus(
                     raise
     except OSError as error:
         raise DataError(f"cannot write the prepared data to {folder.parent}: {error}") from error
-
-
-class _Writer:
-    """Writes the files of a corpus side by side, and a manifest at the end."""
-
-    def __init__(self, folder: Path, held: ExitStack) -> None:
-        self.streams: dict[str, IO[bytes]] = {}
-        self._folder = folder
-        self._held = held
-        self._hashes: dict[str, Any] = {}
-        for side in SIDES:
-            self.append(f"{side}.bin", b"")
-
-    def append(self, name: str, content: bytes) -> None:
-        """Add to the end of a file, which begins when it is first named."""
-        if name not in self.streams:
-            self.streams[name] = self._held.enter_context((self._folder / name).open("wb"))
-            self._hashes[name] = hashlib.blake2b(digest_size=16)
-        self.streams[name].write(content)
-        self._hashes[name].update(content)
-
-    def hash(self, name: str) -> str:
-        """A hash of all that was written to a file."""
-        return self._hashes[name].hexdigest()
-
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Force everything to the disk, and say last what is there."""
-        files = {}
-        for name, stream in self.streams.items():
-            stream.close()
-            flush(self._folder / name)
-            size = (self._folder / name).stat().st_size
-            files[name] = {"bytes": size, "sample": _sample(self._folder / name)}
-        manifest = json.dumps({"format": FORMAT, **facts, "files": files}, indent=2)
-        write_file(self._folder / MANIFEST, manifest.encode())
 
 
 def _check(folder: Path, manifest: Any) -> None:

@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template from everything but text, not from endless text. So one process
 renders for this one: it reads a request on a line, a JSON object, and answers on a line. A template
-that takes too much is ended there, and at worst that process with it. It is this file, run by its
+that takes too much ends there, and most often that process with it. It is this file, run by its
 path: it imports nothing else of this package, so that it starts in a tenth of a second.
 """
 
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -32,7 +33,7 @@ TOO_MUCH = f"it takes more than {MOST_SECONDS} s, {MOST_BYTES >> 30} GiB or {MOS
 BEGIN, END = "\ufdd1", "\ufdd2"
 # A corpus must not depend on the day on which it is prepared.
 _TODAY = date(2024, 7, 26)
-_LOOK_SECONDS = 0.05  # of computing, between two looks at what a template has taken
+_LOOK_SECONDS = 0.05  # of computing, between two looks at the memory
 
 
 class InvalidTemplate(Exception):
@@ -63,7 +64,14 @@ class Renderer:
 
     def _answer(self, request: bytes) -> dict[str, str]:
         if self._process is None or self._process.poll() is not None:
-            self._process = _started()
+            self._process = subprocess.Popen(
+                # -P: a file in the current folder must not pass for a module
+                [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the process that asks
+            )
         process, line = self._process, b""
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -92,55 +100,30 @@ RENDERER = Renderer()
 atexit.register(RENDERER.close)
 
 
-def _started() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        # -P: a file in the current folder must not pass for a module
-        [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_BYTES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the process that asks
-    )
+def _limit_memory(size: int) -> None:
+    """End a template that takes too much memory: by a limit, or by looking while it computes."""
 
-
-class _Meter:
-    """Ends a template that takes too much of this process's computing time, or of memory.
-
-    A signal comes whenever the process has computed for a while. Where a single operation lets no
-    signal through, the system ends the process.
-    """
-
-    def __init__(self, seconds: int, size: int) -> None:
-        self._seconds, self._size = seconds, size
-        self.begin()
-        with contextlib.suppress(OSError, ValueError):  # macOS does not know this limit
-            resource.setrlimit(resource.RLIMIT_AS, (size, size))
-        self._look()
-        signal.signal(signal.SIGPROF, self._look)
-        signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
-
-    def begin(self) -> None:
-        """A template begins."""
-        self._end = time.process_time() + self._seconds
-
-    def _look(self, number: int = 0, frame: FrameType | None = None) -> None:
-        now, _, hard = time.process_time(), *resource.getrlimit(resource.RLIMIT_CPU)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_CPU, (int(now) + self._seconds + 1, hard))
+    def look(number: int, frame: FrameType | None) -> None:
         unit = 1 if sys.platform == "darwin" else 1024
-        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        if taken > self._size or now > self._end:
-            self.begin()
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit > size:
             raise MemoryError
+
+    with contextlib.suppress(OSError, ValueError):  # macOS does not know this limit
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    signal.signal(signal.SIGPROF, look)
+    signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main(seconds: int, size: int) -> None:
-    """Answer requests until the input ends."""
-    meter = _Meter(seconds, size) if resource is not None else None
+    """Answer requests until the input ends; the system ends a process that computes too long."""
+    if resource is not None:
+        _limit_memory(size)
     for line in sys.stdin.buffer:
+        if resource is not None:
+            most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
         request = json.loads(line)
-        if meter is not None:
-            meter.begin()
         answer = _answer(request["source"], request["values"])
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()

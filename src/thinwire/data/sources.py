@@ -325,47 +325,46 @@ def _refuse_longer(size: int, where: str) -> None:
 def _plain_texts(
     file: SourceFile, raw: IO[bytes], stream: IO[bytes], key: str, skip_undecodable: bool
 ) -> Iterator[SourceRecord]:
-    try:
-        for text in _split_text(stream, kind_and_packing(file.name)[0] in (".txt", ".tokens")):
-            yield SourceRecord({key: text}, str(file.path), raw.tell())
-    except UnicodeDecodeError as error:
-        if not skip_undecodable:
-            raise DataError(
-                f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
-            ) from error
-
-
-def _split_text(stream: IO[bytes], is_separated: bool) -> Iterator[str]:
     """A plain file is one document, unless separator lines or its size make it several.
 
     Of a large one each part has about a million characters and ends at a blank line.
     """
+    is_separated = kind_and_packing(file.name)[0] in (".txt", ".tokens")
     # newline="\n" keeps the text byte for byte; the limit keeps a file of one line in bounds.
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
     parts: list[str] = []  # of the document, held until it ends or is large
     lines: list[str] = []  # of its next part
     size = part_size = 0
 
-    def rest() -> list[str]:
-        pieces = [*parts, "".join(lines)]
-        return pieces if size > WHOLE_CHARACTERS else ["".join(pieces)]
+    def found(texts: list[str]) -> Iterator[SourceRecord]:
+        return (SourceRecord({key: text}, str(file.path), raw.tell()) for text in texts)
 
-    while line := reader.readline(PIECE_CHARACTERS):
-        if is_separated and line.strip() == SEPARATOR:
-            yield from rest()
-            parts, lines, size, part_size = [], [], 0, 0
-            continue
-        lines.append(line)
-        size += len(line)
-        part_size += len(line)
-        at_blank_line = part_size >= PIECE_CHARACTERS and not line.strip()
-        if at_blank_line or part_size >= 2 * PIECE_CHARACTERS:
-            parts.append("".join(lines))
-            lines, part_size = [], 0
-            if size > WHOLE_CHARACTERS:
-                yield from parts
-                parts = []
-    yield from rest()
+    def rest() -> Iterator[SourceRecord]:
+        pieces = [*parts, "".join(lines)]
+        return found(pieces if size > WHOLE_CHARACTERS else ["".join(pieces)])
+
+    try:
+        while line := reader.readline(PIECE_CHARACTERS):
+            if is_separated and line.strip() == SEPARATOR:
+                yield from rest()
+                parts, lines, size, part_size = [], [], 0, 0
+                continue
+            lines.append(line)
+            size += len(line)
+            part_size += len(line)
+            at_blank_line = part_size >= PIECE_CHARACTERS and not line.strip()
+            if at_blank_line or part_size >= 2 * PIECE_CHARACTERS:
+                parts.append("".join(lines))
+                lines, part_size = [], 0
+                if size > WHOLE_CHARACTERS:
+                    yield from found(parts)
+                    parts = []
+        yield from rest()
+    except UnicodeDecodeError as error:
+        if not skip_undecodable:
+            raise DataError(
+                f"{file.path} is not UTF-8 text ({error.reason}): convert or remove it"
+            ) from error
 
 
 def _unpacked(raw: IO[bytes], file: SourceFile, packing: str) -> IO[bytes]:

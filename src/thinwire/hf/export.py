@@ -30,7 +30,7 @@ from thinwire.hf.folder import (
 )
 from thinwire.hf.importer import IMPORTED
 from thinwire.hf.shape import config_of, kind_of
-from thinwire.hf.tokenizer import GENERATION, tokenizer_files
+from thinwire.hf.tokenizer import GENERATION, TokenizerFiles
 from thinwire.hf.verify import AUTO_TOKENIZER, Verified, tensor_of, verify
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
@@ -81,7 +81,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     checkpoint.verify()
-    tokenizer = tokenizer_files(checkpoint, wanted.tokenizer)
+    tokenizer = TokenizerFiles(checkpoint, wanted.tokenizer)
     why_not, dtype = why_not_folded(checkpoint.settings), EXPORT_TYPES[wanted.dtype]
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
     if why_not:

@@ -37,7 +37,14 @@ def run_tasks(
     """
     harness = needs("lm_eval", "eval", WHAT)
     needs("transformers", "hf", WHAT)
-    manager = _task_manager(tasks, folder)
+    tasks_of = needs("lm_eval.tasks", "eval", WHAT).TaskManager
+    manager = tasks_of(include_path=str(folder) if folder else None)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise ConfigError(
+                f"the lm-eval harness has no task {task!r}: `python -m lm_eval ls tasks` lists "
+                "them, and --tasks-folder adds a folder of your own"
+            )
     with _exported(place, display, allow_plugins) as exported:
         display.phase("lm-eval", f"{', '.join(tasks)} on {place}")
         found = harness.simple_evaluate(
@@ -63,20 +70,6 @@ def scores_text(results: dict[str, dict[str, Any]]) -> str:
                 spread = f" ± {error:.4f}" if isinstance(error, float) else ""
                 lines.append(f"{task}: {name} {value:.4f}{spread}")
     return "\n".join(lines)
-
-
-def _task_manager(tasks: list[str], folder: Path | None) -> Any:
-    """What knows the tasks; ConfigError names one that it does not know."""
-    manager = needs("lm_eval.tasks", "eval", WHAT).TaskManager(
-        include_path=str(folder) if folder else None
-    )
-    for task in tasks:
-        if not manager.match_tasks([task]):
-            raise ConfigError(
-                f"the lm-eval harness has no task {task!r}: `python -m lm_eval ls tasks` lists "
-                "them, and --tasks-folder adds a folder of your own"
-            )
-    return manager
 
 
 @contextlib.contextmanager

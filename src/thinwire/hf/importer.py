@@ -270,17 +270,52 @@ def plan_import(origin: Origin, stages: int, context: int = 0) -> ImportPlan:
 
 def write_import(plan: ImportPlan, target: Path, force: bool, progress: Progress) -> Path:
     """Write the folder of an import, all of it or nothing; returns it."""
-    target = target.absolute()
+    target, origin, settings = target.absolute(), plan.origin, plan.settings
     check_import(target, force)
-    with new_folder(target) as partial:
-        free = shutil.disk_usage(partial).free
+    done, shards = 0, []
+
+    def read(name: str) -> Tensor:
+        nonlocal done
+        tensor = origin.weights.read(_source(origin, name))
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
+        done += tensor.nbytes
+        progress(done, plan.bytes)
+        return tensor
+
+    with new_folder(target) as folder:
+        free = shutil.disk_usage(folder).free
         if free < plan.bytes:
             raise CheckpointError(
                 f"{target.parent} has {human_bytes(free)} free, the model needs "
                 f"{human_bytes(plan.bytes)}: free some space or choose another folder with --to"
             )
-        shards = _write_stages(plan, partial, progress)
-        _write_rest(plan, partial, target, shards)
+        for index, stage in enumerate(plan.stages):
+            path = folder / f"stage-{index}.safetensors"
+            shapes = {name: kept.shape for name, kept in stage.items()}
+            types = {name: TYPES[kept.dtype] for name, kept in stage.items()}
+            write_tensors(path, shapes, types, read)
+            shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
+        origin.tokenizer.save(folder / TOKENIZER)
+        for path in origin.beside:
+            write_file(folder / path.name, path.read_bytes())
+        write_file(folder / RUN_TOML, run_toml(origin.name, settings, target).encode())
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "step": 0,
+            "weight_version": 0,
+            "basis_version": 0,
+            "settings": settings.to_plain(),
+            "config_hash": settings.hash,
+            "corpus": "",
+            "codec_memory": {},
+            "shards": [vars(shard) for shard in shards],
+            "tokenizer_sha256": sha256_of(folder / TOKENIZER),
+            IMPORTED: origin.name,
+        }
+        if (folder / TOKENIZER_CONFIG).is_file():
+            manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
+        write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
         check_import(target, force)  # another process may have been quicker
     return target
 
@@ -302,9 +337,13 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         for name, kept in origin.weights.listed.items()
         if not name.endswith(".rotary_emb.inv_freq")  # computed from the config, by everyone
     }
+
+    def digest(name: str) -> bytes:  # of one tensor in memory at a time
+        tensor = origin.weights.read(name).contiguous().flatten()
+        return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
+
     is_there = is_tied(origin.config) and listed.pop(_OUTPUT, None) is not None
-    read = origin.weights.read  # one of the two is in memory at a time
-    if is_there and _digest(read(_OUTPUT)) != _digest(read(_TABLE)):
+    if is_there and digest(_OUTPUT) != digest(_TABLE):
         raise CheckpointError(
             f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
             f"from {_TABLE}: set it to false to use both"
@@ -342,55 +381,6 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
                 f"{', '.join(TYPES)}: take the folder of the weights before they were quantised"
             )
     return [{name: listed[_source(origin, name)] for name in shapes} for shapes in stages]
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).digest()
-
-
-def _write_stages(plan: ImportPlan, folder: Path, progress: Progress) -> list[Shard]:
-    done, shards = 0, []
-
-    def read(name: str) -> Tensor:
-        nonlocal done
-        tensor = plan.origin.weights.read(_source(plan.origin, name))
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
-        done += tensor.nbytes
-        progress(done, plan.bytes)
-        return tensor
-
-    for index, stage in enumerate(plan.stages):
-        path = folder / f"stage-{index}.safetensors"
-        shapes = {name: kept.shape for name, kept in stage.items()}
-        write_tensors(path, shapes, {name: TYPES[kept.dtype] for name, kept in stage.items()}, read)
-        shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
-    return shards
-
-
-def _write_rest(plan: ImportPlan, folder: Path, target: Path, shards: list[Shard]) -> None:
-    """Tokenizer, settings for fine-tuning, and the manifest, which makes it a checkpoint."""
-    settings = plan.settings
-    plan.origin.tokenizer.save(folder / TOKENIZER)
-    for path in plan.origin.beside:
-        write_file(folder / path.name, path.read_bytes())
-    write_file(folder / RUN_TOML, run_toml(plan.origin.name, settings, target).encode())
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "step": 0,
-        "weight_version": 0,
-        "basis_version": 0,
-        "settings": settings.to_plain(),
-        "config_hash": settings.hash,
-        "corpus": "",
-        "codec_memory": {},
-        "shards": [vars(shard) for shard in shards],
-        "tokenizer_sha256": sha256_of(folder / TOKENIZER),
-        IMPORTED: plan.origin.name,
-    }
-    if (folder / TOKENIZER_CONFIG).is_file():
-        manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
-    write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
 
 
 def run_toml(name: str, imported: Settings, folder: Path) -> str:

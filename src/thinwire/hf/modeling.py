@@ -96,7 +96,10 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{seen + input_ids.shape[1]} positions, but this model has a context of "
                 f"{self._context}: give fewer tokens, or lower max_new_tokens"
             )
-        logits = self._logits(input_ids, past_key_values, seen)
+        pasts = None if past_key_values is None else self._pasts(past_key_values)
+        # Behind a past our attention takes one position at a time.
+        parts = input_ids.split(1, dim=1) if seen else (input_ids,)
+        logits = torch.cat([self._whole.logits(part, pasts) for part in parts], dim=1)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
@@ -109,14 +112,6 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
         )
         return output.to_tuple() if return_dict is False else output
-
-    def _logits(self, ids_BT: Tensor, cache: Any, seen: int) -> Tensor:
-        if cache is None:
-            return self._whole.logits(ids_BT)
-        pasts = self._pasts(cache)
-        # Behind a past our attention takes one position at a time.
-        parts = ids_BT.split(1, dim=1) if seen else (ids_BT,)
-        return torch.cat([self._whole.logits(part, pasts) for part in parts], dim=1)
 
     def _pasts(self, cache: Any) -> list[list[Any]]:
         """The cache as our layers see it, stage by stage."""

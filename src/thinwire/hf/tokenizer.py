@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,27 @@ def tokenizer_folders(checkpoint: Checkpoint, path: Path) -> Iterator[Path]:
 
 
 class TokenizerFiles:
-    """A tokenizer.json, and what is known beside it, on their way into a folder."""
+    """A tokenizer.json, and what is known beside it, on their way into a folder: that of a
+    checkpoint, or the one that is given.
+    """
 
-    def __init__(self, path: Path, vocab: int, context: int, folders: Iterable[Path] = ()):
+    def __init__(self, checkpoint: Checkpoint, given: Path | None = None):
+        path = given / TOKENIZER if given is not None and given.is_dir() else given
+        path = path or checkpoint.tokenizer
+        if path is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without "
+                "one): name the one that made them with --tokenizer tokenizer.json"
+            )
+        model = checkpoint.settings.model
         self.path = path
         self.tokenizer = Tokenizer.load(path)
-        self._context = context
-        self._folders = list(folders) or [path.parent]
-        if self.tokenizer.vocab_size > vocab:
+        self._context = model.context
+        self._folders = list(tokenizer_folders(checkpoint, path))
+        if self.tokenizer.vocab_size > model.vocab:
             raise ConfigError(
                 f"{path} has {self.tokenizer.vocab_size} entries, but the model was trained with "
-                f"{vocab}: it is not the tokenizer of this model"
+                f"{model.vocab}: it is not the tokenizer of this model"
             )
 
     def write(self, folder: Path) -> None:
@@ -83,13 +93,11 @@ class TokenizerFiles:
         ends = sorted(self._chat_ends() | ({end} if end is not None else set()))
         if not ends:
             return {}
+        closing = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+        if end is None:
+            return {**closing, "pad_token_id": ends[0]}
         # Training puts one token between texts: it ends one and begins the next.
-        start = {} if end is None else {"bos_token_id": end}
-        return {
-            **start,
-            "eos_token_id": ends if len(ends) > 1 else ends[0],
-            "pad_token_id": ends[0] if end is None else end,
-        }
+        return {"bos_token_id": end, **closing, "pad_token_id": end}
 
     def _chat_ends(self) -> set[int]:
         """Ids that end an answer, where there is a chat template."""
@@ -101,17 +109,15 @@ class TokenizerFiles:
         return set()
 
     def _config(self) -> dict[str, Any]:
-        end = self.tokenizer.end_of_text
-        named = {}
-        if end is not None:
-            text = self.tokenizer.decode([end])
-            named = {"bos_token": text, "eos_token": text}
-        return {
+        config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self._context,
             "clean_up_tokenization_spaces": False,
-            **named,
         }
+        if self.tokenizer.end_of_text is None:
+            return config
+        text = self.tokenizer.decode([self.tokenizer.end_of_text])
+        return {**config, "bos_token": text, "eos_token": text}
 
     def _beside(self, name: str) -> Path | None:
         folders = self._folders
@@ -119,19 +125,6 @@ class TokenizerFiles:
             folders = [folder for folder in folders if _has_template(folder)][:1]
         paths = (folder / name for folder in folders)
         return next((path for path in paths if path.is_file()), None)
-
-
-def tokenizer_files(checkpoint: Checkpoint, given: Path | None) -> TokenizerFiles:
-    """The tokenizer to export with a checkpoint: its own, or the one that is given."""
-    path = given / TOKENIZER if given is not None and given.is_dir() else given
-    path = path or checkpoint.tokenizer
-    if path is None:
-        raise CheckpointError(
-            f"{checkpoint.folder} holds no tokenizer (it was trained on token shards without one): "
-            "name the one that made them with --tokenizer tokenizer.json"
-        )
-    model = checkpoint.settings.model
-    return TokenizerFiles(path, model.vocab, model.context, tokenizer_folders(checkpoint, path))
 
 
 def _has_template(folder: Path) -> bool:

@@ -143,10 +143,6 @@ class TextPeer(Peer):
         checkpoint = Checkpoint.open(Path(self.order.resume), allow_plugins=True)
         stage = TextStage(settings, self.stage, checkpoint)
         self._link(stage, self._introduce(stage))
-        self._work(stage)
-        self._leave()
-
-    def _work(self, stage: TextStage) -> None:
         arrived: queue.SimpleQueue[Frame | WireError] = queue.SimpleQueue()
         for link in self._links.values():
             link.start(arrived.put, arrived.put)
@@ -175,6 +171,7 @@ class TextPeer(Peer):
                 self.say(Chosen(choose(said[0, -1].float().cpu())))
         for link in self._links.values():
             link.close(None)
+        self._leave()
 
 
 def main() -> None:

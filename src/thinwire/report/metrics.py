@@ -129,7 +129,14 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         _drop_after(folder / FILE_NAME, resume_step)
         self.missing = 0  # rows that could not be written since the last one that was
         self._file: IO[bytes] = (folder / FILE_NAME).open("ab", buffering=0)
-        self._scalars = _tensorboard_writer(folder / TENSORBOARD_FOLDER, resume_step)
+        self._scalars: Any = None
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            # TensorBoard hides what earlier event files hold from the purge step on.
+            purge = None if resume_step is None else resume_step + 1
+            events = str(folder / TENSORBOARD_FOLDER)
+            self._scalars = SummaryWriter(events, purge_step=purge, flush_secs=10)
         self.tensorboard: bool = self._scalars is not None
         self._wandb = wandb
 
@@ -278,28 +285,24 @@ def _drop_after(path: Path, last_step: int | None) -> None:
     """
     if not path.exists() or not path.stat().st_size:
         return
+    kept = 0  # where the last line ends that stays
     with path.open("r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = _end_of(last_step, content, path)
-            if content[end : end + 2] == b"\n":
+            for start, end in _lines_from_the_end(content):
+                try:
+                    values = _record_in(content[start:end])
+                except ValueError as error:
+                    raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
+                if values is not None and (last_step is None or values["step"] <= last_step):
+                    kept = end
+                    break
+            if content[kept : kept + 2] == b"\n":
                 return
-        file.truncate(end)
-        file.seek(end)
-        file.write(b"\n" if end else b"")
+        file.truncate(kept)
+        file.seek(kept)
+        file.write(b"\n" if kept else b"")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _end_of(last_step: int | None, content: mmap.mmap, path: Path) -> int:
-    """Where the last line ends whose step is not beyond `last_step`; 0 if there is none."""
-    for start, end in _lines_from_the_end(content):
-        try:
-            values = _record_in(content[start:end])
-        except ValueError as error:
-            raise _damaged(path, content[:start].count(b"\n") + 1, str(error)) from None
-        if values is not None and (last_step is None or values["step"] <= last_step):
-            return end
-    return 0
 
 
 def _lines_from_the_end(content: mmap.mmap) -> Iterator[tuple[int, int]]:
@@ -320,16 +323,6 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("it is not the record of a step")
     return values
-
-
-def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    # TensorBoard hides what earlier event files hold from the purge step on
-    purge_step = None if resume_step is None else resume_step + 1
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
 
 def _damaged(path: Path, line: int, why: str) -> ThinwireError:

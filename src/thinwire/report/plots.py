@@ -147,11 +147,16 @@ def steps_figure(timelines: Sequence[Timeline], title: str = "") -> Figure:
 
 def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     spans, stages = timeline.spans, timeline.stages
+
+    def kind_of(span: TraceSpan) -> str:
+        letter = span.label.strip("<>")[:1]
+        return letter if letter in _KINDS else "other"
+
     rows = {record.stage: row for row, record in enumerate(stages)}
     axes.set_ylim(len(stages) - 0.4, -0.4)
     _draw_bars(axes, [span for span in spans if span.lane == "wait"], rows, "wait", _WAITING)
     for kind, (name, colour) in _KINDS.items():
-        alike = [span for span in spans if span.lane != "wait" and _kind(span) == kind]
+        alike = [span for span in spans if span.lane != "wait" and kind_of(span) == kind]
         computing = [span for span in alike if span.lane == "compute"]
         _draw_bars(axes, computing, rows, name, colour)
         _draw_numbers(axes, computing, rows)
@@ -162,11 +167,6 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     axes.tick_params(labelsize=12)
     axes.tick_params(axis="y", length=0, labelsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _kind(span: TraceSpan) -> str:
-    letter = span.label.strip("<>")[:1]
-    return letter if letter in _KINDS else "other"
 
 
 def _draw_bars(

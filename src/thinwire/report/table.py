@@ -83,7 +83,11 @@ def _facts(summary: Summary) -> RenderableType:
     grid.add_row("speed", _speed(summary))
     grid.add_row("time", _time(summary))
     grid.add_row("step time", _step_time(summary))
-    grid.add_row("bubble", _bubble(summary))
+    keys = "bubble_fraction", "simulated_bubble_fraction"
+    bubble, simulated = (percent(summary.get(key)) for key in keys)
+    compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
+    told = f"{bubble} of the stages' time in a step is not compute{compared}"
+    grid.add_row("bubble", bubble if bubble == ABSENT else told)
     fewer = against_bf16(summary.get("ratio_vs_bf16"))
     grid.add_row("bytes at the cuts", fewer if fewer == ABSENT else f"{fewer}, headers included")
     if sent := summary.get("bytes_sent"):
@@ -198,16 +202,6 @@ def _step_time(summary: Summary) -> str:
     return (
         f"{text}, {side} the {elapsed(simulated)} simulated from the run's compute times and bytes"
     )
-
-
-def _bubble(summary: Summary) -> str:
-    measured, simulated = (
-        percent(summary.get(key)) for key in ("bubble_fraction", "simulated_bubble_fraction")
-    )
-    if measured == ABSENT:
-        return ABSENT
-    compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
-    return f"{measured} of the stages' time in a step is not compute{compared}"
 
 
 def _cut_table(summary: Summary) -> RenderableType:
