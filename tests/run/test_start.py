@@ -127,7 +127,6 @@ def test_a_model_trained_on_text_learns_chat(
     make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokenizer has the tokens of ChatML. One of an earlier release grows: as the error says"""
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     own = make_settings(train__steps=2)
     source = trained(own, prepare_data(own, silent()), tmp_path / "source")
     chats = tmp_path / "chats.jsonl"
@@ -287,7 +286,6 @@ def test_a_run_on_other_text_in_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The tokenizer comes along; the record says where; a resume needs the origin no more."""
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     source = trained(make_settings(train__steps=2), corpus, tmp_path / "source")
     other = tmp_path / "other"
     other.mkdir()
