@@ -19,7 +19,7 @@ from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.build import StageBuilder, choose_device, model_weights
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
-from thinwire.engine.conversion import MOST_LOST, Transfer, why_not_folded
+from thinwire.engine.conversion import MOST_LOST, Transfer, projected_cuts, why_not_folded
 from thinwire.engine.cut import are_cuts_learned, check_memory
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
@@ -383,25 +383,19 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
             f"model.context = {settings.model.context} is longer than the {saved.model.context} "
             f"tokens that {origin.folder} was trained with: later positions are new to it"
         )
-    if gone := _cuts(saved) - _cuts(settings):
+    before, now = (projected_cuts(s).values() for s in (saved, settings))
+    if gone := {*before} - {*now}:
         blocks = ", ".join(str(block) for block, _ in sorted(gone))
         notes.append(
             f"{origin.folder} was trained with projected cuts, which this run has no more before "
             f"block {blocks}: its loss starts higher than it ended"
         )
-    if _cuts(settings) - _cuts(saved):
+    if {*now} - {*before}:
         notes.append(
             f"the cuts of this run are new to {origin.folder}, and their random basis drops most "
             'of what crosses, which ruins a trained model: boundary.mode = "dense" keeps all of it'
         )
     return notes
-
-
-def _cuts(settings: Settings) -> set[tuple[int, int]]:
-    """The block above each projected cut, and the cut's rank."""
-    is_projected = settings.boundary.mode == "projected"
-    blocks = [blocks.stop for blocks in settings.split()][:-1] if is_projected else []
-    return {(block, settings.boundary.rank) for block in blocks}
 
 
 def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
