@@ -34,17 +34,16 @@ def test_a_run_from_start_to_finish(
     refused: Callable,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    path = config(pipeline__stages=3)
+    path = config()
     run = thinwire("train", path)
     assert run.wait() == 0, run.text()
     folder = tmp_path / "test"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 4
-    assert len(summary["cuts"]) == 2
     assert [step for step, _ in summary["valid_losses"]] == [0, 2, 4]
     assert summary["final_valid_loss"] < summary["valid_losses"][0][1]
-    for name in ("plots/loss.png", "plots/step.png", "metrics.jsonl", "logs/stage-2.log"):
+    for name in ("plots/loss.png", "plots/step.png", "metrics.jsonl", "logs/stage-1.log"):
         assert (folder / name).is_file(), name
     assert list((folder / "tensorboard").iterdir())
     assert [p.name for p in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
@@ -53,10 +52,10 @@ def test_a_run_from_start_to_finish(
     assert "loss" in text and "tok/s" in text and str(folder / "plots") in text
 
     # dense bf16: 2 bytes per channel and token, plus headers, tallies and verdicts
-    for row in summary["cuts"]:
-        assert 64 <= row["forward_bytes_per_token"] < 70
-        assert 64 <= row["backward_bytes_per_token"] < 72
-        assert 0.9 < row["ratio_vs_bf16"] < 1
+    (row,) = summary["cuts"]
+    assert 64 <= row["forward_bytes_per_token"] < 70
+    assert 64 <= row["backward_bytes_per_token"] < 72
+    assert 0.9 < row["ratio_vs_bf16"] < 1
 
     # the checkpoint, loaded into one process, has the loss that the pipeline reported
     main(["eval", str(folder), "--json"])
@@ -82,21 +81,21 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
 ) -> None:
     """The transport carries numbers, it does not change them: bitwise, in float32."""
     exact = {"codec__forward": "fp32", "codec__backward": "fp32", "run__precision": "fp32"}
-    path = config(**exact, pipeline__stages=3)
+    path = config(**exact)
     whole = thinwire("train", path, "--set", "run.name=whole")
     assert whole.wait() == 0, whole.text()
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     losses = [r["loss"] for r in map(json.loads, lines) if "grad_norm" in r]
-    assert losses == run_in_threads(make_settings(**exact, pipeline__stages=3)).losses()
+    assert losses == run_in_threads(make_settings(**exact)).losses()
     middle = tmp_path / "whole" / "checkpoints" / "step-00000002"
     resumed = thinwire(
-        "train", path, "--set", "run.name=resumed", "--set", "pipeline.stages=2",
+        "train", path, "--set", "run.name=resumed", "--set", "pipeline.stages=1",
         "--resume", middle,
     )  # fmt: skip
     assert resumed.wait() == 0, resumed.text()
     said = resumed.text().replace("\n", " ")
     assert f", from {middle}" in said, "which checkpoint it goes on from"
-    assert "2 / 2 stages have their layers" in said, "the start is not silent"
+    assert "1 / 1 stages have their layers" in said, "the start is not silent"
     ends = [Checkpoint.open(tmp_path / name) for name in ("whole", "resumed")]
     assert [end.step for end in ends] == [4, 4]
     names = {n for shard in ends[0].shards for n in shard.tensors}
@@ -110,8 +109,7 @@ def test_processes_give_what_threads_give_and_resume_into_other_stages(
 def test_ctrl_c_drains_and_checkpoints(
     thinwire: Callable, config: Callable, tmp_path: Path
 ) -> None:
-    path = long_run(config)
-    run = thinwire("train", path)
+    run = thinwire("train", long_run(config))
     run.wait_for(r"\[train\] step +\d")
     stages = run.stages()
     assert len(stages) == 2
@@ -123,8 +121,6 @@ def test_ctrl_c_drains_and_checkpoints(
     saved.verify()
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     assert saved.step == summary["steps"] >= 1
-    main(["train", str(path), "--set", f"train.steps={saved.step + 2}", "--resume"])
-    assert Checkpoint.open(tmp_path / "test").step == saved.step + 2
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

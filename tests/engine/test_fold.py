@@ -1,7 +1,6 @@
 """Folded weights compute what the trained model computes; what does not fold says so."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from thinwire.engine.keeper import BASIS
 from thinwire.engine.source import Snapshot, Versions
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError
-from thinwire.inference import Model
-from thinwire.run.checkpoints import commit
 from thinwire.settings import Settings
 
 NARROW = {
@@ -130,22 +127,3 @@ def test_a_tensor_of_another_shape_is_named(make_settings: Callable[..., Setting
         Folded(wrong).tensors(["model.norm.weight"])
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         Folded(wrong).tensors(["lm_head.weight"])
-
-
-def test_a_checkpoint_folds_to_what_inference_computes(
-    make_settings: Callable[..., Settings],
-    run_in_threads: Callable,
-    corpus: Corpus,
-    tmp_path: Path,
-) -> None:
-    settings = make_settings(**NARROW["reparam"], train__steps=2, pipeline__stages=4)
-    reports = run_in_threads(settings).shards()[2]
-    facts = {
-        "settings": settings.to_plain(),
-        "corpus": corpus.fingerprint,
-        **vars(reports[0].versions),
-    }
-    folder = commit(tmp_path / "run", 2, [r.shard for r in reports], facts, corpus.tokenizer())
-    model = Model(folder, "cpu", compression=False)
-    plain = plain_model(Folded(model.checkpoint))
-    assert (logits_of(plain) - logits_of(model)).abs().max() < 1e-10

@@ -41,10 +41,8 @@ def objections(outcome: Any, settings: Any, data: Any, folder: Path) -> list[str
 @pytest.mark.parametrize(
     "changes",
     [
-        {"run__precision": "bf16", "optim__name": "muon"},
-        {"run__precision": "bf16", "lora__rank": 3},
+        {"run__precision": "bf16", "lora__rank": 3, "optim__name": "muon"},
         {**SUBSPACE, "boundary__basis_update_every": 4},
-        {"boundary__mode": "reparam", "boundary__rank": 6, "optim__name": "muon"},
         {"boundary__mode": "projected", "boundary__rank": 6, "boundary__anchor": "per-stage"},
         EMBEDDING,
         {"codec__forward": "topk(0.2)+ef21", "codec__backward": "lowrank(2)+ef-mixed"},

@@ -4,10 +4,10 @@ import contextlib
 import json
 import socket
 import stat
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from thinwire.run.admission import (
     saved_identity,
     serve_enrolment,
 )
-from thinwire.wire import Door, Identity, Listener, Route, Routes, Standby, dial
+from thinwire.wire import Door, Identity, Listener, Route, Routes, Standby, dial, ping
 from thinwire.wire.stream import Stream
 from waiting import wait_until
 
@@ -87,7 +87,7 @@ def test_an_invite_puts_a_key_on_the_list_that_opens_links(
 
 
 def test_what_lets_in_nobody(book: AuthorityBook, way: Routes) -> None:
-    invite = invite_of(book, machines=2)
+    invite = invite_of(book)
     for wrong in (replace(invite, secret="00" * 16), replace(invite, invite_id="00000000")):
         with pytest.raises(AdmissionError, match="the host refused: wrong invite") as refusal:
             enrol(way, wrong, new_key(), "ada")
@@ -137,25 +137,17 @@ def test_a_host_that_is_not_there_or_silent_is_given_up(book: AuthorityBook) -> 
         enrol(way, invite_of(book), new_key())
 
 
-@pytest.mark.parametrize(
-    "said", [b"true", b"\xff{}", b"[" * 4000], ids=["not an object", "not JSON", "deep"]
-)
 def test_a_request_that_breaks_the_rules_ends_the_exchange(
-    book: AuthorityBook, listener: Listener, said: bytes
+    book: AuthorityBook, listener: Listener
 ) -> None:
     stranger = Identity.create("x")
-    with contextlib.closing(
-        dial(listener.address, "enrol", stranger, book.fingerprint, PATIENCE, MAX_MESSAGE)
-    ) as stream:
-        stream.write(said)
-        with contextlib.suppress(WireError):
-            assert stream.read() is None
+    for said in (b"true", b"\xff{}", b"[" * 4000, b'{"invite": 17}'):
+        stream = dial(listener.address, "enrol", stranger, book.fingerprint, PATIENCE, MAX_MESSAGE)
+        with contextlib.closing(stream), contextlib.suppress(WireError):
+            stream.write(said)
+            answer = stream.read()
+            assert b"lacks a part" in bytes(answer or b"") if said[:1] == b"{" else answer is None
     assert book.peers() == []
-    with contextlib.closing(
-        dial(listener.address, "enrol", stranger, book.fingerprint, PATIENCE, MAX_MESSAGE)
-    ) as stream:
-        stream.write(b'{"invite": 17}')
-        assert b"lacks a part" in bytes(stream.read() or b"")
 
 
 def test_trouble_of_the_host_is_not_told_to_strangers(
@@ -173,14 +165,10 @@ def test_trouble_of_the_host_is_not_told_to_strangers(
 
 def test_asking_uses_nothing_up(book: AuthorityBook, way: Routes) -> None:
     once, key = invite_of(book), new_key()
-    assert ask(way, once) == ask(way, once, key) == HostSays(thinwire.__version__, "")
-    name = enrol(way, once, key).name
+    assert ask(way, once) == ask(way, once, key) == HostSays(thinwire.__version__)
+    enrol(way, once, key)
     assert "has been used" in ask(way, once).refused
-    assert "has been used" in ask(way, once, new_key()).refused
     assert ask(way, once, key).refused == ""
-    book.kick(name)
-    assert "was removed" in ask(way, once, key).refused
-    assert "expired" in ask(way, invite_of(book, lasts=-1.0)).refused
 
 
 @contextlib.contextmanager
@@ -207,9 +195,10 @@ def host_door(book: AuthorityBook, listener: Listener, is_relayed: bool) -> Iter
 
 @pytest.mark.parametrize("is_relayed", [False, True], ids=["direct", "relayed"])
 def test_a_host_opens_no_connection_but_to_where_its_caller_comes_from(
-    book: AuthorityBook, listener: Listener, is_relayed: bool
+    book: AuthorityBook, listener: Listener, is_relayed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else whoever has an invite looks around in the host's network, port by port."""
+    monkeypatch.setattr("thinwire.run.admission.ping", partial(ping, timeout=0.5))
     with (
         socket.create_server(("127.0.0.2", 0)) as inner,
         socket.create_server(("127.0.0.1", 0)) as own,
@@ -264,18 +253,3 @@ def test_a_machine_keeps_its_identity(book: AuthorityBook, way: Routes, tmp_path
     (folder / "key.pem").write_text("x")
     with pytest.raises(ConfigError, match=r"key\.pem is damaged: remove it"):
         own_key(folder)
-
-
-def test_nothing_is_printed_or_logged(
-    book: AuthorityBook,
-    way: Routes,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    invite, before = invite_of(book), threading.active_count()
-    enrol(way, invite, new_key())
-    with pytest.raises(AdmissionError):
-        enrol(way, replace(invite, invite_id="00000000"), new_key())
-    said = capfd.readouterr()
-    assert said.out + said.err + caplog.text == ""
-    wait_until(lambda: threading.active_count() <= before)

@@ -39,41 +39,30 @@ def test_what_is_fixed_on_resume_exists() -> None:
     assert places | {f"{section}.*" for section in plain} >= FIXED_ON_RESUME
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"model__ffn": 64}, "model.ffn"),
-        ({"boundary__mode": "subspace", "boundary__rank": 4}, "boundary.mode"),
-        ({"data__tokenizer": "other.json"}, "data.tokenizer"),
-        ({"run__seed": 5}, "run.seed"),
-        ({"run__precision": "fp32"}, "run.precision"),
-        ({"optim__name": "muon"}, "optim.name"),
-        ({"train__batch": 16}, "train.batch"),
-    ],
-)
 def test_what_the_weights_mean_cannot_change_on_resume(
-    change: dict[str, Any], place: str, make_settings: Callable, tmp_path: Path
+    make_settings: Callable, tmp_path: Path
 ) -> None:
+    """Everything else may."""
     saved = save(tmp_path, make_settings())
-    with pytest.raises(ConfigError, match=f"other values of .*{place}"):
-        open_resume(saved, make_settings(**change), silent())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+    fixed: dict[str, dict[str, Any]] = {
+        "model.ffn": {"model__ffn": 64},
+        "boundary.mode": {"boundary__mode": "subspace", "boundary__rank": 4},
+        "data.tokenizer": {"data__tokenizer": "other.json"},
+        "run.precision": {"run__precision": "fp32"},
+        "train.batch": {"train__batch": 16},
+    }
+    for place, change in fixed.items():
+        with pytest.raises(ConfigError, match=f"other values of .*{place}"):
+            open_resume(saved, make_settings(**change), silent())
+    free: list[dict[str, Any]] = [
         {"train__steps": 9, "train__eval_every": 3, "train__keep": 1},
         {"optim__lr": 1e-4, "optim__clip": 1.0, "optim__warmup": 1, "optim__schedule": "wsd"},
         {"codec__forward": "bf16", "link__emulate": True, "link__mbps_up": 5.0},
         {"run__name": "other", "run__threads": 2, "data__path": "moved"},
         {"pipeline__stages": 4, "pipeline__microbatches": 8, "pipeline__window": 6},
-    ],
-)
-def test_everything_else_may_change_on_resume(
-    change: dict[str, Any], make_settings: Callable, tmp_path: Path
-) -> None:
-    saved = save(tmp_path, make_settings())
-    assert open_resume(saved, make_settings(**change), silent()).folder == saved
+    ]
+    for change in free:
+        assert open_resume(saved, make_settings(**change), silent()).folder == saved
 
 
 @pytest.mark.parametrize(
@@ -82,10 +71,8 @@ def test_everything_else_may_change_on_resume(
         ({}, {"pipeline__stages": 4}, False),
         ({"codec__forward": "fp32"}, {"pipeline__stages": 4}, True),
         ({"codec__backward": "bf16"}, {"pipeline__stages": 2}, False),
-        ({"codec__backward": "bf16"}, {"pipeline__stages": 1}, True),
         ({}, {"pipeline__stages": 3, "codec__cuts": ["1: forward=bf16"]}, True),
         ({"run__precision": "fp32", "codec__forward": "fp32"}, {"pipeline__stages": 4}, False),
-        ({"codec__forward": "fp16"}, {"pipeline__split": [1, 3]}, True),
     ],
 )
 def test_a_split_anew_says_whether_it_is_exact(
@@ -109,7 +96,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("narrow", NARROW.values(), ids=NARROW)
-@pytest.mark.parametrize("before", [{}, {"pipeline__split": [1, 3]}, {"pipeline__stages": 4}])
+@pytest.mark.parametrize("before", [{}, {"pipeline__split": [1, 3]}])
 def test_narrow_cuts_stay_where_the_model_learned_them(
     before: dict[str, Any], narrow: dict[str, Any], make_settings: Callable, tmp_path: Path
 ) -> None:

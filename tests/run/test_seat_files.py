@@ -205,7 +205,7 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
         lambda m: m["settings"]["codec"].update(plugins=["evil"]),
         "names plugins, which are code: evil.*--allow-plugin",
     ),
-    (lambda m: m["settings"]["codec"].update(plugins=[[]]), "plugins"),
+    (lambda m: m["settings"]["codec"].update(plugins=[[]]), "cannot be used"),
     (lambda m: m.update(weight_version=-1), "is damaged"),
     (
         lambda m: m["shards"][0].update(bytes=MOST + 1),

@@ -135,16 +135,13 @@ def test_a_wait_for_ids_is_known_as_one(
     make_settings: Callable, run_in_threads: Callable, corpus: Corpus, tmp_path: Path
 ) -> None:
     """It is no compute time, and a watchdog must not blame the stage for it."""
-    settings = make_settings(pipeline__stages=3)
+    settings = make_settings(pipeline__stages=3, train__steps=2)
     pairs = [joined(corpus, settings, stage) for stage in range(3)]
-    assert pairs[0][1].is_due((0, 0)) and pairs[2][1].is_due(0)
-    assert not pairs[1][1].is_due((0, 0)), "it reads nothing"
+    assert [far.is_due((0, 0)) for _, far in pairs] == [True, False, True], "one reads nothing"
     outcome = run_in_threads(settings, data=tmp_path, far=lambda stage: pairs[stage][1])
-    waits = [
-        [label for lane, label, *_ in outcome.steps(stage)[0].spans if lane == "wait"]
-        for stage in range(3)
-    ]
-    assert "ids0" in waits[0] and "ids0" in waits[2] and "ids0" not in waits[1]
+    spans = [outcome.steps(stage)[0].spans for stage in range(3)]
+    waits = [{label for lane, label, *_ in own if lane == "wait"} for own in spans]
+    assert ["ids0" in own for own in waits] == [True, False, True]
     for server, _ in pairs:
         server.close()
 
@@ -181,11 +178,8 @@ def test_a_wait_ends_when_the_host_goes(make_settings: Callable, corpus: Corpus)
     ("change", "words"),
     [
         ({"id_bytes": 3}, "id_bytes"),
-        ({"masked": 0}, "masked"),
         ({"examples": 0}, "examples"),
-        ({"examples": True}, "examples"),
         ({"corpus": 7}, "corpus"),
-        ({"validations": None}, "validations"),
         ({"config_hash": "other"}, "config_hash"),
     ],
 )
@@ -223,10 +217,8 @@ def test_ids_that_do_not_fit_are_refused(
     [
         Frame(FrameKind.TOKENS, step=4, codec=1),
         Frame(FrameKind.TOKENS, microbatch=4, codec=1),
-        Frame(FrameKind.TOKENS, codec=0),
         Frame(FrameKind.TOKENS, codec=5),
         Frame(FrameKind.TOKENS, microbatch=2, weight_version=1, codec=1),
-        Frame(FrameKind.TOKENS, weight_version=2, codec=1),
         Frame(FrameKind.TOKENS, codec=1, payload=b"more"),
         Frame(FrameKind.CONTROL),
     ],

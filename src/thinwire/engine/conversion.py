@@ -254,10 +254,8 @@ class Transfer:
     def _keeps_cut(self, name: str) -> bool:
         """A table goes along only with the basis that it was trained beside."""
         saved, now = self._source.settings, self._settings
-        cut = name.rpartition(".")[0]
-        if _ranks(saved).get(cut) != _ranks(now).get(cut):
-            return False
-        return saved.boundary.basis_seed == now.boundary.basis_seed
+        before, after = (projected_cuts(s).get(name.rpartition(".")[0]) for s in (saved, now))
+        return before == after and saved.boundary.basis_seed == now.boundary.basis_seed
 
     def _is_alike(self, name: str, forms: Mapping[str, str]) -> bool:
         """Whether the source's tensor means here what it meant there."""
@@ -304,26 +302,20 @@ def _is_of_a_cut(name: str) -> bool:
     return name.startswith("boundary.")
 
 
-def _ranks(settings: Settings) -> dict[str, int]:
-    """The rank of each projected cut, by the name under which its parameters are saved."""
-    if settings.boundary.mode != "projected":
-        return {}
-    name_of = architecture(settings.model).block_name
-    above = settings.split()[1:]
-    return {f"boundary.{name_of(blocks.start)}": settings.boundary.rank for blocks in above}
+def projected_cuts(settings: Settings) -> dict[str, tuple[int, int]]:
+    """The block above each projected cut and its rank, by the name that its parameters have."""
+    name_of, boundary = architecture(settings.model).block_name, settings.boundary
+    above = settings.split()[1:] if boundary.mode == "projected" else []
+    return {f"boundary.{name_of(blocks.start)}": (blocks.start, boundary.rank) for blocks in above}
 
 
 def _same_space(saved: Settings, now: Settings) -> bool:
     """Whether both hold one shared basis, and the same fixed token table."""
-    return all(
-        (
-            saved.boundary.mode != "dense",
-            saved.boundary.is_constrained == now.boundary.is_constrained,
-            saved.boundary.rank == now.boundary.rank,
-            saved.boundary.basis_seed == now.boundary.basis_seed,
-            saved.model.embed_std == now.model.embed_std,
-        )
+    before, after = (
+        (s.boundary.is_constrained, s.boundary.rank, s.boundary.basis_seed, s.model.embed_std)
+        for s in (saved, now)
     )
+    return saved.boundary.mode != "dense" and before == after
 
 
 def _keeps_adapters(saved: Settings, now: Settings) -> bool:

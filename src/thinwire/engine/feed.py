@@ -109,7 +109,7 @@ class Feed:
     ):
         limit = eval_batches or settings.train.eval_batches
         self._source: TokenSource = (
-            data if isinstance(data, TokenSource) else _CorpusTokens(data, settings, limit)
+            data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
         )
         self._device = device
         count, train, pipeline = self._source.example_count, settings.train, settings.pipeline
@@ -162,7 +162,7 @@ class Feed:
             )
 
 
-class _CorpusTokens(TokenSource):
+class CorpusTokens(TokenSource):
     """Windows of a corpus on this machine; nothing is read before it is asked for."""
 
     def __init__(self, corpus: Corpus, settings: Settings, limit: int):

@@ -4,7 +4,10 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thinwire.run.record import RunRecord
 
 
 class Interrupted(KeyboardInterrupt):
@@ -31,19 +34,8 @@ def heeding(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None
             signal.signal(number, handler)
 
 
-class Hurried(Protocol):
-    """What is left of a run once its stages are done: results to write."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the stages are done."""
-
-    def hurry(self) -> None:
-        """Leave out what takes time, such as plots."""
-
-
 @contextlib.contextmanager
-def stopping(ask_to_stop: Callable[[], None], record: Hurried) -> Iterator[None]:
+def stopping(ask_to_stop: Callable[[], None], record: "RunRecord") -> Iterator[None]:
     """First Ctrl-C: ask the run to end. Second: leave at once, whatever this process is doing.
 
     Once the stages are done only results are left to write: a signal costs no more than the plots.

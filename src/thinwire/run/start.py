@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.build import StageBuilder, choose_device, model_weights
 from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
-from thinwire.engine.conversion import MOST_LOST, Transfer, why_not_folded
+from thinwire.engine.conversion import MOST_LOST, Transfer, projected_cuts, why_not_folded
 from thinwire.engine.cut import are_cuts_learned, check_memory
 from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
@@ -45,22 +44,9 @@ from thinwire.typed import to_plain
 FREE = {"preset", "context", "embed_std"}
 """Keys of the model that do not change what its weights mean."""
 FIXED_ON_RESUME = {
-    "model.*",
-    "boundary.*",
-    "lora.*",
-    "data.source",
-    "data.tokenizer",
-    "data.valid_fraction",
-    "data.text_key",
-    "data.split",
-    "data.valid_split",
-    "data.template",
-    "data.learn",
-    "run.seed",
-    "run.precision",
-    "optim.name",
-    "train.batch",
-    "train.init_from",
+    *("model.*", "boundary.*", "lora.*", "run.seed", "run.precision", "optim.name"),
+    *("data.source", "data.tokenizer", "data.valid_fraction", "data.text_key", "data.split"),
+    *("data.valid_split", "data.template", "data.learn", "train.batch", "train.init_from"),
 }
 """Settings that say what the weights mean and what comes next; all others may change."""
 
@@ -147,20 +133,16 @@ def open_resume(
     place: Path, settings: Settings, display: Display, allow_plugins: bool = False
 ) -> Checkpoint:
     """The checkpoint to continue from, verified and compatible with the settings."""
-    checkpoint, choice = open_newest(place, allow_plugins, settings.codec.plugins)
-    for note in choice:
-        display.note(note)
+    checkpoint, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     saved = checkpoint.settings
     settings = adopted(settings, saved)
     _refuse_moved_cuts(checkpoint, settings)
     _refuse_changes(checkpoint, settings)
     steps = saved.train.steps, settings.train.steps
-    notes = [
-        *_inexact(saved, settings),
-        *check_memory(settings, checkpoint),
-        rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step),
-        share_changes(saved.optim, settings.optim),
-    ]
+    notes += _inexact(saved, settings)
+    notes += check_memory(settings, checkpoint)
+    notes.append(rate_change(saved.optim, steps[0], settings.optim, steps[1], checkpoint.step))
+    notes.append(share_changes(saved.optim, settings.optim))
     for note in filter(None, notes):
         display.note(note)
     return checkpoint
@@ -256,10 +238,26 @@ def open_origin(
     None where `train.init_from` is empty.
     """
     if not settings.train.init_from:
-        refuse_frozen_noise(settings)
+        if settings.lora.rank:
+            raise ConfigError(
+                f"lora.rank = {settings.lora.rank} trains adapters beside frozen weights, but a "
+                "new run without train.init_from starts with random weights, which would stay "
+                "random: name the model to fine-tune with --init-from, or set lora.rank = 0"
+            )
         return None
     place = expanded(settings.train.init_from, "train.init_from")
-    origin = _verified(place, settings, display, allow_plugins)
+    if (place / "config.json").is_file():
+        raise CheckpointError(
+            f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
+            f"`thinwire import {place} --to models/NAME`"
+        )
+    try:
+        origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
+            "folder of another run"
+        ) from error
     _refuse_other_model(origin, settings)
     _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
@@ -267,21 +265,11 @@ def open_origin(
             f"{origin.folder} cannot become a model with boundary.mode = "
             f'"{settings.boundary.mode}": {why}. Use dense or projected'
         )
-    for note in _notes(origin, adopted(settings, origin.settings)):
+    for note in notes + _notes(origin, adopted(settings, origin.settings)):
         display.note(note)
     if origin.tokenizer is not None and not settings.data.tokenizer:
         display.phase("data", f"tokenizer of {origin.folder}, which its weights were trained with")
     return origin
-
-
-def refuse_frozen_noise(settings: Settings) -> None:
-    """Adapters need a trained model beside them: a random one stays random when it is frozen."""
-    if settings.lora.rank:
-        raise ConfigError(
-            f"lora.rank = {settings.lora.rank} trains adapters beside frozen weights, but a new "
-            "run without train.init_from starts with random weights, which would stay random: "
-            "name the model to fine-tune with --init-from, or set lora.rank = 0"
-        )
 
 
 def adopted(settings: Settings, saved: Settings) -> Settings:
@@ -298,17 +286,13 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
             boundary.is_constrained and saved.boundary.is_constrained
         ):
             boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
-    if not pipeline.split and _may_have_cuts_of(settings, saved):
-        pipeline = dataclasses.replace(pipeline, split=saved.pipeline.split)
-    return dataclasses.replace(settings, model=model, boundary=boundary, pipeline=pipeline)
-
-
-def _may_have_cuts_of(settings: Settings, saved: Settings) -> bool:
-    alike = [
+    now, then = (
         (s.model.layers, s.pipeline.stages, s.boundary.mode, s.boundary.free_layers)
         for s in (settings, saved)
-    ]
-    return alike[0] == alike[1] and are_cuts_learned(settings) and are_cuts_learned(saved)
+    )
+    if not pipeline.split and now == then and all(map(are_cuts_learned, (settings, saved))):
+        pipeline = dataclasses.replace(pipeline, split=saved.pipeline.split)
+    return dataclasses.replace(settings, model=model, boundary=boundary, pipeline=pipeline)
 
 
 def keys_for(place: str) -> list[str]:
@@ -341,7 +325,9 @@ def make_start(
             shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
             display.progress("start", index + 1, stages, "stages from earlier weights")
         versions = {"weight_version": 0, "basis_version": 0}
-        facts = {**facts_of(settings, data, {}), **versions, ORIGIN: origin_of(origin)}
+        seal = {SEAL: content_hash(origin.manifest)}
+        source = {"path": str(origin.folder), "step": origin.step, **seal}
+        facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
         made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     except BaseException:
         discard_partial(folder, 0)
@@ -350,33 +336,6 @@ def make_start(
         display.note(note)
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
     return Checkpoint.open(made, allow_plugins=True)
-
-
-def origin_of(origin: Checkpoint) -> dict[str, Any]:
-    """What the record of a run says of the weights it started from."""
-    return {
-        "path": str(origin.folder),
-        "step": origin.step,
-        SEAL: content_hash(origin.manifest),
-    }
-
-
-def _verified(place: Path, settings: Settings, display: Display, allow_plugins: bool) -> Checkpoint:
-    if (place / "config.json").is_file():
-        raise CheckpointError(
-            f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
-            f"`thinwire import {place} --to models/NAME`"
-        )
-    try:
-        origin, choice = open_newest(place, allow_plugins, settings.codec.plugins)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"train.init_from = {place} cannot be used: {error}. Name another checkpoint, or the "
-            "folder of another run"
-        ) from error
-    for note in choice:
-        display.note(note)
-    return origin
 
 
 def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
@@ -424,28 +383,19 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
             f"model.context = {settings.model.context} is longer than the {saved.model.context} "
             f"tokens that {origin.folder} was trained with: later positions are new to it"
         )
-    gone = set(_cuts(saved)) - set(_cuts(settings))
-    if saved.boundary.mode == "projected" and gone:
+    before, now = (projected_cuts(s).values() for s in (saved, settings))
+    if gone := {*before} - {*now}:
         blocks = ", ".join(str(block) for block, _ in sorted(gone))
         notes.append(
             f"{origin.folder} was trained with projected cuts, which this run has no more before "
             f"block {blocks}: its loss starts higher than it ended"
         )
-    new = set(_cuts(settings)) - set(_cuts(saved))
-    if new:
+    if {*now} - {*before}:
         notes.append(
             f"the cuts of this run are new to {origin.folder}, and their random basis drops most "
             'of what crosses, which ruins a trained model: boundary.mode = "dense" keeps all of it'
         )
     return notes
-
-
-def _cuts(settings: Settings) -> list[tuple[int, int]]:
-    """The block above each projected cut, and the cut's rank."""
-    if settings.boundary.mode != "projected":
-        return []
-    blocks = [blocks.stop for blocks in settings.split()][:-1]
-    return [(block, settings.boundary.rank) for block in blocks]
 
 
 def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[str]:
@@ -454,8 +404,7 @@ def _found(transfer: Transfer, origin: Checkpoint, settings: Settings) -> list[s
     cuts = [name for name in transfer.fresh if not is_adapter(name)]
     if cuts:
         notes.append(f"not in {origin.folder}, so they start anew: {', '.join(cuts)}")
-    if len(cuts) < len(transfer.fresh):
-        count = len(transfer.fresh) - len(cuts)
+    if count := len(transfer.fresh) - len(cuts):
         notes.append(f"{count} tensors of adapters start anew, without effect at first")
     if transfer.lost > MOST_LOST:
         notes.append(

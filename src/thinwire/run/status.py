@@ -252,16 +252,13 @@ class SharedDisplay(Display):
         self._told_at = -STEP_NEWS_SECONDS
 
     def phase(self, tag: str, text: str) -> None:
-        with self._lock:
-            self._shown.phase(tag, text)
+        self._show(self._shown.phase, tag, text)
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
-        with self._lock:
-            self._shown.progress(tag, done, total, unit)
+        self._show(self._shown.progress, tag, done, total, unit)
 
     def step(self, record: StepRecord) -> None:
-        with self._lock:
-            self._shown.step(record)
+        self._show(self._shown.step, record)
         self.standing.stepped(record)
         now = time.monotonic()
         if now - self._told_at >= STEP_NEWS_SECONDS or record.step >= record.steps:
@@ -270,13 +267,11 @@ class SharedDisplay(Display):
             self._tell_all(StepNews(**numbers))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        with self._lock:
-            self._shown.evaluation(record)
+        self._show(self._shown.evaluation, record)
         self._tell_all(ScoreNews(**vars(record)))
 
     def note(self, text: str) -> None:
-        with self._lock:
-            self._shown.note(text)
+        self._show(self._shown.note, text)
         self._tell_all(News(text))
 
     def announce(self, tag: str, text: str) -> None:
@@ -285,8 +280,11 @@ class SharedDisplay(Display):
         self._tell_all(News(text))
 
     def close(self) -> None:
+        self._show(self._shown.close)
+
+    def _show(self, show: Callable[..., None], *values: Any) -> None:
         with self._lock:
-            self._shown.close()
+            show(*values)
 
 
 class HostConsole:

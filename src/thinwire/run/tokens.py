@@ -17,20 +17,21 @@ gives it to its Worker as `far`. Its fingerprint becomes a part of the links' co
 corpus were there.
 """
 
+import dataclasses
 import enum
 import struct
 import threading
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.data import Batch, Corpus, Order, Validation
+from thinwire.data import Corpus
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.feed import FarCorpus
+from thinwire.engine.feed import At, CorpusTokens, FarCorpus
 from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Link, Meter, Pipe, handshake
@@ -46,13 +47,6 @@ _COUNT = struct.Struct("<I")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Side(enum.IntEnum):
-    """Which part of a corpus; the number is that of a request's weight version."""
-
-    TRAINING = 0
-    VALIDATION = 1
-
-
 class Columns(enum.IntFlag):
     """What of a window is read; the number is the codec tag of a frame."""
 
@@ -63,10 +57,6 @@ class Columns(enum.IntFlag):
         """The places of a window of `context` + 1 tokens."""
         first = 0 if self.INPUTS in self else 1
         return range(first, context + 1 if self.TARGETS in self else context)
-
-
-Key = tuple[Side, int, int]
-"""A microbatch: its side, step (0 in a validation) and number."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -86,6 +76,20 @@ def columns_read(settings: Settings, stage: int) -> Columns:
     built = StageBuilder(settings, torch.device("meta")).build(stage)
     inputs = Columns.INPUTS if built.incoming is None or built.needs_ids else Columns(0)
     return inputs | (Columns.TARGETS if built.outgoing is None else Columns(0))
+
+
+def _request(at: At, columns: Columns) -> Frame:
+    """Asks for a microbatch; an answer has the same fields. The weight version says of which side:
+    0 of the training, 1 of a validation, whose step is 0.
+    """
+    side, (step, number) = (1, (0, at)) if isinstance(at, int) else (0, at)
+    return Frame(FrameKind.TOKENS, step=step, microbatch=number, weight_version=side, codec=columns)
+
+
+def _place(frame: Frame) -> At | None:
+    """Which microbatch a frame is about; None for no side."""
+    places: dict[int, At] = {0: (frame.step, frame.microbatch), 1: frame.microbatch}
+    return places.get(frame.weight_version)
 
 
 class TokenIds(NamedTuple):
@@ -138,26 +142,17 @@ class TokenServer:
     ):
         self.meter = meter or Meter()
         self.failure: WireError | None = None  # why the stream broke, if it did
-        context, train, seed = settings.model.context, settings.train, settings.run.seed
-        microbatches, size = settings.pipeline.microbatches, settings.microbatch_size
-        self._steps, self._type = train.steps, data.train.dtype
-        self._order = Order(
-            data.train, context, train.batch, microbatches, seed, data.train_learned
-        )
-        self._validation = Validation(
-            data.valid, context, size, train.eval_batches, data.valid_learned
-        )
-        text = (0, 0)
-        if data.valid_sizes is not None:
-            total = self._validation.total_of_targets(data.valid_sizes)
-            text = (self._validation.target_count, total)
+        self._steps, self._microbatches = settings.train.steps, settings.pipeline.microbatches
+        self._type = data.train.dtype
+        self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
+        self._is_masked = source.learned_count((0, 0)) is not None
         facts = Facts(
-            data.fingerprint,
-            self._order.count,
-            len(self._validation),
-            *text,
+            source.fingerprint,
+            source.example_count,
+            source.validation_count,
+            *source.validation_text,
             self._type.itemsize,  # type: ignore[arg-type]
-            self._order.is_masked,
+            self._is_masked,
         )
         said = {"config_hash": settings.hash}
         handshake(pipe, said | msgspec.structs.asdict(facts), said, timeout, self.meter)
@@ -172,40 +167,32 @@ class TokenServer:
         columns = Columns(asked.codec & 3)
         if asked.kind is not FrameKind.TOKENS or columns != asked.codec or not columns:
             raise WireError(f"a {asked.kind.name} frame does not ask for token ids")
-        answer = self._answer(*self._asked_for(asked), columns)
-        self._link.wait_for_room(_MOST_UNSENT)
-        self._link.send(
-            Frame(
-                FrameKind.TOKENS,
-                step=asked.step,
-                microbatch=asked.microbatch,
-                weight_version=asked.weight_version,
-                codec=columns,
-                shape=answer.ids_BW.shape,
-                payload=answer.pack(self._type),
+        if not self._has(at := _place(asked)):
+            raise WireError(
+                f"microbatch {asked.microbatch} of step {asked.step} is not in this run"
             )
-        )
+        answer = self._answer(at, columns)
+        self._link.wait_for_room(_MOST_UNSENT)
+        shape, payload = answer.ids_BW.shape, answer.pack(self._type)
+        self._link.send(dataclasses.replace(asked, shape=shape, payload=payload))
 
-    def _asked_for(self, asked: Frame) -> tuple[Batch, int]:
-        """A microbatch, and how many tokens are learned in its step, or in it by itself."""
-        step, number = asked.step, asked.microbatch
-        if asked.weight_version == Side.TRAINING and step < self._steps:
-            if number < self._order.microbatches:
-                return self._order.microbatch(step, number), self._order.learned_count(step)
-        elif asked.weight_version == Side.VALIDATION and number < len(self._validation):
-            batch = self._validation.microbatch(number)
-            return batch, int((batch.targets_BT != MASKED).sum())
-        raise WireError(f"microbatch {number} of step {step} is not in this run")
+    def _has(self, at: At | None) -> TypeGuard[At]:
+        if isinstance(at, tuple):
+            return at[0] < self._steps and at[1] < self._microbatches
+        return at is not None and at < self._source.validation_count
 
-    def _answer(self, batch: Batch, learned: int, columns: Columns) -> TokenIds:
+    def _answer(self, at: At, columns: Columns) -> TokenIds:
+        inputs_BT, targets_BT = self._source.inputs(at).numpy(), self._source.targets(at).numpy()
+        learned_BT = targets_BT != MASKED
         # A stage that reads no inputs gets no token either that it does not learn from.
-        targets_BT = np.maximum(batch.targets_BT, 0)
-        parts = [batch.inputs_BT] if Columns.INPUTS in columns else [targets_BT[:, :-1]]
-        parts += [targets_BT[:, -1:]] if Columns.TARGETS in columns else []
+        shown_BT = np.maximum(targets_BT, 0)
+        parts = [inputs_BT] if Columns.INPUTS in columns else [shown_BT[:, :-1]]
+        parts += [shown_BT[:, -1:]] if Columns.TARGETS in columns else []
         ids_BW = np.concatenate(parts, axis=1)
-        if Columns.TARGETS not in columns or not self._order.is_masked:
+        if Columns.TARGETS not in columns or not self._is_masked:
             return TokenIds(ids_BW)
-        return TokenIds(ids_BW, batch.targets_BT != MASKED, learned)
+        of_step = None if isinstance(at, int) else self._source.learned_count(at)
+        return TokenIds(ids_BW, learned_BT, of_step or int(learned_BT.sum()))
 
     def _on_end(self) -> None:
         on_daemon_thread("thinwire tokens", self._link.close)  # the link's own thread asks for it
@@ -220,7 +207,12 @@ class FetchedCorpus(FarCorpus):
     def __init__(self, pipe: Pipe, settings: Settings, stage: int, timeout: float = _GREETING_S):
         self.meter = Meter()
         said = {"config_hash": settings.hash}
-        facts = _checked_facts(handshake(pipe, said, said, timeout, self.meter))
+        heard = handshake(pipe, said, said, timeout, self.meter)
+        try:
+            facts = msgspec.convert(heard, Facts)
+        except msgspec.ValidationError as error:
+            reason = printable(str(error), 200)
+            raise WireError(f"what the host says of its corpus cannot be read: {reason}") from None
         self.fingerprint = facts.corpus
         self.example_count, self.validation_count = facts.examples, facts.validations
         self.validation_text = facts.text_tokens, facts.text_bytes
@@ -233,8 +225,8 @@ class FetchedCorpus(FarCorpus):
         self._targets = settings.microbatch_size * self._context if is_masked else 0
         self._most_learned = settings.train.batch * self._context
         self._changed = threading.Condition()  # guards all that follows
-        self._asked: set[Key] = set()  # here, or on their way
-        self._answers: dict[Key, TokenIds] = {}
+        self._asked: set[At] = set()  # here, or on their way
+        self._answers: dict[At, TokenIds] = {}
         self._failure: WireError | None = None
         self._bytes = TokenIds.size(self._shape, self._type, self._targets)
         most = AHEAD_BYTES // max(1, self._bytes)
@@ -242,92 +234,75 @@ class FetchedCorpus(FarCorpus):
         self._link = Link(pipe, self.meter, None, "token ids", self._bytes)
         self._link.start(self._on_ids, self._on_broken, self._on_end)
 
-    def is_due(self, at: tuple[int, int] | int) -> bool:
+    def is_due(self, at: At) -> bool:
         with self._changed:
-            return bool(self._columns) and _key(at) not in self._answers
+            return bool(self._columns) and at not in self._answers
 
-    def wait(self, at: tuple[int, int] | int) -> None:
-        self._obtain(_key(at))
+    def wait(self, at: At) -> None:
+        self._obtain(at)
 
-    def inputs(self, at: tuple[int, int] | int) -> Tensor:
+    def inputs(self, at: At) -> Tensor:
         return self._read(at, Columns.INPUTS)
 
-    def targets(self, at: tuple[int, int] | int) -> Tensor:
+    def targets(self, at: At) -> Tensor:
         targets_BT = self._read(at, Columns.TARGETS)
-        learned_BT = self._obtain(_key(at)).learned_BT
+        learned_BT = self._obtain(at).learned_BT
         if learned_BT is not None:
             targets_BT[torch.from_numpy(~learned_BT)] = MASKED
         return targets_BT
 
     def learned_count(self, at: tuple[int, int]) -> int | None:
-        return self._obtain(_key(at)).learned_count
+        return self._obtain(at).learned_count
 
     def close(self) -> None:
         """Say goodbye; whoever still reads gets an error."""
         self._link.close()
 
-    def _read(self, at: tuple[int, int] | int, columns: Columns) -> Tensor:
+    def _read(self, at: At, columns: Columns) -> Tensor:
         assert columns in self._columns, f"this stage was not to read {columns!r}"
         first, wanted = self._columns.span(self._context).start, columns.span(self._context)
-        ids_BW = self._obtain(_key(at)).ids_BW
-        ids_BT = ids_BW[:, wanted.start - first : wanted.stop - first]
+        ids_BT = self._obtain(at).ids_BW[:, wanted.start - first : wanted.stop - first]
         return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
 
-    def _obtain(self, key: Key) -> TokenIds:
+    def _obtain(self, at: At) -> TokenIds:
         """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
         with self._changed:
-            self._forget_before(key)
-            for ahead in self._coming(key):
+            self._forget_before(at)
+            for ahead in self._coming(at):
                 if ahead not in self._asked:
-                    self._ask(ahead)
-            self._changed.wait_for(lambda: self._failure or key in self._answers)
-            if key not in self._answers:
-                raise WireError(f"token ids of {_named(key)} cannot be had: {self._failure}")
-            return self._answers[key]
+                    self._asked.add(ahead)
+                    try:
+                        self._link.send(_request(ahead, self._columns))
+                    except WireError as error:
+                        self._failure = self._failure or error
+            self._changed.wait_for(lambda: self._failure or at in self._answers)
+            if at not in self._answers:
+                raise WireError(f"token ids of {_named(at)} cannot be had: {self._failure}")
+            return self._answers[at]
 
-    def _coming(self, key: Key) -> list[Key]:
+    def _coming(self, at: At) -> list[At]:
         """A microbatch and those that are read after it."""
-        side, step, number = key
-        if side is Side.VALIDATION:
-            last = min(self.validation_count, number + self._ahead)
-            return [(side, 0, n) for n in range(number, last)]
-        first = step * self._microbatches + number
+        if isinstance(at, int):
+            return [*range(at, min(self.validation_count, at + self._ahead))]
+        first = at[0] * self._microbatches + at[1]
         last = min(self._steps * self._microbatches, first + self._ahead)
-        return [(side, *divmod(n, self._microbatches)) for n in range(first, last)]
+        return [divmod(n, self._microbatches) for n in range(first, last)]
 
-    def _ask(self, key: Key) -> None:
-        self._asked.add(key)
-        side, step, number = key
-        try:
-            self._link.send(
-                Frame(
-                    FrameKind.TOKENS,
-                    step=step,
-                    microbatch=number,
-                    weight_version=side,
-                    codec=self._columns,
-                )
-            )
-        except WireError as error:
-            self._failure = self._failure or error
-
-    def _forget_before(self, key: Key) -> None:
+    def _forget_before(self, at: At) -> None:
         """Earlier steps are over. A validation is kept for the next one, if not too large."""
-        side, step, number = key
-        if side is Side.TRAINING:
-            gone = {k for k in self._asked if k[0] is side and k[1] < step}
+        if isinstance(at, int):
+            kept = sum(a.ids_BW.nbytes for k, a in self._answers.items() if isinstance(k, int))
+            before = {k for k in self._asked if isinstance(k, int) and k < at}
+            gone: set[At] = {*before} if kept > KEPT_BYTES else set()
         else:
-            kept = sum(a.ids_BW.nbytes for k, a in self._answers.items() if k[0] is side)
-            gone = {k for k in self._asked if k[0] is side and k[2] < number}
-            gone = gone if kept > KEPT_BYTES else set()
+            gone = {k for k in self._asked if isinstance(k, tuple) and k[0] < at[0]}
         self._asked -= gone
         for old in gone:
             self._answers.pop(old, None)
 
     def _on_ids(self, frame: Frame) -> None:
-        if frame.kind is not FrameKind.TOKENS or frame.weight_version not in list(Side):
+        if frame.kind is not FrameKind.TOKENS or (at := _place(frame)) is None:
             raise WireError(f"a {frame.kind.name} frame came among token ids")
-        key: Key = (Side(frame.weight_version), frame.step, frame.microbatch)
         payload, size = memoryview(frame.payload), self._bytes
         if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
             raise WireError(f"{payload.nbytes} bytes of token ids came, {frame.shape}, not {size}")
@@ -339,8 +314,8 @@ class FetchedCorpus(FarCorpus):
             if not 0 < here <= said <= self._most_learned:
                 raise WireError(f"a microbatch with {here} learned tokens came, of {said} in all")
         with self._changed:
-            if key in self._asked:  # else it came too late for the step that it was for
-                self._answers[key] = answer
+            if at in self._asked:  # else it came too late for the step that it was for
+                self._answers[at] = answer
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:
@@ -352,20 +327,7 @@ class FetchedCorpus(FarCorpus):
         self._on_broken(WireError("the host has ended the stream of token ids"))
 
 
-def _checked_facts(said: dict[str, Any]) -> Facts:
-    try:
-        return msgspec.convert(said, Facts)
-    except msgspec.ValidationError as error:
-        reason = printable(str(error), 200)
-        raise WireError(f"what the host says of its corpus cannot be read: {reason}") from None
-
-
-def _key(at: tuple[int, int] | int) -> Key:
-    return (Side.VALIDATION, 0, at) if isinstance(at, int) else (Side.TRAINING, *at)
-
-
-def _named(key: Key) -> str:
-    side, step, number = key
-    if side is Side.VALIDATION:
-        return f"validation batch {number}"
-    return f"microbatch {number} of step {step + 1}"
+def _named(at: At) -> str:
+    if isinstance(at, int):
+        return f"validation batch {at}"
+    return f"microbatch {at[1]} of step {at[0] + 1}"

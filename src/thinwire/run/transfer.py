@@ -106,20 +106,12 @@ class _SeatFile(msgspec.Struct, forbid_unknown_fields=True):
     tensors: list[str]
 
 
-class _SeatCodec(msgspec.Struct):
-    plugins: list[str] = []
-
-
-class _SeatSettings(msgspec.Struct):
-    codec: _SeatCodec
-
-
 class _CheckedManifest(msgspec.Struct):
     """What is used of the manifest of a seat before it is opened as a checkpoint."""
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=10**8)]
     shards: Annotated[list[_SeatFile], msgspec.Meta(max_length=4096)]
-    settings: _SeatSettings
+    settings: dict[str, dict[str, Any]]
 
 
 class Talk:
@@ -659,13 +651,14 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
     """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
     try:
         checked = msgspec.convert(manifest, _CheckedManifest)
+        named = msgspec.convert(checked.settings.get("codec", {}).get("plugins", []), set[str])
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
             raise ValueError("it names a file twice")
     except ValueError as error:
         raise CheckpointError(
             f"the host's manifest cannot be used: {printable(str(error), 200)}"
         ) from None
-    if unknown := set(checked.settings.codec.plugins) - set(plugins):
+    if unknown := named - set(plugins):
         names = ", ".join(sorted(printable(name, 80) for name in unknown))
         raise CheckpointError(
             f"the host's checkpoint names plugins, which are code: {names}. If you trust them, "
